@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -30,11 +31,14 @@ _log = logging.getLogger(__name__)
 
 MAX_WIDTH = 2
 """Tokens that a sequence may lack: after a round, the last accepted token and the one behind it."""
-LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
-"""Draft tokens of a proposal; others are rounded up."""
+LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8)
+"""Draft tokens of a piece of work; longer proposals take several: a round would wait for a capture."""
+_CUT_LENGTHS = (4, 8)
+"""Draft tokens, rounded up, where tails are cut or distributions truncated."""
 _LIKELY_LENGTHS = (4, 3, 5, 2, 6, 1, 8, 7)
 """Draft tokens for which proposals are captured at the start, the likeliest first."""
 _LIKELY_SEQUENCES = (1, 2, 4, 8)
+_CUT_SEQUENCES = (1, 2, 4)
 
 
 class LoopShape(NamedTuple):
@@ -77,12 +81,21 @@ class LoopAnswer(NamedTuple):
 def shape_for(
     num_sequences: int, num_tokens: int, *, cuts: bool = False, truncates: bool = False
 ) -> LoopShape | None:
-    """The smallest shape that holds a proposal; None: it is beyond them."""
+    """The smallest shape that holds a proposal, or its first tokens; None: there are too many sequences."""
     sequences = next((count for count in SEQUENCES if count >= num_sequences), None)
-    length = next((length for length in LENGTHS if length >= num_tokens), None)
-    if sequences is None or length is None:
+    if sequences is None:
         return None
+    lengths = _CUT_LENGTHS if cuts or truncates else LENGTHS
+    length = next((length for length in lengths if length >= num_tokens), lengths[-1])
     return LoopShape(sequences, length, cuts, truncates)
+
+
+def _likely_shapes() -> Iterator[LoopShape]:
+    """Shapes that are captured at the start, the likeliest first."""
+    for num_sequences, length in product(_LIKELY_SEQUENCES, _LIKELY_LENGTHS):
+        yield LoopShape(num_sequences, length)
+    for truncates, num_sequences, length in product((False, True), _CUT_SEQUENCES, _CUT_LENGTHS):
+        yield LoopShape(num_sequences, length, cuts=not truncates, truncates=truncates)
 
 
 class _Numbers:
@@ -174,11 +187,10 @@ class DraftLoop:
     def prepare(self, limit_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Captures the likeliest shapes, as far as the time goes."""
         began = clock()
-        for num_sequences in _LIKELY_SEQUENCES:
-            for num_tokens in _LIKELY_LENGTHS:
-                if clock() - began >= limit_s:
-                    break
-                self._get(LoopShape(num_sequences, num_tokens))
+        for shape in _likely_shapes():
+            if clock() - began >= limit_s:
+                break
+            self._get(shape)
         _log.info("%d proposals captured in %.1f s", len(self.shapes), clock() - began)
 
     def run(

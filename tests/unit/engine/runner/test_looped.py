@@ -181,6 +181,23 @@ def test_rounds_of_a_loop_are_those_of_steps(
         engine.release([f"r{index}" for index in range(len(rounds.tokens))])
 
 
+def test_a_proposal_longer_than_captured_work_takes_several(
+    runners: tuple[ModelRunner, ModelRunner],
+) -> None:
+    tape = Tape()
+    plain, looped = make_engines(runners, tape)
+    rounds = Rounds((COUPLED, TOP_P), 6)
+    items = rounds.items([19, 3])
+    replies = looped.speculate(items).replies
+    assert_same(replies, plain.speculate(items).replies)
+    assert [len(r.draft.token_ids) for r in replies if isinstance(r, Proposal)] == [19, 3]
+    # 8, 8 and 3 more: the other sequence has its tokens after the first.
+    assert (tape.num_replays, tape.num_captures) == (3, 3)
+    looped.check_integrity()
+    for engine in (plain, looped):
+        engine.release(["r0", "r1"])
+
+
 @pytest.mark.parametrize("min_acceptance", [1e-6, 1e-3, 0.9])
 def test_a_judged_proposal_is_drawn_in_parts_until_it_ends(
     runners: tuple[ModelRunner, ModelRunner], min_acceptance: float
@@ -288,13 +305,19 @@ def _one(token_id: int) -> tuple[list[SequenceRows], list[int], list[LoopRow]]:
 
 @pytest.mark.parametrize(
     ("num_sequences", "num_tokens", "expected"),
-    [(1, 1, (1, 1)), (3, 9, (4, 10)), (64, 32, (64, 32)), (65, 1, None), (1, 33, None)],
+    [(1, 1, (1, 1)), (3, 7, (4, 7)), (3, 9, (4, 8)), (64, 32, (64, 8)), (65, 1, None)],
 )
 def test_shape_is_the_smallest_that_holds_a_proposal(
     num_sequences: int, num_tokens: int, expected: tuple[int, int] | None
 ) -> None:
     assert shape_for(num_sequences, num_tokens) == (expected and LoopShape(*expected))
-    assert LENGTHS[:8] == tuple(range(1, 9))
+    assert LENGTHS == tuple(range(1, 9))
+
+
+@pytest.mark.parametrize(("num_tokens", "length"), [(1, 4), (4, 4), (5, 8), (9, 8)])
+def test_shapes_with_cut_tails_are_few(num_tokens: int, length: int) -> None:
+    assert shape_for(2, num_tokens, cuts=True) == LoopShape(2, length, cuts=True)
+    assert shape_for(2, num_tokens, truncates=True) == LoopShape(2, length, truncates=True)
 
 
 class RemoteForward:
