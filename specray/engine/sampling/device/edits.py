@@ -80,18 +80,18 @@ def _plan_repetition(upload: Upload, blocks: Sequence[_Block], vocab_size: int) 
     own = [block for block in blocks if block.group.state.counts is not None]
     if not own:
         return None
-    counts = _plan_counting(
+    counting = _plan_counting(
         upload, own, [_known(block.group.state.counts) for block in own], None, vocab_size
     )
-    rows = upload.add(_all_rows(own))
     penalty = upload.add(_by_row(own, [block.group.sampling.repetition_penalty for block in own]))
 
     def edit(logits: Tensor, sent: Sent) -> None:
-        numbers = logits.index_select(0, sent[rows])
+        counts, places = counting(sent)
+        numbers = logits.view(-1).index_select(0, places.view(-1)).view(places.shape)
         factor = sent[penalty].to(logits.dtype)[:, None]
         penalised = torch.where(numbers > 0, numbers / factor, numbers * factor)
-        changed = torch.where(counts(sent) > 0, penalised, numbers)
-        logits.index_copy_(0, sent[rows], changed)
+        changed = torch.where(counts > 0, penalised, numbers)
+        logits.view(-1).index_copy_(0, places.view(-1), changed.view(-1))
 
     return edit
 
@@ -103,18 +103,17 @@ def _plan_counts(upload: Upload, blocks: Sequence[_Block], vocab_size: int) -> E
         return None
     known = [_known(block.group.state.output_counts) for block in own]
     starts = [block.group.sampling.num_prompt_tokens for block in own]
-    counts = _plan_counting(upload, own, known, starts, vocab_size)
-    rows = upload.add(_all_rows(own))
+    counting = _plan_counting(upload, own, known, starts, vocab_size)
     frequency = upload.add(_by_row(own, [block.group.sampling.frequency_penalty for block in own]))
     presence = upload.add(_by_row(own, [block.group.sampling.presence_penalty for block in own]))
 
     def edit(logits: Tensor, sent: Sent) -> None:
-        times = counts(sent)
+        times, places = counting(sent)
         by_count, once = (sent[piece].to(logits.dtype)[:, None] for piece in (frequency, presence))
         # The product in float64 is exact, so that the sum is rounded once, as where products are fused.
-        numbers = logits.index_select(0, sent[rows]).double()
-        numbers = (numbers - by_count.double() * times).to(logits.dtype)
-        logits.index_copy_(0, sent[rows], numbers - once * (times > 0))
+        numbers = logits.view(-1).index_select(0, places.view(-1)).view(places.shape).double()
+        numbers = (numbers - by_count.double() * times).to(logits.dtype) - once * (times > 0)
+        logits.view(-1).index_copy_(0, places.view(-1), numbers.view(-1))
 
     return edit
 
@@ -125,37 +124,63 @@ def _plan_counting(
     known: Sequence[Mapping[int, int]],
     starts: Sequence[int] | None,
     vocab_size: int,
-) -> Callable[[Sent], Tensor]:
-    """Plans counts of each token in each row's prefix: ``[rows of the blocks, vocab_size]``, float32.
+) -> Callable[[Sent], tuple[Tensor, Tensor]]:
+    """Plans counts of the tokens in each row's prefix, and the places of their logits.
+
+    Both are ``[rows of the blocks, most tokens of a block]``, float32 and int64 (indices among all logits).
+    Where a block has fewer tokens its last one is repeated, with the same count: written twice, it stays the
+    same number.
 
     Args:
         known: counts of each block's prefix; tokens under verification are added row by row.
         starts: of each block, index from which on tokens count; None: all.
     """
-    places, values, added, first = [], [], [], 0
-    for index, (block, of_prefix) in enumerate(zip(blocks, known, strict=True)):
-        places.append(index * vocab_size + np.fromiter(of_prefix.keys(), np.int64, len(of_prefix)))
-        values.append(np.fromiter(of_prefix.values(), np.float64, len(of_prefix)))
+    tokens, times = [], []
+    for block, of_prefix in zip(blocks, known, strict=True):
+        own, num_times = _tallied(of_prefix, block.group.token_ids)
+        tokens.append(own)
+        times.append(num_times)
+    width = max(map(len, tokens))
+    token_table, count_table = (
+        np.stack([np.pad(own, (0, width - len(own)), mode="edge") for own in each])
+        for each in (tokens, times)
+    )
+    slots = [np.minimum(np.arange(width), len(own) - 1) for own in tokens]
+    added, first = [], 0
+    for index, block in enumerate(blocks):
         rows, behind = _pairs(block.group)
         counted = np.array(block.group.positions)[1 + behind] > (0 if starts is None else starts[index])
-        tokens = np.array(block.group.token_ids, dtype=np.int64)
-        if len(tokens):
-            added.append((first + rows[counted]) * vocab_size + tokens[behind[counted]])
+        drafts = np.array(block.group.token_ids, dtype=np.int64)[behind[counted]]
+        added.append((first + rows[counted]) * width + np.searchsorted(tokens[index], drafts))
         first += block.group.num_rows
-    where, times = upload.add(np.concatenate(places)), upload.add(np.concatenate(values))
-    more = upload.add(np.concatenate(added)) if added else None
+    table, counts = upload.add(token_table), upload.add(count_table)
+    more = upload.add(np.concatenate(added)) if any(map(len, added)) else None
+    slot_of_place = upload.add(np.stack(slots))
     block_of_row = upload.add(np.repeat(np.arange(len(blocks)), [len(block.rows) for block in blocks]))
+    row_starts = upload.add(_all_rows(blocks) * vocab_size)
 
-    def counts(sent: Sent) -> Tensor:
-        prefix = torch.zeros(len(blocks) * vocab_size, dtype=torch.float32, device=sent[where].device)
-        prefix.index_copy_(0, sent[where], sent[times].float())
-        by_row = prefix.view(len(blocks), vocab_size).index_select(0, sent[block_of_row])
+    def count(sent: Sent) -> tuple[Tensor, Tensor]:
+        of_row = sent[block_of_row]
+        by_row = sent[counts].index_select(0, of_row).float()
         if more is not None:
             indices = sent[more]
             by_row.view(-1).index_add_(0, indices, torch.ones_like(indices, dtype=torch.float32))
-        return by_row
+            by_row = by_row.gather(1, sent[slot_of_place].index_select(0, of_row))
+        places = sent[table].index_select(0, of_row) + sent[row_starts][:, None]
+        return by_row, places
 
-    return counts
+    return count
+
+
+def _tallied(of_prefix: Mapping[int, int], draft_ids: Sequence[int]) -> tuple[_Ints, NDArray[np.float64]]:
+    """Tokens of a prefix and of the drafts behind it, ascending, at least one, with the prefix's counts."""
+    known = np.fromiter(of_prefix.keys(), np.int64, len(of_prefix))
+    own, place = np.unique(np.append(known, draft_ids).astype(np.int64), return_inverse=True)
+    if not len(own):
+        return np.zeros(1, np.int64), np.zeros(1)
+    times = np.zeros(len(own))
+    times[place[: len(known)]] = np.fromiter(of_prefix.values(), np.float64, len(of_prefix))
+    return own, times
 
 
 def _pairs(group: RowGroup) -> tuple[_Ints, _Ints]:
