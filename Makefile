@@ -16,7 +16,7 @@ CLUSTER_TESTS := tests/e2e tests/cluster/test_target_nodes.py
 # Cases of make fuzz.
 FUZZ_CASES ?= 2000
 
-.PHONY: setup serve test test-fast zoo fuzz clients dist lint types protos protos-check schema check clean
+.PHONY: setup serve test test-fast zoo fuzz clients dist docs lint types protos protos-check schema check clean
 
 setup: $(STAMP)
 
@@ -67,6 +67,11 @@ dist: .venv-dist/.installed
 		--output-file dist/specray.cdx.json .venv-wheel/bin/python
 	$(PYTHON) tests/dist/serve_once.py .venv-wheel/bin/specray
 
+# The pages of docs/ as a static site, in build/docs. A link that leads nowhere fails.
+docs: .venv-docs/.installed
+	.venv-docs/bin/sphinx-build --quiet --fail-on-warning --keep-going -b html docs build/docs
+	@echo "the site is in build/docs/index.html"
+
 .venv-%/.installed: tests/%/requirements.txt
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --requirement $<
@@ -94,4 +99,4 @@ schema: setup
 check: lint types protos-check test
 
 clean:
-	rm -rf $(VENV) .venv-fuzz .venv-clients .venv-dist .venv-wheel dist build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-fuzz .venv-clients .venv-dist .venv-docs .venv-wheel dist build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -37,7 +37,8 @@ DOCS = ROOT / "docs"
 DOCUMENTS = [README, *sorted(DOCS.rglob("*.md"))]
 MAX_README_LINES = 160
 
-LANGUAGES = {"", "bash", "python", "yaml"}
+TOCTREE = "{toctree}"
+LANGUAGES = {"", "bash", "python", "yaml", TOCTREE}
 """Languages of code blocks; a block without one is a picture, never a command."""
 OTHER_PROGRAMS = {
     "cd",
@@ -367,6 +368,19 @@ def test_links_lead_somewhere(path: Path) -> None:
         assert target.exists(), link
         if anchor:
             assert anchor in anchors_of(target), link
+
+
+def test_the_site_has_every_page() -> None:
+    index = DOCS / "index.md"
+    entries = [
+        line
+        for block in read_page(index).blocks
+        if block.language == TOCTREE
+        for line in block.text.splitlines()
+        if line and not line.startswith(":")
+    ]
+    pages = [page for entry in entries for page in DOCS.glob(f"{entry}.md" if "*" not in entry else entry)]
+    assert sorted(pages) == sorted({*DOCS.rglob("*.md")} - {index})
 
 
 def test_readme_links_every_page() -> None:
