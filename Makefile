@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.specray-installed
 # Ray's token is off in tests: their clusters listen on loopback only.
 # Threads of an operator that wait for the others do not spin on a core that other tests need.
-TEST_ENV := RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 OMP_WAIT_POLICY=passive
+# Bytecode is kept, whatever the environment says: tests start hundreds of processes, which would compile the package anew.
+TEST_ENV := RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE=
 # Each worker takes a file at a time.
 TEST_WORKERS ?= 2
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
@@ -31,7 +32,7 @@ serve: setup
 
 # Services start one after another and have the machine to themselves: what they wait for has deadlines.
 test: setup
-	$(PYTEST) -n $(TEST_WORKERS) -m 'not cluster and not zoo' --ignore=tests/e2e
+	$(PYTEST) -n $(TEST_WORKERS) -m 'not cluster and not zoo' $(addprefix --ignore=,$(CLUSTER_TESTS))
 	$(PYTEST) -m 'cluster and not zoo' $(CLUSTER_TESTS)
 
 # No services, no compilers, no long samples.

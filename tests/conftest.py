@@ -20,22 +20,28 @@ for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
 end_without_destructors()
 
 STARTS_RAY = ("tests/e2e/", "tests/cluster/test_target_nodes.py")
-"""Tests that have Ray processes of their own: one worker runs them all, in their order, and ``make test``
-looks for them nowhere else."""
+"""Tests that have Ray processes of their own; ``make test`` looks for them nowhere else."""
+PACKAGES_OF_ONE_SERVICE = "tests/e2e/"
+"""Folder whose subfolders have one service each, for all their files."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several workers (``-n``): a file's tests are one worker's, and no two services run at a time."""
+    """With several workers (``-n``): the tests of a file, or of a folder with one service, are one worker's.
+
+    So no service starts twice, and a worker has at most one; each has a Ray and ports of its own.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
-    class OneRay(LoadScopeScheduling):
+    class ByService(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "ray" if nodeid.startswith(STARTS_RAY) else nodeid.partition("::")[0]
+            path = nodeid.partition("::")[0]
+            folder = path.rpartition("/")[0]
+            return folder if folder.startswith(PACKAGES_OF_ONE_SERVICE) else path
 
     # Files in their order, in which those that start a Ray, and take longest, come first.
     config.option.loadscopereorder = False
-    return OneRay(config, log)
+    return ByService(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

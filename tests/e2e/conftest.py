@@ -11,6 +11,14 @@ import pytest
 from tests.e2e.service import DEADLINE_S, Service, started
 
 
+@pytest.fixture(scope="session", autouse=True)
+def patient_proxies() -> Iterator[None]:
+    """Lets Serve wait for a proxy, which it replaces after 20 s; a loaded machine imports Ray slowly."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "30")
+        yield
+
+
 @pytest.fixture(scope="module")
 def service(request: pytest.FixtureRequest) -> Iterator[Service]:
     """ROUTER, TARGET and DRAFT of a module are what it adds to these sections of the configuration."""

@@ -65,8 +65,9 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         }
     )
     with chosen_agent_ports():
+        # "local": never the cluster of a test beside this one, which leaves a note for all.
         ray.init(
-            num_cpus=8, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False,
+            "local", num_cpus=8, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False,
             logging_level="WARNING",
         )  # fmt: skip
     try:

@@ -20,7 +20,7 @@ from specray.bench.testbed.kinds import BedKind
 from specray.bench.testbed.parts import PartRole, of_role
 from specray.config import parse_config
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 DEADLINE_S = 90.0
 

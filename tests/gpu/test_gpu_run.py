@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from specray.bench.gpu import __main__ as script
+from specray.bench.gpu import stage
 from specray.bench.gpu.options import parse_options
 from specray.bench.gpu.pair import Agreement, arms_of, compare, num_compared
 from specray.bench.gpu.report import problems, write_report
@@ -29,12 +32,42 @@ def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_whole_run_on_a_cpu_gives_equal_tokens_and_every_figure(tmp_path: Path) -> None:
+class StagesHere:
+    """Stages in this process: each would import torch and transformers again."""
+
+    def __init__(self, directory: Path, timeout_s: float) -> None:
+        pass
+
+    def run(self, label: str, name: str, **arguments: Any) -> dict[str, Any]:
+        result: dict[str, Any] = json.loads(
+            json.dumps(stage._STAGES[name](**json.loads(json.dumps(arguments))))
+        )
+        return result
+
+
+@pytest.fixture
+def run_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Runs the script in this process; only the engines of the pair are processes of their own."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(script, "Stages", StagesHere)
+
+    def run(*arguments: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["gpu", *arguments])
+        assert script.main() == 0
+
+    yield run
+    torch.set_num_threads(before)
+
+
+def test_whole_run_on_a_cpu_gives_equal_tokens_and_every_figure(
+    tmp_path: Path, run_here: Callable[..., None]
+) -> None:
     sizes = ("--num-prompts", "2", "--max-tokens", "12", "--num-repeats", "1", "--k", "2")
     options = ("--shape", "tiny", "--device", "cpu", "--dtype", "float32", *sizes)
     stages = ("--stage", "forwards", "--stage", "pair", "--stage", "transformers")
-    result = run_script(*options, *stages, "--report", str(tmp_path))
-    assert result.returncode == 0, result.stderr
+    run_here(*options, *stages, "--report", str(tmp_path))
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["failures"] == []
     results = report["shapes"]["tiny"]
@@ -55,6 +88,7 @@ def test_whole_run_on_a_cpu_gives_equal_tokens_and_every_figure(tmp_path: Path) 
 
 
 def test_sampling_on_a_cpu_needs_no_model_and_gives_every_figure(tmp_path: Path) -> None:
+    """As users run it: the stage is a process."""
     options = ("--stage", "sampling", "--shape", "tiny", "--device", "cpu")
     result = run_script(*options, "--report", str(tmp_path))
     assert result.returncode == 0, result.stderr
@@ -68,11 +102,11 @@ def test_sampling_on_a_cpu_needs_no_model_and_gives_every_figure(tmp_path: Path)
     assert "Tokens equal a CPU's in 7 of 7 kinds." in (tmp_path / "report.md").read_text()
 
 
-def test_attention_and_proposals_on_a_cpu_give_every_figure(tmp_path: Path) -> None:
+def test_attention_and_proposals_on_a_cpu_give_every_figure(
+    tmp_path: Path, run_here: Callable[..., None]
+) -> None:
     stages = ("--stage", "attention", "--stage", "proposals")
-    options = (*stages, "--shape", "tiny", "--device", "cpu", "--dtype", "float32")
-    result = run_script(*options, "--report", str(tmp_path))
-    assert result.returncode == 0, result.stderr
+    run_here(*stages, "--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--report", str(tmp_path))
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["failures"], report["shapes"]) == ([], {})
     attention = report["attention"]

@@ -12,6 +12,8 @@ import grpc  # isort: skip
 from grpc import aio  # isort: skip
 
 TIMEOUT_S = 20
+NUM_FORKS = 80
+"""Number of children; with gRPC's handlers about one in ten crashes or hangs."""
 
 
 class Echo(grpc.GenericRpcHandler):
@@ -22,8 +24,8 @@ class Echo(grpc.GenericRpcHandler):
         return grpc.unary_unary_rpc_method_handler(echo)
 
 
-def exit_codes(num_forks: int) -> list[int]:
-    """Distinct exit codes of ``num_forks`` children, ascending, while another thread uses gRPC."""
+def exit_codes() -> list[int]:
+    """Distinct exit codes of NUM_FORKS children, ascending, while another thread uses gRPC."""
     busy, stop = threading.Event(), threading.Event()
 
     async def talk() -> None:
@@ -42,7 +44,7 @@ def exit_codes(num_forks: int) -> list[int]:
     talking.start()
     assert busy.wait(TIMEOUT_S)
     # preexec_fn has subprocess fork, with the handlers of all libraries; without it there is only a vfork.
-    codes = [subprocess.Popen(["true"], preexec_fn=int).wait(10) for _ in range(num_forks)]
+    codes = [subprocess.Popen(["true"], preexec_fn=int).wait(10) for _ in range(NUM_FORKS)]
     assert talking.is_alive(), "no fork has hurt the parent"
     stop.set()
     talking.join(TIMEOUT_S)
@@ -50,4 +52,4 @@ def exit_codes(num_forks: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    print(exit_codes(150))
+    print(exit_codes())

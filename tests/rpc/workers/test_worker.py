@@ -41,6 +41,7 @@ def worker_process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str
             process.stdout.close()
 
 
+@pytest.mark.slow
 async def test_killed_worker_is_engine_lost_and_not_a_hang(address: str) -> None:
     with worker_process(address) as (process, _):
         drafter = await GrpcDrafter.connect(address, timeout_s=DEADLINE_S)
@@ -73,12 +74,14 @@ async def test_signal_ends_a_worker_with_its_socket(number: int, address: str, s
     assert not is_there(socket_path)
 
 
+@pytest.mark.slow
 def test_signal_ends_a_worker_that_still_loads(address: str) -> None:
     with worker_process(address, "60") as (process, _):
         process.send_signal(signal.SIGTERM)
         assert process.wait(DEADLINE_S) == 0
 
 
+@pytest.mark.slow
 async def test_worker_reports_the_real_port() -> None:
     with worker_process("127.0.0.1:0") as (_, printed):
         host, port = printed.rsplit(":", 1)

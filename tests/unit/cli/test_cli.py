@@ -83,6 +83,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"specray {__version__}\n"
 
 
+@pytest.mark.slow
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys\nfrom specray.cli import main\n"
@@ -286,6 +287,7 @@ def test_build_config_refuses_before_it_parses() -> None:
         build_config(None, {"target.model": "/x"})
 
 
+@pytest.mark.slow
 def test_worker_with_parent_ends_when_its_parent_is_killed() -> None:
     child = (
         "import sys, time\nfrom specray.rpc.workers.parent import end_with_parent\n"

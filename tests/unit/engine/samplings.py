@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 from specray.engine.draft import DraftEngine
@@ -40,7 +41,12 @@ def session(sampling: SamplingParams = GREEDY, *, request_id: str = "a") -> Sess
 
 
 def expected_output(sampling: SamplingParams, num_output: int = NUM_OUTPUT) -> list[int]:
-    return target_only(lambda prefix: model_logits(TARGET, prefix), PROMPT, sampling, num_output)
+    return list(_expected_output(sampling, num_output))
+
+
+@functools.cache
+def _expected_output(sampling: SamplingParams, num_output: int) -> tuple[int, ...]:
+    return tuple(target_only(lambda prefix: model_logits(TARGET, prefix), PROMPT, sampling, num_output))
 
 
 def exact_probabilities(sampling: SamplingParams, num_tokens: int) -> dict[tuple[int, ...], float]:

@@ -98,7 +98,8 @@ def make_drafter(name: str, sampling: SamplingParams) -> tuple[Drafter, DraftEng
 def test_output_is_the_targets_alone_with_any_draft(name: str, sampling: SamplingParams) -> None:
     expected = expected_output(sampling)
     target, _ = toy_target()
-    for num_drafts in range(9):
+    # A drafter without draft tokens does not ask how many are wanted.
+    for num_drafts in range(1 if name == "empty" else 9):
         drafter, draft = make_drafter(name, sampling)
         current = session(sampling)
         assert generate_serial(target, drafter, current, NUM_OUTPUT, num_drafts) == expected

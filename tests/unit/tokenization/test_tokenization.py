@@ -257,6 +257,7 @@ def test_stop_string_may_begin_with_the_space_after_the_prompt() -> None:
     assert (stream.push([JOHN, DOT]), stream.stop_reason) == ("", " John")
 
 
+@pytest.mark.slow
 def test_chat_answer_begins_as_its_own_tokenizer_decodes_it_after_the_template() -> None:
     template = "{{ messages[0]['content'] }}<|assistant|>"
     tokenizer = sentencepiece_tokenizer(chat_template=template)
@@ -338,6 +339,7 @@ def test_load_reads_eos_from_all_three_files(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path).eos_token_ids == (EOS, 7, 8, 9)
 
 
+@pytest.mark.slow
 def test_load_through_transformers_gives_the_same_tokens(tmp_path: Path) -> None:
     # A flag that may change the post-processor sends loading through transformers.
     write_tiny_tokenizer(tmp_path, add_eos_token=True)
@@ -366,6 +368,7 @@ def test_of_several_chat_templates_the_default_is_taken(
         assert loaded.render_chat([ChatMessage("user", "hello")]) == "[user]hello[assistant]"
 
 
+@pytest.mark.slow
 def test_load_of_a_verbatim_tokenizer_needs_no_torch(tmp_path: Path) -> None:
     write_tiny_tokenizer(tmp_path)
     import subprocess

@@ -19,6 +19,9 @@ from specray.errors import ConfigError
 from specray.tokenization import load_tokenizer
 from tests.unit.tokenization.tiny_tokenizer import write_tiny_tokenizer
 
+# Servers are processes.
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).with_name("fake_peer.py")
 
 

@@ -315,6 +315,7 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["plain", "draft", "ngram"])
 async def test_generate_server_streams_what_generate_makes(
     mode: str, tiny_pair: tuple[Path, Path], tmp_path: Path

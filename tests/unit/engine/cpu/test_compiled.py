@@ -15,39 +15,43 @@ from specray.engine.cpu import compiled
 pytestmark = pytest.mark.slow
 
 # The difference is inside a function of one name that is too long to be inlined, as in kernels for different
-# head sizes.
+# head sizes. Processes are forked, so that numba is imported once; it has compiled nothing before.
 SCRIPT = """
-import ctypes, sys
+import ctypes, os, sys
 from numba import njit, types
 from specray.engine.cpu.compiled import CompiledFunction
 
 def adding(constant):
-    body = "    number = (number ^ (number >> 3)) * constant\\n" * 300
+    body = "    number = (number ^ (number >> 3)) * constant\\n" * 60
     exec(f"def inner(number):\\n{body}    return number", {"constant": constant}, functions := {})
     inner = njit(functions["inner"])
     def add(number):
         return number + inner(number)
     return add
 
-for constant in map(int, sys.argv[1:]):
+def call(constant):
     signature, prototype = types.int64(types.int64), ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
-    print(CompiledFunction(f"add-{constant}", signature, prototype, lambda: adding(constant)).call(100))
+    return CompiledFunction(f"add-{constant}", signature, prototype, lambda: adding(constant)).call(100)
+
+for constants in sys.argv[1:]:
+    process = os.fork()
+    if process == 0:
+        print(*[call(int(constant)) for constant in constants.split(",")], flush=True)
+        os._exit(0)
+    assert os.waitpid(process, 0)[1] == 0
 """
 
 
 def test_functions_of_one_name_from_two_processes_stay_two(tmp_path: Path) -> None:
-    def run(*constants: int) -> list[int]:
-        command = [sys.executable, "-c", SCRIPT, *map(str, constants)]
-        environment = {**os.environ, "HOME": str(tmp_path)}
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=60, check=True
-        )
-        return [int(line) for line in done.stdout.split()]
-
-    (one,), (two,) = run(1), run(2)
+    command = [sys.executable, "-c", SCRIPT, "1", "2", "1,2,3", "2,1"]
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=True)
+    [one], [two], together, reverse = [
+        [int(number) for number in line.split()] for line in done.stdout.splitlines()
+    ]
     assert one != two
-    assert run(1, 2, 3)[:2] == [one, two]
-    assert run(2, 1) == [two, one]
+    assert together[:2] == [one, two]
+    assert reverse == [two, one]
 
 
 def test_a_file_that_cannot_take_its_place_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -311,7 +311,7 @@ def test_shape_is_the_smallest_that_holds_a_proposal(
     num_sequences: int, num_tokens: int, expected: tuple[int, int] | None
 ) -> None:
     assert shape_for(num_sequences, num_tokens) == (expected and LoopShape(*expected))
-    assert LENGTHS == tuple(range(1, 9))
+    assert list(LENGTHS) == list(range(1, 9))
 
 
 @pytest.mark.parametrize(("num_tokens", "length"), [(1, 4), (4, 4), (5, 8), (9, 8)])

@@ -104,6 +104,7 @@ def check_seconds(guesser: Guesser, *, num_windows: int) -> None:
     run(clock, main())
 
 
+@pytest.mark.slow
 def test_windows_that_bring_nothing_end_where_rows_are_dear() -> None:
     """27 rows take 2.7 steps: some tries, and then as fast as without."""
     check_seconds(RandomGuesser(MODEL), num_windows=100)

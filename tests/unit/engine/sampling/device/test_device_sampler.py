@@ -81,6 +81,7 @@ def test_ranked_tokens_are_those_of_a_cpu(vocab_size: int) -> None:
             assert row.excluded_logprob == pytest.approx(other.excluded_logprob, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_sequence_does_not_depend_on_those_beside_it() -> None:
     device, _ = samplers(40)
     for seed in range(20):
