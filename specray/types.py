@@ -267,8 +267,19 @@ class VerifyItem:
     """What the target computes beside this step for the Verdict's ``draft``; None: nothing. A chunk has none,
     and rows that do not fit are left out."""
     num_next_draft_tokens: int = 0
-    """Most draft tokens that the target's own drafter is asked for behind the verdict; 0: none. A target
-    without a drafter drafts nothing."""
+    """Most draft tokens that the target's own drafter is asked for behind the verdict, of a tree those of a
+    path; 0: none. A target without a drafter drafts nothing."""
+    next_min_acceptance: float = 0.0
+    """Least chance that all of a chain of the drafter's is accepted, in [0, 1): see ``SpeculateItem``."""
+    next_tree: TreeBudget | None = None
+    """What a tree of the drafter's may have; None: a chain. Rejection gets a chain."""
+
+    @property
+    def max_next_nodes(self) -> int:
+        """Most draft tokens that may come with the verdict."""
+        if self.num_next_draft_tokens == 0 or self.next_tree is None:
+            return self.num_next_draft_tokens
+        return self.next_tree.num_nodes
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,9 @@ Draft = Annotated[
 ]
 Drafter = Annotated[
     str | None,
-    typer.Option(help="Directory of a drafter that reads the target's features: EAGLE-1, 2, 3, or Medusa."),
+    typer.Option(
+        help="Directory of a drafter that reads the target's features: EAGLE-1, 2, 3, P-EAGLE, or Medusa."
+    ),
 ]
 Model = Annotated[str, typer.Option(help="Model: path, hub id, or embedded.")]
 Role = Annotated[EngineRole, typer.Option(help="Engine, and which model of the embedded pair.")]

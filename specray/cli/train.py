@@ -27,7 +27,14 @@ RowsPerForward = Annotated[int, typer.Option(min=1, help="Rows of a forward.")]
 RowLen = Annotated[int, typer.Option(min=32, help="Tokens of a row.")]
 Seed = Annotated[int, typer.Option(help="Seed of weights, texts and their order.")]
 HeadTarget = Annotated[
-    str, typer.Argument(help="Checkpoint directory or hub id of any causal language model of transformers.")
+    str,
+    typer.Argument(
+        help="Checkpoint directory, known name or hub id of any causal language model of transformers, or "
+        "embedded."
+    ),
+]
+HeadTimeBudget = Annotated[
+    float | None, typer.Option(min=1, help="Seconds of training; default: 4800, unless --steps is given.")
 ]
 HeadWorkDir = Annotated[
     Path,
@@ -93,8 +100,8 @@ def eagle3(
     target: HeadTarget,
     work_dir: HeadWorkDir = Path("specray-heads"),
     device: Device = "cpu",
-    writing_budget: WritingBudget = 3600,
-    time_budget: TimeBudget = None,
+    writing_budget: WritingBudget = 1800,
+    time_budget: HeadTimeBudget = None,
     steps: Steps = None,
     num_depths: Annotated[
         int, typer.Option(min=1, max=16, help="Steps on the head's own outputs that are trained.")
@@ -116,7 +123,7 @@ def eagle3(
     from specray.train.heads.training import HeadTrainConfig
 
     config = HeadTrainConfig(
-        _limit(steps, time_budget),
+        _limit(steps, time_budget, default_s=4800),
         TextConfig(writing_budget, num_rows, rows_per_batch, row_len, seed),
         StepConfig(rows_per_step, rows_per_forward, seed=seed),
         num_depths,
@@ -131,8 +138,8 @@ def medusa(
     target: HeadTarget,
     work_dir: HeadWorkDir = Path("specray-heads"),
     device: Device = "cpu",
-    writing_budget: WritingBudget = 3600,
-    time_budget: TimeBudget = None,
+    writing_budget: WritingBudget = 1800,
+    time_budget: HeadTimeBudget = None,
     steps: Steps = None,
     num_heads: Annotated[int, typer.Option(min=1, max=16, help="Heads, one for each place ahead.")] = 4,
     num_rows: NumRows = 100_000,
@@ -149,7 +156,7 @@ def medusa(
     from specray.train.heads.training import HeadTrainConfig
 
     config = HeadTrainConfig(
-        _limit(steps, time_budget),
+        _limit(steps, time_budget, default_s=4800),
         TextConfig(writing_budget, num_rows, rows_per_batch, row_len, seed),
         StepConfig(rows_per_step, rows_per_forward, seed=seed),
         num_heads,
@@ -158,18 +165,50 @@ def medusa(
     _train_head("medusa", target, work_dir, config, device)
 
 
-def _limit(steps: int | None, time_budget: float | None) -> RunLimit:
+def _limit(steps: int | None, time_budget: float | None, *, default_s: float = 7200.0) -> RunLimit:
     from specray.train.loop import RunLimit
 
     if steps is None and time_budget is None:
-        time_budget = 7200.0
+        time_budget = default_s
     return RunLimit(steps, time_budget)
 
 
 def _train_head(method: Method, target: str, work_dir: Path, config: HeadTrainConfig, device: str) -> None:
     from specray.train.heads.training import train_head
 
-    command = shlex.join(["specray", *sys.argv[1:]])
-    head = train_head(method, target, work_dir, config, device=device, command=command)
+    head = train_head(
+        method,
+        _checkpoint(target),
+        work_dir,
+        config,
+        device=device,
+        has_bfloat16=has_bfloat16(device),
+        name=target,
+        command=shlex.join(["specray", *sys.argv[1:]]),
+    )
     typer.echo(f"wrote {head}")
     typer.echo(f"serve it: specray serve --target {target} --drafter {head}")
+
+
+def has_bfloat16(device: str) -> bool:
+    """Whether the processor multiplies bfloat16: products of a CPU without take several times as long."""
+    from specray.engine.cpu.isa import Isa, usable_isas
+
+    return device != "cpu" or bool({Isa.AMX, Isa.AVX512_BF16}.intersection(usable_isas()))
+
+
+def _checkpoint(target: str) -> str:
+    """What transformers loads for a target's name. Raises ConfigError where it cannot be had."""
+    from specray.cli.models.fetching import fetch_listener
+    from specray.config import EMBEDDED
+    from specray.demo.paths import demo_target_path
+    from specray.models.cache import user_cache
+    from specray.models.resolve import find_source, source_checkpoint
+
+    if target == EMBEDDED:
+        return str(demo_target_path())
+    source = find_source(target)
+    if source is None:
+        return target
+    with fetch_listener() as listener:
+        return str(source_checkpoint(source, user_cache(), listener).directory)

@@ -154,8 +154,8 @@ class TargetConfig(EngineConfig):
     drafter: str | None = Field(
         None,
         min_length=1,
-        description="Directory of a drafter that reads the target's features (EAGLE-1, 2, 3, Medusa); it is "
-        "loaded beside the target. Set, and with no draft.model, it drafts for all requests.",
+        description="Directory of a drafter that reads the target's features (EAGLE-1, 2, 3, P-EAGLE, Medusa)"
+        "; it is loaded beside the target. Set, and with no draft.model, it drafts for all requests.",
     )
 
     ray_actor_options: dict[str, Any] = Field(

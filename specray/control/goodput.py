@@ -85,6 +85,8 @@ class GoodputModel:
         auto = config.overlap == "auto"
         self._overlaps = tuple(Overlap) if auto else (Overlap(config.overlap),)
         self._is_model = source == DraftKind.MODEL.value
+        self._ends_for_rows = source == DraftKind.FEATURES.value
+        """What drafts ends proposals early, and takes no time but the target's."""
         self._cost = cost_model
 
     # Plans
@@ -158,7 +160,8 @@ class GoodputModel:
 
     def with_bound(self, plan: Plan, stats: SessionStats, num_running: int) -> Plan:
         """The plan with its ``min_acceptance``: where a draft token's row and draft step break even."""
-        if plan.is_off or not self._is_bounded(plan.overlap, stats):
+        ends_for_rows = self._ends_for_rows and stats.draft_knows_acceptance and stats.fixed_k is None
+        if plan.is_off or not (ends_for_rows or self._is_bounded(plan.overlap, stats)):
             return plan
         bound = min(MAX_BOUND, self._break_even(plan, stats, num_running))
         return replace(plan, min_acceptance=round(bound, 3))
@@ -279,7 +282,7 @@ class GoodputModel:
             self._cost.verify_s(num_running + rows, num_running) or 0.0 for rows in (0, first, num_more)
         )
         row_s = max(0.0, more - fewer) / (num_more - first)
-        token_s = row_s + self._draft_token_s(num_running, plain)
+        token_s = row_s + (self._draft_token_s(num_running, plain) if self._is_model else 0.0)
         return num_running * self.goodput(plan, stats, num_running) * token_s
 
     def _draft_token_s(self, num_running: int, verify_s: float) -> float:

@@ -18,7 +18,8 @@ from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.engine.attention.mask import MAX_TREE_ROWS
 from specray.engine.base import EngineBase
 from specray.engine.cache.prefix import UNIT_TOKENS
-from specray.engine.features.drafting import DraftRequest, TargetDrafting
+from specray.engine.features.drafting import TargetDrafting
+from specray.engine.features.growing import DraftRequest, draft_request
 from specray.engine.lookahead import Lookahead, WindowRows
 from specray.engine.on_device.group_draws import group_draws
 from specray.engine.sampling.draws import best_tokens
@@ -274,19 +275,15 @@ class TargetEngine(EngineBase):
         self, drafting: TargetDrafting, scheduled: Sequence[Scheduled], answers: Mapping[int, TargetReply]
     ) -> Iterator[Answer]:
         """Adds what the drafter expects next to the verdicts of those who ask for it."""
-        asked: list[tuple[int, Verdict, DraftRequest]] = []
+        asked: list[tuple[int, DraftRequest]] = []
         for entry in scheduled:
-            item, verdict = entry.item, answers[entry.index]
-            if (
-                item.num_next_draft_tokens
-                and isinstance(verdict, Verdict)
-                and verdict.next_token_id is not None
-            ):
-                num_tokens = item.num_next_draft_tokens
-                request = DraftRequest(entry.sequence, verdict.next_token_id, num_tokens)
-                asked.append((entry.index, verdict, request))
-        drafts = drafting.draft([request for _, _, request in asked]) if asked else []
-        for (index, verdict, _), draft in zip(asked, drafts, strict=True):
+            request = draft_request(entry.item, entry.sequence, answers[entry.index])
+            if request is not None:
+                asked.append((entry.index, request))
+        drafts = drafting.draft([request for _, request in asked]) if asked else []
+        for (index, _), draft in zip(asked, drafts, strict=True):
+            verdict = answers[index]
+            assert isinstance(verdict, Verdict), "nothing else is drafted behind"
             yield index, replace(verdict, draft=draft)
 
     def _verify(self, sampled: Sequence[Scheduled], logits: Tensor) -> list[Verified]:

@@ -77,13 +77,13 @@ class TreeRow:
     @property
     def output_ids(self) -> list[int]:
         """The output that the children continue, draft tokens included, without the prompt."""
-        return [*self.tree.sequence.told_output_ids, *self.tree.path(self.node)]
+        return [*self.tree.sequence.told_output_ids, *self.tree.behind, *self.tree.path(self.node)]
 
     @property
     def group(self) -> RowGroup:
         """The row as it is sampled from."""
         state = self.tree.sequence.told_state.fork()
-        state.advance(self.tree.path(self.node))
+        state.advance((*self.tree.behind, *self.tree.path(self.node)))
         return chain_rows(state)
 
 
@@ -95,12 +95,25 @@ class DraftTree:
         budget: nodes, or a shape.
         depth: most tokens of a path.
         min_acceptance: least chance that one of the leaves is reached, at which nodes are added to them.
+        behind: tokens between what is told and the root's children.
+        rank_acceptance: by depth, the chance of each rank; empty: the scores of each row say it.
     """
 
     def __init__(
-        self, sequence: EngineSequence, budget: TreeBudget, depth: int, *, min_acceptance: float
+        self,
+        sequence: EngineSequence,
+        budget: TreeBudget,
+        depth: int,
+        *,
+        min_acceptance: float,
+        behind: tuple[int, ...] = (),
+        rank_acceptance: Sequence[Sequence[float]] = (),
     ) -> None:
         self.sequence = sequence
+        self.behind = behind
+        self._rank_acceptance = rank_acceptance
+        self.start = sequence.num_tokens + len(behind)
+        """KV index of the first row behind the tokens that it continues."""
         self.num_wanted = min(depth, len(budget.widths)) if budget.widths else depth
         self._budget = budget
         self._min_acceptance = 0.0 if budget.widths else min_acceptance
@@ -123,6 +136,10 @@ class DraftTree:
         depth = 0 if node == _ROOT else self._nodes[node].depth + 1
         return self._budget.widths[depth] if self._budget.widths else CHILDREN
 
+    def parent(self, node: int) -> int:
+        """Index of a node's parent; -1: the root."""
+        return self._nodes[node].parent
+
     def path(self, node: int) -> list[int]:
         """Tokens from the root to a node."""
         tokens: list[int] = []
@@ -135,13 +152,23 @@ class DraftTree:
         """Takes the tokens that may follow a node."""
         parent = None if node == _ROOT else self._nodes[node]
         depth, reached = (0, 0.0) if parent is None else (parent.depth + 1, parent.logprob)
-        for rank, (token_id, logprob) in enumerate(_calibrated(ranked.next_tokens)):
+        for rank, (token_id, logprob) in enumerate(self._judged(ranked.next_tokens, depth)):
             is_spine = rank == 0 and (parent is None or parent.is_spine)
             child = _Node(token_id, node, depth, reached + logprob, is_spine)
             # The first token is always there.
             if child.logprob >= self._min_logprob or not self._nodes:
                 self._nodes.append(child)
                 self._depth = max(self._depth, depth + 1)
+
+    def _judged(self, next_tokens: Sequence[tuple[int, float]], depth: int) -> list[tuple[int, float]]:
+        """The tokens with the log of their chance; those of ranks that were not measured are left out."""
+        if depth >= len(self._rank_acceptance):
+            return _calibrated(next_tokens)
+        rates = self._rank_acceptance[depth]
+        if self._budget.widths and len(rates) < len(next_tokens):
+            # A shape has all of its children.
+            rates = (*rates, *[rates[-1]] * (len(next_tokens) - len(rates)))
+        return [(token_id, math.log(rate)) for (token_id, _), rate in zip(next_tokens, rates, strict=False)]
 
     def step(self) -> tuple[list[TreeRow], BranchStep | None]:
         """The nodes that are continued next, and the forward's rows for them."""
@@ -156,7 +183,7 @@ class DraftTree:
         growing = [index for index in leaves if not self._is_end(index) and self._place(index)]
         if not growing:
             return [], None
-        sequence, start = self.sequence, self.sequence.num_tokens
+        sequence, start = self.sequence, self.start
         token_ids = [sequence.own_id(self._nodes[index].token_id) for index in growing]
         visibility = [Visibility(start, start, self._nodes[index].mask) for index in growing]
         return [TreeRow(self, index) for index in growing], BranchStep(sequence, token_ids, visibility)
@@ -164,11 +191,16 @@ class DraftTree:
     def settle(self) -> DraftTokens:
         """Makes the spine the sequence's tail, when all is drawn, frees the other rows' room; the tree."""
         sequence = self.sequence
-        kept = self._kept()
-        spine = [self._nodes[index] for index in kept if self._nodes[index].is_spine]
+        spine = [self._nodes[index] for index in self._kept() if self._nodes[index].is_spine]
         sequence.token_ids.extend(sequence.own_id(node.token_id) for node in spine)
         sequence.num_computed_tokens = sequence.num_tokens + sum(node.mask > 0 for node in spine)
         sequence.block_table.truncate(len(sequence.token_ids))
+        return self.drawn
+
+    @property
+    def drawn(self) -> DraftTokens:
+        """The tree so far."""
+        kept = self._kept()
         places = {_ROOT: _ROOT} | {index: place for place, index in enumerate(kept)}
         return DraftTokens(
             tuple(self._nodes[index].token_id for index in kept),
@@ -202,7 +234,7 @@ class DraftTree:
         """Room for so many rows behind the sequence; without it, the tree has fewer branches."""
         if self._has_room:
             try:
-                self.sequence.block_table.reserve(self.sequence.num_tokens + num_rows)
+                self.sequence.block_table.reserve(self.start + num_rows)
             except OutOfBlocksError:
                 self._has_room = False
         return self._has_room

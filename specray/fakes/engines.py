@@ -223,10 +223,11 @@ class FakeTarget:
         num_accepted, next_token_id = len(drawn) - 1, drawn[-1]
         next_draft = NO_DRAFT
         if self._drafter is not None:
-            known = [*sequence.tokens, *drawn]
-            next_draft = DraftTokens(
-                guessed(self._drafter, known, item.num_next_draft_tokens, sequence.noise_key)
-            )
+            known, most = [*sequence.tokens, *drawn], item.num_next_draft_tokens
+            if item.next_tree is None or sequence.sampling.draws_by_rejection or most == 0:
+                next_draft = DraftTokens(guessed(self._drafter, known, most, sequence.noise_key))
+            else:
+                next_draft = guessed_tree(self._drafter, known, item.next_tree, most, sequence.noise_key)
         return Verdict(
             item.request_id,
             item.round_id,
@@ -333,7 +334,8 @@ class FakeDraft:
             branches = tuple(self._branches(item, sequence))
             return Outcomes(item.request_id, item.round_id, item.base_len, branches)
         if item.tree is not None and not sequence.sampling.draws_by_rejection:
-            draft = self._tree(sequence, item.tree, item.num_speculative_tokens)
+            depth, key = item.num_speculative_tokens, sequence.noise_key
+            draft = guessed_tree(self.guesser, sequence.tokens, item.tree, depth, key)
         else:
             draft = self._proposed(sequence.tokens, item.num_speculative_tokens, sequence.noise_key)
         return Proposal(item.request_id, item.round_id, item.base_len, draft)
@@ -358,30 +360,32 @@ class FakeDraft:
             branches = sorted(branches, key=lambda branch: branch[0])[: item.max_branches]
         return [branch for _, branch in branches]
 
-    def _tree(self, sequence: _Sequence, budget: TreeBudget, depth: int) -> DraftTokens:
-        """The nodes of the best guesses: a second guess is worth as much as three further first ones."""
-        widths = budget.widths or (budget.num_nodes,) * depth
-        token_ids: list[int] = []
-        parents: list[int] = []
-        open_nodes: list[tuple[int, int, tuple[int, ...]]] = []
-
-        def push(cost: int, parent: int, path: tuple[int, ...]) -> None:
-            if len(path) < min(depth, len(widths)):
-                prefix = [*sequence.tokens, *path]
-                guesses = self.guesser.ranked(prefix, sequence.noise_key, widths[len(path)])
-                for rank, guess in enumerate(guesses):
-                    heappush(open_nodes, (cost + 1 + 3 * rank, parent, (*path, guess)))
-
-        push(0, -1, ())
-        while open_nodes and len(token_ids) < budget.num_nodes:
-            cost, parent, path = heappop(open_nodes)
-            token_ids.append(path[-1])
-            parents.append(parent)
-            push(cost, len(token_ids) - 1, path)
-        return DraftTokens(tuple(token_ids), tuple(parents))
-
     def _chain(self, prefix: Sequence[int], length: int, noise_key: int) -> tuple[int, ...]:
         return guessed(self.guesser, prefix, length, noise_key)
+
+
+def guessed_tree(
+    guesser: Guesser, prefix: Sequence[int], budget: TreeBudget, depth: int, noise_key: int
+) -> DraftTokens:
+    """The nodes of the best guesses: a second guess is worth as much as three further first ones."""
+    widths = budget.widths or (budget.num_nodes,) * depth
+    token_ids: list[int] = []
+    parents: list[int] = []
+    open_nodes: list[tuple[int, int, tuple[int, ...]]] = []
+
+    def push(cost: int, parent: int, path: tuple[int, ...]) -> None:
+        if len(path) < min(depth, len(widths)):
+            guesses = guesser.ranked([*prefix, *path], noise_key, widths[len(path)])
+            for rank, guess in enumerate(guesses):
+                heappush(open_nodes, (cost + 1 + 3 * rank, parent, (*path, guess)))
+
+    push(0, -1, ())
+    while open_nodes and len(token_ids) < budget.num_nodes:
+        cost, parent, path = heappop(open_nodes)
+        token_ids.append(path[-1])
+        parents.append(parent)
+        push(cost, len(token_ids) - 1, path)
+    return DraftTokens(tuple(token_ids), tuple(parents))
 
 
 def guessed(guesser: Guesser, prefix: Sequence[int], length: int, noise_key: int) -> tuple[int, ...]:

@@ -24,9 +24,11 @@ from specray.router.output.guide import Guide
 from specray.router.output.stops import StopConditions
 from specray.router.session_branches import Branches, Outcome
 from specray.router.session_values import (
+    NOTHING_NEXT,
     Commit,
     DraftView,
     Lookup,
+    NextDraft,
     PromptScores,
     Tally,
     TargetView,
@@ -67,7 +69,7 @@ class Session:
         self.draft = DraftView()
         self.drafted: DraftTokens | None = None
         """Draft tokens of the next Verify; None: not decided yet. Set by ``take_draft`` and by replies."""
-        self._num_next_drafts = 0
+        self._next = NOTHING_NEXT
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.message = ""
@@ -166,7 +168,7 @@ class Session:
         self._verified = self.guide.without_illegal(drafted)
         self._verified_source = self._source
         # At least one token is committed by this round, and one more by the next.
-        num_next = 0 if is_chunk else max(0, min(self._num_next_drafts, self.num_remaining - 2))
+        following = NOTHING_NEXT if is_chunk else self._next.within(self.num_remaining - 2)
         item = VerifyItem(
             self.request_id,
             view.round_id,
@@ -177,7 +179,9 @@ class Session:
             sampling=self.request.sampling if start == 0 else None,
             max_new_tokens=max_new_tokens if is_first_chunk else None,
             lookahead=None if is_chunk else view.lookahead,
-            num_next_draft_tokens=num_next,
+            num_next_draft_tokens=following.num_tokens,
+            next_min_acceptance=following.min_acceptance,
+            next_tree=following.tree,
         )
         view.in_flight, view.lookahead = item, view.lookahead if is_chunk else None
         return item
@@ -268,7 +272,7 @@ class Session:
         lookup = self._look_up((kept.last_node, next_token_id))
         made = (token_ids, verdict.logprobs[: cut.num_kept], num_drafts, num_accepted, num_kept, lookup)
         tree, offer = verdict_on_tree(item.draft, kept.last_node), offer_of(item, verdict, self._vocab_size)
-        most = item.num_next_draft_tokens
+        most = item.max_next_nodes
         following = self._usable(verdict.draft, most=most) if most else NO_DRAFT
         return Commit(*made, self._verified_source, depth, tree, *offer, following)
 
@@ -351,10 +355,13 @@ class Session:
     # What to verify next
 
     def take_draft(
-        self, drafted: DraftTokens, source: str = DraftKind.MODEL.value, num_next: int = 0
+        self,
+        drafted: DraftTokens,
+        source: str = DraftKind.MODEL.value,
+        following: NextDraft = NOTHING_NEXT,
     ) -> None:
         """Decides what the next Verify carries, and how much it asks of the target's own drafter."""
-        self.drafted, self._source, self._num_next_drafts = drafted, source, num_next
+        self.drafted, self._source, self._next = drafted, source, following
 
     def skip_draft(self) -> None:
         """Goes on without the draft in this round: what it was asked is forgotten."""

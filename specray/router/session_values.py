@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import eq
-from typing import Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from specray.control.state import TreeVerdict
-from specray.draft_tokens import MAX_DRAFT_NODES, NO_DRAFT, DraftTokens, LookaheadBudget
+from specray.draft_tokens import MAX_DRAFT_NODES, NO_DRAFT, DraftTokens, LookaheadBudget, TreeBudget
 from specray.errors import ProtocolError
 from specray.requests import SpeculationStats
 from specray.types import (
@@ -44,6 +44,28 @@ class PromptScores:
         num_known = len(self.logprobs) + 1 - max(1, base_len)
         if scores and num_known >= 0:
             self.logprobs.extend(scores[num_known:])
+
+
+@dataclass(frozen=True, slots=True)
+class NextDraft:
+    """What the target's own drafter is asked for behind the next verdict."""
+
+    num_tokens: int = 0
+    """Most draft tokens, of a tree those of a path; 0: nothing is asked for."""
+    min_acceptance: float = 0.0
+    """Least chance that all of a chain is accepted."""
+    tree: TreeBudget | None = None
+    """None: a chain."""
+
+    def within(self, num_tokens: int) -> NextDraft:
+        """The same, of at most so many tokens."""
+        if num_tokens <= 0:
+            return NOTHING_NEXT
+        return self if self.num_tokens <= num_tokens else replace(self, num_tokens=num_tokens)
+
+
+NOTHING_NEXT: Final = NextDraft()
+"""Nothing is asked of the target's drafter."""
 
 
 @dataclass(slots=True)

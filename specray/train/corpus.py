@@ -147,6 +147,16 @@ def load_corpus(config: CorpusConfig | None = None) -> Corpus:
     return Corpus(tuple(train), tuple(held_out), tuple(summaries))
 
 
+def training_files(config: CorpusConfig | None = None) -> Iterator[SourceFile]:
+    """The corpus's training files one after the other: for who needs a few, the rest is not read."""
+    config = config or CorpusConfig()
+    seen_contents: set[bytes] = set()
+    for source in _find_sources(config):
+        for file in _read_source(source, config, seen_contents):
+            if not is_held_out(file.key, config.holdout_modulus):
+                yield file
+
+
 def is_held_out(key: str, modulus: int) -> bool:
     """True for one key in `modulus`, by hash: stable across machines and runs."""
     return _hash_number(key) % modulus == 0

@@ -81,7 +81,7 @@ class TrainingRun:
         self._resume()
         first_step, clock = self.state.step, time.monotonic()
         saved_at = clock
-        with _progress_bar() as bar:
+        with progress_bar() as bar:
             task = bar.add_task(self.name, total=1000, figures="")
             while (progress := self.limit.progress(self.state)) < 1.0:
                 if stop_after is not None and self.state.step - first_step >= stop_after:
@@ -143,7 +143,8 @@ class TrainingRun:
         self.state = RunState(saved["step"], saved["cursor"], saved["num_tokens"], saved["elapsed_s"])
 
 
-def _progress_bar() -> Progress:
+def progress_bar() -> Progress:
+    """A bar on standard error; its tasks have a field ``figures``."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

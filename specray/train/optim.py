@@ -1,6 +1,6 @@
 """Optimizer of a bfloat16 model with float32 master weights: Muon for its matrices, AdamW for the rest.
 
-Muon: Jordan et al. 2024; update scale of Liu et al. 2025 (arXiv:2502.16982), so both share one scale.
+Muon's update has the scale of Liu et al. 2025 (arXiv:2502.16982), so both share one.
 """
 
 from dataclasses import dataclass
@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from specray.train.muon import Muon
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +43,12 @@ class MasterOptimizer:
         }
         matrices = [p for name, p in self._masters.items() if p.ndim == 2 and "embed" not in name]
         others = [p for name, p in self._masters.items() if p.ndim != 2 or "embed" in name]
-        self._muon = torch.optim.Muon(
+        self._muon = Muon(
             matrices,
             lr=config.matrix_learning_rate,
             weight_decay=config.weight_decay,
             momentum=0.95,
-            adjust_lr_fn="match_rms_adamw",
+            iterated=next(iter(self._parameters.values())).dtype,
         )
         self._adamw = torch.optim.AdamW(
             others, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True

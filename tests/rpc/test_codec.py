@@ -102,7 +102,8 @@ def verify_items(draw: st.DrawFn) -> VerifyItem:
     sampling, limit = draw(st.none() | SAMPLING), draw(st.none() | U32)
     lookahead = draw(st.none() | st.sampled_from(LOOKAHEADS))
     drawn = draw(IDS), draw(draft_tokens()), draw(st.booleans())
-    return VerifyItem(*head, *drawn, sampling, limit, lookahead, draw(U32))
+    asked = draw(st.integers(1, 1 << 31)), draw(st.sampled_from((0.0, 0.25))), draw(st.none() | TREES)
+    return VerifyItem(*head, *drawn, sampling, limit, lookahead, *(asked if draw(st.booleans()) else ()))
 
 
 UNKNOWN = st.builds(UnknownSequence, *HEAD)
@@ -211,8 +212,13 @@ UNPAIRED_LOGPROBS = types_pb2.TokenLogprobs(top_token_ids=[1], top_logprobs=[-0.
         (codec.decode_speculate_request, b"\x0a\x03\x0a\x01\xff", "specray.v1.SpeculateRequest"),
         (
             codec.decode_speculate_request,
-            speculate_item(tree=draft_pb2.TreeBudget(num_nodes=65)),
+            speculate_item(tree=types_pb2.TreeBudget(num_nodes=65)),
             "SpeculateItem: tree.num_nodes is 65; allowed: 1..64",
+        ),
+        (
+            codec.decode_verify_request,
+            verify_item(next_tree=types_pb2.TreeBudget(num_nodes=65)),
+            "VerifyItem: tree.num_nodes is 65; allowed: 1..64",
         ),
         (
             codec.decode_speculate_request,
@@ -306,11 +312,16 @@ def test_invalid_parents_are_refused_by_name(draft: DraftTokens, foreign: int, d
 
 def test_peers_that_know_no_drafter_understand_and_are_understood() -> None:
     """Without a drafter the bytes are those of before; what a peer does not know it skips."""
-    item, asking = VerifyItem("a", 1, 4, (9,)), VerifyItem("a", 1, 4, (9,), num_next_draft_tokens=3)
+    item = VerifyItem("a", 1, 4, (9,))
+    asking = replace(
+        item, num_next_draft_tokens=3, next_min_acceptance=0.25, next_tree=TreeBudget(5, (2, 1), 0.125)
+    )
     known = verify_item(request_id="a", round_id=1, base_len=4, token_ids=[9], sample=True)
     assert codec.encode_verify_request([item], ()) == known
     message = target_pb2.VerifyRequest.FromString(codec.encode_verify_request([asking], ()))
-    message.items[0].ClearField("num_next_draft_tokens")
+    assert codec.decode_verify_request(message.SerializeToString()).items == (asking,)
+    for name in ("num_next_draft_tokens", "next_min_acceptance", "next_tree"):
+        message.items[0].ClearField(name)
     assert message.SerializeToString() == known
     verdict = Verdict("a", 1, 4, 0, 7, draft=DraftTokens((5, 6)))
     plain = target_reply(verdict=target_pb2.Verdict(request_id="a", round_id=1, base_len=4, next_token_id=7))

@@ -12,8 +12,6 @@ from specray.config import Config, parse_config
 from specray.errors import ConfigError
 from specray.types import DraftKind
 
-IN_TARGET: Final = (DraftKind.LOOKAHEAD, DraftKind.FEATURES)
-"""Drafts that work in the target's steps: they can only be measured by serving."""
 _WITHOUT_TREES: Final = (DraftKind.LOOKAHEAD, DraftKind.FEATURES)
 
 

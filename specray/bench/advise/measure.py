@@ -15,10 +15,10 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 from specray.bench.advise.advice import Measured
-from specray.bench.advise.candidate import IN_TARGET, Candidate, processes_of, without_draft
+from specray.bench.advise.candidate import Candidate, processes_of, without_draft
 from specray.bench.advise.figures import Likeness, ProposeTime, Times, VerifyTime
 from specray.bench.methods.along import walk_along
-from specray.bench.methods.method import ALL, PLAIN, Method, Tally
+from specray.bench.methods.method import ALL, IN_TARGET, PLAIN, Method, Tally
 from specray.bench.methods.run import LabelledPrompt, started, written_outputs
 from specray.bench.proposals import WrittenOutput
 from specray.config import Config, parse_config

@@ -245,7 +245,7 @@ def _forwards(forwards: dict[str, Any]) -> Iterator[str]:
     size = forwards["verifies"][0]["vocab_size"]
     yield f"What verdicts over a vocabulary of {size} add to a forward with 4 draft tokens a sequence:"
     yield ""
-    rows = [
+    added = [
         (
             time["sampling"],
             str(time["num_sequences"]),
@@ -255,7 +255,7 @@ def _forwards(forwards: dict[str, Any]) -> Iterator[str]:
         )
         for time in forwards["verifies"]
     ]
-    yield from _table(("sampling", "sequences", "forward ms", "with verdicts ms", "added"), rows)
+    yield from _table(("sampling", "sequences", "forward ms", "with verdicts ms", "added"), added)
 
 
 def _pair(dtype: str, pair: dict[str, Any] | None, peer: dict[str, Any] | None) -> Iterator[str]:

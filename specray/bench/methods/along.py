@@ -89,11 +89,8 @@ async def walk_along(
         ConfigError: the method's tree is chosen by measurement, or it drafts in the target.
         EngineLostError: the draft was lost, took too long, or refused a question.
     """
-    if method.draft is DraftKind.LOOKAHEAD:
-        raise ConfigError(
-            f"--method is {method.name!r}, which drafts in the target's steps; allowed without "
-            "--only-acceptance"
-        )
+    if method.is_in_target:
+        raise ConfigError(f"--method is {method.name!r}, which drafts in the target's steps; it is served")
     tree = fixed_tree(method, k)
     walks = [_Walk(f"{method.name}-{n}", output, Tally()) for n, output in enumerate(outputs)]
     for start in range(0, len(walks), _SIDE_BY_SIDE):

@@ -33,6 +33,8 @@ _KINDS: Final[Mapping[str, DraftKind | None]] = MappingProxyType(
     | {kind.value: kind for kind in DraftKind}
     | {CASCADE: DraftKind.MODEL, PARD: DraftKind.MODEL}
 )
+IN_TARGET: Final = (DraftKind.LOOKAHEAD, DraftKind.FEATURES)
+"""What drafts in the target's own steps: it can only be measured by serving."""
 _WITHOUT_TREES: Final = (PLAIN, CASCADE, PARD, DraftKind.LOOKAHEAD.value)
 """Plain decoding, chains, and what has no tree but its own."""
 
@@ -56,6 +58,11 @@ class Method:
             with_tree = ", ".join(kind for kind in _KINDS if kind not in _WITHOUT_TREES)
             raise ConfigError(f"--method is {name!r}; allowed: {', '.join(_KINDS)}; with :TREE: {with_tree}")
         return cls(name, _KINDS[kind], tree or "off", kind if kind in (CASCADE, PARD) else "")
+
+    @property
+    def is_in_target(self) -> bool:
+        """It drafts in the target's own steps."""
+        return self.draft in IN_TARGET
 
     @property
     def budget(self) -> TreeBudget | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from specray.bench.methods.along import rows_along, walk_along
+from specray.bench.methods.along import fixed_tree, rows_along, walk_along
 from specray.bench.methods.method import ALL, PLAIN, Method, MethodRow, Tally
 from specray.bench.proposals import WrittenOutput
 from specray.config import Config
@@ -82,6 +82,8 @@ async def measure_acceptance(
 ) -> list[MethodRow]:
     """Lets the target write every output alone, and leads every method along it: see ``along``.
 
+    What drafts in the target's steps is served instead, all prompts side by side.
+
     Raises:
         ConfigError: see ``local_pair``; a method's tree is not set, or it has no draft model.
         EngineLostError: an engine did not start or was lost.
@@ -101,6 +103,11 @@ async def measure_acceptance(
             tallies: dict[str, list[Tally]] = {}
             for method in methods:
                 on_progress(f"temperature {temperature:g}, {method.name}")
+                if method.is_in_target:
+                    tallies[method.name] = await _served(
+                        config, pair, method, prompts, outputs, temperature, max_tokens
+                    )
+                    continue
                 drafter = drafters.get(method.process)
                 tallies[method.name] = await walk_along(drafter, method, outputs, num_draft_steps)
             rows += rows_along(temperature, [prompt.category for prompt in prompts], tallies)
@@ -127,6 +134,36 @@ async def written_outputs(
         WrittenOutput(request.prompt_token_ids, output.token_ids, request.sampling)
         for request, output in zip(requests, outputs, strict=True)
     ]
+
+
+async def _served(
+    config: Config,
+    pair: LocalPair,
+    method: Method,
+    prompts: Sequence[LabelledPrompt],
+    outputs: Sequence[WrittenOutput],
+    temperature: float,
+    max_tokens: int,
+) -> list[Tally]:
+    """Lets the target write every output with its own drafts; a tally for each."""
+    fixed_tree(method, max_tokens)
+    async with AsyncExitStack() as stack:
+        router = await started(method.config(config), pair, stack)
+        found = await asyncio.gather(
+            *(
+                router.complete(_request(method, prompt, temperature, max_tokens, 0, place))
+                for place, prompt in enumerate(prompts)
+            )
+        )
+    tallies = []
+    for output, written in zip(found, outputs, strict=True):
+        if output.message:
+            raise SpecrayError(output.message)
+        tally = Tally()
+        tally.begin_turn()
+        _add(tally, output, seconds=0.0, draft_s=0.0, is_equal=output.token_ids == written.tokens)
+        tallies.append(tally)
+    return tallies
 
 
 async def _measure(

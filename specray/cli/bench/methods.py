@@ -18,8 +18,9 @@ Methods = Annotated[
     list[str] | None,
     typer.Option(
         help="plain, lookahead, cascade (the draft model with draft.draft, ngram if it has none), pard; "
-        "model, ngram or suffix, also with a tree, such as model:auto, model:4x2x1, ngram:16; may be "
-        f"repeated. Default: {', '.join(DEFAULT_METHODS)}, and pard with --pard."
+        "model, features, ngram or suffix, also with a tree, such as model:auto, model:4x2x1, ngram:16; may "
+        f"be repeated. Default: {', '.join(DEFAULT_METHODS)}, pard with --pard, and features and features:16 "
+        "with --drafter."
     ),
 ]
 Pard = Annotated[
@@ -51,6 +52,7 @@ SvgPath = Annotated[
 def methods(
     target: options.TargetModel = None,
     draft: options.Draft = None,
+    drafter: options.Drafter = None,
     pard: Pard = None,
     dtype: options.Dtype = None,
     method: Methods = None,
@@ -87,12 +89,17 @@ def methods(
     values = pair_options(
         target=target,
         draft=draft,
+        drafter=drafter,
         dtype=dtype,
         max_model_len=max_model_len,
         num_speculative_tokens=num_speculative_tokens,
     )
     config = build_config(None, values, settings or [])
-    names = method or (*DEFAULT_METHODS, *([PARD] if pard else []))
+    names = method or (
+        *DEFAULT_METHODS,
+        *([PARD] if pard else []),
+        *(["features", "features:16"] if drafter else []),
+    )
     parsed = with_plain([Method.parse(name) for name in names])
     config, other_drafts = drafts_of(config, parsed, pard)
     tokenizer = load_tokenizer(config.target.model)

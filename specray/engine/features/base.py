@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from specray.engine.attention.mask import Visibility
 from specray.engine.model.operators import Operators
 
 TokenRows = Callable[[torch.Tensor], torch.Tensor]
@@ -52,6 +53,25 @@ class Context:
     """Blocks for its tokens, and for all but the last of its draft tokens."""
     num_valid: int
     """First tokens whose part of the drafter's own state is there."""
+    num_wanted: int = 1
+    """Most draft tokens of a path."""
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """Draft tokens of one sequence that are computed next: of a chain one, of a tree those of one depth."""
+
+    context: Context
+    token_ids: Sequence[int]
+    sources: Sequence[int]
+    """Of each, the row of the step before that it was drawn from."""
+    visibility: Sequence[Visibility]
+    """Of each, behind the context's tokens; KV indices ascending."""
+
+    @property
+    def is_chain(self) -> bool:
+        """It is one token that sees all before it."""
+        return len(self.visibility) == 1 and self.visibility[0].prefix_len == self.visibility[0].first_index
 
 
 class FeatureStore:
@@ -76,7 +96,7 @@ class FeatureStore:
 
 
 class FeatureDrafter(Protocol):
-    """A loaded drafter. One chain per sequence, all sequences side by side; not for two threads at once."""
+    """A loaded drafter. It drafts for many sequences side by side; not for two threads at once."""
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -90,12 +110,18 @@ class FeatureDrafter(Protocol):
 
     @property
     def max_draft_tokens(self) -> int | None:
-        """Most draft tokens of a chain; None: any number."""
+        """Most draft tokens of a chain, or of a path; None: any number."""
         ...
 
     @property
     def token_ids(self) -> NDArray[np.int64] | None:
         """Token ids of its logits, ascending; None: all of the target's vocabulary."""
+        ...
+
+    @property
+    def rank_acceptance(self) -> tuple[tuple[float, ...], ...]:
+        """By depth, the chance that the target draws the best, the second best ... of its row; empty: the
+        scores of each row say it."""
         ...
 
     def fuse(self, features: Mapping[int, torch.Tensor]) -> torch.Tensor:
@@ -106,11 +132,6 @@ class FeatureDrafter(Protocol):
         """Catches up with what the target has accepted; float32 logits of each first draft token."""
         ...
 
-    def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> torch.Tensor:
-        """Logits of the next draft tokens.
-
-        Args:
-            kept: which of the rows before go on, ascending.
-            token_ids: of each, the draft token that was drawn.
-        """
+    def advance(self, continued: Sequence[Continued]) -> torch.Tensor:
+        """Logits of the next draft tokens, a row for each token that is computed."""
         ...

@@ -1,41 +1,32 @@
-"""Drafting on the target: right after a verify, chains that go on from what it has just accepted."""
+"""Drafting on the target: right after a verify, what goes on from what it has just accepted."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import accumulate
 
 import torch
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens
-from specray.engine.cache.sequences import EngineSequence
 from specray.engine.chains import Chain
-from specray.engine.features.base import Context, FeatureDrafter, FeatureStore
+from specray.engine.features.base import FeatureDrafter, FeatureStore
+from specray.engine.features.growing import (
+    DraftRequest,
+    Growing,
+    GrowingChain,
+    GrowingTree,
+    begin,
+    masked_output,
+)
 from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.sampling.sampler import make_sampler
 from specray.engine.sampling.state import RowGroup
+from specray.engine.trees import TreeRow
 from specray.errors import OutOfBlocksError, SpecrayError
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class DraftRequest:
-    """A sequence whose verdict is known, and how many draft tokens are wanted behind it."""
-
-    sequence: EngineSequence
-    """All of its tokens are accepted."""
-    next_token_id: int
-    """Token that the target has drawn behind them."""
-    num_tokens: int
-
-
-@dataclass(slots=True, eq=False)
-class _Growing:
-    sequence: EngineSequence
-    context: Context
-    chain: Chain
 
 
 class TargetDrafting:
@@ -76,7 +67,7 @@ class TargetDrafting:
         )
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTokens]:
-        """A chain for each request, all side by side; none where there is no room. Never raises."""
+        """What follows each request, all side by side; nothing where there is no room. Never raises."""
         try:
             return self._draft(requests)
         except Exception:
@@ -87,30 +78,39 @@ class TargetDrafting:
             return [NO_DRAFT] * len(requests)
 
     def _draft(self, requests: Sequence[DraftRequest]) -> list[DraftTokens]:
-        growing = [self._begin(request) for request in requests]
-        started = [each for each in growing if each is not None]
-        before, logits = started, None
+        begun = [self._begin(request) for request in requests]
+        # The chains first: their rows are drawn from together, as are those of trees.
+        started = sorted(
+            (each for each in begun if each is not None), key=lambda each: isinstance(each, GrowingTree)
+        )
         if started:
-            logits = self._drafter.start(self._store, [each.context for each in started])
-        while before and logits is not None:
-            self._draw(logits, [each.chain for each in before])
-            kept = [index for index, each in enumerate(before) if not each.chain.is_full]
-            tokens = [before[index].chain.token_ids[-1] for index in kept]
-            logits = self._drafter.advance(kept, tokens) if kept else None
-            before = [before[index] for index in kept]
-        for each in started:
-            # Up to the last token that is told: the next one's entry may be in a block that is given up.
-            each.sequence.num_drafted_for = len(each.sequence.token_ids)
-            each.sequence.block_table.truncate(len(each.sequence.token_ids))
-        return [
-            NO_DRAFT
-            if each is None
-            else DraftTokens(each.chain.draft_token_ids, probs=each.chain.draft_probs)
-            for each in growing
-        ]
+            self._grow(started, self._drafter.start(self._store, [each.context for each in started]))
+        for request, each in zip(requests, begun, strict=True):
+            if each is not None:
+                sequence = request.sequence
+                # Up to the last token that is told: the next one's entry may be in a block that is given up.
+                sequence.num_drafted_for = len(sequence.token_ids)
+                sequence.block_table.truncate(len(sequence.token_ids))
+        return [NO_DRAFT if each is None else each.drawn for each in begun]
 
-    def _begin(self, request: DraftRequest) -> _Growing | None:
-        """Gives a chain its room; None: it has none, or would be empty."""
+    def _grow(self, growing: Sequence[Growing], logits: torch.Tensor) -> None:
+        """Continues all until each has its tokens; the rows of logits are theirs, one after the other."""
+        while growing:
+            # Where each one's rows begin: one that is full has none after the draw.
+            starts = [0, *accumulate(len(each.rows) for each in growing)][:-1]
+            chains = [row for each in growing if isinstance(each, GrowingChain) for row in each.rows]
+            nodes = [row for each in growing if isinstance(each, GrowingTree) for row in each.rows]
+            if chains:
+                self._draw(logits[: len(chains)], chains)
+            if nodes:
+                self._spread(logits[len(chains) :], nodes)
+            going = [(each, each.advance(start)) for each, start in zip(growing, starts, strict=True)]
+            growing = [each for each, continued in going if continued is not None]
+            if growing:
+                logits = self._drafter.advance([rows for _, rows in going if rows is not None])
+
+    def _begin(self, request: DraftRequest) -> Growing | None:
+        """Gives a chain or a tree its room; None: it has none, or would be empty."""
         sequence, most = request.sequence, self._drafter.max_draft_tokens
         length = len(sequence.token_ids)
         num_wanted = min(request.num_tokens, self._max_model_len - length - 1)
@@ -121,26 +121,28 @@ class TargetDrafting:
             sequence.block_table.reserve(length + num_wanted)
         except OutOfBlocksError:
             return None
-        token_ids = [*sequence.token_ids, request.next_token_id]
-        state = sequence.told_state.fork()
-        state.advance((request.next_token_id,))
-        context = Context(token_ids.copy(), sequence.block_table.block_ids, sequence.num_drafted_for)
-        return _Growing(sequence, context, Chain(state, token_ids, num_wanted, sequence=sequence))
+        return begin(request, num_wanted, self._drafter.rank_acceptance)
 
     def _draw(self, logits: torch.Tensor, chains: Sequence[Chain]) -> None:
-        tokens = self._sampler.draw(logits, [self._masked(chain) for chain in chains])
+        groups = [self._masked(chain) for chain in chains]
+        tokens = self._sampler.draw(logits, groups, is_judged=any(chain.is_judged for chain in chains))
         for chain, token in zip(chains, tokens, strict=True):
             chain.take(token)
 
-    def _masked(self, chain: Chain) -> RowGroup:
+    def _spread(self, logits: torch.Tensor, nodes: Sequence[TreeRow]) -> None:
+        """Gives each node's next tokens to its tree."""
+        groups = [self._masked(node) for node in nodes]
+        ranked = self._sampler.rank(logits, groups, [node.count for node in nodes], [None] * len(nodes))
+        for node, next_tokens in zip(nodes, ranked, strict=True):
+            node.tree.add(node.node, next_tokens)
+
+    def _masked(self, row: Chain | TreeRow) -> RowGroup:
         """The row with what its request's grammar allows; without where that is lost: the target refuses."""
-        group = chain.group
+        group, output_ids = masked_output(row)
         if group.sampling.grammar is None or self._grammars is None:
             return group
         try:
-            # The drawn token is not told yet.
-            output_ids = chain.token_ids[group.sampling.num_prompt_tokens :]
-            masks = self._grammars.masks(chain.request_id, group.sampling, output_ids, ())
+            masks = self._grammars.masks(row.request_id, group.sampling, output_ids, ())
         except SpecrayError:
             return group
         return replace(group, token_masks=masks)

@@ -9,6 +9,9 @@ does; slot 0 has none.
     slot                 0      1            2            ...
     features             f0     f1           f2
     entries, K/V         -      (t1, f0)     (t2, f1)     ...    -> draft token
+
+A drafter with masks (P-EAGLE, arXiv 2602.01469) draws all its tokens in one forward: behind the last entry
+stand masks, a token and a feature that it has learned, each in the place of a draft token.
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ from numpy.typing import NDArray
 
 from specray.engine.attention.sdpa import SdpaStep, sequence_slots
 from specray.engine.cache.blocks import BlockCache
-from specray.engine.features.base import Context, FeatureStore, TargetParts, TokenRows
+from specray.engine.features.base import Context, Continued, FeatureStore, TargetParts, TokenRows
 from specray.engine.features.eagle_layout import EagleLayout, LayerTensors
+from specray.engine.features.shared_rows import SharedRows, for_each_row
 from specray.engine.model.decoder import HeadNorm, Norm, Rotary, rotate_heads
 from specray.engine.model.linear import Gate, Linear
 from specray.engine.model.operators_torch import rotary_tables
@@ -55,6 +59,8 @@ class _Entries:
     context: Context
     first: int
     end: int
+    num_masks: int = 0
+    """Masks behind them, in the place of draft tokens that are not known yet."""
 
 
 class EagleDrafter:
@@ -71,6 +77,7 @@ class EagleDrafter:
         self.feature_layers = layout.feature_layers
         self.max_draft_tokens: int | None = None
         self.token_ids: NDArray[np.int64] | None = layout.token_ids
+        self.rank_acceptance: tuple[tuple[float, ...], ...] = ()
         attention = layout.attention
         self._num_heads, self._num_kv_heads = attention.num_attention_heads, attention.num_key_value_heads
         self._head_dim = attention.head_dim
@@ -92,10 +99,14 @@ class EagleDrafter:
             dtype=parts.dtype,
             device=parts.device,
         )
-        self._growing: list[tuple[Context, int]] = []
-        """Sequences of the last step, and the index of each one's next entry."""
+        self._mask_feature = None if layout.masks is None else self._fc(self._cast(layout.masks.features))
+        self._ahead = torch.empty(0)
+        """Outputs of the masks, sequence after sequence."""
+        self._first_masks: list[int] = []
+        """Of each sequence, its first of them."""
+        self._shared = SharedRows()
         self._recycled = torch.empty(0)
-        """Outputs that stand for the features of these sequences' last tokens."""
+        """Outputs of the last step's rows, which stand for the features of their tokens."""
 
     @property
     def feature_size(self) -> int:
@@ -124,27 +135,46 @@ class EagleDrafter:
                 size = min(_MAX_ROWS, end - first - most)
                 self._run_entries(store, [_Entries(context, first, first + size)])
                 first += size
-            last.append(_Entries(context, min(first, end - 1), end))
+            num_masks = 0 if self._mask_feature is None else context.num_wanted - 1
+            last.append(_Entries(context, min(first, end - 1), end, num_masks))
         output = self._run_entries(store, last)
         ends, at = [], -1
         for entries in last:
             at += entries.end - entries.first
             ends.append(at)
-        self._growing = [(context, len(context.token_ids)) for context in contexts]
+            at += entries.num_masks
+        if self._mask_feature is not None:
+            self._ahead, self._first_masks = output, [end + 1 for end in ends]
+            self._shared.begin(len(contexts))
         return self._finish(output[torch.tensor(ends, device=output.device)])
 
-    def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> torch.Tensor:
+    def advance(self, continued: Sequence[Continued]) -> torch.Tensor:
         """See ``base.FeatureDrafter``."""
+        if self._mask_feature is not None:
+            return self._draw_ahead(continued)
         device = self._parts.device
-        growing = [self._growing[index] for index in kept]
-        features = self._recycled[torch.tensor(kept, device=device)]
-        rows = tuple(
-            SequenceRows(row, 1, index, context.block_ids) for row, (context, index) in enumerate(growing)
+        rows: list[SequenceRows] = []
+        positions: list[int] = []
+        for each in continued:
+            seen, blocks = each.visibility, each.context.block_ids
+            start = min(row.position for row in seen)
+            # All that is before a chain's next token is what it sees: no mask is needed.
+            masks = () if each.is_chain else seen
+            rows.append(SequenceRows(len(positions), len(seen), start, blocks, masks))
+            positions += [row.position - 1 for row in seen]
+        sources = torch.tensor([source for each in continued for source in each.sources], device=device)
+        tokens = torch.tensor([token for each in continued for token in each.token_ids], device=device)
+        output = self._forward(
+            tokens, self._recycled[sources], tuple(rows), torch.tensor(positions, device=device)
         )
-        positions = torch.tensor([index - 1 for _, index in growing], device=device)
-        tokens = torch.tensor(token_ids, device=device)
-        self._growing = [(context, index + 1) for context, index in growing]
-        return self._finish(self._forward(tokens, features, rows, positions))
+        return self._finish(output)
+
+    def _draw_ahead(self, continued: Sequence[Continued]) -> torch.Tensor:
+        """Logits of the next masks, which are computed."""
+        own = self._shared.advance(continued)
+        masks = [self._first_masks[each] + self._shared.depth - 1 for each in own]
+        output = self._ahead[torch.tensor(masks, device=self._parts.device)]
+        return for_each_row(self._finish(output), continued)
 
     def _run_entries(self, store: FeatureStore, pieces: Sequence[_Entries]) -> torch.Tensor:
         device, size = self._parts.device, self._cache.block_size
@@ -155,9 +185,13 @@ class EagleDrafter:
         for piece in pieces:
             first, end, blocks = piece.first, piece.end, piece.context.block_ids
             features.append(store.rows[sequence_slots(blocks, first - 1, end - 1, size, device)])
-            rows.append(SequenceRows(len(token_ids), end - first, first, blocks))
-            positions.extend(range(first - 1, end - 1))
+            num_masks, masks = piece.num_masks, self._layout.masks
+            rows.append(SequenceRows(len(token_ids), end - first + num_masks, first, blocks))
+            positions.extend(range(first - 1, end - 1 + num_masks))
             token_ids.extend(piece.context.token_ids[first:end])
+            if num_masks and masks is not None and self._mask_feature is not None:
+                features.append(self._mask_feature.expand(num_masks, -1))
+                token_ids.extend([masks.token_id] * num_masks)
         return self._forward(
             torch.tensor(token_ids, device=device),
             torch.cat(features),

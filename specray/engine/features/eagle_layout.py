@@ -2,7 +2,8 @@
 
 EAGLE-3 heads are found as ``midlayer.*`` (the authors', SGLang, SpecForge, NVIDIA) and as ``layers.0.*``
 (vLLM, speculators); with a vocabulary of their own or the target's; with or without embedding and head.
-EAGLE-1 and 2 have one layer behind ``fc``, no norm before it, and the target's head.
+EAGLE-1 and 2 have one layer behind ``fc``, no norm before it, and the target's head. P-EAGLE is EAGLE-3 with
+``mask_hidden``.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from specray.engine.model.decoder_config import DecoderConfig, read_decoder_conf
 
 _log = logging.getLogger(__name__)
 
-_UNREAD = re.compile(r"(^|\.)(mask_hidden|mask_embedding|markov\w*|confidence\w*|conv\w*)")
+_UNREAD = re.compile(r"(^|\.)(mask_embedding|markov\w*|confidence\w*|conv\w*)")
 """Tensors of drafters that draft a block at once."""
+_MASK_IDS = ("mask_token_id", "pard_token", "ptd_token_id")
+"""Keys of the configuration that name the mask token, the surest first."""
 _ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "hidden_act")
 
 
@@ -44,6 +47,15 @@ class LayerTensors:
     gate: tuple[torch.Tensor, torch.Tensor | None]
     up: tuple[torch.Tensor, torch.Tensor | None]
     down: tuple[torch.Tensor, torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """What stands in the place of draft tokens that are not known, in a drafter of one forward (P-EAGLE)."""
+
+    token_id: int
+    features: torch.Tensor
+    """What ``fc`` reads in the place of residuals, ``[1, width]``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +85,8 @@ class EagleLayout:
     is_output_normed: bool
     """What a draft token hands to the next is behind ``norm``."""
     logit_scale: float
+    masks: Masks | None = None
+    """None: a draft token goes on with the output of the one before."""
 
     @property
     def joins_embedding_in_fc(self) -> bool:
@@ -114,7 +128,9 @@ def read_eagle(files: DrafterFiles, target: TargetShape) -> EagleLayout:
     """
     for name in files.tensors:
         if _UNREAD.search(name):
-            raise files.refuse(f"{name} belongs to a drafter of whole blocks; allowed: EAGLE-1, 2, 3, Medusa")
+            raise files.refuse(
+                f"{name} belongs to a drafter of whole blocks; allowed: EAGLE-1, 2, 3, P-EAGLE, Medusa"
+            )
     files.rename(_canonical)
     hidden_size, _ = files.shape("layers.0.self_attn.o_proj.weight")
     width = files.shape("layers.0.self_attn.q_proj.weight")[1]
@@ -168,7 +184,28 @@ class _Reader:
             is_residual_normed=not is_first and self._is_residual_normed(),
             is_output_normed=self._flag("norm_output", default=False),
             logit_scale=1.0 if scale is None else float(scale),
+            masks=None if is_first else self._masks(fc[0].shape[1], has_norms=bool(norms)),
         )
+
+    def _masks(self, width: int, *, has_norms: bool) -> Masks | None:
+        """The masks of a P-EAGLE drafter; None: it is none."""
+        files, name = self._files, "mask_hidden"
+        if not files.has(name):
+            if files.config.get("speculators_model_type") == "peagle":
+                raise files.refuse(f"{name} is missing; allowed: [1, 1, {width}]")
+            return None
+        if has_norms:
+            raise files.refuse(f"{name} stands beside norms before fc; allowed: one of both")
+        block = files.config.get("dflash_config")
+        sections = (block if isinstance(block, dict) else {}, files.config, self._section)
+        found = [section[key] for key in _MASK_IDS for section in sections if section.get(key) is not None]
+        token_id, vocab_size = found[0] if found else None, self._target.vocab_size
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise files.refuse(
+                f"{_MASK_IDS[0]} is {token_id!r}; allowed: a token id, 0..{vocab_size - 1} (also as "
+                f"{', '.join(_MASK_IDS[1:])})"
+            )
+        return Masks(token_id, files.take(name, 1, 1, width).reshape(1, width))
 
     def _flag(self, name: str, *, default: bool) -> bool:
         value = self._files.config.get(name, self._eagle.get(name, default))

@@ -30,7 +30,7 @@ def read_layout(path: str, target: TargetShape) -> Layout:
     listed = ", ".join(sorted(files.tensors)[:_MAX_LISTED])
     raise ConfigError(
         f"drafter {path!r} has tensors of no layout that is known ({listed}, ...); "
-        "allowed: EAGLE-1, 2, 3, Medusa"
+        "allowed: EAGLE-1, 2, 3, P-EAGLE, Medusa"
     )
 
 

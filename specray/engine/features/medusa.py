@@ -16,14 +16,25 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from specray.engine.attention.sdpa import sequence_slots
-from specray.engine.features.base import Context, FeatureStore, TargetParts, TargetShape, TokenRows
+from specray.engine.features.base import (
+    Context,
+    Continued,
+    FeatureStore,
+    TargetParts,
+    TargetShape,
+    TokenRows,
+)
 from specray.engine.features.files import DrafterFiles
+from specray.engine.features.shared_rows import SharedRows, for_each_row
 from specray.engine.model.linear import Linear
 
 _PREFIX = re.compile(r"^(model\.)?(medusa_heads?\.)?")
 _LISTED = re.compile(r"^blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$")
 _LISTED_HEAD = re.compile(r"^lm_heads\.(\d+)\.weight$")
 _BLOCK = re.compile(r"^(\d+)\.(\d+)\.linear\.weight$")
+
+RANK_ACCEPTANCE = "medusa_rank_acceptance"
+"""Key of the configuration for what training has measured: of each head, the chance of each rank."""
 
 Block = tuple[torch.Tensor, torch.Tensor | None]
 """Weight and bias."""
@@ -40,6 +51,8 @@ class MedusaLayout:
     """Residual blocks of each head."""
     outputs: tuple[torch.Tensor | None, ...]
     """Weight behind the blocks of each head; None: the target's own head."""
+    rank_acceptance: tuple[tuple[float, ...], ...] = ()
+    """By head, the measured chance of each rank; empty: none was measured."""
 
     def bytes_per_token(self, item_bytes: int) -> int:
         """Bytes of features that one token takes."""
@@ -92,7 +105,30 @@ def read_medusa(files: DrafterFiles, target: TargetShape) -> MedusaLayout:
         found = next((name for name in own if files.has(name)), None)
         outputs.append(None if found is None else files.take(found, vocab_size, hidden))
     files.check_all_taken("Medusa")
-    return MedusaLayout(files.path, (target.num_layers + 1,), hidden, tuple(heads), tuple(outputs))
+    rates = _rank_acceptance(files, num_heads)
+    return MedusaLayout(files.path, (target.num_layers + 1,), hidden, tuple(heads), tuple(outputs), rates)
+
+
+def _rank_acceptance(files: DrafterFiles, num_heads: int) -> tuple[tuple[float, ...], ...]:
+    """Chances by head and rank, where training has measured them."""
+    found = files.config.get(RANK_ACCEPTANCE)
+    if found is None:
+        return ()
+    is_table = isinstance(found, list) and len(found) == num_heads and all(map(_are_chances, found))
+    if not is_table:
+        raise files.refuse(
+            f"{RANK_ACCEPTANCE} is {found!r}; allowed: a list of chances above 0 and up to 1, by rank, for "
+            f"each of {num_heads} heads"
+        )
+    return tuple(tuple(map(float, row)) for row in found)
+
+
+def _are_chances(row: object) -> bool:
+    return (
+        isinstance(row, list)
+        and len(row) > 0
+        and all(isinstance(each, int | float) and 0.0 < each <= 1.0 for each in row)
+    )
 
 
 def _count(files: DrafterFiles, pattern: str) -> int:
@@ -115,6 +151,7 @@ class MedusaDrafter:
         self.feature_size = layout.hidden_size
         self.max_draft_tokens: int | None = len(layout.heads)
         self.token_ids: NDArray[np.int64] | None = None
+        self.rank_acceptance = layout.rank_acceptance
         self._parts = parts
         self._heads = [[self._linear(*block) for block in head] for head in layout.heads]
         self._outputs: list[TokenRows] = [
@@ -122,9 +159,8 @@ class MedusaDrafter:
             for weight in layout.outputs
         ]
         self._hidden = torch.empty(0)
-        """What the target's head read last, of each sequence that goes on."""
-        self._next = 0
-        """Head that draws next."""
+        """What the target's head read last, of each sequence."""
+        self._shared = SharedRows()
 
     def fuse(self, features: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """See ``base.FeatureDrafter``."""
@@ -138,20 +174,20 @@ class MedusaDrafter:
             end = len(context.token_ids) - 1
             slots = sequence_slots(context.block_ids, end - 1, end, store.block_size, self._parts.device)
             rows.append(store.rows[slots])
-        self._hidden, self._next = torch.cat(rows), 0
-        return self._draw()
+        self._hidden = torch.cat(rows)
+        self._shared.begin(len(contexts))
+        return self._draw(self._hidden)
 
-    def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> torch.Tensor:
-        """See ``base.FeatureDrafter``."""
-        self._hidden = self._hidden[torch.tensor(kept, device=self._hidden.device)]
-        return self._draw()
+    def advance(self, continued: Sequence[Continued]) -> torch.Tensor:
+        """See ``base.FeatureDrafter``; all rows of a sequence have the same logits."""
+        own = torch.tensor(self._shared.advance(continued), device=self._hidden.device)
+        return for_each_row(self._draw(self._hidden[own]), continued)
 
-    def _draw(self) -> torch.Tensor:
-        hidden = self._hidden
-        for linear in self._heads[self._next]:
+    def _draw(self, hidden: torch.Tensor) -> torch.Tensor:
+        head = self._shared.depth
+        for linear in self._heads[head]:
             hidden = hidden + F.silu(linear(hidden))
-        output, self._next = self._outputs[self._next], self._next + 1
-        return output(hidden)
+        return self._outputs[head](hidden)
 
     def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         given = None if bias is None else self._cast(bias)

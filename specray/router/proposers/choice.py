@@ -111,7 +111,7 @@ class ProposerChoice:
             live.session.take_draft(NO_DRAFT)
         else:
             draft = live.local.propose(live.session, Budget(now, len(self._running)))
-            live.session.take_draft(draft, live.local.source, num_next=live.local.num_next)
+            live.session.take_draft(draft, live.local.source, following=live.local.following)
 
     def _extend(self, live: LiveSession, now: float) -> None:
         """A hit goes on with a repetition where that is worth more."""

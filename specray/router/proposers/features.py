@@ -1,6 +1,6 @@
 """The target's own drafter as a proposer: what came with a verdict is verified in the next round.
 
-How many tokens it is asked for is planned a round ahead, since it drafts right behind the verdict. On the
+What it is asked for is planned a round ahead, since it drafts right behind the verdict. On the
 target it takes no message of its own, and no wait.
 """
 
@@ -12,7 +12,7 @@ from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.router.proposers.base import Budget
 from specray.router.proposers.local import LocalProposer
 from specray.router.session import Session
-from specray.router.session_values import Commit
+from specray.router.session_values import NOTHING_NEXT, Commit, NextDraft
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +26,7 @@ class FeatureProposer(LocalProposer):
 
     def propose(self, session: Session, budget: Budget) -> DraftTokens:
         """See Proposer; also plans what is asked for with this round."""
-        self.num_next = self._plan(session, budget)
+        self.following = self._plan(session, budget)
         forced = self.propose_forced(session)
         self.is_long = self.is_forced
         if self.is_forced:
@@ -38,9 +38,12 @@ class FeatureProposer(LocalProposer):
         LocalProposer.observe(self, session, commit)
         self.given, self.given_len = commit.next_draft, len(session.committed)
 
-    def _plan(self, session: Session, budget: Budget) -> int:
+    def _plan(self, session: Session, budget: Budget) -> NextDraft:
         controller, stats = self.short.controller, self.short.stats
         if controller.resting_plan(stats) is not None:
-            return 0
+            return NOTHING_NEXT
         plan = controller.plan(stats, num_remaining=session.num_remaining, num_running=budget.num_running)
-        return 0 if plan.is_off else min(plan.num_speculative_tokens, self.max_tokens)
+        if plan.is_off:
+            return NOTHING_NEXT
+        num_tokens = min(plan.num_speculative_tokens, self.max_tokens)
+        return NextDraft(num_tokens, plan.min_acceptance, plan.tree)

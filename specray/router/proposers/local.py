@@ -15,7 +15,7 @@ from specray.drafting import LONG_MATCH_LEN, LookaheadProposer, OutputStore, Ses
 from specray.router.proposers.base import Budget
 from specray.router.proposers.lookahead import Windows
 from specray.router.session import Session
-from specray.router.session_values import FALLBACK, GRAMMAR, Commit
+from specray.router.session_values import FALLBACK, GRAMMAR, NOTHING_NEXT, Commit, NextDraft
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class LocalProposer:
     """So was the match of the last proposal, or it was forced."""
     is_forced: bool = False
     """The grammar forced the last proposal."""
-    num_next: int = 0
-    """Draft tokens that the target's own drafter is asked for behind the next verdict."""
+    following: NextDraft = NOTHING_NEXT
+    """What the target's own drafter is asked for behind the next verdict."""
 
     @property
     def source(self) -> str:

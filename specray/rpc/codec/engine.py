@@ -28,7 +28,7 @@ from specray.rpc.codec.values import (
     encode_unknown_sequence,
     parse,
 )
-from specray.rpc.pb import draft_pb2, target_pb2
+from specray.rpc.pb import draft_pb2, target_pb2, types_pb2
 from specray.types import (
     Branch,
     DraftReplies,
@@ -78,9 +78,7 @@ def encode_speculate_request(items: Sequence[SpeculateItem], release_request_ids
             out.max_branches = item.max_branches
         out.min_acceptance = item.min_acceptance
         if item.tree is not None:
-            out.tree.num_nodes = item.tree.num_nodes
-            out.tree.widths.extend(item.tree.widths)
-            out.tree.min_chance = item.tree.min_chance
+            _encode_tree(out.tree, item.tree)
         if item.sampling is not None:
             encode_sampling(out.sampling, item.sampling)
     return message.SerializeToString()
@@ -112,15 +110,21 @@ def _decode_speculate_item(item: draft_pb2.SpeculateItem) -> SpeculateItem:
         decode_sampling(item.sampling) if item.HasField("sampling") else None,
         item.max_branches,
         item.min_acceptance,
-        _decode_tree(item.tree) if item.HasField("tree") else None,
+        _decode_tree(item.tree, "SpeculateItem") if item.HasField("tree") else None,
     )
 
 
-def _decode_tree(tree: draft_pb2.TreeBudget) -> TreeBudget:
+def _encode_tree(out: types_pb2.TreeBudget, tree: TreeBudget) -> None:
+    out.num_nodes = tree.num_nodes
+    out.widths.extend(tree.widths)
+    out.min_chance = tree.min_chance
+
+
+def _decode_tree(tree: types_pb2.TreeBudget, of: str) -> TreeBudget:
     try:
         return TreeBudget(tree.num_nodes, tuple(tree.widths[:]), tree.min_chance)
     except ValueError as error:
-        raise ProtocolError(f"SpeculateItem: {error}") from None
+        raise ProtocolError(f"{of}: {error}") from None
 
 
 def encode_draft_replies(replies: DraftReplies) -> bytes:
@@ -223,6 +227,9 @@ def encode_verify_request(items: Sequence[VerifyItem], release_request_ids: Sequ
             out.lookahead.num_guesses = item.lookahead.num_guesses
         if item.num_next_draft_tokens:
             out.num_next_draft_tokens = item.num_next_draft_tokens
+            out.next_min_acceptance = item.next_min_acceptance
+            if item.next_tree is not None:
+                _encode_tree(out.next_tree, item.next_tree)
     return message.SerializeToString()
 
 
@@ -245,6 +252,8 @@ def _decode_verify_item(item: target_pb2.VerifyItem) -> VerifyItem:
         item.max_new_tokens if item.HasField("max_new_tokens") else None,
         _decode_lookahead(item.lookahead) if item.HasField("lookahead") else None,
         item.num_next_draft_tokens,
+        item.next_min_acceptance,
+        _decode_tree(item.next_tree, "VerifyItem") if item.HasField("next_tree") else None,
     )
 
 

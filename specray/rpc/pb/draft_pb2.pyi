@@ -30,18 +30,8 @@ class SpeculateItem(_message.Message):
     sampling: _types_pb2.SamplingParams
     max_branches: int
     min_acceptance: float
-    tree: TreeBudget
-    def __init__(self, request_id: _Optional[str] = ..., round_id: _Optional[int] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., proposed_token_ids: _Optional[_Iterable[int]] = ..., num_speculative_tokens: _Optional[int] = ..., fanout: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_branches: _Optional[int] = ..., min_acceptance: _Optional[float] = ..., tree: _Optional[_Union[TreeBudget, _Mapping]] = ...) -> None: ...
-
-class TreeBudget(_message.Message):
-    __slots__ = ("num_nodes", "widths", "min_chance")
-    NUM_NODES_FIELD_NUMBER: _ClassVar[int]
-    WIDTHS_FIELD_NUMBER: _ClassVar[int]
-    MIN_CHANCE_FIELD_NUMBER: _ClassVar[int]
-    num_nodes: int
-    widths: _containers.RepeatedScalarFieldContainer[int]
-    min_chance: float
-    def __init__(self, num_nodes: _Optional[int] = ..., widths: _Optional[_Iterable[int]] = ..., min_chance: _Optional[float] = ...) -> None: ...
+    tree: _types_pb2.TreeBudget
+    def __init__(self, request_id: _Optional[str] = ..., round_id: _Optional[int] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., proposed_token_ids: _Optional[_Iterable[int]] = ..., num_speculative_tokens: _Optional[int] = ..., fanout: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_branches: _Optional[int] = ..., min_acceptance: _Optional[float] = ..., tree: _Optional[_Union[_types_pb2.TreeBudget, _Mapping]] = ...) -> None: ...
 
 class SpeculateRequest(_message.Message):
     __slots__ = ("items", "release_request_ids")

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class VerifyItem(_message.Message):
-    __slots__ = ("request_id", "round_id", "base_len", "token_ids", "draft_token_ids", "draft_probs", "sample", "sampling", "max_new_tokens", "draft_parents", "lookahead", "num_next_draft_tokens")
+    __slots__ = ("request_id", "round_id", "base_len", "token_ids", "draft_token_ids", "draft_probs", "sample", "sampling", "max_new_tokens", "draft_parents", "lookahead", "num_next_draft_tokens", "next_min_acceptance", "next_tree")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,8 @@ class VerifyItem(_message.Message):
     DRAFT_PARENTS_FIELD_NUMBER: _ClassVar[int]
     LOOKAHEAD_FIELD_NUMBER: _ClassVar[int]
     NUM_NEXT_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_MIN_ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_TREE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     round_id: int
     base_len: int
@@ -33,7 +35,9 @@ class VerifyItem(_message.Message):
     draft_parents: _containers.RepeatedScalarFieldContainer[int]
     lookahead: LookaheadBudget
     num_next_draft_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., round_id: _Optional[int] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., draft_probs: _Optional[_Iterable[_Union[_types_pb2.SparseProbs, _Mapping]]] = ..., sample: _Optional[bool] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., draft_parents: _Optional[_Iterable[int]] = ..., lookahead: _Optional[_Union[LookaheadBudget, _Mapping]] = ..., num_next_draft_tokens: _Optional[int] = ...) -> None: ...
+    next_min_acceptance: float
+    next_tree: _types_pb2.TreeBudget
+    def __init__(self, request_id: _Optional[str] = ..., round_id: _Optional[int] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., draft_probs: _Optional[_Iterable[_Union[_types_pb2.SparseProbs, _Mapping]]] = ..., sample: _Optional[bool] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., draft_parents: _Optional[_Iterable[int]] = ..., lookahead: _Optional[_Union[LookaheadBudget, _Mapping]] = ..., num_next_draft_tokens: _Optional[int] = ..., next_min_acceptance: _Optional[float] = ..., next_tree: _Optional[_Union[_types_pb2.TreeBudget, _Mapping]] = ...) -> None: ...
 
 class LookaheadBudget(_message.Message):
     __slots__ = ("width", "ngram_len", "num_guesses")

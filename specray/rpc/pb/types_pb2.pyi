@@ -204,3 +204,13 @@ class EngineInfo(_message.Message):
     grammar: GrammarStats
     drafter: str
     def __init__(self, role: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., protocol_version: _Optional[int] = ..., dtype: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., num_blocks_in_use: _Optional[int] = ..., num_prefix_cache_queries: _Optional[int] = ..., num_prefix_cache_hits: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., num_routers: _Optional[int] = ..., busy_share: _Optional[float] = ..., context_token_s: _Optional[float] = ..., grammar: _Optional[_Union[GrammarStats, _Mapping]] = ..., drafter: _Optional[str] = ...) -> None: ...
+
+class TreeBudget(_message.Message):
+    __slots__ = ("num_nodes", "widths", "min_chance")
+    NUM_NODES_FIELD_NUMBER: _ClassVar[int]
+    WIDTHS_FIELD_NUMBER: _ClassVar[int]
+    MIN_CHANCE_FIELD_NUMBER: _ClassVar[int]
+    num_nodes: int
+    widths: _containers.RepeatedScalarFieldContainer[int]
+    min_chance: float
+    def __init__(self, num_nodes: _Optional[int] = ..., widths: _Optional[_Iterable[int]] = ..., min_chance: _Optional[float] = ...) -> None: ...

@@ -29,7 +29,8 @@ def turn_markers(tokenizer: Any) -> TurnMarkers:
         tokenizer: of transformers, with a chat template.
 
     Raises:
-        ConfigError: the template changes what users write, or drops a turn.
+        ConfigError: the template changes what users write, drops a turn, or ends turns with white space
+            alone, as lines end: a turn would be a line.
     """
     if not tokenizer.chat_template:
         raise ConfigError("the target has no chat template, so it cannot write conversations")
@@ -44,8 +45,9 @@ def turn_markers(tokenizer: Any) -> TurnMarkers:
         piece, found, text = text.partition(content)
         if not found:
             raise ConfigError("the target's chat template drops or changes the text of a turn")
-        pieces.append(tuple(tokenizer.encode(piece, add_special_tokens=False)))
-    to_assistant = tuple(tokenizer.encode(text, add_special_tokens=False))
-    if not (to_assistant and pieces[2]):
-        raise ConfigError("the target's chat template puts nothing between turns")
-    return TurnMarkers(opening=pieces[0], to_assistant=to_assistant, to_user=pieces[2])
+        pieces.append(piece)
+    opening, _, to_user = pieces
+    if not (text.strip() and to_user.strip()):
+        raise ConfigError("the target's chat template puts nothing or only white space between turns")
+    ids = [tuple(tokenizer.encode(piece, add_special_tokens=False)) for piece in (opening, text, to_user)]
+    return TurnMarkers(*ids)

@@ -9,15 +9,16 @@ their code, and the prose of their docstrings. No benchmark's questions are used
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from specray.train.corpus import Corpus
+from specray.train.corpus import SourceFile
 from specray.train.draft.markers import TurnMarkers
 
 Encode = Callable[[str], Sequence[int]]
+"""Text to token ids."""
 
 FIRST_WORDS = (
     "What is", "What are the main", "Who was", "When did", "Where is", "Why do", "How do I", "How does",
@@ -46,6 +47,8 @@ _MIN_PROSE_CHARS = 300
 _MAX_PASSAGE_CHARS = 6000
 _PASSAGE_TOKENS = (48, 360)
 _PLAIN_TOKENS = (24, 160)
+_QUESTION_CHARS = 240
+"""Characters of a question that is a passage's first paragraph, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +67,41 @@ class Beginnings:
         encode: text to token ids, without special tokens.
         passages: texts to cut passages from.
         markers: what stands around turns; None: there are none, and all is plain text.
+        opening: what a plain text begins with, such as the begin of a text.
+        ask: a question to token ids, up to where its answer begins, where there is a template but no markers.
     """
 
     def __init__(
-        self, markers: TurnMarkers | None, encode: Encode, passages: Sequence[str], *, seed: int
+        self,
+        markers: TurnMarkers | None,
+        encode: Encode,
+        passages: Sequence[str],
+        *,
+        seed: int,
+        opening: tuple[int, ...] = (),
+        ask: Encode | None = None,
     ) -> None:
         self._markers = markers
         self._encode = encode
+        self._opening = opening
+        self._ask = ask
         self._passages = passages
         self._random = np.random.default_rng(seed)
 
     def draw(self, count: int) -> list[Beginning]:
-        """Returns that many: 40 % free, 25 % behind first words, 18 % tasks, 17 % plain text."""
+        """Returns that many: 40 % free, 25 % behind first words, 18 % tasks, 17 % plain text.
+
+        Without markers, questions take the place of first words and tasks, where a template asks them; all
+        else is plain text.
+        """
         kinds = self._random.choice(4, size=count, p=(0.40, 0.25, 0.18, 0.17))
         return [self._one(int(kind)) for kind in kinds]
 
     def _one(self, kind: int) -> Beginning:
+        if self._markers is None and self._ask is not None and kind in (1, 2):
+            return Beginning(tuple(self._ask(self._question(is_task=kind == 2))), "text")
         if self._markers is None or kind == 3:
-            return Beginning(tuple(self._passage(_PLAIN_TOKENS)), "text")
+            return Beginning((*self._opening, *self._passage(_PLAIN_TOKENS)), "text")
         opening = self._markers.opening
         if kind == 0:
             return Beginning(opening, "user")
@@ -92,22 +112,32 @@ class Beginnings:
         question = (*self._encode(task + "\n\n"), *self._passage(_PASSAGE_TOKENS))
         return Beginning((*opening, *question, *self._markers.to_assistant), "assistant")
 
+    def _question(self, *, is_task: bool) -> str:
+        passage = self._text(int(self._random.integers(_QUESTION_CHARS // 4, _QUESTION_CHARS)), 1)
+        if not is_task:
+            return passage.partition("\n\n")[0]
+        return f"{_TASKS[int(self._random.integers(len(_TASKS)))]}\n\n{passage}"
+
     def _passage(self, num_tokens: tuple[int, int]) -> Sequence[int]:
-        text = self._passages[int(self._random.integers(len(self._passages)))]
         wanted = int(self._random.integers(*num_tokens))
-        start = int(self._random.integers(max(len(text) - 4 * wanted, 1)))
+        return self._encode(self._text(4 * wanted, 2))[:wanted] or self._encode("The")
+
+    def _text(self, num_chars: int, factor: int) -> str:
+        """A piece of a passage, of about ``num_chars`` characters, and at most ``factor`` times as many."""
+        text = self._passages[int(self._random.integers(len(self._passages)))]
+        start = int(self._random.integers(max(len(text) - num_chars, 1)))
         # A line's or a sentence's beginning, where there is one near.
         start = max(text.rfind("\n", 0, start) + 1, text.rfind(". ", 0, start) + 1, 0)
-        return self._encode(text[start : start + 8 * wanted].lstrip())[:wanted] or self._encode("The")
+        return text[start : start + factor * num_chars].lstrip()
 
 
-def passages_of(corpus: Corpus, *, max_num_texts: int = 4000) -> list[str]:
-    """Returns the beginnings of the corpus's files and, as texts of their own, of their longer docstrings.
+def passages_of(files: Iterable[SourceFile], *, max_num_texts: int = 4000) -> list[str]:
+    """Returns the beginnings of files and, as texts of their own, of their longer docstrings.
 
     Comments at the head of a file are left out: they are licences.
     """
     texts: list[str] = []
-    for file in corpus.train:
+    for file in files:
         if len(texts) >= max_num_texts:
             break
         try:

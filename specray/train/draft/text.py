@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,10 +13,13 @@ from typing import Any
 import numpy as np
 
 from specray.errors import ConfigError
-from specray.train.corpus import CorpusConfig, load_corpus
+from specray.train.corpus import CorpusConfig, training_files
 from specray.train.draft.markers import TurnMarkers
-from specray.train.draft.prompts import Beginnings, passages_of
+from specray.train.draft.prompts import Beginnings, Encode, passages_of
 from specray.train.draft.writing import Written, write_rows
+from specray.train.loop import progress_bar
+
+_log = logging.getLogger(__name__)
 
 _NUM_HELD_OUT_ROWS = 48
 
@@ -54,17 +58,27 @@ def written_text(
         return list(tokenizer.encode(text, add_special_tokens=False))
 
     began = time.monotonic()
-    for index in range(-(-config.num_rows // config.rows_per_batch)):
-        file = directory / f"{index:05d}.npz"
-        if file.exists():
-            continue
-        if time.monotonic() - began > config.writing_budget_s:
-            break
-        drawn = Beginnings(markers, encode, passages, seed=config.seed + index).draw(config.rows_per_batch)
-        batch = write_rows(model, drawn, markers, row_len=config.row_len, seed=config.seed + index)
-        partial = file.with_suffix(".partial.npz")
-        np.savez(partial, token_ids=batch.token_ids, is_answer=batch.is_answer)
-        partial.replace(file)
+    opening, ask = _plain_opening(tokenizer), None if markers is not None else _asker(tokenizer)
+    with progress_bar() as bar:
+        task = bar.add_task("writing", total=1000, figures="")
+        for index in range(num_batches := -(-config.num_rows // config.rows_per_batch)):
+            file = directory / f"{index:05d}.npz"
+            if file.exists():
+                continue
+            elapsed_s = time.monotonic() - began
+            share = max(elapsed_s / config.writing_budget_s, index / num_batches)
+            bar.update(
+                task, completed=int(1000 * min(share, 1)), figures=f"rows {index * config.rows_per_batch}"
+            )
+            if elapsed_s > config.writing_budget_s:
+                break
+            seed = config.seed + index
+            beginnings = Beginnings(markers, encode, passages, seed=seed, opening=opening, ask=ask)
+            drawn = beginnings.draw(config.rows_per_batch)
+            batch = write_rows(model, drawn, markers, row_len=config.row_len, seed=seed)
+            partial = file.with_suffix(".partial.npz")
+            np.savez(partial, token_ids=batch.token_ids, is_answer=batch.is_answer)
+            partial.replace(file)
     batches = list(_batches(directory))
     lengths = {batch.token_ids.shape[1] for batch in batches}
     if lengths != {config.row_len}:
@@ -95,10 +109,29 @@ def picked_rows(cursor: int, count: int, *, num_rows: int, seed: int) -> list[in
     return picked
 
 
+def _plain_opening(tokenizer: Any) -> tuple[int, ...]:
+    """What the tokenizer puts before any text."""
+    ids = tokenizer.encode("", add_special_tokens=True)
+    return tuple(token_id for token_id in ids[:1] if token_id == tokenizer.bos_token_id)
+
+
+def _asker(tokenizer: Any) -> Encode | None:
+    if not tokenizer.chat_template:
+        return None
+
+    def ask(question: str) -> list[int]:
+        messages = [{"role": "user", "content": question}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    return ask
+
+
 def _passages(file: Path) -> list[str]:
     """Those of the first call, so that a run that goes on elsewhere reads the same."""
     if not file.exists():
-        texts = passages_of(load_corpus(CorpusConfig(max_source_bytes=1_000_000)))
+        _log.info("collecting passages from the Python files that are installed here")
+        texts = passages_of(training_files(CorpusConfig(max_source_bytes=1_000_000)))
         file.write_text(json.dumps(texts), "utf-8")
     passages: list[str] = json.loads(file.read_text("utf-8"))
     return passages

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+NUM_RANKS = 8
+"""Ranks of a head's tokens that are told apart."""
+
 
 @dataclass(slots=True)
 class DepthCounts:
@@ -45,6 +48,48 @@ def count_accepted(
         is_next = is_counted[:, place + 1 :]
         reached = (accepted & follows[:, place : place + hit.shape[1]])[:, : is_next.shape[1]] & is_next
     return counts
+
+
+def count_ranks(
+    logits: Sequence[torch.Tensor], columns: Sequence[torch.Tensor], is_counted: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """How often the target's token has each rank among a head's, ``[num_depths, NUM_RANKS + 1]``.
+
+    Args:
+        logits: of each depth, ``[..., num_columns]``.
+        columns: of each depth, the column of the target's most likely token; -1: there is none.
+        is_counted: of each depth, the places that count.
+
+    Returns:
+        Counts by depth and rank; the last of a row is of all further ranks.
+    """
+    counts = []
+    for rows, column, counted in zip(logits, columns, is_counted, strict=True):
+        own = rows.gather(-1, column.clamp(min=0)[..., None])
+        ranks = (rows > own).sum(-1).clamp(max=NUM_RANKS)
+        ranks = torch.where(column < 0, NUM_RANKS, ranks)
+        counts.append(torch.bincount(ranks[counted], minlength=NUM_RANKS + 1))
+    return torch.stack(counts)
+
+
+def rank_rates(counts: torch.Tensor) -> list[list[float]]:
+    """Chances by depth and rank; what was never seen counts as half of a place."""
+    totals = counts.sum(-1, keepdim=True).clamp(min=1)
+    return [[round(rate, 5) for rate in row] for row in (counts[:, :-1].clamp(min=0.5) / totals).tolist()]
+
+
+def places_of(follows: torch.Tensor, is_counted: torch.Tensor, num_depths: int) -> list[torch.Tensor]:
+    """Of each depth, the anchors behind which a greedy target would have gone on as the text did.
+
+    Args:
+        follows, is_counted: as ``count_accepted`` takes them.
+    """
+    found, going = [], is_counted[:, 2:]
+    for depth in range(num_depths):
+        found.append(going)
+        place = 2 + depth
+        going = (going & follows[:, place : place + going.shape[1]])[:, :-1] & is_counted[:, place + 1 :]
+    return found
 
 
 def tokens_per_round(counts: Sequence[DepthCounts]) -> float:

@@ -25,6 +25,8 @@ class Head(Protocol):
     """The target's id of each column of its logits, ascending."""
     num_depths: int
     """Places ahead that are trained."""
+    rank_acceptance: list[list[float]] | None
+    """By depth, the chance of each rank, as the last evaluation found; None: its trees need none."""
 
     @property
     def module(self) -> nn.Module:

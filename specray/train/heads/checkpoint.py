@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 
 from specray.train.heads.base import Head
@@ -26,9 +27,14 @@ def write_head(head: Head, directory: Path, *, target: str, card: str) -> None:
     partial = directory.with_name(f"{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in head.tensors().items()}
+    tensors = {name: _written(tensor) for name, tensor in head.tensors().items()}
     save_file(tensors, partial / _FILES[head.name], {"format": "pt"})
     (partial / "config.json").write_text(json.dumps(head.config(target), indent=1) + "\n", "utf-8")
     (partial / CARD).write_text(card, "utf-8")
     shutil.rmtree(directory, ignore_errors=True)
     partial.rename(directory)
+
+
+def _written(tensor: torch.Tensor) -> torch.Tensor:
+    own = tensor.cpu()
+    return (own.to(torch.bfloat16) if own.is_floating_point() else own).contiguous()

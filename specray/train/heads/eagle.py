@@ -99,6 +99,7 @@ class EagleHead(nn.Module):
     """
 
     name = "eagle3"
+    rank_acceptance: list[list[float]] | None = None
     target_embedding: torch.Tensor
     draft_ids: torch.Tensor
 
@@ -183,7 +184,7 @@ class EagleHead(nn.Module):
             "eagle_aux_hidden_state_layer_ids": list(self.feature_layers),
             "norm_before_residual": False,
             "tie_word_embeddings": False,
-            "dtype": str(self.fc.weight.dtype).removeprefix("torch."),
+            "dtype": "bfloat16",
         }
 
     def _step(

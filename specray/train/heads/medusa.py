@@ -15,6 +15,9 @@ from torch import nn
 
 from specray.train.heads.base import text_section, whole_number
 
+RANK_ACCEPTANCE = "medusa_rank_acceptance"
+"""Key of the configuration for the chance of each rank of each head, by which the engine chooses nodes."""
+
 
 class MedusaHeads(nn.Module):
     """Implements ``base.Head``.
@@ -34,6 +37,7 @@ class MedusaHeads(nn.Module):
         hidden = whole_number(section, "hidden_size")
         self.feature_layers: tuple[int, ...] = (whole_number(section, "num_hidden_layers") + 1,)
         self.num_depths = num_depths
+        self.rank_acceptance: list[list[float]] | None = []
         self.blocks = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(num_depths))
         for parameter in self.blocks.parameters():
             nn.init.zeros_(parameter)
@@ -72,5 +76,6 @@ class MedusaHeads(nn.Module):
             "base_model_name_or_path": target,
             "medusa_num_heads": self.num_depths,
             "medusa_num_layers": 1,
-            "dtype": str(self.output.dtype).removeprefix("torch."),
+            "dtype": "bfloat16",
+            **({RANK_ACCEPTANCE: self.rank_acceptance} if self.rank_acceptance else {}),
         }

@@ -11,7 +11,14 @@ import torch
 from specray.train.draft.loss import DraftLoss, TargetView, target_view, view_loss
 from specray.train.draft.text import picked_rows
 from specray.train.draft.writing import Written
-from specray.train.heads.acceptance import DepthCounts, count_accepted, tokens_per_round
+from specray.train.heads.acceptance import (
+    DepthCounts,
+    count_accepted,
+    count_ranks,
+    places_of,
+    rank_rates,
+    tokens_per_round,
+)
 from specray.train.heads.base import Head
 from specray.train.heads.target import FeatureReader
 from specray.train.loop import RunState
@@ -96,12 +103,18 @@ class HeadTrainer:
         size = self._config.rows_per_forward
         parts: list[list[DraftLoss]] = []
         totals = [DepthCounts() for _ in self._decays]
+        ranks: list[torch.Tensor] = []
         for ids, is_answer in zip(torch.split(all_ids, size), torch.split(all_answers, size), strict=True):
             losses, seen = self._losses(ids, self._weights(is_answer, 0.0), 0.0)
             parts.append(losses)
             for total, found in zip(totals, count_accepted(seen.hits, seen.follows, is_answer), strict=True):
                 total.num_reached += found.num_reached
                 total.num_accepted += found.num_accepted
+            if self._head.rank_acceptance is not None:
+                places = places_of(seen.follows, is_answer, len(self._decays))
+                ranks.append(count_ranks(seen.logits, seen.columns, places))
+        if ranks:
+            self._head.rank_acceptance = rank_rates(torch.stack(ranks).sum(0))
         figures = {
             **self._means(parts),
             **{f"accepted_{depth}": total.rate for depth, total in enumerate(totals, 1)},
@@ -125,7 +138,7 @@ class HeadTrainer:
         features = {layer: rows[:, :-1] for layer, rows in target.features.items()}
         drafted = self._head.unroll(features, ids[:, 1:-1], self._head.num_depths)
         views = [target_view(rows, draft_ids) for rows in target.logits]
-        losses, hits = [], []
+        losses, hits, columns = [], [], []
         for depth, logits in enumerate(drafted):
             # Depth s of anchor q drafts token q + 2 + s.
             behind = 1 + depth
@@ -140,8 +153,10 @@ class HeadTrainer:
                 )
             )
             hits.append(draft_ids[logits.detach().argmax(-1)] == best[:, behind:])
+            column = torch.where(view.is_known, view.column, -1)
+            columns.append(column.view(num_rows, -1))
         follows = torch.cat((ids.new_zeros(num_rows, 1, dtype=torch.bool), best == ids[:, 1:]), 1)
-        return losses, _Seen(hits, follows)
+        return losses, _Seen(hits, follows, [rows.detach() for rows in drafted], columns)
 
     def _joined(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """The mean over depths, each with its weight."""
@@ -168,6 +183,10 @@ class _Seen:
 
     hits: list[torch.Tensor]
     follows: torch.Tensor
+    logits: list[torch.Tensor]
+    """Logits of each depth."""
+    columns: list[torch.Tensor]
+    """Of each depth, the head's column of the target's most likely token; -1: it has none."""
 
 
 def _from(view: TargetView, first: int) -> TargetView:

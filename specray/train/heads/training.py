@@ -53,6 +53,8 @@ def train_head(
     config: HeadTrainConfig,
     *,
     device: str = "cpu",
+    has_bfloat16: bool = True,
+    name: str | None = None,
     command: str = "",
     stop_after: int | None = None,
 ) -> Path:
@@ -62,6 +64,8 @@ def train_head(
         target: checkpoint of any causal language model of transformers.
         work_dir: directory of the run; the same call again goes on from there. Methods may share one, and
             then its text.
+        has_bfloat16: products are bfloat16, otherwise float32; the checkpoint is bfloat16.
+        name: of the target, for the card and the configuration; None: as ``target``.
         command: for the card.
         stop_after: steps after which this call ends early.
 
@@ -72,9 +76,8 @@ def train_head(
         ConfigError: the target cannot be read so, or the directory holds text of another shape.
     """
     work_dir.mkdir(parents=True, exist_ok=True)
-    model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
+    model, tokenizer = _loaded(target, torch.bfloat16 if has_bfloat16 else torch.float32)
     model.to(device).train(False)
-    tokenizer: Any = AutoTokenizer.from_pretrained(target)
     markers = _markers(tokenizer)
     written = written_text(model, tokenizer, work_dir, config.text, markers)
     if config.num_depths + 2 > config.text.row_len:
@@ -97,7 +100,7 @@ def train_head(
         figures = trainer.evaluate(held_out)
         card = card_text(
             head,
-            target=target,
+            target=name or target,
             command=command,
             vocab_size=len(model.get_output_embeddings().weight),
             num_layers=whole_number(text_section(model.config), "num_hidden_layers"),
@@ -111,18 +114,27 @@ def train_head(
             state=run.state,
             figures=figures,
         )
-        write_head(head, destination, target=target, card=card)
+        write_head(head, destination, target=name or target, card=card)
         return figures
 
     run.run(trainer.step, on_checkpoint=export, stop_after=stop_after)
     return destination
 
 
+def _loaded(target: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype)
+        return model, AutoTokenizer.from_pretrained(target)
+    except (OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"target {target!r} cannot be loaded by transformers: {reason}") from error
+
+
 def _markers(tokenizer: Any) -> TurnMarkers | None:
     try:
         return turn_markers(tokenizer)
     except ConfigError as error:
-        _log.warning("%s: it writes plain text alone", error)
+        _log.warning("%s: it writes no conversations", error)
         return None
 
 

@@ -7,10 +7,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 
 from specray.cli.app import run
+from specray.cli.train import has_bfloat16
+from specray.engine.cpu import isa
+from specray.engine.cpu.isa import Isa
 from specray.engine.features.base import TargetShape
 from specray.engine.features.loader import read_layout
 from tests.unit.train.heads.runs import TARGET, begin, write_target
@@ -48,6 +53,42 @@ def test_one_command_makes_a_head_that_the_engine_reads(
     assert run(["train", "medusa", *where, "--num-heads", "2"]) == 0
     assert (work_dir / "written/00000.npz").stat().st_mtime_ns == written, "the text is written once"
     assert read_layout(str(work_dir / "medusa"), SHAPE).feature_layers == (4,)
+
+
+def test_the_embedded_target_is_trained_for_by_its_name(tmp_path: Path) -> None:
+    where = ["--work-dir", str(begin(tmp_path)), *TEXT, *TRAIN]
+    assert run(["train", "medusa", "embedded", *where, "--num-heads", "1"]) == 0
+    with safe_open(tmp_path / "medusa/medusa_lm_head.safetensors", framework="pt") as file:
+        assert file.get_slice("0.0.linear.weight").get_dtype() == "BF16"
+    config = json.loads((tmp_path / "medusa/config.json").read_text())
+    assert (config["base_model_name_or_path"], config["dtype"]) == ("embedded", "bfloat16")
+    card = (tmp_path / "medusa/README.md").read_text("utf-8")
+    assert "`specray serve --target embedded --drafter .`" in card
+    rows = np.load(tmp_path / "written/00000.npz")["token_ids"]
+    assert (rows[:, 0] == 0).all(), "texts begin with <s>"
+
+
+def test_a_target_that_is_none_is_refused_by_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert run(["train", "medusa", str(tmp_path / "empty"), "--work-dir", str(tmp_path / "run")]) == 2
+    assert f"target '{tmp_path / 'empty'}' cannot be loaded by transformers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("device", "isas", "expected"),
+    [
+        ("cpu", (Isa.AVX2_FMA,), False),
+        ("cpu", (Isa.AVX512_BF16, Isa.AVX2_FMA), True),
+        ("cuda", (), True),
+    ],
+)
+def test_products_are_bfloat16_where_the_processor_has_them(
+    monkeypatch: pytest.MonkeyPatch, device: str, isas: tuple[Isa, ...], expected: bool
+) -> None:
+    monkeypatch.setattr(isa, "usable_isas", lambda: isas)
+    assert has_bfloat16(device) == expected
 
 
 def test_a_run_has_one_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ from specray.control.goodput import (
     GoodputModel,
 )
 from specray.control.state import Plan, SessionStats
+from specray.requests import SpeculationParams
 from specray.types import Overlap, Verification
 from tests.unit.control.harness import chosen, measured, times
 from tests.unit.router.harness import request, speculation_config
@@ -312,3 +313,28 @@ def test_drafts_without_a_model_have_no_bound() -> None:
     local = controller.beside("ngram", prior_acceptance=0.9)
     plan = chosen(local, local.start_session(request()))
     assert not plan.is_off and plan.min_acceptance == 0.0
+
+
+@pytest.mark.parametrize("num_running", [1, 8])
+def test_what_drafts_on_the_target_ends_where_its_row_breaks_even(num_running: int) -> None:
+    """Its own time is the target's: no draft step counts, whatever a draft model takes."""
+    bounds = []
+    for rows_s in (0.0, 0.0005, 0.002):
+        controller, _ = measured(rows_s=rows_s, draft_step_s=0.5, acceptance=0.8, overlap="serial")
+        features = controller.beside("features", prior_acceptance=0.8)
+        plan = chosen(features, features.start_session(request()), num_running=num_running)
+        assert not plan.is_off
+        bounds.append(plan.min_acceptance)
+        others = controller.beside("ngram", prior_acceptance=0.8)
+        assert chosen(others, others.start_session(request())).min_acceptance == 0
+    assert bounds == sorted(bounds) and bounds[0] == 0 and bounds[2] > 0.05
+
+
+def test_what_drafts_on_the_target_has_no_bound_under_rejection_or_a_set_k() -> None:
+    controller, _ = measured(rows_s=0.002, acceptance=0.8, overlap="serial")
+    features = controller.beside("features", prior_acceptance=0.8)
+    sampled = request(temperature=1.0, verification=Verification.REJECTION)
+    fixed = request(speculation=SpeculationParams(num_speculative_tokens=4))
+    for stats in (features.start_session(sampled), features.start_session(fixed)):
+        plan = chosen(features, stats)
+        assert not plan.is_off and plan.min_acceptance == 0

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from specray.train.corpus import CorpusConfig, is_held_out, is_readable_code, load_corpus, permissive_license
+from specray.train.corpus import (
+    CorpusConfig,
+    is_held_out,
+    is_readable_code,
+    load_corpus,
+    permissive_license,
+    training_files,
+)
 from specray.train.data import split_windows, window_batch
 
 CODE = "def add(first, second):\n    return first + second\n" * 10
@@ -120,6 +127,24 @@ def test_one_distribution_gives_no_more_than_its_bound(
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
     corpus = load_corpus(CorpusConfig(max_source_bytes=3 * (len(CODE) + 4) + 1, holdout_modulus=10**9))
     assert len(corpus.train) == 3
+
+
+def test_training_files_are_the_corpuss_and_are_read_as_they_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stdlib").mkdir()
+    files = {f"alpha/m{i}.py": CODE + f"# {i}\n" for i in range(30)}
+    write_distribution(tmp_path / "site", "alpha", "MIT", files)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "stdlib"))
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
+    config = CorpusConfig(holdout_modulus=3)
+    corpus = load_corpus(config)
+    assert corpus.held_out
+    found = training_files(config)
+    assert next(found) == corpus.train[0]
+    for path in files:
+        (tmp_path / "site" / path).write_text(CODE)
+    assert next(found) != corpus.train[1], "it was read only now"
 
 
 def test_an_epoch_visits_every_window_once_and_the_next_has_another_order() -> None:

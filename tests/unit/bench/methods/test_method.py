@@ -23,6 +23,9 @@ def test_name_says_what_drafts_and_its_tree() -> None:
     assert Method.parse("model:4x2x1") == Method("model:4x2x1", DraftKind.MODEL, "4x2x1")
     assert [Method.parse(name).name for name in DEFAULT_METHODS] == list(DEFAULT_METHODS)
     assert Method.parse("lookahead") == Method("lookahead", DraftKind.LOOKAHEAD)
+    assert Method.parse("features:4x2x1") == Method("features:4x2x1", DraftKind.FEATURES, "4x2x1")
+    in_target = [kind for kind in DraftKind if Method.parse(kind.value).is_in_target]
+    assert in_target == [DraftKind.LOOKAHEAD, DraftKind.FEATURES]
     assert Method.parse("pard") == Method("pard", DraftKind.MODEL, process="pard")
     for name in ("eagle", "plain:4", "cascade:16", "pard:4x2", "lookahead:8", ""):
         with pytest.raises(ConfigError, match=f"--method is '{name}'; allowed: plain, model, ngram, suffix"):

@@ -86,9 +86,16 @@ def layer(
 
 @torch.inference_mode()
 def eagle3(
-    model: Any, weights: Weights, flags: Flags, token_ids: Sequence[int], next_token: int, num_steps: int
+    model: Any,
+    weights: Weights,
+    flags: Flags,
+    token_ids: Sequence[int],
+    next_token: int,
+    num_steps: int,
+    *,
+    path: Sequence[int] = (),
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """Logits and greedy tokens of some steps behind ``next_token``."""
+    """Logits and greedy tokens of some steps behind ``next_token``; ``path`` is drawn first."""
     states = hidden_states(model, token_ids)
     read = [states[index] for index in flags.layers]
     if "fc_norm.0.weight" in flags.extra:
@@ -112,10 +119,32 @@ def eagle3(
         output = norm(rows[-1:], weights["norm.weight"])
         logits.append(F.linear(output, head)[0])
         place = int(logits[-1].argmax())
-        tokens.append(place if flags.token_ids is None else flags.token_ids[place])
+        best = place if flags.token_ids is None else flags.token_ids[place]
+        tokens.append([*path, *[best] * num_steps][len(tokens)])
         features = torch.cat((features, output if flags.is_output_normed else rows[-1:]))
         embedded = torch.cat((embedded, table[tokens[-1]][None]))
     return logits, tokens
+
+
+@torch.inference_mode()
+def peagle(
+    model: Any, weights: Weights, mask_id: int, token_ids: Sequence[int], next_token: int, num_steps: int
+) -> tuple[list[torch.Tensor], list[int]]:
+    """All steps in one pass: behind the last token stand masks, whatever is drawn."""
+    states = hidden_states(model, token_ids)
+    joined = torch.cat([states[index] for index in LAYERS], -1)
+    joined = torch.cat((joined, weights["mask_hidden"][0].expand(num_steps - 1, -1)))
+    rows = F.linear(joined, weights["fc.weight"])
+    table = model.get_input_embeddings().weight
+    embedded = table[torch.tensor([*token_ids[1:], next_token, *[mask_id] * (num_steps - 1)])]
+    normed = norm(rows, weights["layers.0.hidden_norm.weight"])
+    entering = torch.cat((norm(embedded, weights["layers.0.input_layernorm.weight"]), normed), -1)
+    rows = layer(weights, "layers.0.", entering, rows)
+    for index in range(1, len({name.split(".")[1] for name in weights if name.startswith("layers.")})):
+        prefix = f"layers.{index}."
+        rows = layer(weights, prefix, norm(rows, weights[f"{prefix}input_layernorm.weight"]), rows)
+    logits = F.linear(norm(rows[-num_steps:], weights["norm.weight"]), weights["lm_head.weight"])
+    return list(logits), [DRAFT_IDS[int(row.argmax())] for row in logits]
 
 
 @torch.inference_mode()

@@ -60,7 +60,7 @@ class Session:
     round_id: int = 0
     accepted: list[int] = field(default_factory=list)
 
-    def item(self, draft: DraftTokens = NO_DRAFT, num_next: int = 0) -> VerifyItem:
+    def item(self, draft: DraftTokens = NO_DRAFT, num_next: int = 0, **wanted: Any) -> VerifyItem:
         self.round_id += 1
         return VerifyItem(
             self.request_id,
@@ -70,6 +70,7 @@ class Session:
             draft,
             sampling=self.sampling if self.held == 0 else None,
             num_next_draft_tokens=num_next,
+            **wanted,
         )
 
     def take(self, draft: DraftTokens, verdict: Verdict) -> None:
@@ -83,10 +84,18 @@ class Session:
 
 
 def step(
-    target: TargetEngine, sessions: Sequence[Session], drafts: Sequence[DraftTokens], num_next: int
+    target: TargetEngine,
+    sessions: Sequence[Session],
+    drafts: Sequence[DraftTokens],
+    num_next: int,
+    **wanted: Any,
 ) -> Any:
-    """One verify of all; their verdicts."""
-    items = [session.item(draft, num_next) for session, draft in zip(sessions, drafts, strict=True)]
+    """One verify of all; their verdicts.
+
+    Args:
+        wanted: what else is asked of the drafter.
+    """
+    items = [session.item(draft, num_next, **wanted) for session, draft in zip(sessions, drafts, strict=True)]
     verdicts = target.verify(items).replies
     for session, draft, verdict in zip(sessions, drafts, verdicts, strict=True):
         assert isinstance(verdict, Verdict), verdict
@@ -95,10 +104,12 @@ def step(
     return verdicts
 
 
-def generate(target: TargetEngine, session: Session, num_output: int, num_next: int) -> list[int]:
+def generate(
+    target: TargetEngine, session: Session, num_output: int, num_next: int, **wanted: Any
+) -> list[int]:
     """Rounds whose drafts are the target's own."""
     num_prompt, draft = len(session.token_ids), NO_DRAFT
     while len(session.token_ids) < num_prompt + num_output:
-        [verdict] = step(target, [session], [draft], num_next)
+        [verdict] = step(target, [session], [draft], num_next, **wanted)
         draft = verdict.draft
     return session.token_ids[num_prompt : num_prompt + num_output]

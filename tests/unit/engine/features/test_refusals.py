@@ -46,7 +46,26 @@ CASES: dict[str, tuple[Files, str]] = {
         changed({"extra.weight": torch.ones(2)}),
         "extra.weight: the EAGLE-3 layout has no place",
     ),
-    "block drafter": (changed({"mask_hidden": torch.ones(1, 1, 96)}), "mask_hidden belongs to a drafter of"),
+    "block drafter": (changed({"mask_embedding": torch.ones(32)}), "mask_embedding belongs to a drafter of"),
+    "mask without a token": (
+        changed({"mask_hidden": torch.ones(1, 1, 96)}),
+        "mask_token_id is None; allowed",
+    ),
+    "mask beyond": (
+        changed({"mask_hidden": torch.ones(1, 1, 96)}, mask_token_id=4000),
+        "mask_token_id is 4000; allowed",
+    ),
+    "narrow mask": (
+        changed({"mask_hidden": torch.ones(1, 1, 64)}, mask_token_id=4),
+        r"mask_hidden is \[1, 1, 64\]; allowed: \[1, 1, 96\]",
+    ),
+    "mask and norms": (
+        changed(
+            {"mask_hidden": torch.ones(1, 1, 96), "input_norm.weight": torch.ones(96)}, norm_before_fc=True
+        ),
+        "mask_hidden stands beside norms before fc",
+    ),
+    "no mask": (changed(speculators_model_type="peagle"), "mask_hidden is missing; allowed"),
     "both names": (changed({"layers.0.hidden_norm.weight": torch.ones(HIDDEN)}), "allowed: one of them"),
     "layer beyond": (changed(eagle_aux_hidden_state_layer_ids=[1, 2, 4]), r"ids is \[1, 2, 4\]; allowed"),
     "too few layers": (changed(eagle_aux_hidden_state_layer_ids=[1, 2]), "names 2 layers; allowed: 3"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from specray.draft_tokens import TreeBudget
 from specray.errors import EngineLostError, InvalidRequestError
 from specray.fakes import (
     AdversarialGuesser,
@@ -40,7 +41,7 @@ class Watched(FakeTarget):
     """Keeps the items that it is sent."""
 
     def __init__(self, guesser: Any, **options: Any) -> None:
-        super().__init__(MODEL, drafter=guesser, cost=lambda rows: 20_000_000, **options)
+        super().__init__(MODEL, drafter=guesser, **{"cost": lambda rows: 20_000_000, **options})
         self.items: list[VerifyItem] = []
 
     def verify(self, items: Any) -> TargetReplies:
@@ -87,6 +88,43 @@ def test_a_perfect_drafter_makes_every_round_a_whole_one() -> None:
     # The prompt's verdict brings the first draft; the last rounds ask for no more than can be of use.
     assert [len(item.draft) for item in target.items] == [0, 3, 3]
     assert [item.num_next_draft_tokens for item in target.items] == [3, 3, 2]
+
+
+@pytest.mark.parametrize("name", ["perfect", "noisy", "random", "adversarial"])
+@pytest.mark.parametrize("tree", ["9", "3x2x1"])
+def test_trees_of_the_drafter_are_verified_and_the_output_stays(name: str, tree: str) -> None:
+    clock, target = VirtualClock(), Watched(GUESSERS[name])
+    given = [
+        request("long", tuple(index % 64 for index in range(30)), 23),
+        request("seeded", (9, 8, 7), 17, temperature=1.0, seed=1234),
+    ]
+
+    async def main() -> None:
+        async with serving(clock, target=target, num_speculative_tokens=3, tree=tree, **FEATURES) as pair:
+            outputs = await asyncio.gather(*(pair.router.complete(each) for each in given))
+            assert [output.token_ids for output in outputs] == [expected(each) for each in given]
+            await pair.settle()
+
+    run(clock, main())
+    asked = [item.next_tree for item in target.items if item.num_next_draft_tokens == 3]
+    assert asked and set(asked) == {TreeBudget(9) if tree == "9" else TreeBudget(15, (3, 2, 1))}
+    assert any(not item.draft.is_chain for item in target.items)
+    assert max(len(item.draft) for item in target.items) == (9 if tree == "9" else 15)
+
+
+def test_a_drafter_is_asked_to_end_what_is_not_worth_its_rows() -> None:
+    """Where K is chosen by measurement, and of what is drawn without rejection's noise."""
+    cost = lambda rows: 10_000_000 + 2_000_000 * rows  # noqa: E731
+    clock, target = VirtualClock(), Watched(NoisyGuesser(MODEL), cost=cost)
+
+    async def main() -> None:
+        async with serving(clock, target=target, num_speculative_tokens="auto", **FEATURES) as pair:
+            for number in range(4):
+                await pair.router.complete(request(str(number), max_tokens=100))
+
+    run(clock, main())
+    bounds = [item.next_min_acceptance for item in target.items if item.num_next_draft_tokens]
+    assert max(bounds) > 0.05
 
 
 def test_chunks_of_a_prompt_ask_for_nothing() -> None:

@@ -50,6 +50,33 @@ def test_a_template_that_changes_a_turn_is_refused() -> None:
         turn_markers(Template(is_broken=True))
 
 
+def test_a_template_whose_turns_end_as_lines_do_is_refused() -> None:
+    class Lines(Template):
+        def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
+            return "".join(f"# {item['content']}\n" for item in messages)
+
+    with pytest.raises(ConfigError, match="nothing or only white space between turns"):
+        turn_markers(Lines())
+
+
+def test_without_markers_a_template_asks_questions_and_plain_text_begins_as_any() -> None:
+    encode = Template().encode
+
+    def ask(question: str) -> list[int]:
+        return [9, *encode(question)[:3], 8]
+
+    passages = ["word word.\n\n" * 200]
+    drawn = Beginnings(None, encode, passages, seed=3, opening=(7,), ask=ask).draw(60)
+    asked = [item for item in drawn if item.token_ids[0] == 9]
+    assert all(item.goes_on == "text" for item in drawn)
+    assert all(item.token_ids[-1] == 8 for item in asked)
+    # 43 % are first words or tasks elsewhere.
+    assert 15 < len(asked) < 40
+    assert {item.token_ids[0] for item in drawn} == {7, 9}
+    # Tasks, and passages without one.
+    assert len({item.token_ids[1:4] for item in asked}) > 2
+
+
 def scripted(next_ids: dict[int, int]) -> LlamaForCausalLM:
     """A model that always follows ``next_ids``: identity embedding, no layers, a permutation as its head."""
     shape = ModelShape(

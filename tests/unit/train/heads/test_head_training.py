@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from specray.draft_tokens import NO_DRAFT
+from specray.engine.features import medusa as layout
 from specray.errors import ConfigError
+from specray.train.heads import medusa
 from specray.train.heads.base import Head
 from specray.train.heads.eagle import EagleHead
 from specray.train.heads.medusa import MedusaHeads
@@ -127,6 +130,17 @@ def test_the_card_has_the_command_and_the_acceptance_of_each_depth(trained: Path
     assert [(row[0], row[4]) for row in rows] == [
         (f"| {found['step']}", f"{found['held_out_loss']:.3f}") for found in (first, last)
     ]
+
+
+def test_medusas_configuration_has_the_chance_of_each_rank(trained: Path) -> None:
+    files = [json.loads((trained / method / "config.json").read_text("utf-8")) for method in METHODS]
+    assert "medusa_rank_acceptance" not in files[0], "EAGLE's rows know the tokens before them"
+    assert medusa.RANK_ACCEPTANCE == layout.RANK_ACCEPTANCE == "medusa_rank_acceptance"
+    rates, last = files[1]["medusa_rank_acceptance"], held_out(trained, "medusa")[-1]
+    assert [len(row) for row in rates] == [8, 8, 8]
+    assert all(sum(row) <= 1.0 + 8 * 0.05 for row in rates)
+    # The first head's first rank is where it agrees with the target.
+    assert rates[0][0] == pytest.approx(last["held_out_accepted_1"], abs=0.02)
 
 
 def test_text_of_another_length_is_refused(trained: Path, target: Path) -> None:

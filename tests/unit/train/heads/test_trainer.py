@@ -40,6 +40,7 @@ class Oracle(nn.Module):
         self.one = nn.Parameter(torch.ones(2, 2))
         self.norm = nn.Parameter(torch.ones(2))
         self.draft_ids = torch.arange(259)
+        self.rank_acceptance: list[list[float]] | None = []
         self._late = late
         self._logits = model(input_ids=IDS, use_cache=False).logits.detach()
 
@@ -61,7 +62,7 @@ class Oracle(nn.Module):
         return {}
 
 
-def evaluated(*, late: int) -> dict[str, float]:
+def evaluated(*, late: int) -> tuple[dict[str, float], Oracle]:
     model = varied_model().float()
     # The text is what the target finds most likely, so that chains go on.
     with torch.no_grad():
@@ -72,17 +73,22 @@ def evaluated(*, late: int) -> dict[str, float]:
     written = Written(IDS.numpy().astype(np.uint16), answers)
     reader = FeatureReader(model, (1,))
     config = StepConfig(argmax_weight=0.0)
-    trainer = HeadTrainer(reader, Oracle(model, late=late), written, config, torch.device("cpu"))
-    return trainer.evaluate(written)
+    head = Oracle(model, late=late)
+    trainer = HeadTrainer(reader, head, written, config, torch.device("cpu"))
+    return trainer.evaluate(written), head
 
 
 def test_a_head_that_knows_the_target_has_no_loss_and_is_always_accepted() -> None:
-    figures = evaluated(late=0)
+    figures, head = evaluated(late=0)
+    assert head.rank_acceptance is not None
+    # Six, five and four places: all have the first rank, and no other was seen.
+    assert [row[:2] for row in head.rank_acceptance] == [[1.0, round(0.5 / n, 5)] for n in (6, 5, 4)]
     assert figures["held_out_tokens_per_round"] == 4.0
     assert [figures[f"held_out_accepted_{place}"] for place in (1, 2, 3)] == [1.0, 1.0, 1.0]
     assert figures["held_out_agreement_3"] == 1.0
     assert abs(figures["held_out_loss"]) < 1e-6
-    wrong = evaluated(late=1)
+    wrong, late = evaluated(late=1)
+    assert late.rank_acceptance is not None and late.rank_acceptance[0][0] < 1.0
     assert wrong["held_out_loss"] > 1e-2 and wrong["held_out_tokens_per_round"] < 2.0
 
 

@@ -1,0 +1,154 @@
+"""What a drafter on the target lets grow behind a verdict: chains, and trees of the likeliest nodes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from specray.draft_tokens import DraftTokens, TreeBudget
+from specray.engine.attention.mask import Visibility
+from specray.engine.cache.sequences import EngineSequence
+from specray.engine.chains import Chain
+from specray.engine.features.base import Context, Continued
+from specray.engine.sampling.state import RowGroup
+from specray.engine.trees import DraftTree, TreeRow
+from specray.types import Verdict, VerifyItem
+
+_ROOT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """A sequence whose verdict is known, and what is wanted behind it."""
+
+    sequence: EngineSequence
+    """All of its tokens are accepted."""
+    next_token_id: int
+    """Token that the target has drawn behind them."""
+    num_tokens: int
+    """Most draft tokens; of a tree, of a path."""
+    min_acceptance: float = 0.0
+    """Least chance that all of a chain is accepted."""
+    tree: TreeBudget | None = None
+    """None: a chain."""
+
+
+def draft_request(item: VerifyItem, sequence: EngineSequence, answer: object) -> DraftRequest | None:
+    """What the item asks for behind its verdict; None: nothing, or there is no verdict on a token."""
+    if item.num_next_draft_tokens == 0 or not isinstance(answer, Verdict) or answer.next_token_id is None:
+        return None
+    return DraftRequest(
+        sequence,
+        answer.next_token_id,
+        item.num_next_draft_tokens,
+        item.next_min_acceptance,
+        item.next_tree,
+    )
+
+
+@dataclass(slots=True, eq=False)
+class GrowingChain:
+    """A chain; its next token is drawn from one row."""
+
+    context: Context
+    chain: Chain
+
+    @property
+    def rows(self) -> Sequence[Chain]:
+        """What the next tokens are drawn for."""
+        return () if self.chain.is_full else (self.chain,)
+
+    @property
+    def drawn(self) -> DraftTokens:
+        """All that was drawn."""
+        return DraftTokens(self.chain.draft_token_ids, probs=self.chain.draft_probs)
+
+    def advance(self, first_row: int) -> Continued | None:
+        """The token that is computed next; None: the chain is full.
+
+        Args:
+            first_row: that the last token was drawn from.
+        """
+        if self.chain.is_full:
+            return None
+        index = len(self.chain.token_ids) - 1
+        return Continued(
+            self.context, self.chain.token_ids[-1:], (first_row,), (Visibility(index, index, 1),)
+        )
+
+
+@dataclass(slots=True, eq=False)
+class GrowingTree:
+    """A tree; all nodes of a depth are continued together."""
+
+    context: Context
+    tree: DraftTree
+    rows: Sequence[TreeRow] = ()
+    """Nodes whose children are drawn next."""
+    _places: Mapping[int, int] = field(default_factory=dict)
+    """Row of each node of the last step, counted from the tree's first."""
+
+    def __post_init__(self) -> None:
+        self.rows = self.tree.rows()
+        self._places = {_ROOT: 0}
+
+    @property
+    def drawn(self) -> DraftTokens:
+        """All that was drawn."""
+        return self.tree.drawn
+
+    def advance(self, first_row: int) -> Continued | None:
+        """The nodes that are computed next; None: the tree is full.
+
+        Args:
+            first_row: of the rows that their tokens were drawn from.
+        """
+        self.rows, step = self.tree.step()
+        if step is None:
+            return None
+        sources = [first_row + self._places[self.tree.parent(row.node)] for row in self.rows]
+        self._places = {row.node: place for place, row in enumerate(self.rows)}
+        return Continued(self.context, step.token_ids, sources, step.visibility)
+
+
+Growing = GrowingChain | GrowingTree
+"""What grows for one request."""
+
+
+def begin(request: DraftRequest, num_wanted: int, rank_acceptance: Sequence[Sequence[float]] = ()) -> Growing:
+    """What grows for a request that has its room.
+
+    Args:
+        num_wanted: most tokens of a path, at least 1.
+        rank_acceptance: of the drafter.
+    """
+    sequence, next_token_id = request.sequence, request.next_token_id
+    token_ids = [*sequence.token_ids, next_token_id]
+    blocks, num_valid = sequence.block_table.block_ids, sequence.num_drafted_for
+    context = Context(token_ids.copy(), blocks, num_valid, num_wanted)
+    if request.tree is not None and not sequence.sampling.draws_by_rejection:
+        tree = DraftTree(
+            sequence,
+            request.tree,
+            num_wanted,
+            min_acceptance=request.min_acceptance,
+            behind=(next_token_id,),
+            rank_acceptance=rank_acceptance,
+        )
+        return GrowingTree(context, tree)
+    state = sequence.told_state.fork()
+    state.advance((next_token_id,))
+    # Log of 0 is minus infinity: no bound.
+    min_logprob = math.log(request.min_acceptance) if request.min_acceptance > 0 else -math.inf
+    chain = Chain(state, token_ids, num_wanted, sequence=sequence, min_logprob=min_logprob)
+    return GrowingChain(context, chain)
+
+
+def masked_output(row: Chain | TreeRow) -> tuple[RowGroup, list[int]]:
+    """The row that is sampled from, and the output that its next token continues."""
+    group = row.group
+    if isinstance(row, TreeRow):
+        return group, row.output_ids
+    # The drawn token is not told yet.
+    return group, row.token_ids[group.sampling.num_prompt_tokens :]

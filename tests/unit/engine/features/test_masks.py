@@ -1,0 +1,106 @@
+"""Drafters with masks (P-EAGLE): all draft tokens of one forward, against one written down once more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specray.draft_tokens import NO_DRAFT, TreeBudget
+from specray.engine.features.eagle import EagleDrafter
+from specray.types import SamplingParams
+from tests.unit.engine.features import reference
+from tests.unit.engine.features.checkpoints import (
+    HIDDEN,
+    eagle3_weights,
+    official,
+    random_weights,
+    speculators,
+    write,
+)
+from tests.unit.engine.features.targets import Session, generate, make_target, step, watch
+from tests.unit.engine.model.checkpoints import reference_model, write_checkpoint
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 30]
+MASK_ID, K = 17, 4
+WEIGHTS = eagle3_weights(num_layers=2) | random_weights({"mask_hidden": (1, 1, 3 * HIDDEN)}, seed=8)
+KEYS = {
+    "official": {"mask_token_id": MASK_ID},
+    "speculators": {"speculators_model_type": "peagle", "ptd_token_id": MASK_ID},
+    "block": {"dflash_config": {"mask_token_id": MASK_ID}, "pard_token": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=3)
+
+
+@pytest.fixture(scope="module")
+def peagle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("peagle"), *official(WEIGHTS, **KEYS["official"]))
+
+
+@pytest.mark.parametrize("layout", KEYS)
+def test_every_round_drafts_what_the_reference_does_in_one_forward(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    written = (speculators if layout == "speculators" else official)(WEIGHTS, **KEYS[layout])
+    target = make_target(llama, write(tmp_path, *written))
+    forwards, run = [], EagleDrafter._forward
+
+    def counted(*arguments: Any) -> Any:
+        forwards.append(len(arguments[1]))
+        return run(*arguments)
+
+    monkeypatch.setattr(EagleDrafter, "_forward", counted)
+    watched, model = watch(target), reference_model(llama)
+    sessions, drafts = [Session("a", list(PROMPT)), Session("b", PROMPT[:4])], [NO_DRAFT, NO_DRAFT]
+    for _ in range(3):
+        watched.logits.clear()
+        forwards.clear()
+        verdicts = step(target, sessions, drafts, K)
+        drafts = [verdict.draft for verdict in verdicts]
+        assert len(forwards) == 1
+        for place, session in enumerate(sessions):
+            known = session.token_ids
+            logits, tokens = reference.peagle(model, WEIGHTS, MASK_ID, known[:-1], known[-1], K)
+            assert list(drafts[place].token_ids) == tokens
+            for own, expected in zip(watched.logits, logits, strict=True):
+                assert float((own[place] - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+
+
+def test_sessions_that_want_less_have_fewer_masks(llama: Path, peagle: Path) -> None:
+    target, model = make_target(llama, peagle), reference_model(llama)
+    sessions = [Session("a", list(PROMPT)), Session("b", PROMPT[:4]), Session("c", PROMPT[:6])]
+    replies = target.verify(
+        [session.item(num_next=count) for session, count in zip(sessions, (1, 4, 2), strict=True)]
+    ).replies
+    for session, verdict, count in zip(sessions, replies, (1, 4, 2), strict=True):
+        session.take(NO_DRAFT, verdict)  # type: ignore[arg-type]
+        known = session.token_ids
+        wanted = reference.peagle(model, WEIGHTS, MASK_ID, known[:-1], known[-1], count)[1]
+        assert list(verdict.draft.token_ids) == wanted  # type: ignore[union-attr]
+
+
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "coupled": SamplingParams(temperature=30.0, seed=11),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("tree", [None, TreeBudget(10)], ids=["chain", "tree"])
+def test_the_output_is_the_targets_alone(llama: Path, peagle: Path, name: str, tree: Any) -> None:
+    sampling = SAMPLINGS[name]
+    alone = generate(make_target(llama, None), Session("a", list(PROMPT), sampling), 20, 0)
+    target, session = (
+        make_target(llama, peagle, attention="gather", block_size=16, prefix_cache=False),
+        Session("a", list(PROMPT), sampling),
+    )
+    assert generate(target, session, 20, 3, next_tree=tree) == alone
+    if not sampling.is_greedy:
+        assert sum(session.accepted) >= 2, "noise that is shared makes both draw alike"
+    target.release(["a"])
+    assert target.info.num_blocks_in_use == 0
