@@ -24,11 +24,13 @@ class HeadShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    own_scale: float | None = None
+    """Factor on the dot products where a model names one; None: that of most, from the size of a head."""
 
     @property
     def scale(self) -> float:
         """Factor on the dot products."""
-        return float(self.head_dim**-0.5)
+        return float(self.head_dim**-0.5) if self.own_scale is None else self.own_scale
 
 
 @dataclass(frozen=True, slots=True)

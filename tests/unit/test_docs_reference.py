@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from specray.config import Config
-from specray.engine.model.library import can_lower
+from specray.engine.model.families.from_library import can_lower
 from specray.metrics.router import DraftMetrics, RouterMetrics
 from specray.serving.metrics import IngressMetrics
 from tests.unit.engine.model.checkpoints import family_config

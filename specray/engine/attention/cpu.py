@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from specray.engine.model.decoder import HeadNorm
     from specray.engine.step import AttentionStep, KVCache
 
+Tables = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines."""
+
 
 @dataclass(frozen=True, slots=True)
 class CpuAttention:
@@ -28,6 +31,7 @@ class CpuAttention:
         kernel: ``attention_kernel`` of the heads' size and data type.
         cos, sin: of the first half of each head, ``[max_model_len, head_dim / 2]``, float32.
         scale: factor on the dot products.
+        layer_tables: ``cos`` and ``sin`` of each layer; None: they are the same for all.
     """
 
     kernel: AttentionKernel
@@ -38,6 +42,7 @@ class CpuAttention:
     cos: torch.Tensor
     sin: torch.Tensor
     scale: float
+    layer_tables: tuple[Tables, ...] | None = None
 
     def prepare(self, step: AttentionStep, positions: object) -> CpuAttentionStep:
         """What the layers of one step share."""
@@ -62,7 +67,8 @@ class CpuAttention:
             tables=(self.cos, self.sin),
             scale=self.scale,
         )
-        return CpuAttentionStep(step.cache, call, self.head_dim, [rows.block_ids for rows in step.rows])
+        block_ids = [rows.block_ids for rows in step.rows]
+        return CpuAttentionStep(step.cache, call, self.head_dim, block_ids, self.layer_tables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,7 @@ class CpuAttentionStep:
     head_dim: int
     block_ids: Sequence[Sequence[int]]
     """Block ids of each sequence."""
+    layer_tables: tuple[Tables, ...] | None = None
 
     def advanced(self, kept: Sequence[int]) -> CpuAttentionStep | None:
         """The step after, of some of the sequences (``AttentionCall.advance``); this one is no more then.
@@ -92,6 +99,8 @@ class CpuAttentionStep:
     def attend(
         self, layer: int, qkv: torch.Tensor, head_norm: HeadNorm | None, window: int | None
     ) -> torch.Tensor:
+        if self.layer_tables is not None:
+            self.call.rotate_by(*self.layer_tables[layer])
         heads = qkv.view(len(qkv), -1, self.head_dim)
         return self.call(heads, self.cache.layers[layer], _norm(head_norm), window).view(len(qkv), -1)
 
@@ -99,6 +108,8 @@ class CpuAttentionStep:
         self, layer: int, qkv: PackedRows, head_norm: HeadNorm | None, window: int | None
     ) -> PackedRows:
         """Attends for packed rows, where the kernel takes them."""
+        if self.layer_tables is not None:
+            self.call.rotate_by(*self.layer_tables[layer])
         return self.call.packed(qkv, self.cache.layers[layer], _norm(head_norm), window)
 
 

@@ -14,8 +14,8 @@ from specray.engine.cpu.simd import vectors
 from specray.engine.cpu.thread_pool import APART, Kernel, ThreadPool, as_pointer
 
 _MAX_LANES = 16
-_ROWS, _OUT, _NUM_ROWS, _WEIGHT, _SIZE, _EPS, _BLOCK_STEP, _SCRATCH = range(8)
-_NUM_ARGS = 8
+_ROWS, _OUT, _NUM_ROWS, _WEIGHT, _SIZE, _EPS, _BLOCK_STEP, _SCRATCH, _SUMMAND = range(9)
+_NUM_ARGS = 9
 _MIN_SHARED_SIZE = 65_536
 """Minimum number of elements for which a second thread pays off."""
 _SCRATCH_SIZE = HEIGHT * _MAX_LANES * 4 + APART
@@ -27,17 +27,25 @@ class FusedRMSNorm:
     """Computes x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019) with float32 sums.
 
     Args:
-        weight: ``[size]``, bfloat16 or float32, the type of the rows.
+        weight: ``[size]``, float32 or the type of the rows.
+        dtype: of the rows, bfloat16 or float32; None: as the weight.
     """
 
-    __slots__ = ("_args", "_args_address", "_kernel", "_size", "_thread_pool", "_weight")
+    __slots__ = (
+        "_args", "_args_address", "_kernel", "_lanes", "_number_format", "_size", "_thread_pool", "_weight",
+        "_weight_format",
+    )  # fmt: skip
 
-    def __init__(self, weight: torch.Tensor, eps: float, thread_pool: ThreadPool) -> None:
+    def __init__(
+        self, weight: torch.Tensor, eps: float, thread_pool: ThreadPool, dtype: torch.dtype | None = None
+    ) -> None:
         self._thread_pool = thread_pool
         self._size = weight.shape[0]
         self._weight = weight.contiguous()
-        lanes = next(lanes for lanes in (_MAX_LANES, 8, 4, 2, 1) if self._size % lanes == 0)
-        self._kernel = _norm_kernel(str(weight.dtype).removeprefix("torch."), lanes)
+        self._lanes = next(lanes for lanes in (_MAX_LANES, 8, 4, 2, 1) if self._size % lanes == 0)
+        self._number_format = str(dtype or weight.dtype).removeprefix("torch.")
+        self._weight_format = str(weight.dtype).removeprefix("torch.")
+        self._kernel = _norm_kernel(self._number_format, self._weight_format, self._lanes)
         self._args = np.zeros(_NUM_ARGS, dtype=np.int64)
         self._args[_WEIGHT], self._args[_SIZE] = self._weight.data_ptr(), self._size
         self._args.view(np.float32)[2 * _EPS] = eps
@@ -45,12 +53,22 @@ class FusedRMSNorm:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Norms contiguous rows ``[num_rows, size]``; returns the same shape. Not thread-safe."""
+        return self._run(self._kernel, rows)
+
+    def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
+        """Adds normed rows to contiguous rows of the same shape. Not thread-safe."""
+        assert summand.is_contiguous(), "the summand's rows must follow each other"
+        self._args[_SUMMAND] = summand.data_ptr()
+        kernel = _norm_kernel(self._number_format, self._weight_format, self._lanes, has_summand=True)
+        return self._run(kernel, rows)
+
+    def _run(self, kernel: Kernel, rows: torch.Tensor) -> torch.Tensor:
         out = self._thread_pool.empty(rows.shape, rows.dtype)
         args = self._args
         num_parts = self._thread_pool.size if rows.numel() >= _MIN_SHARED_SIZE else 1
         args[_ROWS], args[_OUT] = rows.data_ptr(), out.data_ptr()
         args[_NUM_ROWS] = rows.shape[0]
-        self._thread_pool.run(self._kernel, self._args_address, num_parts)
+        self._thread_pool.run(kernel, self._args_address, num_parts)
         return out
 
     def packed(self, rows: PackedRows) -> PackedRows:
@@ -62,19 +80,23 @@ class FusedRMSNorm:
         args[_BLOCK_STEP], args[_SCRATCH] = rows.block_step, scratch.data_ptr()
         is_shared = rows.num_rows * rows.num_features >= _MIN_SHARED_SIZE
         self._thread_pool.run(
-            _packed_kernel(), self._args_address, self._thread_pool.size if is_shared else 1
+            _packed_kernel(self._weight_format),
+            self._args_address,
+            self._thread_pool.size if is_shared else 1,
         )
         return out
 
 
 @functools.cache
-def _norm_kernel(dtype: str, lanes: int) -> Kernel:
-    return Kernel(f"norm-{dtype}-{lanes}", _NUM_ARGS, lambda: _make_norm(dtype, lanes))
+def _norm_kernel(dtype: str, weight_dtype: str, lanes: int, *, has_summand: bool = False) -> Kernel:
+    """Loads or compiles the kernel for rows and a weight of these types; with a summand it adds that."""
+    name = f"norm-{dtype}-{weight_dtype}-{lanes}{'-plus' * has_summand}"
+    return Kernel(name, _NUM_ARGS, lambda: _make_norm(dtype, weight_dtype, lanes, has_summand=has_summand))
 
 
-def _make_norm(dtype: str, lanes: int) -> Any:
-    wide, stored = vectors(lanes), vectors(lanes, dtype)
-    load, store = stored.load, stored.store
+def _make_norm(dtype: str, weight_dtype: str, lanes: int, *, has_summand: bool) -> Any:
+    wide, stored, weights = vectors(lanes), vectors(lanes, dtype), vectors(lanes, weight_dtype)
+    load, store, load_weight = stored.load, stored.store, weights.load
     splat, mul, fma, total = wide.splat, wide.mul, wide.fma, wide.sum
     zero = np.float32(0.0)
 
@@ -89,21 +111,26 @@ def _make_norm(dtype: str, lanes: int) -> Any:
                 squares = fma(numbers, numbers, squares)
             factor = splat(_ONE / np.sqrt(total(squares) / np.float32(size) + eps))
             for place in range(0, size, lanes):
-                weighted = mul(mul(load(args[_ROWS], row * size + place), factor), load(args[_WEIGHT], place))
-                store(args[_OUT], row * size + place, weighted)
+                number, at = mul(load(args[_ROWS], row * size + place), factor), row * size + place
+                weight = load_weight(args[_WEIGHT], place)
+                if has_summand:
+                    store(args[_OUT], at, fma(number, weight, load(args[_SUMMAND], at)))
+                else:
+                    store(args[_OUT], at, mul(number, weight))
 
     return norm
 
 
 @functools.cache
-def _packed_kernel() -> Kernel:
-    return Kernel("norm-packed", _NUM_ARGS, _make_packed_norm)
+def _packed_kernel(weight_dtype: str) -> Kernel:
+    return Kernel(f"norm-packed-{weight_dtype}", _NUM_ARGS, lambda: _make_packed_norm(weight_dtype))
 
 
-def _make_packed_norm() -> Any:
+def _make_packed_norm(weight_dtype: str) -> Any:
     """Norms some rows of a group at a time, block by block; sums in the order of the flat kernel."""
     wide, stored = vectors(_MAX_LANES), vectors(_MAX_LANES, "bfloat16")
     load, store, fetch, keep = stored.load, stored.store, wide.load, wide.store
+    load_weight = vectors(_MAX_LANES, weight_dtype).load
     splat, mul, fma, total = wide.splat, wide.mul, wide.fma, wide.sum
     zero = np.float32(0.0)
 
@@ -130,8 +157,8 @@ def _make_packed_norm() -> Any:
                 mean = total(fetch(squares, row * _MAX_LANES)) / np.float32(size)
                 keep(squares, row * _MAX_LANES, splat(_ONE / np.sqrt(mean + eps)))
             for block in range(size // BLOCK):
-                low_weight = load(args[_WEIGHT], block * BLOCK)
-                high_weight = load(args[_WEIGHT], block * BLOCK + _MAX_LANES)
+                low_weight = load_weight(args[_WEIGHT], block * BLOCK)
+                high_weight = load_weight(args[_WEIGHT], block * BLOCK + _MAX_LANES)
                 for row in range(count):
                     place, factor = begin + block * step + row * BLOCK, fetch(squares, row * _MAX_LANES)
                     store(out, place, mul(mul(load(rows, place), factor), low_weight))

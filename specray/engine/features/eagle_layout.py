@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from specray.engine.features.base import TargetShape
 from specray.engine.features.files import DrafterFiles
 from specray.engine.features.layers import read_layers
-from specray.engine.model.decoder_config import DecoderConfig, read_decoder_config
+from specray.engine.model.decoder_config import DecoderConfig
+from specray.engine.model.families.config_json import read_decoder_config
 
 _log = logging.getLogger(__name__)
 

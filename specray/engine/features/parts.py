@@ -11,6 +11,7 @@ from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.decoder_config import EMBEDDING, HEAD
 from specray.engine.model.description import ModelArgs, describe
 from specray.engine.model.loader import DecoderSource, load_model
+from specray.engine.model.lowering import rounded_scale
 from specray.engine.model.operators import Operators, cpu_operators, cuda_operators
 from specray.engine.runner.runner import ModelRunner
 from specray.errors import ConfigError
@@ -45,7 +46,7 @@ def target_parts(runner: ModelRunner, layout: Layout, shape: TargetShape, args: 
     if info.tensor_parallel_size > 1:
         embed, logits = _read_again(args, layout, operators, info.dtype, info.device)
     elif isinstance(forward, DecoderForward):
-        embed, logits = forward.embedding, forward.head.precise
+        embed, logits = _model_embedding(forward), forward.head.precise
     else:
         from specray.engine.model.hf_forward import HfForward
 
@@ -65,6 +66,12 @@ def target_parts(runner: ModelRunner, layout: Layout, shape: TargetShape, args: 
         runner.cache.num_blocks,
         info.block_size,
     )
+
+
+def _model_embedding(forward: DecoderForward) -> TokenRows:
+    """Look-ups as the model's own embedding gives them."""
+    embedding, scale = forward.embedding, forward.embedding_scale
+    return embedding if scale == 1.0 else lambda token_ids: embedding(token_ids) / scale
 
 
 def _operators(runner: ModelRunner) -> Operators:
@@ -87,4 +94,7 @@ def _read_again(
         )
     table = source.weights.take(EMBEDDING).clone()
     weight = table if source.config.tie_word_embeddings else source.weights.take(HEAD)
+    scale = rounded_scale(source.config, dtype)
+    if scale != 1.0:
+        table = table * scale
     return (lambda token_ids: F.embedding(token_ids, table)), operators.linear(weight, None).precise

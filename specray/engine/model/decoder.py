@@ -1,8 +1,8 @@
-"""The decoder written for speed: Llama and its near kin over the block cache.
+"""The decoder written for speed: Llama and its kin over the block cache.
 
-RMS norm, rotary positions, grouped attention with optional biases and q/k norms, gated SiLU MLP. Everything
-that a layer needs is prepared once (see ``lowering``); a forward is a straight line of few, large operators,
-because at one row a draft's step is 0.2 ms and each operator costs 1 to 10 us beside its work.
+RMS norm, rotary positions, grouped attention with optional biases and q/k norms, a gated MLP or several.
+Everything that a layer needs is prepared once (see ``lowering``); a forward is a straight line of few, large
+operators, because at one row a draft's step is 0.2 ms and each operator costs 1 to 10 us beside its work.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from specray.engine.attention.sdpa import SdpaStep
+from specray.engine.model.layers.experts import ExpertLayer
 from specray.engine.model.linear import Gate, Linear, Weights
 from specray.engine.step import AttentionStep, CacheShape, ForwardOutput, Slots, Step
 
@@ -22,6 +23,10 @@ class Norm(Protocol):
     """RMS norm over the last dimension of ``[num_rows, size]``."""
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor: ...
+
+    def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
+        """``norm(rows) + summand``, whose contents may be lost."""
+        ...
 
 
 class Embedding(Protocol):
@@ -54,16 +59,28 @@ class RMSNorm:
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(rows, self.weight.shape, self.weight, self.eps)
 
+    def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
+        """The normed rows and the summand, whose contents are lost."""
+        return summand.add_(self(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class WideRMSNorm(RMSNorm):
+    """With a float32 weight for rows of another type."""
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(rows.float(), self.weight.shape, self.weight, self.eps).to(rows.dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class HeadNorm:
     """RMS norm of every query and key head, each kind with its own weight."""
 
-    weight: torch.Tensor  # [num_heads + num_kv_heads, head_dim]
+    weight: torch.Tensor  # [num_heads + num_kv_heads, head_dim], float32 or as the heads
     eps: float
 
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(heads, self.weight.shape[1:], None, self.eps) * self.weight
+        return F.rms_norm(heads.to(self.weight.dtype), self.weight.shape[1:], None, self.eps) * self.weight
 
 
 class StepAttention(Protocol):
@@ -89,6 +106,29 @@ class Attention(Protocol):
     def prepare(self, step: AttentionStep, positions: Slots) -> StepAttention:
         """Computes what the layers of a step share."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayeredAttention:
+    """Implements :class:`Attention` where layers rotate in several ways."""
+
+    kinds: tuple[Attention, ...]
+    of_layers: tuple[int, ...]
+    """Index of each layer's kind."""
+
+    def prepare(self, step: AttentionStep, positions: Slots) -> _LayeredStep:
+        return _LayeredStep(tuple(kind.prepare(step, positions) for kind in self.kinds), self.of_layers)
+
+
+@dataclass(frozen=True, slots=True)
+class _LayeredStep:
+    kinds: tuple[StepAttention, ...]
+    of_layers: tuple[int, ...]
+
+    def attend(
+        self, layer: int, qkv: torch.Tensor, head_norm: HeadNorm | None, window: int | None
+    ) -> torch.Tensor:
+        return self.kinds[self.of_layers[layer]].attend(layer, qkv, head_norm, window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +206,7 @@ class Layer:
     head_norm: HeadNorm | None
     output: Projection
     post_attention_norm: Norm
-    gate: Gate
+    gate: Gate | ExpertLayer
     down: Projection
     window: int | None
 
@@ -185,6 +225,12 @@ class DecoderForward:
     """Layers whose input is part of the output; ``step.ForwardOutput`` says what numbers mean."""
     keeps_residuals: bool = False
     """True if projections leave their summand as it is, so that features need no copy."""
+    residual_scale: float = 1.0
+    """Number by which the model's residual stream is divided here."""
+    logit_scale: float = 1.0
+    """Factor of what the last norm gives here. Features have neither."""
+    embedding_scale: float = 1.0
+    """Factor of the rows here that the model has behind its embedding."""
 
     @property
     def name(self) -> str:
@@ -194,6 +240,11 @@ class DecoderForward:
     def has_late_features(self) -> bool:
         """Some are behind the last layer, which must then compute all rows."""
         return any(layer >= len(self.layers) for layer in self.feature_layers)
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a forward of one shape always runs the same operators."""
+        return not any(isinstance(layer.gate, ExpertLayer) for layer in self.layers)
 
     def linears(self) -> list[Weights]:
         """Every linear layer of this rank that is not part of a group, in the order of the forward."""
@@ -213,7 +264,8 @@ class DecoderForward:
         is_cut = step.logit_rows is not None and not self.has_late_features
         for index, layer in enumerate(self.layers):
             if features is not None and index in self.feature_layers:
-                features[index] = hidden if self.keeps_residuals else hidden.clone()
+                is_safe = self.keeps_residuals or self.residual_scale != 1.0
+                features[index] = _scaled(hidden if is_safe else hidden.clone(), self.residual_scale)
             qkv = layer.qkv(layer.input_norm(hidden))
             attended = attention.attend(index, qkv, layer.head_norm, layer.window)
             if index == last and is_cut and step.logit_rows is not None:
@@ -224,8 +276,13 @@ class DecoderForward:
             hidden = layer.down.plus(layer.gate(rows), hidden)
         normed = self.final_norm(hidden)
         if features is not None and self.has_late_features:
-            late = {last + 1: hidden, last + 2: normed}
+            stream = _scaled(hidden, self.residual_scale)
+            late = {last + 1: stream, last + 2: _scaled(normed, 1.0 / self.logit_scale)}
             features |= {layer: rows for layer, rows in late.items() if layer in self.feature_layers}
             if step.logit_rows is not None:
                 normed = normed[step.logit_rows]
         return ForwardOutput(self.head.precise(normed), features)
+
+
+def _scaled(rows: torch.Tensor, factor: float) -> torch.Tensor:
+    return rows if factor == 1.0 else rows * factor

@@ -1,18 +1,10 @@
-"""What decides what the decoder computes: a model's configuration, read from config.json without the library.
-
-Read are the types that the decoder covers, with each type's own defaults, as transformers reads them. A file
-with anything else in it is not guessed at: the library reads it then (see ``library``), which takes seconds
-longer, as it imports all the models' code.
-"""
+"""What decides what the decoder computes: the sizes and switches of a model, and the names of its weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-DEFAULT_ROPE_THETA = 10_000.0
-"""Base of the rotary wavelengths where a configuration names none."""
+from specray.engine.activation import Activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +44,35 @@ class RopeTable:
     """Factor of cosines and sines."""
 
 
+Rope = RopeFormula | RopeTable
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Several MLPs in the place of one, of which a router chooses some for each token."""
+
+    num_experts: int
+    num_chosen: int
+    """Experts that compute a token."""
+    intermediate_size: int
+    is_normed: bool
+    """The weights of the chosen ones are made to add up to one."""
+    layers: tuple[bool, ...]
+    """Which layers have them; the others have one MLP."""
+    names: ExpertNames
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Names of a layer's weights in a checkpoint."""
+
+    prefix: str
+    """What they begin with: the router's name goes on with ``gate``, an expert's with ``experts.N``."""
+    gate: str
+    up: str
+    down: str
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
     """A model that the decoder covers."""
@@ -77,9 +98,45 @@ class DecoderConfig:
     """Queries and keys are normed head by head."""
     windows: tuple[int | None, ...]
     """Tokens that each layer attends to; None: all."""
-    rope: RopeFormula | RopeTable
+    rope: Rope
+    """Rotary embeddings of all layers that ``own_ropes`` leaves out."""
     draft_vocab_size: int | None = None
     """Rows of a head that knows some token ids alone; None: it knows all."""
+    own_ropes: tuple[tuple[int, Rope | None], ...] = ()
+    """Layers whose rotary embeddings are their own; None: they have none."""
+    rotary_dim: int | None = None
+    """Numbers of a head that are rotated, its first ones; None: all."""
+    activation: Activation = Activation.SILU
+    has_shifted_norms: bool = False
+    """Weights of norms are stored less one."""
+    has_sandwich_norms: bool = False
+    """What attention and MLP add to the residual stream is normed before."""
+    query_scale: float | None = None
+    """Factor on the dot products; None: head_dim ** -0.5."""
+    embedding_scale: float = 1.0
+    has_scaled_embedding: bool = False
+    """The scale belongs to the embedding and is rounded to its data type; else it is of what follows."""
+    residual_scale: float = 1.0
+    """Factor of what attention and MLP add to the residual stream."""
+    logit_scale: float = 1.0
+    has_joined_weights: bool = False
+    """Queries, keys and values are one weight of the checkpoint, and so are both halves of a gated pair."""
+    experts: Experts | None = None
+
+    @property
+    def moe_intermediate_size(self) -> int | None:
+        """Of each expert; None: there are none."""
+        return None if self.experts is None else self.experts.intermediate_size
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        """Rotary embeddings of each layer; None: it has none."""
+        own = dict(self.own_ropes)
+        return tuple(own.get(layer, self.rope) for layer in range(self.num_hidden_layers))
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has several MLPs."""
+        return self.experts is not None and self.experts.layers[layer]
 
     @property
     def num_logits(self) -> int:
@@ -90,284 +147,91 @@ class DecoderConfig:
         """Every weight of the model by its name in a checkpoint; a tied head has none."""
         shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, self.hidden_size)}
         for layer in range(self.num_hidden_layers):
-            for name, shape in self._layer_shapes().items():
+            for name, shape in self._layer_shapes(layer).items():
                 shapes[f"{layer_prefix(layer)}{name}"] = shape
         shapes[FINAL_NORM] = (self.hidden_size,)
         if not self.tie_word_embeddings:
             shapes[HEAD] = (self.num_logits, self.hidden_size)
         return shapes
 
-    def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
-        hidden, inner = self.hidden_size, self.intermediate_size
-        query, key = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        linears = {
-            "self_attn.q_proj": (query, hidden, self.has_qkv_bias),
-            "self_attn.k_proj": (key, hidden, self.has_qkv_bias),
-            "self_attn.v_proj": (key, hidden, self.has_qkv_bias),
-            "self_attn.o_proj": (hidden, query, self.has_output_bias),
-            "mlp.gate_proj": (inner, hidden, self.has_mlp_bias),
-            "mlp.up_proj": (inner, hidden, self.has_mlp_bias),
-            "mlp.down_proj": (hidden, inner, self.has_mlp_bias),
-        }
+    def _layer_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}
-        for name, (rows, columns, has_bias) in linears.items():
+        for name, (rows, columns, has_bias) in {**self._attention(), **self._mlp(layer)}.items():
             shapes[f"{name}.weight"] = (rows, columns)
             if has_bias:
                 shapes[f"{name}.bias"] = (rows,)
         if self.has_head_norm:
             shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (self.head_dim,)
-        shapes["input_layernorm.weight"] = shapes["post_attention_layernorm.weight"] = (hidden,)
+        for name in norm_names(self):
+            shapes[f"{name}.weight"] = (self.hidden_size,)
         return shapes
+
+    def _attention(self) -> dict[str, tuple[int, int, bool]]:
+        """Rows, columns and whether there is a bias."""
+        hidden, has_bias = self.hidden_size, self.has_qkv_bias
+        query, key = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        output = {"self_attn.o_proj": (hidden, query, self.has_output_bias)}
+        if self.has_joined_weights:
+            return {"self_attn.qkv_proj": (query + 2 * key, hidden, has_bias), **output}
+        return {
+            "self_attn.q_proj": (query, hidden, has_bias),
+            "self_attn.k_proj": (key, hidden, has_bias),
+            "self_attn.v_proj": (key, hidden, has_bias),
+            **output,
+        }
+
+    def _mlp(self, layer: int) -> dict[str, tuple[int, int, bool]]:
+        hidden, inner, has_bias = self.hidden_size, self.intermediate_size, self.has_mlp_bias
+        experts = self.experts
+        if experts is not None and experts.layers[layer]:
+            names, inner = experts.names, experts.intermediate_size
+            linears = {f"{names.prefix}gate": (experts.num_experts, hidden, False)}
+            for expert in range(experts.num_experts):
+                prefix = f"{names.prefix}experts.{expert}."
+                linears |= {f"{prefix}{name}": (inner, hidden, False) for name in (names.gate, names.up)}
+                linears[f"{prefix}{names.down}"] = (hidden, inner, False)
+            return linears
+        down = {"mlp.down_proj": (hidden, inner, has_bias)}
+        if self.has_joined_weights:
+            return {"mlp.gate_up_proj": (2 * inner, hidden, has_bias), **down}
+        return {
+            "mlp.gate_proj": (inner, hidden, has_bias),
+            "mlp.up_proj": (inner, hidden, has_bias),
+            **down,
+        }
 
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
-MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+MODEL_TYPES = frozenset(
+    {
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gemma3_text",
+        "smollm3",
+        "phi3",
+        "granite",
+        "qwen3_moe",
+        "mixtral",
+    }
+)
+"""Types of which the decoder covers what the readers in ``families`` say."""
+INPUT_NORM = "input_layernorm"
+ATTENTION_NORM = "post_attention_layernorm"
+"""Norm behind attention; before the MLP, unless there is a norm of that name."""
+MLP_NORM = "pre_feedforward_layernorm"
+MLP_OUTPUT_NORM = "post_feedforward_layernorm"
+
+
+def norm_names(config: DecoderConfig) -> tuple[str, ...]:
+    """Names of a layer's norms over the hidden size."""
+    names = (INPUT_NORM, ATTENTION_NORM)
+    return (*names, MLP_NORM, MLP_OUTPUT_NORM) if config.has_sandwich_norms else names
 
 
 def layer_prefix(layer: int) -> str:
     """What the names of a layer's weights begin with."""
     return f"model.layers.{layer}."
-
-
-def read_decoder_config(values: Mapping[str, Any]) -> DecoderConfig | None:
-    """The configuration that config.json holds; None: not every part of it is understood.
-
-    Args:
-        values: config.json as it is.
-    """
-    try:
-        return _read(values)
-    except _NotUnderstoodError:
-        return None
-
-
-class _NotUnderstoodError(Exception):
-    """A value means something that only the library knows, or nothing at all."""
-
-
-# Defaults of the types' own classes.
-_LLAMA: dict[str, Any] = {
-    "vocab_size": 32_000,
-    "intermediate_size": 11_008,
-    "num_key_value_heads": None,
-    "max_position_embeddings": 2_048,
-    "head_dim": None,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-_MISTRAL: dict[str, Any] = {
-    "vocab_size": 32_000,
-    "intermediate_size": 14_336,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131_072,
-    "head_dim": None,
-    "sliding_window": 4_096,
-}
-_QWEN2: dict[str, Any] = {
-    "vocab_size": 151_936,
-    "intermediate_size": 22_016,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32_768,
-    "head_dim": None,
-    "use_sliding_window": False,
-    "sliding_window": 4_096,
-    "max_window_layers": 28,
-    "layer_types": None,
-}
-_OWN: dict[str, dict[str, Any]] = {
-    "llama": _LLAMA,
-    "mistral": _MISTRAL,
-    "qwen2": _QWEN2,
-    "qwen3": {**_QWEN2, "head_dim": 128, "attention_bias": False},
-}
-_SHARED: dict[str, Any] = {
-    "hidden_size": 4_096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "draft_vocab_size": None,
-    "rope_theta": DEFAULT_ROPE_THETA,
-    "rope_scaling": None,
-    "rope_parameters": None,
-}
-
-
-def _is_whole(value: object) -> bool:
-    return type(value) is int
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float)
-
-
-def _is_token_id(value: object) -> bool:
-    return value is None or _is_whole(value) or (isinstance(value, list) and all(map(_is_whole, value)))
-
-
-def _is_dtype(value: object) -> bool:
-    return value is None or value in ("bfloat16", "float16", "float32")
-
-
-_WITHOUT_EFFECT: dict[str, Callable[[Any], bool]] = {
-    "model_type": lambda value: True,
-    "architectures": lambda value: (
-        value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value))
-    ),
-    "attention_dropout": _is_number,
-    "bos_token_id": lambda value: value is None or _is_whole(value),
-    "dtype": _is_dtype,
-    "eos_token_id": _is_token_id,
-    "initializer_range": lambda value: type(value) is float and 0.0 <= value <= 1.0,
-    "pad_token_id": lambda value: value is None or _is_whole(value),
-    # Says which token stands for one to be predicted, wherever it lies.
-    "pard_token": lambda value: True,
-    "pretraining_tp": lambda value: value is None or _is_whole(value),
-    "quantization_config": lambda value: value is None,
-    "torch_dtype": _is_dtype,
-    "transformers_version": lambda value: isinstance(value, str),
-    "use_cache": lambda value: isinstance(value, bool),
-    "use_mrope": lambda value: value is False,
-    "_name_or_path": lambda value: isinstance(value, str),
-}
-"""Keys that change nothing of what is computed, and the values with which the library takes them."""
-
-
-class _Fields:
-    """The values of one type, by name, each of the kind that is asked for."""
-
-    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        for name, value in values.items():
-            if name in defaults:
-                continue
-            if name not in _WITHOUT_EFFECT or not _WITHOUT_EFFECT[name](value):
-                raise _NotUnderstoodError(name)
-        self._values = {**defaults, **values}
-
-    def size(self, name: str) -> int:
-        """A whole number above zero."""
-        value = self._values[name]
-        if type(value) is not int or value < 1:
-            raise _NotUnderstoodError(name)
-        return value
-
-    def size_or_none(self, name: str) -> int | None:
-        return None if self._values[name] is None else self.size(name)
-
-    def flag(self, name: str) -> bool:
-        """True or False; False for a type that has no such field."""
-        value = self._values.get(name, False)
-        if type(value) is not bool:
-            raise _NotUnderstoodError(name)
-        return value
-
-    def value(self, name: str) -> Any:
-        return self._values.get(name)
-
-
-def _read(values: Mapping[str, Any]) -> DecoderConfig:
-    model_type = values.get("model_type")
-    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
-        raise _NotUnderstoodError("model_type")
-    fields = _Fields(values, {**_SHARED, **_OWN[model_type]})
-    hidden_size, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    if fields.value("hidden_act") != "silu" or (model_type == "llama" and hidden_size % num_heads):
-        raise _NotUnderstoodError("hidden_act, hidden_size")
-    is_given = model_type in ("mistral", "qwen3")
-    num_kv_heads = (
-        fields.size("num_key_value_heads") if is_given else fields.size_or_none("num_key_value_heads")
-    )
-    is_given = model_type == "qwen3" or (model_type == "qwen2" and "head_dim" in values)
-    head_dim = fields.size("head_dim") if is_given else fields.size_or_none("head_dim")
-    head_dim = head_dim or hidden_size // num_heads
-    num_kv_heads = num_kv_heads or num_heads
-    eps = fields.value("rms_norm_eps")
-    if head_dim < 2 or head_dim % 2 or num_heads % num_kv_heads or type(eps) is not float:
-        raise _NotUnderstoodError("head_dim, num_key_value_heads, rms_norm_eps")
-    max_position_embeddings = fields.size("max_position_embeddings")
-    has_bias = fields.flag("attention_bias")
-    return DecoderConfig(
-        model_type=model_type,
-        vocab_size=fields.size("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=fields.size("intermediate_size"),
-        num_hidden_layers=fields.size("num_hidden_layers"),
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=eps,
-        max_position_embeddings=max_position_embeddings,
-        tie_word_embeddings=fields.flag("tie_word_embeddings"),
-        has_qkv_bias=model_type == "qwen2" or has_bias,
-        has_output_bias=has_bias,
-        has_mlp_bias=fields.flag("mlp_bias"),
-        has_head_norm=model_type == "qwen3",
-        windows=_windows(model_type, fields),
-        rope=_rope(fields, max_position_embeddings),
-        draft_vocab_size=fields.size_or_none("draft_vocab_size"),
-    )
-
-
-def _windows(model_type: str, fields: _Fields) -> tuple[int | None, ...]:
-    num_layers = fields.size("num_hidden_layers")
-    if model_type == "llama":
-        return (None,) * num_layers
-    window = fields.size_or_none("sliding_window")
-    if model_type == "mistral":
-        return (window,) * num_layers
-    if not fields.flag("use_sliding_window"):
-        window = None
-    first = fields.value("max_window_layers")
-    if type(first) is not int:
-        raise _NotUnderstoodError("max_window_layers")
-    kinds = fields.value("layer_types")
-    if kinds is None:
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise _NotUnderstoodError("layer_types")
-    if not all(kind in ("full_attention", "sliding_attention") for kind in kinds):
-        raise _NotUnderstoodError("layer_types")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _rope(fields: _Fields, max_position_embeddings: int) -> RopeFormula:
-    """``rope_scaling`` of older files counts before ``rope_parameters``; both may name their own theta."""
-    older, newer = fields.value("rope_scaling"), fields.value("rope_parameters")
-    if not all(given is None or isinstance(given, Mapping) for given in (older, newer)):
-        raise _NotUnderstoodError("rope_scaling, rope_parameters")
-    given = older or newer or {}
-    values = {"rope_theta": fields.value("rope_theta"), **given}
-    older_name = values.pop("type", "default")
-    kind = values.pop("rope_type", older_name)
-    theta = _number(values, "rope_theta")
-    scaling: LinearScaling | Llama3Scaling | None = None
-    if kind == "linear":
-        scaling = LinearScaling(_number(values, "factor"))
-    elif kind == "llama3":
-        original = values.pop("original_max_position_embeddings", max_position_embeddings)
-        if type(original) is not int or original < 1:
-            raise _NotUnderstoodError("original_max_position_embeddings")
-        scaling = Llama3Scaling(
-            _number(values, "factor"),
-            _number(values, "low_freq_factor"),
-            _number(values, "high_freq_factor"),
-            original,
-        )
-        if scaling.high_freq_factor <= scaling.low_freq_factor:
-            raise _NotUnderstoodError("high_freq_factor")
-    elif kind != "default":
-        raise _NotUnderstoodError("rope_type")
-    if values:
-        raise _NotUnderstoodError(", ".join(values))
-    return RopeFormula(theta, scaling)
-
-
-def _number(values: dict[str, Any], name: str) -> float:
-    """Takes a number above zero out of the values."""
-    value = values.pop(name, None)
-    if not _is_number(value) or not value > 0:
-        raise _NotUnderstoodError(name)
-    return float(value)

@@ -1,7 +1,7 @@
 """Describes a model before its weights are loaded, or says why it cannot be served.
 
-Neither torch nor transformers is imported for a model that ``decoder_config`` understands: the process that
-starts a service checks its models so.
+Neither torch nor transformers is imported for a model that ``families.config_json`` understands: the process
+that starts a service checks its models so.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from specray.engine.model.checkpoint.location import find_description, read_conf
 from specray.engine.model.checkpoint.stored_format import StoredFormat, check_forward
 from specray.engine.model.checkpoint.vocabulary import TrimmedHead, read_head
 from specray.engine.model.checks.formats import CONFIG_KEYS, check_format
-from specray.engine.model.decoder_config import MODEL_TYPES, DecoderConfig, read_decoder_config
+from specray.engine.model.decoder_config import MODEL_TYPES, DecoderConfig
+from specray.engine.model.families.config_json import read_decoder_config
 from specray.engine.model.quantized.formats import PLAIN, WeightFormats
 from specray.errors import ConfigError
 
@@ -25,7 +26,12 @@ if TYPE_CHECKING:
     from specray.engine.model.library import LibraryConfig
 
 DEFAULT_MAX_MODEL_LEN = 4096
-_SHARED_FIELDS = ("num_key_value_heads", "num_attention_heads", "intermediate_size")
+_SHARED_FIELDS = (
+    "num_key_value_heads",
+    "num_attention_heads",
+    "intermediate_size",
+    "moe_intermediate_size",
+)
 """Numbers that the ranks of a group must be able to share."""
 
 

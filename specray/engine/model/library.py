@@ -5,7 +5,6 @@ Importing it takes seconds and brings all of the library's modelling code.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils.hub import cached_file
 
@@ -25,14 +23,8 @@ from specray.engine.model.checks.formats import check_format, check_tensors
 from specray.engine.model.checks.messages import one_line
 from specray.engine.model.checks.refusals import refusal_of
 from specray.engine.model.checks.weights import check_finite, check_report
-from specray.engine.model.decoder_config import (
-    MODEL_TYPES,
-    DecoderConfig,
-    LinearScaling,
-    Llama3Scaling,
-    RopeFormula,
-    RopeTable,
-)
+from specray.engine.model.decoder_config import DecoderConfig
+from specray.engine.model.families.from_library import can_lower, decoder_config_of
 from specray.engine.model.hf_forward import HfForward
 from specray.errors import ConfigError
 
@@ -129,40 +121,6 @@ def check_served(
     return None
 
 
-def can_lower(config: Any) -> bool:
-    """Whether the decoder computes what a text configuration describes."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    rotary_share = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
-    return config.model_type in MODEL_TYPES and config.hidden_act == "silu" and rotary_share == 1.0
-
-
-def decoder_config_of(config: Any, *, max_model_len: int) -> DecoderConfig:
-    """The decoder's configuration, from one that it covers."""
-    model_type = config.model_type
-    has_bias = model_type in ("llama", "qwen3") and bool(config.attention_bias)
-    num_heads = config.num_attention_heads
-    return DecoderConfig(
-        model_type=model_type,
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // num_heads),
-        rms_norm_eps=config.rms_norm_eps,
-        max_position_embeddings=config.max_position_embeddings,
-        tie_word_embeddings=bool(config.tie_word_embeddings),
-        has_qkv_bias=model_type == "qwen2" or has_bias,
-        has_output_bias=has_bias,
-        has_mlp_bias=model_type == "llama" and bool(config.mlp_bias),
-        has_head_norm=model_type == "qwen3",
-        windows=_windows(config),
-        rope=_rope(config, max_model_len),
-        draft_vocab_size=_draft_vocab_size(config),
-    )
-
-
 def load_model(
     path: str,
     directory: Path | None,
@@ -241,39 +199,3 @@ def _check_causal(path: str, config: PreTrainedConfig) -> None:
     architecture = ", ".join(getattr(config, "architectures", None) or [type(config).__name__])
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"model {path!r} is {architecture}; allowed: decoder-only causal language models")
-
-
-def _draft_vocab_size(config: Any) -> int | None:
-    size = getattr(config, "draft_vocab_size", None)
-    if size is not None and (type(size) is not int or size < 1):
-        raise ValueError(f"draft_vocab_size is {size!r}; allowed: 1 or more")
-    return size
-
-
-def _windows(config: Any) -> tuple[int | None, ...]:
-    num_layers: int = config.num_hidden_layers
-    if config.model_type == "llama":
-        return (None,) * num_layers
-    window: int | None = config.sliding_window
-    if config.model_type == "mistral":
-        return (window,) * num_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
-
-
-def _rope(config: Any, max_model_len: int) -> RopeFormula | RopeTable:
-    values: Mapping[str, Any] = config.rope_parameters
-    kind = values["rope_type"]
-    if kind == "default":
-        return RopeFormula(float(values["rope_theta"]))
-    if kind == "linear":
-        return RopeFormula(float(values["rope_theta"]), LinearScaling(float(values["factor"])))
-    if kind == "llama3":
-        scaling = Llama3Scaling(
-            float(values["factor"]),
-            float(values["low_freq_factor"]),
-            float(values["high_freq_factor"]),
-            values["original_max_position_embeddings"],
-        )
-        return RopeFormula(float(values["rope_theta"]), scaling)
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=max_model_len)
-    return RopeTable(tuple(frequencies.float().tolist()), float(factor))

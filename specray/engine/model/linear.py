@@ -21,10 +21,16 @@ from typing import Protocol, runtime_checkable
 import torch
 import torch.nn.functional as F
 
+from specray.engine.activation import Activation
+
 _reorder = torch.ops.mkldnn._reorder_linear_weight
 _pointwise = torch.ops.mkldnn._linear_pointwise.default
 _pointwise_binary = torch.ops.mkldnn._linear_pointwise.binary
-
+_POST_OPS: dict[Activation, tuple[str, list[float], str]] = {
+    Activation.SILU: ("swish", [], ""),
+    Activation.GELU_TANH: ("gelu", [], "tanh"),
+}
+"""What oneDNN calls the activations."""
 
 _EXACT_ROWS = 8
 """Rows up to which none is padded: a step of one sequence, where a further row costs most."""
@@ -80,7 +86,7 @@ class Linear(Weights, Protocol):
 
 
 class Gate(Weights, Protocol):
-    """``x -> silu(gate(x)) * up(x)`` of two linear layers; both have a bias, or none has."""
+    """``x -> activation(gate(x)) * up(x)`` of two linear layers; both have a bias, or none has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +135,7 @@ class PlainGate:
 
     weight: torch.Tensor  # [2 * out_features, in_features]
     bias: torch.Tensor | None
+    activation: Activation = Activation.SILU
 
     @property
     def num_weights(self) -> int:
@@ -144,7 +151,7 @@ class PlainGate:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         gate, up = F.linear(rows, self.weight, self.bias).chunk(2, -1)
-        return F.silu(gate).mul_(up)
+        return activated(gate, self.activation).mul_(up)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +196,7 @@ class PackedGate:
     up: torch.Tensor
     gate_bias: torch.Tensor | None
     up_bias: torch.Tensor | None
+    activation: Activation = Activation.SILU
 
     @property
     def num_weights(self) -> int:
@@ -204,9 +212,14 @@ class PackedGate:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         padded = _padded(rows, padded_width(len(rows)))
-        gated = _pointwise(padded, self.gate, self.gate_bias, "swish", [], "")
+        gated = _pointwise(padded, self.gate, self.gate_bias, *_POST_OPS[self.activation])
         out: torch.Tensor = _pointwise_binary(padded, gated, self.up, self.up_bias, "mul")
         return _first(out, len(rows))
+
+
+def activated(gate: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """The activation of each number."""
+    return F.silu(gate) if activation is Activation.SILU else F.gelu(gate, approximate="tanh")
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
@@ -243,12 +256,14 @@ def make_gate(
     up: torch.Tensor,
     gate_bias: torch.Tensor | None,
     up_bias: torch.Tensor | None,
+    activation: Activation = Activation.SILU,
 ) -> Gate:
     """The fastest of torch's forms of a gated pair; as :func:`make_linear`."""
     if can_pack(gate.device, gate.dtype):
-        return PackedGate(_reorder(gate.contiguous()), _reorder(up.contiguous()), gate_bias, up_bias)
+        packed = _reorder(gate.contiguous()), _reorder(up.contiguous())
+        return PackedGate(*packed, gate_bias, up_bias, activation)
     bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
-    return PlainGate(torch.cat((gate, up)), bias)
+    return PlainGate(torch.cat((gate, up)), bias, activation)
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:

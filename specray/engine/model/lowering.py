@@ -10,18 +10,36 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from specray.engine.model.checkpoint.source import Part
 from specray.engine.model.decoder import DecoderForward, HeadNorm, Layer
-from specray.engine.model.decoder_config import EMBEDDING, FINAL_NORM, HEAD, DecoderConfig, layer_prefix
+from specray.engine.model.decoder_config import (
+    ATTENTION_NORM,
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    INPUT_NORM,
+    MLP_NORM,
+    MLP_OUTPUT_NORM,
+    DecoderConfig,
+    Experts,
+    layer_prefix,
+)
+from specray.engine.model.layers.experts import Expert, ExpertLayer, Router, Sum
+from specray.engine.model.layers.normed import NormedProjection
+from specray.engine.model.layers.vocabulary import (
+    GatheredHead,
+    ScaledEmbedding,
+    ShardedEmbedding,
+    TableEmbedding,
+)
 from specray.engine.model.quantized.operator_set import OperatorSet
-from specray.engine.model.rotary import cos_sin
+from specray.engine.model.rotary import rotated_first, tables_of_layers
 from specray.engine.step import CacheShape, HeadShape
 
 if TYPE_CHECKING:
     from specray.engine.model.checkpoint.source import WeightSource
-    from specray.engine.model.decoder import Embedding, Head, Projection
+    from specray.engine.model.decoder import Embedding, Head, Norm
     from specray.engine.model.linear import Gate, Linear
     from specray.engine.model.operators import Operators
     from specray.engine.runner.parallel import ParallelContext
@@ -31,7 +49,8 @@ def head_shape(config: DecoderConfig, parallel: ParallelContext | None) -> HeadS
     """The heads of a model on this rank; with more ranks than key heads, several have the same one."""
     world_size = 1 if parallel is None else parallel.world_size
     num_kv_heads = max(1, config.num_key_value_heads // world_size)
-    return HeadShape(config.num_attention_heads // world_size, num_kv_heads, config.head_dim)
+    num_heads = config.num_attention_heads // world_size
+    return HeadShape(num_heads, num_kv_heads, config.head_dim, config.query_scale)
 
 
 def lower(
@@ -67,49 +86,24 @@ def lower(
         operators = OperatorSet(operators, operators)
     embedding, head, device = _embedding_and_head(config, taken, operators, head_rows)
     operators = operators.layers
-    attention = operators.attention(*cos_sin(config, max_model_len, device), shape)
+    attention = operators.attention(tables_of_layers(config, max_model_len, device), shape)
     layers = tuple(
         _lower_layer(index, config, shape, taken, operators) for index in range(config.num_hidden_layers)
     )
     return DecoderForward(
         embedding=embedding,
         layers=layers,
-        final_norm=operators.norm(taken.whole(FINAL_NORM), config.rms_norm_eps),
+        final_norm=_norm(FINAL_NORM, config, taken, operators, factor=config.logit_scale),
         head=head,
         attention=attention,
         cache_shape=CacheShape(len(layers), shape.num_kv_heads, shape.head_dim),
         feature_layers=feature_layers,
+        residual_scale=config.residual_scale,
+        logit_scale=config.logit_scale,
+        embedding_scale=1.0
+        if config.has_scaled_embedding
+        else config.embedding_scale / config.residual_scale,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class TableEmbedding:
-    """The whole table on this rank."""
-
-    table: torch.Tensor  # [vocab_size, hidden_size]
-
-    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(token_ids, self.table)
-
-    def into(self, token_ids: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes the hidden states to ``out``."""
-        torch.index_select(self.table, 0, token_ids, out=out)
-
-
-@dataclass(frozen=True, slots=True)
-class ShardedEmbedding:
-    """Some rows of the table; a token of another rank is a zero here, and the sum has them all."""
-
-    local: Embedding
-    num_local_tokens: int
-    first_token_id: int
-    parallel: ParallelContext
-
-    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        local = token_ids - self.first_token_id
-        is_elsewhere = (local < 0) | (local >= self.num_local_tokens)
-        rows = self.local(local.masked_fill_(is_elsewhere, 0))
-        return self.parallel.all_reduce(rows.masked_fill_(is_elsewhere[:, None], 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,25 +114,12 @@ class ReducedLinear:
     bias: torch.Tensor | None
     parallel: ParallelContext
 
-    def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         total = self.parallel.all_reduce(self.local(rows))
-        return total.add_(summand) if self.bias is None else total.add_(self.bias).add_(summand)
+        return total if self.bias is None else total.add_(self.bias)
 
-
-@dataclass(frozen=True, slots=True)
-class GatheredHead:
-    """Some rows of the head: each rank has the logits of some tokens, until they are joined."""
-
-    local: Linear
-    num_logits: int
-    parallel: ParallelContext
-
-    def precise(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.local(rows)
-
-    def whole(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits of all ranks."""
-        return self.parallel.all_gather(logits, self.num_logits).float()
+    def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
+        return self(rows).add_(summand)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,18 +133,24 @@ class _Taken:
         """A small weight that stays as it is."""
         return self.weights.take(name).clone()
 
-    def share(self, name: str, total: int, *, dim: int) -> torch.Tensor:
-        """One rank's equal run of ``total`` rows or columns; the last ranks' may be shorter."""
-        if self.parallel is None:
-            return self.weights.take(name)
-        return self.weights.take(name, Part(dim, *self._run(total, self.parallel)))
+    def share(self, name: str, total: int, *, dim: int, first: int | None = None) -> torch.Tensor:
+        """One rank's equal run of ``total`` rows or columns; the last ranks' may be shorter.
 
-    def key_heads(self, name: str, config: DecoderConfig) -> torch.Tensor:
+        Args:
+            first: where they begin in a weight that holds others, too; None: they are the whole weight.
+        """
+        start, stop = (0, total) if self.parallel is None else self._run(total, self.parallel)
+        if self.parallel is None and first is None:
+            return self.weights.take(name)
+        begin = first or 0
+        return self.weights.take(name, Part(dim, begin + start, begin + stop))
+
+    def key_heads(self, name: str, config: DecoderConfig, first: int | None = None) -> torch.Tensor:
         """Rows of one rank's key or value heads: an equal run, or the one head that its queries share."""
         num_heads, head_dim = config.num_key_value_heads, config.head_dim
         if self.parallel is None or self.parallel.world_size <= num_heads:
-            return self.share(name, num_heads * head_dim, dim=0)
-        start = self.parallel.rank * num_heads // self.parallel.world_size * head_dim
+            return self.share(name, num_heads * head_dim, dim=0, first=first)
+        start = self.parallel.rank * num_heads // self.parallel.world_size * head_dim + (first or 0)
         return self.weights.take(name, Part(0, start, start + head_dim))
 
     def chosen(self, name: str, rows: torch.Tensor) -> torch.Tensor:
@@ -181,49 +168,122 @@ class _Taken:
 def _lower_layer(
     index: int, config: DecoderConfig, shape: HeadShape, taken: _Taken, operators: Operators
 ) -> Layer:
-    prefix, eps = layer_prefix(index), config.rms_norm_eps
+    prefix, is_sandwich = layer_prefix(index), config.has_sandwich_norms
     num_queries = config.num_attention_heads * config.head_dim
+    output = _projection(f"{prefix}self_attn.o_proj", num_queries, config.has_output_bias, taken, operators)
+    gate, down = _mlp(index, config, taken, operators)
+
+    def norm(name: str) -> Norm:
+        return _norm(f"{prefix}{name}.weight", config, taken, operators)
+
     return Layer(
-        input_norm=operators.norm(taken.whole(f"{prefix}input_layernorm.weight"), eps),
+        input_norm=norm(INPUT_NORM),
         qkv=_qkv(f"{prefix}self_attn.", config, taken, operators),
         head_norm=_head_norm(f"{prefix}self_attn.", config, shape, taken) if config.has_head_norm else None,
-        output=_projection(
-            f"{prefix}self_attn.o_proj", num_queries, config.has_output_bias, taken, operators
-        ),
-        post_attention_norm=operators.norm(taken.whole(f"{prefix}post_attention_layernorm.weight"), eps),
-        gate=_gate(f"{prefix}mlp.", config, taken, operators),
-        down=_projection(
-            f"{prefix}mlp.down_proj", config.intermediate_size, config.has_mlp_bias, taken, operators
-        ),
+        output=NormedProjection(output, norm(ATTENTION_NORM)) if is_sandwich else output,
+        post_attention_norm=norm(MLP_NORM if is_sandwich else ATTENTION_NORM),
+        gate=gate,
+        down=NormedProjection(down, norm(MLP_OUTPUT_NORM)) if is_sandwich else down,
         window=config.windows[index],
     )
+
+
+def _norm(
+    name: str, config: DecoderConfig, taken: _Taken, operators: Operators, *, factor: float = 1.0
+) -> Norm:
+    """A norm over the hidden size, and a factor of what it gives.
+
+    Everything in the residual stream is divided by its scale (see ``_embedding_scale``), which a norm undoes
+    but for the number that keeps it from dividing by zero.
+    """
+    weight = _norm_weight(name, config, taken)
+    if factor != 1.0:
+        weight = weight.float() * factor
+    return operators.norm(weight, config.rms_norm_eps / config.residual_scale**2)
+
+
+def _norm_weight(name: str, config: DecoderConfig, taken: _Taken) -> torch.Tensor:
+    """In float32 where rounding the sum would lose what the checkpoint says."""
+    weight = taken.whole(name)
+    return 1.0 + weight.float() if config.has_shifted_norms else weight
 
 
 def _qkv(prefix: str, config: DecoderConfig, taken: _Taken, operators: Operators) -> Linear:
     """One linear layer of queries, keys and values, one after the other."""
     num_queries = config.num_attention_heads * config.head_dim
+    num_keys, order = config.num_key_value_heads * config.head_dim, rotated_first(config)
 
     def joined(kind: str) -> torch.Tensor:
-        query = taken.share(f"{prefix}q_proj.{kind}", num_queries, dim=0)
-        key, value = (taken.key_heads(f"{prefix}{name}_proj.{kind}", config) for name in "kv")
+        names = [f"{prefix}{name}_proj.{kind}" for name in "qkv"]
+        firsts: tuple[int | None, ...] = (None, None, None)
+        if config.has_joined_weights:
+            names = [f"{prefix}qkv_proj.{kind}"] * 3
+            firsts = (0, num_queries, num_queries + num_keys)
+        query = taken.share(names[0], num_queries, dim=0, first=firsts[0])
+        key, value = (taken.key_heads(names[index], config, firsts[index]) for index in (1, 2))
+        if order is not None:
+            query, key = (_reordered(weight, order) for weight in (query, key))
         return torch.cat([query, key, value])
 
     return operators.linear(joined("weight"), joined("bias") if config.has_qkv_bias else None)
 
 
+def _reordered(weight: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """The rows of each head in another order."""
+    heads = weight.view(-1, len(order), *weight.shape[1:])
+    return heads[:, order.to(weight.device)].reshape(weight.shape)
+
+
+def _mlp(
+    index: int, config: DecoderConfig, taken: _Taken, operators: Operators
+) -> tuple[Gate | ExpertLayer, Linear | ReducedLinear | Sum]:
+    prefix = layer_prefix(index)
+    if config.experts is not None and config.experts.layers[index]:
+        return _experts(prefix, config.experts, config, taken, operators), Sum(taken.parallel)
+    down = _projection(
+        f"{prefix}mlp.down_proj", config.intermediate_size, config.has_mlp_bias, taken, operators
+    )
+    return _gate(f"{prefix}mlp.", config, taken, operators), down
+
+
+def _experts(
+    prefix: str, experts: Experts, config: DecoderConfig, taken: _Taken, operators: Operators
+) -> ExpertLayer:
+    names, size = experts.names, experts.intermediate_size
+
+    def lowered(number: int) -> Expert:
+        before = f"{prefix}{names.prefix}experts.{number}."
+        gate, up = (taken.share(f"{before}{name}.weight", size, dim=0) for name in (names.gate, names.up))
+        down = taken.share(f"{before}{names.down}.weight", size, dim=1)
+        gated = operators.gate(gate, up, None, None, config.activation)
+        return Expert(gated, operators.linear(down, None))
+
+    router = Router(taken.whole(f"{prefix}{names.prefix}gate.weight"), experts.num_chosen, experts.is_normed)
+    return ExpertLayer(router, [lowered(number) for number in range(experts.num_experts)])
+
+
 def _gate(prefix: str, config: DecoderConfig, taken: _Taken, operators: Operators) -> Gate:
-    def share(name: str) -> torch.Tensor:
-        return taken.share(f"{prefix}{name}", config.intermediate_size, dim=0)
+    size = config.intermediate_size
+
+    def both(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+        if config.has_joined_weights:
+            name = f"{prefix}gate_up_proj.{kind}"
+            return taken.share(name, size, dim=0, first=0), taken.share(name, size, dim=0, first=size)
+        return (
+            taken.share(f"{prefix}gate_proj.{kind}", size, dim=0),
+            taken.share(f"{prefix}up_proj.{kind}", size, dim=0),
+        )
 
     biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if config.has_mlp_bias:
-        biases = share("gate_proj.bias").clone(), share("up_proj.bias").clone()
-    return operators.gate(share("gate_proj.weight"), share("up_proj.weight"), *biases)
+        gate_bias, up_bias = both("bias")
+        biases = gate_bias.clone(), up_bias.clone()
+    return operators.gate(*both("weight"), *biases, config.activation)
 
 
 def _projection(
     name: str, in_features: int, has_bias: bool, taken: _Taken, operators: Operators
-) -> Projection:
+) -> Linear | ReducedLinear:
     weight = taken.share(f"{name}.weight", in_features, dim=1)
     bias = taken.whole(f"{name}.bias") if has_bias else None
     if taken.parallel is None:
@@ -232,9 +292,43 @@ def _projection(
 
 
 def _head_norm(prefix: str, config: DecoderConfig, shape: HeadShape, taken: _Taken) -> HeadNorm:
-    query, key = taken.whole(f"{prefix}q_norm.weight"), taken.whole(f"{prefix}k_norm.weight")
+    query, key = (_norm_weight(f"{prefix}{name}_norm.weight", config, taken) for name in "qk")
+    order = rotated_first(config)
+    if order is not None:
+        query, key = (weight[order.to(weight.device)] for weight in (query, key))
     weight = torch.cat((query.expand(shape.num_heads, -1), key.expand(shape.num_kv_heads, -1)))
     return HeadNorm(weight, config.rms_norm_eps)
+
+
+def _look_ups(
+    config: DecoderConfig, table: torch.Tensor, tied_head: Linear | None, operators: OperatorSet
+) -> Embedding:
+    """The table with the model's scale: in its numbers where no other part holds the same memory."""
+    scale = _embedding_scale(config, table.dtype)
+    if scale == 1.0:
+        if operators.embedding is not None:
+            return operators.embedding(table, tied_head)
+        return TableEmbedding(table)
+    if operators.embedding is not None:
+        return operators.embedding(table * scale, None)
+    if tied_head is not None and table.device.type != "cpu":
+        return ScaledEmbedding(table, scale)
+    return TableEmbedding(table * scale)
+
+
+def rounded_scale(config: DecoderConfig, dtype: torch.dtype) -> float:
+    """Factor of an embedding that has one of its own."""
+    return float(torch.tensor(config.embedding_scale, dtype=dtype)) if config.has_scaled_embedding else 1.0
+
+
+def _embedding_scale(config: DecoderConfig, dtype: torch.dtype) -> float:
+    """Factor of what enters the residual stream.
+
+    Where each layer's addition has a factor, the stream is computed divided by it: one factor here in the
+    place of two in each layer.
+    """
+    scale = rounded_scale(config, dtype) if config.has_scaled_embedding else config.embedding_scale
+    return scale / config.residual_scale
 
 
 def _embedding_and_head(
@@ -252,9 +346,7 @@ def _embedding_and_head(
     num_logits = vocab_size if head_rows is None else len(head_rows)
     # The table is needed in its own layout for look-ups, so a tied head is a second copy where it is packed.
     head = operators.head.linear(head_weight, None)
-    embedding: Embedding = TableEmbedding(table)
-    if operators.embedding is not None:
-        embedding = operators.embedding(table, head if is_tied and head_rows is None else None)
+    embedding = _look_ups(config, table, head if is_tied and head_rows is None else None, operators)
     if parallel is None:
         return embedding, head, table.device
     embedding = ShardedEmbedding(embedding, len(table), parallel.first_row(vocab_size), parallel)

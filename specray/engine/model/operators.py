@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from specray.engine.activation import Activation
 from specray.engine.attention.paged import AttendPaged, PagedAttention, StoreRows
 from specray.engine.model.decoder import Attention, Norm
 from specray.engine.model.linear import Gate, Linear
-from specray.engine.model.operators_torch import TorchOperators, rotary_tables
+from specray.engine.model.operators_torch import TorchOperators, by_layer
 from specray.engine.step import HeadShape
 
 if TYPE_CHECKING:
     from specray.engine.cpu.thread_pool import ThreadPool
+    from specray.engine.model.rotary import RotaryTables
 
 _log = logging.getLogger(__name__)
 
@@ -36,13 +38,14 @@ class Operators(Protocol):
         up: torch.Tensor,
         gate_bias: torch.Tensor | None,
         up_bias: torch.Tensor | None,
+        activation: Activation = Activation.SILU,
     ) -> Gate: ...
 
-    def norm(self, weight: torch.Tensor, eps: float) -> Norm: ...
-
-    def attention(self, cos: torch.Tensor, sin: torch.Tensor, shape: HeadShape) -> Attention:
-        """Over rotary tables ``[max_model_len, head_dim]``, float32, whose halves are equal."""
+    def norm(self, weight: torch.Tensor, eps: float) -> Norm:
+        """Of a weight that is float32 or in the model's data type."""
         ...
+
+    def attention(self, tables: RotaryTables, shape: HeadShape) -> Attention: ...
 
 
 class PagedOperators:
@@ -61,9 +64,12 @@ class PagedOperators:
         self._attend = attend
         self._store = store
 
-    def attention(self, cos: torch.Tensor, sin: torch.Tensor, shape: HeadShape) -> Attention:
-        tables = rotary_tables(cos, sin, self._dtype)
-        return PagedAttention(tables, shape, self._attend, self._store)
+    def attention(self, tables: RotaryTables, shape: HeadShape) -> Attention:
+        return by_layer(
+            tables,
+            self._dtype,
+            lambda rotary: PagedAttention(rotary, shape, self._attend, self._store),
+        )
 
 
 def cpu_operators(dtype: torch.dtype, num_threads: int, thread_pool: ThreadPool | None = None) -> Operators:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specray.engine.activation import Activation
 from specray.engine.attention.cpu import CpuAttention
 from specray.engine.cpu.attention.kernel import attention_kernel
 from specray.engine.cpu.gemm.linear import TiledGate, TiledLinear, can_tile
@@ -16,6 +17,7 @@ from specray.engine.model.operators_torch import TorchOperators
 if TYPE_CHECKING:
     from specray.engine.model.decoder import Attention, Norm
     from specray.engine.model.linear import Gate, Linear
+    from specray.engine.model.rotary import RotaryTables
     from specray.engine.step import HeadShape
 
 
@@ -42,23 +44,26 @@ class KernelOperators(TorchOperators):
         up: torch.Tensor,
         gate_bias: torch.Tensor | None,
         up_bias: torch.Tensor | None,
+        activation: Activation = Activation.SILU,
     ) -> Gate:
         if can_tile(gate):
-            return TiledGate(gate, up, gate_bias, up_bias, self.thread_pool)
-        return super().gate(gate, up, gate_bias, up_bias)
+            return TiledGate(gate, up, gate_bias, up_bias, self.thread_pool, activation)
+        return super().gate(gate, up, gate_bias, up_bias, activation)
 
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
-        return FusedRMSNorm(weight, eps, self.thread_pool)
+        return FusedRMSNorm(weight, eps, self.thread_pool, self.dtype)
 
-    def attention(self, cos: torch.Tensor, sin: torch.Tensor, shape: HeadShape) -> Attention:
+    def attention(self, tables: RotaryTables, shape: HeadShape) -> Attention:
         half = shape.head_dim // 2
+        kinds = [(cos[:, :half].contiguous(), sin[:, :half].contiguous()) for cos, sin in tables.kinds]
+        layers = None if len(kinds) == 1 else tuple(kinds[kind] for kind in tables.of_layers)
         return CpuAttention(
             attention_kernel(shape.head_dim, str(self.dtype).removeprefix("torch.")),
             self.thread_pool,
             shape.num_heads,
             shape.num_kv_heads,
             shape.head_dim,
-            cos[:, :half].contiguous(),
-            sin[:, :half].contiguous(),
+            *kinds[0],
             shape.scale,
+            layers,
         )

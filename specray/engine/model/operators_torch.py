@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from specray.engine.model.decoder import Attention, Norm, PlainAttention, RMSNorm, Rotary
+from specray.engine.activation import Activation
+from specray.engine.model.decoder import (
+    Attention,
+    LayeredAttention,
+    Norm,
+    PlainAttention,
+    RMSNorm,
+    Rotary,
+    WideRMSNorm,
+)
 from specray.engine.model.linear import Gate, Linear, make_gate, make_linear
+from specray.engine.model.rotary import RotaryTables
 from specray.engine.step import HeadShape
 
 
@@ -28,15 +40,22 @@ class TorchOperators:
         up: torch.Tensor,
         gate_bias: torch.Tensor | None,
         up_bias: torch.Tensor | None,
+        activation: Activation = Activation.SILU,
     ) -> Gate:
-        return make_gate(gate, up, gate_bias, up_bias)
+        return make_gate(gate, up, gate_bias, up_bias, activation)
 
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
-        return RMSNorm(weight, eps)
+        return RMSNorm(weight, eps) if weight.dtype == self.dtype else WideRMSNorm(weight, eps)
 
-    def attention(self, cos: torch.Tensor, sin: torch.Tensor, shape: HeadShape) -> Attention:
-        tables = rotary_tables(cos, sin, self.dtype)
-        return PlainAttention(tables, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.scale)
+    def attention(self, tables: RotaryTables, shape: HeadShape) -> Attention:
+        heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        return by_layer(tables, self.dtype, lambda rotary: PlainAttention(rotary, *heads, shape.scale))
+
+
+def by_layer(tables: RotaryTables, dtype: torch.dtype, make: Callable[[Rotary], Attention]) -> Attention:
+    """Attention of all layers, made from the tables of those that share them."""
+    kinds = tuple(make(rotary_tables(cos, sin, dtype)) for cos, sin in tables.kinds)
+    return kinds[0] if len(kinds) == 1 else LayeredAttention(kinds, tables.of_layers)
 
 
 def rotary_tables(cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype) -> Rotary:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from specray.engine.activation import Activation
 from specray.engine.model.decoder import HeadNorm
 from specray.engine.model.linear import PlainGate
 from specray.engine.model.operators_torch import TorchOperators
@@ -54,8 +55,8 @@ def _store(
             factor = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / HEAD_DIM + eps)
             own_weight = tl.load(norm_weight + head * HEAD_DIM + dim, mask=is_dim, other=0.0)
             other_weight = tl.load(norm_weight + head * HEAD_DIM + partner, mask=is_dim, other=0.0)
-            numbers = (wide * factor).to(heads.dtype.element_ty) * own_weight
-            others = (others.to(tl.float32) * factor).to(heads.dtype.element_ty) * other_weight
+            numbers = (wide * factor).to(norm_weight.dtype.element_ty) * own_weight
+            others = (others.to(tl.float32) * factor).to(norm_weight.dtype.element_ty) * other_weight
         cosine = tl.load(cos + row * HEAD_DIM + dim, mask=is_dim, other=0.0).to(tl.float32)
         sine = tl.load(sin + row * HEAD_DIM + dim, mask=is_dim, other=0.0).to(tl.float32)
         rotated = numbers.to(tl.float32) * cosine + others.to(tl.float32) * sine
@@ -68,13 +69,17 @@ def _store(
 
 
 @triton.jit
-def _activate(both, out, size, COLUMNS: tl.constexpr):
+def _activate(both, out, size, HAS_TANH: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < size
     gate = tl.load(both + row * 2 * size + column, mask=is_column, other=0.0).to(tl.float32)
     up = tl.load(both + row * 2 * size + size + column, mask=is_column, other=0.0).to(tl.float32)
-    product = gate / (1.0 + tl.exp(-gate)) * up
+    exponent = gate
+    if HAS_TANH:
+        # As in ``cpu.gemm.epilogue``: twice the hyperbolic tangent's argument.
+        exponent = gate * (1.5957691216057308 + 0.07135481627260025 * gate * gate)
+    product = gate / (1.0 + tl.exp(-exponent)) * up
     tl.store(out + row * size + column, product.to(out.dtype.element_ty), mask=is_column)
 
 
@@ -120,7 +125,9 @@ class TritonGate(PlainGate):
         both = F.linear(rows, self.weight, self.bias)
         num_rows, size = both.shape[0], both.shape[1] // 2
         out = torch.empty(num_rows, size, dtype=both.dtype, device=both.device)
-        _activate[(num_rows, triton.cdiv(size, _COLUMNS))](both, out, size, COLUMNS=_COLUMNS)
+        _activate[(num_rows, triton.cdiv(size, _COLUMNS))](
+            both, out, size, HAS_TANH=self.activation is Activation.GELU_TANH, COLUMNS=_COLUMNS
+        )
         return out
 
 
@@ -133,9 +140,10 @@ class TritonOperators(TorchOperators):
         up: torch.Tensor,
         gate_bias: torch.Tensor | None,
         up_bias: torch.Tensor | None,
+        activation: Activation = Activation.SILU,
     ) -> TritonGate:
         bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
-        return TritonGate(torch.cat((gate, up)), bias)
+        return TritonGate(torch.cat((gate, up)), bias, activation)
 
 
 @torch.inference_mode()
@@ -146,8 +154,9 @@ def check_gate(device: torch.device, dtype: torch.dtype) -> None:
         torch.randn(size, generator=generator).to(device=device, dtype=dtype)
         for size in ((2 * (_COLUMNS + 8), 16), (3, 16))
     )
-    output, expected = (kind(weight, None)(rows).float() for kind in (TritonGate, PlainGate))
     tolerance = 1e-3 if dtype == torch.float32 else 2e-2
-    error = float(((output - expected).abs() / (1.0 + expected.abs())).max())
-    if not error < tolerance:
-        raise ArithmeticError(f"its numbers are off by {error:.2g}; allowed: {tolerance}")
+    for activation in Activation:
+        output, expected = (kind(weight, None, activation)(rows).float() for kind in (TritonGate, PlainGate))
+        error = float(((output - expected).abs() / (1.0 + expected.abs())).max())
+        if not error < tolerance:
+            raise ArithmeticError(f"its numbers are off by {error:.2g}; allowed: {tolerance}")

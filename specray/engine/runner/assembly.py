@@ -14,8 +14,9 @@ from specray.engine.attention.select import DEFAULT_BLOCK_SIZE, Backend, Model, 
 from specray.engine.cache.blocks import BlockCache, bytes_per_token
 from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.description import ModelArgs, model_path
+from specray.engine.model.layers.vocabulary import GatheredHead
 from specray.engine.model.loader import DecoderSource, LoadedModel, load_model
-from specray.engine.model.lowering import GatheredHead, head_shape, lower
+from specray.engine.model.lowering import head_shape, lower
 from specray.engine.model.operators import (
     Operators,
     PagedOperators,
@@ -93,7 +94,8 @@ def build_runner(
     if parallel is not None:
         parallel.start(_group_choices(info))
     graphs = None
-    if config.cuda_graphs and device.type == "cuda" and backend is not None:
+    is_captured = config.cuda_graphs and device.type == "cuda" and backend is not None
+    if is_captured and isinstance(forward, DecoderForward) and forward.can_be_captured:
         capture = CudaCapture(device)
         graphs = GraphedForward(forward, cache, max_model_len=loaded.max_model_len, capture=capture)
         graphs.prepare(_prepared_buckets(role), _until(time.monotonic() + _CAPTURE_LIMIT_S, parallel))

@@ -23,7 +23,8 @@ from specray.engine.cpu.memory_pool import MemoryPool
 from specray.engine.cpu.norm import FusedRMSNorm
 from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.decoder_amx import AmxDecoderForward, packed
-from specray.engine.model.lowering import TableEmbedding
+from specray.engine.model.layers.normed import NormedProjection
+from specray.engine.model.layers.vocabulary import TableEmbedding
 from specray.engine.step import CacheShape, Forward, ForwardOutput, KVCache, Step
 
 _MAX_ROWS = 320
@@ -178,15 +179,26 @@ def with_cpu_graphs(forward: Forward) -> CpuGraphForward | None:
     linears: list[object] = [forward.head]
     for layer in forward.layers:
         norms += [layer.input_norm, layer.post_attention_norm]
-        linears += [layer.qkv, layer.output, layer.gate, layer.down]
+        linears += [layer.qkv, layer.gate]
+        for projection in (layer.output, layer.down):
+            if isinstance(projection, NormedProjection):
+                linears.append(projection.linear)
+                norms.append(projection.norm)
+            else:
+                linears.append(projection)
     kinds = TiledLinear | TiledGate | QuantizedLinear | QuantizedGate
     is_kernels = all(isinstance(norm, FusedRMSNorm) for norm in norms) and all(
         isinstance(linear, kinds) for linear in linears
     )
+    if forward.feature_layers and (forward.residual_scale, forward.logit_scale) != (1.0, 1.0):
+        # Features are multiplied by torch.
+        is_kernels = False
     if not is_kernels or not isinstance(forward.embedding, TableEmbedding | QuantizedEmbedding):
         return None
     # Kernels write to tensors of their own; those of features stay until the next graph runs.
     attention, embedding = forward.attention, forward.embedding
     forward = replace(forward, keeps_residuals=True)
-    is_tiled = all(isinstance(linear, TiledLinear | TiledGate) for linear in linears)
+    # Packed rows are not normed on their way to the residual stream.
+    is_normed = any(isinstance(layer.output, NormedProjection) for layer in forward.layers)
+    is_tiled = not is_normed and all(isinstance(linear, TiledLinear | TiledGate) for linear in linears)
     return CpuGraphForward((packed(forward) if is_tiled else None) or forward, attention, embedding)

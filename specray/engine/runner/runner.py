@@ -24,7 +24,7 @@ from specray.engine.sampling.device.shards import SHARD_MULTIPLE, ShardDrawer, S
 from specray.engine.step import AttentionStep, Forward, ForwardOutput, SequenceRows, Step
 
 if TYPE_CHECKING:
-    from specray.engine.model.lowering import GatheredHead
+    from specray.engine.model.layers.vocabulary import GatheredHead
     from specray.engine.runner.cpu_graphs import CpuGraphForward
 
 

@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
 
 from specray.config import TargetConfig
-from specray.engine.model.decoder_config import read_decoder_config
+from specray.engine.model.families.config_json import read_decoder_config
 from specray.engine.model.preflight import check_pair
 from specray.errors import ConfigError
 from specray.models import conversion, space

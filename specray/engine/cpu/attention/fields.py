@@ -6,7 +6,7 @@ from __future__ import annotations
 QKV = 0  # num_rows of [num_heads + 2 * num_kv_heads, head_dim], as ``rows`` describes
 CACHE = 1  # [num_slots, 2 * num_kv_heads, head_dim]
 OUT = 2  # num_rows of [num_heads, head_dim]
-NORM = 3  # [num_heads + num_kv_heads, head_dim], or 0
+NORM = 3  # [num_heads + num_kv_heads, head_dim], of the rows' type or as IS_NORM_WIDE says, or 0
 WINDOW = 4  # a number; 0: none
 SPANS = 5  # int64 [num_spans, 7]
 RUNS = 6  # int64 [., 3]: first position, last + 1, first slot
@@ -23,7 +23,8 @@ MASKS = 16  # int64 [., 5]: what rows see, ``mask.Visibility``
 QKV_STEP = 17  # a number: from a row to the next
 OUT_STEP = 18  # a number
 BLOCK_STEP = 19  # a number: from 32 features of a row to the next, in both
-NUM_ARGS = 20
+IS_NORM_WIDE = 20  # 1 if NORM is float32, whatever the rows are; else 0
+NUM_ARGS = 21
 
 # Columns of a span, the rows of one sequence. FIRST_MASK is the mask of its first row, or -1.
 START, FIRST_ROW, NUM_ROWS, FIRST_RUN, NUM_RUNS, COST, FIRST_MASK = range(7)

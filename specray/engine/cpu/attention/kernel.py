@@ -106,7 +106,7 @@ class AttentionCall:
                 num_query_numbers,
                 0,
                 masks.ctypes.data,
-                *(0, 0, 0),
+                *(0, 0, 0, 0),
             ],
             dtype=np.int64,
         )
@@ -167,7 +167,12 @@ class AttentionCall:
         args[fields.WINDOW] = window or 0
         if norm is not None:
             args[fields.NORM], self._scale_eps[1] = norm[0].data_ptr(), norm[1]
+            args[fields.IS_NORM_WIDE] = norm[0].dtype == torch.float32
         self._thread_pool.run(self._kernel, self._args_address, self._num_parts)
+
+    def rotate_by(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Changes the tables for the layers that follow; the caller keeps them."""
+        self._args[fields.COS], self._args[fields.SIN] = cos.data_ptr(), sin.data_ptr()
 
     @property
     def starts(self) -> np.ndarray:
@@ -205,7 +210,9 @@ class AttentionCall:
         Returns:
             The number of parts.
         """
-        args[:, fields.SPANS : fields.SCALE_EPS] = self._args[fields.SPANS : fields.SCALE_EPS]
+        args[:, fields.SPANS : fields.COS] = self._args[fields.SPANS : fields.COS]
+        # Not the tables: they are each layer's own, and are the same in every step.
+        args[:, fields.SCRATCH : fields.SCALE_EPS] = self._args[fields.SCRATCH : fields.SCALE_EPS]
         args[:, fields.MASKS] = self._args[fields.MASKS]
         return self._num_parts
 

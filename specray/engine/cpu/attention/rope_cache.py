@@ -45,6 +45,7 @@ def rope_cache_kernel(head_dim: int, dtype: str) -> Any:
     def rope_cache(args: Any, span: Any, first_head: int, last_head: int, queries: int) -> None:
         """Norms and rotates heads; writes scaled queries to ``queries``, keys and values to the cache."""
         qkv, cache, norm = args[fields.QKV], args[fields.CACHE], args[fields.NORM]
+        is_wide = args[fields.IS_NORM_WIDE]
         num_kv_heads, group_size = args[fields.NUM_KV_HEADS], args[fields.GROUP_SIZE]
         num_heads, step = num_kv_heads * group_size, args[fields.BLOCK_STEP]
         row_size, slot_size = (num_heads + 2 * num_kv_heads) * head_dim, 2 * num_kv_heads * head_dim
@@ -83,7 +84,10 @@ def rope_cache_kernel(head_dim: int, dtype: str) -> Any:
                         sin = table(args[fields.SIN], position * half + first)
                         low = load(qkv, row + feature_place(at + first, step))
                         high = load(qkv, row + feature_place(at + first + half, step))
-                        if norm:
+                        if norm and is_wide:
+                            low = mul(mul(low, factor), table(norm, at + first))
+                            high = mul(mul(high, factor), table(norm, at + first + half))
+                        elif norm:
                             low = mul(mul(low, factor), load(norm, at + first))
                             high = mul(mul(high, factor), load(norm, at + first + half))
                         new_low = sub(mul(low, cos), mul(high, sin))

@@ -7,26 +7,34 @@ before: the ``epilogue`` tuple.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
+from specray.engine.activation import Activation
 from specray.engine.cpu.gemm.rows import HEIGHT
 from specray.engine.cpu.gemm.vector import PANEL
 from specray.engine.cpu.simd import kernel, vectors
 
+_LINEAR = np.float32(2.0 * math.sqrt(2.0 / math.pi))
+_CUBIC = np.float32(2.0 * math.sqrt(2.0 / math.pi) * 0.044715)
+"""Coefficients of twice the hyperbolic tangent's argument in GELU."""
 PLAIN, PLUS, GATED = range(3)
 """Kinds of layers by what they do with sums: nothing, add rows, multiply by a gate whose sums precede
 them."""
 
 
-def epilogue_kernel() -> Any:
+def epilogue_kernel(activation: Activation = Activation.SILU) -> Any:
     """Makes ``(epilogue, first, last)``, which finishes those of a panel's rows that exist.
 
     An epilogue is: the kind; whether output and summand are float32 (else bfloat16); addresses of sums
     ``[num_rows, 32]``, bias, output and summand for the panel's first row; bytes by which the gate's sums
     precede the others (its bias precedes by one line); elements from row to row and from group to group;
     numbers of rows and features.
+
+    Args:
+        activation: of gates.
     """
     single, half = vectors(PANEL, "float32"), vectors(PANEL, "bfloat16")
     one, one_half = vectors(1, "float32"), vectors(1, "bfloat16")
@@ -37,10 +45,16 @@ def epilogue_kernel() -> Any:
     load_half, store_half, load_one, store_one = half.load, half.store, one.load, one.store
     load_one_half, store_one_half, add_one = one_half.load, one_half.store, one.add
     zero, unit, lowest = np.float32(0.0), np.float32(1.0), np.float32(-87.0)
+    has_tanh = activation is Activation.GELU_TANH
 
     @kernel(forceinline=True)
     def gated(gate: Any, value: Any) -> Any:
-        inverse = add(splat(unit), exp(sub(splat(zero), larger(gate, splat(lowest)))))
+        exponent = gate
+        if has_tanh:
+            # (1 + tanh(u)) / 2 is 1 / (1 + exp(-2u)).
+            cubic = add(mul(mul(gate, gate), splat(_CUBIC)), splat(_LINEAR))
+            exponent = mul(gate, cubic)
+        inverse = add(splat(unit), exp(sub(splat(zero), larger(exponent, splat(lowest)))))
         return mul(div(gate, inverse), value)
 
     @kernel()

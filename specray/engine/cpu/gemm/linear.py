@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numba import carray
 
+from specray.engine.activation import Activation
 from specray.engine.cpu.gemm import amx, vector
 from specray.engine.cpu.gemm.epilogue import GATED, PLAIN, PLUS, epilogue_kernel
 from specray.engine.cpu.gemm.rows import HEIGHT, FlatRows, PackedRows, pack, row_place
@@ -107,7 +108,13 @@ class _Tiled:
     )  # fmt: skip
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor, size: int, kind: int, thread_pool: ThreadPool
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        size: int,
+        kind: int,
+        thread_pool: ThreadPool,
+        activation: Activation = Activation.SILU,
     ) -> None:
         self.weight, self.bias, self._size, self._thread_pool = weight, bias, size, thread_pool
         self._num_parts = min(-(-size // PANEL), _PARTS_PER_THREAD * thread_pool.size)
@@ -117,7 +124,7 @@ class _Tiled:
         isa = fastest_isa()
         assert isa is not None, "can_tile was asked"
         self._has_amx, self._has_float_rows = isa is Isa.AMX, isa.has_float_rows
-        self._kernel = _linear_kernel(isa)
+        self._kernel = _linear_kernel(isa, activation)
         self._sums_width = (2 if kind == GATED else 1) * PANEL
         self._args = np.zeros(_NUM_ARGS, dtype=np.int64)
         self._args[[_WEIGHT, _NUM_BLOCKS, _SIZE, _KIND]] = (
@@ -234,7 +241,7 @@ class TiledLinear:
 
 
 class TiledGate:
-    """Computes ``silu(gate(x)) * up(x)`` for bfloat16 rows; implements ``linear.Gate``."""
+    """Computes ``activation(gate(x)) * up(x)`` for bfloat16 rows; implements ``linear.Gate``."""
 
     __slots__ = ("_tiled", "bias", "in_features", "num_bytes", "num_weights", "weight")
 
@@ -245,13 +252,14 @@ class TiledGate:
         gate_bias: torch.Tensor | None,
         up_bias: torch.Tensor | None,
         thread_pool: ThreadPool,
+        activation: Activation = Activation.SILU,
     ) -> None:
         self.in_features = gate.shape[1]
         self.num_weights, self.num_bytes = 2 * gate.numel(), 2 * gate.nbytes
         # A gate panel, then the up panel of the same features.
         self.weight = _panels(gate, up)
         self.bias = torch.stack([_padded(bias, len(gate)) for bias in (gate_bias, up_bias)], dim=1)
-        self._tiled = _Tiled(self.weight, self.bias, gate.shape[0], GATED, thread_pool)
+        self._tiled = _Tiled(self.weight, self.bias, gate.shape[0], GATED, thread_pool, activation)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return self._tiled.run(rows, torch.bfloat16)
@@ -262,19 +270,20 @@ class TiledGate:
 
 
 @functools.cache
-def _linear_kernel(isa: Isa) -> Kernel:
+def _linear_kernel(isa: Isa, activation: Activation) -> Kernel:
     makers: dict[Isa, Callable[[Any], Any]] = {
         Isa.AMX: amx.multiply_kernel,
         Isa.AVX512_BF16: functools.partial(vector.multiply_kernel, vector.AVX512_BF16),
         Isa.AVX512_FMA: functools.partial(vector.multiply_kernel, vector.AVX512_FMA),
         Isa.AVX2_FMA: functools.partial(vector.multiply_kernel, vector.AVX2_FMA),
     }
-    return Kernel(f"linear-{isa}", _NUM_ARGS, functools.partial(_make_linear, makers[isa], isa))
+    name = f"linear-{isa}" if activation is Activation.SILU else f"linear-{isa}-{activation}"
+    return Kernel(name, _NUM_ARGS, functools.partial(_make_linear, makers[isa], isa, activation))
 
 
-def _make_linear(make_multiply: Callable[[Any], Any], isa: Isa) -> Any:
+def _make_linear(make_multiply: Callable[[Any], Any], isa: Isa, activation: Activation) -> Any:
     has_tiles, has_float_rows = isa is Isa.AMX, isa.has_float_rows
-    finish = epilogue_kernel()
+    finish = epilogue_kernel(activation)
     begin, multiply, finish_all = make_multiply(finish)
     load_half, store = vectors(BLOCK, "bfloat16").load, vectors(BLOCK, "float32").store
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specray.engine.activation import Activation
 from specray.engine.cpu.gemm.quantized.check import check_kernels
 from specray.engine.cpu.gemm.quantized.embedding import QuantizedEmbedding
 from specray.engine.cpu.gemm.quantized.layout import pack_panels
@@ -42,9 +43,10 @@ class QuantizedKernelOperators(KernelOperators):
         up: torch.Tensor,
         gate_bias: torch.Tensor | None,
         up_bias: torch.Tensor | None,
+        activation: Activation = Activation.SILU,
     ) -> Gate:
         both = quantize(gate, self._format), quantize(up, self._format)
-        return QuantizedGate(*both, gate_bias, up_bias, self.thread_pool, self.dtype)
+        return QuantizedGate(*both, gate_bias, up_bias, self.thread_pool, self.dtype, activation)
 
     def embedding(self, table: torch.Tensor, head: Linear | None) -> Embedding:
         """A table of look-ups in this format: the head's own weights where it has the same."""

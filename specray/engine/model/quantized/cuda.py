@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
+from specray.engine.activation import Activation
+from specray.engine.model.linear import activated
 from specray.engine.quantization import GROUP, Quantization
 from specray.engine.quantized_weight import QuantizedWeight, quantize
 from specray.errors import ConfigError
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from specray.engine.model.decoder import Attention, Norm
     from specray.engine.model.linear import Gate, Linear
     from specray.engine.model.operators import Operators
+    from specray.engine.model.rotary import RotaryTables
     from specray.engine.step import HeadShape
 
 _INNER_TILES = 2
@@ -135,6 +137,7 @@ class CudaGate:
     """Implements ``linear.Gate``: both layers in one product."""
 
     both: CudaLinear
+    activation: Activation = Activation.SILU
 
     @property
     def num_weights(self) -> int:
@@ -150,7 +153,7 @@ class CudaGate:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         gate, up = self.both(rows).chunk(2, -1)
-        return F.silu(gate).mul_(up)
+        return activated(gate, self.activation).mul_(up)
 
 
 class QuantizedCudaOperators:
@@ -187,17 +190,18 @@ class QuantizedCudaOperators:
         up: torch.Tensor,
         gate_bias: torch.Tensor | None,
         up_bias: torch.Tensor | None,
+        activation: Activation = Activation.SILU,
     ) -> Gate:
         bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
         linear = self.linear(torch.cat((gate, up)), bias)
         assert isinstance(linear, CudaLinear), "made above"
-        return CudaGate(linear)
+        return CudaGate(linear, activation)
 
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
         return self._others.norm(weight, eps)
 
-    def attention(self, cos: torch.Tensor, sin: torch.Tensor, shape: HeadShape) -> Attention:
-        return self._others.attention(cos, sin, shape)
+    def attention(self, tables: RotaryTables, shape: HeadShape) -> Attention:
+        return self._others.attention(tables, shape)
 
 
 def _check_product(format: Quantization, device: torch.device) -> None:

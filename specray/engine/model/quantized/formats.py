@@ -55,6 +55,8 @@ class WeightFormats:
             queries = decoder.num_attention_heads * decoder.head_dim
             inputs["num_attention_heads * head_dim"] = queries // world_size
             inputs["intermediate_size"] = decoder.intermediate_size // world_size
+            if decoder.moe_intermediate_size is not None:
+                inputs["moe_intermediate_size"] = decoder.moe_intermediate_size // world_size
         if self.head is not Quantization.NONE:
             inputs["hidden_size"] = decoder.hidden_size
         for name, size in inputs.items():
@@ -82,8 +84,8 @@ class WeightFormats:
                 bits = self._bits(self.layers, plain)
             total += math.prod(shape) * bits / 8
         if decoder.tie_word_embeddings and self.head is not Quantization.NONE:
-            # The quantised head is a copy, unless look-ups share it.
-            is_copy = not self.has_quantized_embedding
+            # The quantised head is a copy, unless look-ups share it, which they do as it is.
+            is_copy = not self.has_quantized_embedding or decoder.embedding_scale != 1.0
             total += is_copy * math.prod(shapes[EMBEDDING]) * self._bits(self.head, plain) / 8
         return int(total)
 

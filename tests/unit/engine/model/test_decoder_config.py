@@ -20,9 +20,9 @@ from specray.engine.model.decoder_config import (
     LinearScaling,
     Llama3Scaling,
     RopeFormula,
-    read_decoder_config,
 )
-from specray.engine.model.library import decoder_config_of
+from specray.engine.model.families.config_json import read_decoder_config
+from specray.engine.model.families.from_library import decoder_config_of
 from specray.engine.model.rotary import cos_sin
 
 CPU = torch.device("cpu")

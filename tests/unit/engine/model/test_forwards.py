@@ -9,6 +9,7 @@ import torch
 from specray.config import EngineConfig
 from specray.engine.attention.mask import branch_visibility
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
+from specray.engine.model.decoder import DecoderForward, LayeredAttention
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner
@@ -178,6 +179,29 @@ def test_truncated_and_overwritten_equals_fresh(case: tuple[Path, str], block_si
     logits = run_one(runner, table, tail, 5)
     expected = reference_logits(reference_model(case[0]), [*PROMPT[:5], *tail])[-3:]
     torch.testing.assert_close(logits, expected, atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "smollm3"])
+def test_gathered_blocks_of_layers_with_rotary_tables_of_their_own(
+    checkpoint: Callable[[str], Path], name: str
+) -> None:
+    """As on CUDA: from tensors that describe the step, whose kinds of layers share nothing."""
+    config = EngineConfig(
+        model=str(checkpoint(name)),
+        dtype="float32",
+        device="cpu",
+        attention="gather",
+        block_size=4,
+        max_num_seqs=1,
+        num_threads=1,
+    )
+    runner = build_runner(config, role="target")
+    assert isinstance(runner.forward, DecoderForward)
+    assert isinstance(runner.forward.attention, LayeredAttention)
+    table = new_table(runner)
+    chunks = [run_one(runner, table, PROMPT[a:b], a) for a, b in ((0, 4), (4, 5), (5, 9))]
+    expected = reference_logits(reference_model(checkpoint(name)), PROMPT)
+    torch.testing.assert_close(torch.cat(chunks), expected, atol=ATOL, rtol=0)
 
 
 def test_no_logits_wanted_gives_none(case: tuple[Path, str]) -> None:

@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from specray.engine.activation import Activation
 from specray.engine.model import linear as module
 from specray.engine.model.linear import (
     PackedGate,
     PackedLinear,
+    PlainGate,
     can_pack,
     make_gate,
     make_linear,
@@ -68,6 +70,16 @@ def test_padded_rows_change_nothing(num_rows: int) -> None:
     torch.testing.assert_close(linear.plus(rows, summand.clone()), expected + summand)
     gated = F.silu(F.linear(rows, _weight(24, 2))) * F.linear(rows, _weight(24, 3))
     torch.testing.assert_close(gate(rows), gated)
+
+
+def test_gelu_in_every_form_of_a_gate() -> None:
+    rows = torch.randn(3, 16, generator=torch.Generator().manual_seed(4))
+    weights = _weight(24, 2), _weight(24, 3)
+    expected = F.gelu(F.linear(rows, weights[0]), approximate="tanh") * F.linear(rows, weights[1])
+    packed = make_gate(*weights, None, None, Activation.GELU_TANH)
+    assert isinstance(packed, PackedGate)
+    for gate in (packed, PlainGate(torch.cat(weights), None, Activation.GELU_TANH)):
+        torch.testing.assert_close(gate(rows), expected)
 
 
 def _weight(size: int, seed: int) -> torch.Tensor:

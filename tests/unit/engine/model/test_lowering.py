@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from specray.engine.model.checkpoint.source import InMemoryWeights, Part
 from specray.engine.model.decoder_config import DecoderConfig, RopeFormula
 from specray.engine.model.description import ModelArgs
+from specray.engine.model.layers.vocabulary import GatheredHead, ShardedEmbedding, TableEmbedding
 from specray.engine.model.loader import DecoderSource, load_model
-from specray.engine.model.lowering import GatheredHead, ShardedEmbedding, TableEmbedding, lower
+from specray.engine.model.lowering import lower
 from specray.engine.model.operators_torch import TorchOperators
 from specray.engine.runner.parallel import ParallelContext
 from specray.errors import ConfigError
@@ -121,6 +123,29 @@ def test_ranks_take_rows_columns_and_runs_of_an_uneven_vocabulary() -> None:
     # As torch.chunk deals them.
     runs = [recorder_part(number, 4) for number in range(4)]
     assert [stop - start for _, start, stop in runs] == [len(run) for run in torch.arange(7).chunk(4)]
+
+
+@pytest.mark.parametrize("parallel", [None, rank(0, 2), rank(1, 2)])
+def test_joined_weights_are_those_apart(parallel: ParallelContext | None) -> None:
+    numbers = torch.Generator().manual_seed(1)
+    apart = {name: torch.randn(shape, generator=numbers) for name, shape in CONFIG.weight_shapes().items()}
+    joined = {name: tensor for name, tensor in apart.items() if not re.search(r"[qkv]_proj|gate_|up_", name)}
+    for layer in range(CONFIG.num_hidden_layers):
+        for kind in ("weight", "bias"):
+            prefix = f"model.layers.{layer}."
+            queries = [apart[f"{prefix}self_attn.{name}_proj.{kind}"] for name in "qkv"]
+            halves = [apart[f"{prefix}mlp.{name}_proj.{kind}"] for name in ("gate", "up")]
+            joined[f"{prefix}self_attn.qkv_proj.{kind}"] = torch.cat(queries)
+            joined[f"{prefix}mlp.gate_up_proj.{kind}"] = torch.cat(halves)
+    config = replace(CONFIG, has_joined_weights=True)
+    assert {name: tuple(tensor.shape) for name, tensor in joined.items()} == config.weight_shapes()
+    rows = torch.randn(3, CONFIG.hidden_size, generator=numbers)
+    layers = [
+        build(kind, InMemoryWeights(weights), parallel).layers[1]
+        for kind, weights in ((CONFIG, apart), (config, joined))
+    ]
+    assert torch.equal(layers[0].qkv(rows), layers[1].qkv(rows))
+    assert torch.equal(layers[0].gate(rows), layers[1].gate(rows))
 
 
 def recorder_part(number: int, world_size: int) -> tuple[int, int, int]:

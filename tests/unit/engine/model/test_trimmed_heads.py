@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from specray.config import Config, DraftConfig
 from specray.engine.build import build_draft_engine
 from specray.engine.model.decoder_config import HEAD
-from specray.engine.model.lowering import GatheredHead, lower
+from specray.engine.model.layers.vocabulary import GatheredHead
+from specray.engine.model.lowering import lower
 from specray.engine.model.operators_torch import TorchOperators
 from specray.engine.model.preflight import check_model
 from specray.engine.runner.assembly import build_runner
@@ -210,7 +211,7 @@ def test_head_of_another_size_than_its_configuration_says(
         ),
         ({"draft_vocab_size": 0}, {}, "draft", "cannot be loaded: draft_vocab_size is 0; allowed: 1 or more"),
         ({}, {"vocabulary_ids": "x.json"}, "draft", "draft_vocab_size is 7; allowed: without draft.vocabula"),
-        ({}, {"forward": "hf"}, "draft", "draft_vocab_size is 7; allowed: model types llama, mistral, qwen2"),
+        ({}, {"forward": "hf"}, "draft", "draft_vocab_size is 7; allowed: model types gemma3_text, granite"),
     ],
 )
 def test_trimmed_checkpoint_where_it_cannot_be(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from specray.engine.runner.runner import ModelRunner
 from specray.engine.target import TargetEngine
 from specray.types import SamplingParams, Verdict
 from tests.unit.engine.harness import Session, engine_info, verify
+from tests.unit.engine.model.checkpoints import write_checkpoint
 
 pytest.importorskip("numba")
 
@@ -107,6 +109,33 @@ def test_every_shape_gives_again_what_the_forward_gives(runner: ModelRunner) -> 
             assert torch.equal(output, other)
     # Compared only now: no later run wrote into what an earlier one had given.
     assert len({tuple(output[0, :8].tolist()) for output in outputs}) > 10
+
+
+def test_every_shape_of_gemma3(tmp_path: Path) -> None:
+    """With norms that add, and tables of each layer's own."""
+    sizes = {"vocab_size": 400, "head_dim": 64, "intermediate_size": 64, "max_position_embeddings": 64}
+    config = EngineConfig(
+        model=str(write_checkpoint(tmp_path, "gemma3", **sizes)),
+        device="cpu",
+        num_threads=1,
+        max_num_seqs=4,
+        block_size=8,
+    )
+    runner = build_runner(config, role="target")
+    assert isinstance(runner._forward, CpuGraphForward)
+    expected = run_all(eager(runner), steps())
+    for _ in range(4):
+        for output, other in zip(run_all(runner, steps()), expected, strict=True):
+            assert torch.equal(output, other)
+
+
+@pytest.mark.parametrize(("layers", "has_graphs"), [((), True), ((1,), False)])
+def test_features_at_another_scale_are_not_captured(
+    tmp_path: Path, layers: tuple[int, ...], has_graphs: bool
+) -> None:
+    path = write_checkpoint(tmp_path, "granite", intermediate_size=64, hidden_size=128)
+    config = EngineConfig(model=str(path), device="cpu", num_threads=1, max_num_seqs=1)
+    assert build_runner(config, role="target", feature_layers=layers).has_cpu_graphs is has_graphs
 
 
 def verdicts_on_trees(runner: ModelRunner, *, is_eager: bool) -> list[Verdict]:

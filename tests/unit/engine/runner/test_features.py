@@ -47,9 +47,15 @@ def expected(path: Path, token_ids: list[int]) -> dict[int, torch.Tensor]:
     return {layer: output.hidden_states[layer][0] for layer in LAYERS}
 
 
-@pytest.mark.parametrize("forward", ["decoder", "hf"])
-def test_features_are_what_enters_each_layer(checkpoint: Callable[[str], Path], forward: str) -> None:
-    path = checkpoint("llama")
+@pytest.mark.parametrize(
+    ("name", "forward"),
+    [("llama", "decoder"), ("llama", "hf"), ("granite", "decoder"), ("gemma3", "decoder")],
+)
+def test_features_are_what_enters_each_layer(
+    checkpoint: Callable[[str], Path], name: str, forward: str
+) -> None:
+    """Granite's residual stream is computed at another scale than it has."""
+    path = checkpoint(name)
     runner = make_runner(path, forward)
     wanted = expected(path, PROMPT)
     logits, first = runner.run([SequenceInput(PROMPT[:5], 0, [0], 0), SequenceInput([3], 0, [1], 1)])

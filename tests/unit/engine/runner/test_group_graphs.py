@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from specray.draft_tokens import DraftTokens
-from specray.engine.model.lowering import GatheredHead
+from specray.engine.model.layers.vocabulary import GatheredHead
 from specray.engine.runner.cuda_graphs import Bucket, GraphedForward, run_again
 from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner, _shard_drawer

@@ -61,6 +61,14 @@ def test_the_last_two_lie_on_both_sides_of_the_final_norm(llama: Path, forward: 
     assert torch.equal(found[0], wanted[0])
 
 
+def test_late_features_of_a_model_with_multipliers(tmp_path: Path) -> None:
+    """Its residual stream is computed at another scale, and its logits' factor is in the last norm."""
+    path = write_checkpoint(tmp_path, "granite")
+    found, wanted = features(make_runner(path, "decoder")), expected(path)
+    for layer in ALL:
+        torch.testing.assert_close(found[layer], wanted[layer], atol=2e-5, rtol=0)
+
+
 @pytest.mark.parametrize("forward", ["decoder", "hf"])
 def test_the_norm_joins_the_last_two_and_the_head_reads_the_last(llama: Path, forward: str) -> None:
     runner = make_runner(llama, forward)

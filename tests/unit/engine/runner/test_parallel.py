@@ -160,6 +160,9 @@ CASES = [
     ("llama-biased-scaled", "decoder", 97),
     ("qwen2", "decoder", 96),
     ("qwen3", "hf", 96),
+    ("gemma3", "decoder", 97),
+    ("phi3", "decoder", 96),
+    ("qwen3_moe", "decoder", 96),
 ]
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numba import carray
 
+from specray.engine.activation import Activation
 from specray.engine.cpu.gemm.epilogue import GATED, PLAIN, PLUS, epilogue_kernel
 from specray.engine.cpu.gemm.quantized.integer_rows import BLOCK_BYTES, FACTOR_BYTES, integer_rows
 from specray.engine.cpu.gemm.quantized.layout import Layout, pack_panels
@@ -74,13 +75,14 @@ class _Quantized:
         size: int,
         kind: int,
         thread_pool: ThreadPool,
+        activation: Activation = Activation.SILU,
     ) -> None:
         self.weight, self.bias, self._size, self._thread_pool = weight, bias, size, thread_pool
         num_weights = weight.shape[0] * weight.shape[1] * weight.shape[2] * PANEL * GROUP
         self._num_parts = min(weight.shape[0], _PARTS_PER_THREAD * thread_pool.size)
         if num_weights < _MIN_SHARED_WEIGHTS:
             self._num_parts = 1
-        self._kernel = _linear_kernel(format)
+        self._kernel = _linear_kernel(format, activation)
         self._args = np.zeros(_NUM_ARGS, dtype=np.int64)
         self._args[[_WEIGHT, _BIAS]] = weight.data_ptr(), bias.data_ptr()
         self._args[[_NUM_GROUPS, _SIZE, _KIND]] = weight.shape[2], size, kind
@@ -145,7 +147,7 @@ class QuantizedLinear:
 
 
 class QuantizedGate:
-    """Computes ``silu(gate(x)) * up(x)``; implements ``linear.Gate``."""
+    """Computes ``activation(gate(x)) * up(x)``; implements ``linear.Gate``."""
 
     __slots__ = ("_dtype", "_gated", "in_features", "num_bytes", "num_weights", "weight")
 
@@ -157,6 +159,7 @@ class QuantizedGate:
         up_bias: torch.Tensor | None,
         thread_pool: ThreadPool,
         dtype: torch.dtype = torch.bfloat16,
+        activation: Activation = Activation.SILU,
     ) -> None:
         self._dtype = dtype
         size, self.in_features = gate.codes.shape
@@ -165,7 +168,7 @@ class QuantizedGate:
         self.weight = pack_panels(gate, up)
         self.num_bytes = self.weight.nbytes
         bias = torch.stack([_padded(bias, size) for bias in (gate_bias, up_bias)], dim=1)
-        self._gated = _Quantized(gate.format, self.weight, bias, size, GATED, thread_pool)
+        self._gated = _Quantized(gate.format, self.weight, bias, size, GATED, thread_pool, activation)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return self._gated.run(rows, self._dtype)
@@ -180,12 +183,14 @@ def _padded(bias: torch.Tensor | None, size: int) -> torch.Tensor:
 
 
 @functools.cache
-def _linear_kernel(format: Quantization) -> Kernel:
-    return Kernel(f"linear-{format}", _NUM_ARGS, functools.partial(_make_linear, Layout(format)))
+def _linear_kernel(format: Quantization, activation: Activation) -> Kernel:
+    name = f"linear-{format}" if activation is Activation.SILU else f"linear-{format}-{activation}"
+    return Kernel(name, _NUM_ARGS, functools.partial(_make_linear, Layout(format), activation))
 
 
-def _make_linear(layout: Layout) -> Any:
-    finish, multiply, group_bytes = epilogue_kernel(), _make_multiply(layout), layout.group_bytes
+def _make_linear(layout: Layout, activation: Activation) -> Any:
+    finish, multiply = epilogue_kernel(activation), _make_multiply(layout)
+    group_bytes = layout.group_bytes
     line = vectors(PANEL, "float32")
     load, store, add = line.load, line.store, line.add
 

@@ -19,7 +19,8 @@ from specray.engine.cpu.gemm.quantized.embedding import QuantizedEmbedding
 from specray.engine.cpu.gemm.quantized.layout import pack_panels
 from specray.engine.cpu.gemm.quantized.linear import QuantizedGate, QuantizedLinear, has_kernels
 from specray.engine.model.checkpoint.source import InMemoryWeights
-from specray.engine.model.lowering import ShardedEmbedding, lower
+from specray.engine.model.layers.vocabulary import ShardedEmbedding
+from specray.engine.model.lowering import lower
 from specray.engine.model.operators_cpu import KernelOperators
 from specray.engine.model.quantized.formats import WeightFormats
 from specray.engine.model.quantized.operator_set import operator_set

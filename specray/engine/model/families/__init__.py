@@ -1,0 +1,1 @@
+"""Families of models: what their configurations mean to the decoder."""

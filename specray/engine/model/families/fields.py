@@ -1,0 +1,120 @@
+"""Fields of config.json, each of the kind that a reader asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from specray.engine.model.decoder_config import LinearScaling, Llama3Scaling, RopeFormula
+
+
+class NotUnderstoodError(Exception):
+    """A value means something that only the library knows, or nothing at all."""
+
+
+def is_whole(value: object) -> bool:
+    return type(value) is int
+
+
+def is_number(value: object) -> bool:
+    return type(value) in (int, float)
+
+
+def _is_token_id(value: object) -> bool:
+    return value is None or is_whole(value) or (isinstance(value, list) and all(map(is_whole, value)))
+
+
+def _is_dtype(value: object) -> bool:
+    return value is None or value in ("bfloat16", "float16", "float32")
+
+
+_WITHOUT_EFFECT: dict[str, Callable[[Any], bool]] = {
+    "model_type": lambda value: True,
+    "architectures": lambda value: (
+        value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+    ),
+    "attention_dropout": is_number,
+    "bos_token_id": lambda value: value is None or is_whole(value),
+    "dtype": _is_dtype,
+    "eos_token_id": _is_token_id,
+    "initializer_range": lambda value: type(value) is float and 0.0 <= value <= 1.0,
+    "pad_token_id": lambda value: value is None or is_whole(value),
+    # Says which token stands for one to be predicted, wherever it lies.
+    "pard_token": lambda value: True,
+    "pretraining_tp": lambda value: value is None or is_whole(value),
+    "quantization_config": lambda value: value is None,
+    "torch_dtype": _is_dtype,
+    "transformers_version": lambda value: isinstance(value, str),
+    "use_cache": lambda value: isinstance(value, bool),
+    "use_mrope": lambda value: value is False,
+    "_name_or_path": lambda value: isinstance(value, str),
+}
+"""Keys that change nothing of what is computed, and the values with which the library takes them."""
+
+
+class Fields:
+    """The values of one type, by name, each of the kind that is asked for."""
+
+    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            if name in defaults:
+                continue
+            if name not in _WITHOUT_EFFECT or not _WITHOUT_EFFECT[name](value):
+                raise NotUnderstoodError(name)
+        self._values = {**defaults, **values}
+
+    def size(self, name: str) -> int:
+        """A whole number above zero."""
+        value = self._values[name]
+        if type(value) is not int or value < 1:
+            raise NotUnderstoodError(name)
+        return value
+
+    def size_or_none(self, name: str) -> int | None:
+        return None if self._values[name] is None else self.size(name)
+
+    def flag(self, name: str) -> bool:
+        """True or False; False for a type that has no such field."""
+        value = self._values.get(name, False)
+        if type(value) is not bool:
+            raise NotUnderstoodError(name)
+        return value
+
+    def value(self, name: str) -> Any:
+        return self._values.get(name)
+
+
+def rope_formula(given: Mapping[str, Any], max_position_embeddings: int) -> RopeFormula:
+    """Rotary embeddings of one kind, ``rope_theta`` among their values."""
+    values = dict(given)
+    older_name = values.pop("type", "default")
+    kind = values.pop("rope_type", older_name)
+    theta = _number(values, "rope_theta")
+    scaling: LinearScaling | Llama3Scaling | None = None
+    if kind == "linear":
+        scaling = LinearScaling(_number(values, "factor"))
+    elif kind == "llama3":
+        original = values.pop("original_max_position_embeddings", max_position_embeddings)
+        if type(original) is not int or original < 1:
+            raise NotUnderstoodError("original_max_position_embeddings")
+        scaling = Llama3Scaling(
+            _number(values, "factor"),
+            _number(values, "low_freq_factor"),
+            _number(values, "high_freq_factor"),
+            original,
+        )
+        if scaling.high_freq_factor <= scaling.low_freq_factor:
+            raise NotUnderstoodError("high_freq_factor")
+    elif kind != "default":
+        raise NotUnderstoodError("rope_type")
+    if values:
+        raise NotUnderstoodError(", ".join(values))
+    return RopeFormula(theta, scaling)
+
+
+def _number(values: dict[str, Any], name: str) -> float:
+    """Takes a number above zero out of the values."""
+    value = values.pop(name, None)
+    if not is_number(value) or not value > 0:
+        raise NotUnderstoodError(name)
+    return float(value)

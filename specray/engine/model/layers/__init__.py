@@ -1,0 +1,1 @@
+"""Parts of decoder layers that some families have."""

@@ -1,0 +1,71 @@
+"""The ends of a model: look-ups of tokens, and the logits of a group's ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from specray.engine.model.decoder import Embedding
+    from specray.engine.model.linear import Linear
+    from specray.engine.runner.parallel import ParallelContext
+
+
+@dataclass(frozen=True, slots=True)
+class TableEmbedding:
+    """The whole table on this rank."""
+
+    table: torch.Tensor  # [vocab_size, hidden_size]
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(token_ids, self.table)
+
+    def into(self, token_ids: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes the hidden states to ``out``."""
+        torch.index_select(self.table, 0, token_ids, out=out)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledEmbedding:
+    """The whole table on this rank, which the head shares, and a factor of its numbers."""
+
+    table: torch.Tensor  # [vocab_size, hidden_size]
+    scale: float
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(token_ids, self.table).mul_(self.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedEmbedding:
+    """Some rows of the table; a token of another rank is a zero here, and the sum has them all."""
+
+    local: Embedding
+    num_local_tokens: int
+    first_token_id: int
+    parallel: ParallelContext
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        local = token_ids - self.first_token_id
+        is_elsewhere = (local < 0) | (local >= self.num_local_tokens)
+        rows = self.local(local.masked_fill_(is_elsewhere, 0))
+        return self.parallel.all_reduce(rows.masked_fill_(is_elsewhere[:, None], 0))
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredHead:
+    """Some rows of the head: each rank has the logits of some tokens, until they are joined."""
+
+    local: Linear
+    num_logits: int
+    parallel: ParallelContext
+
+    def precise(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.local(rows)
+
+    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits of all ranks."""
+        return self.parallel.all_gather(logits, self.num_logits).float()

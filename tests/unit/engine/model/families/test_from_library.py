@@ -1,0 +1,95 @@
+"""What the decoder takes of each family, and what it leaves to forward hf."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from specray.engine.model.decoder_config import RopeFormula
+from specray.engine.model.families.from_library import can_lower, decoder_config_of
+from specray.engine.model.rotary import rotated_first
+
+SMALL = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "intermediate_size": 48,
+}
+
+
+def config_of(model_type: str, **values: Any) -> Any:
+    return AutoConfig.for_model(model_type, **SMALL, **values)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "values"),
+    [
+        ("llama", {"hidden_act": "gelu"}),
+        ("qwen3_moe", {"hidden_act": "relu"}),
+        ("gemma3_text", {"hidden_activation": "gelu"}),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}),
+        ("gemma3_text", {"use_bidirectional_attention": True}),
+        ("gemma3_text", {"query_pre_attn_scalar": 0}),
+        ("granite", {"residual_multiplier": 0.0}),
+        ("granite", {"logits_scaling": 0.0}),
+        ("qwen3_moe", {"decoder_sparse_step": 0}),
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 5}),
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 0}),
+        ("olmo2", {}),
+    ],
+)
+def test_what_is_left_to_the_other_forward(model_type: str, values: dict[str, Any]) -> None:
+    assert not can_lower(config_of(model_type, **values))
+
+
+def test_gelu_of_a_llama_is_taken() -> None:
+    assert can_lower(config_of("llama", hidden_act="gelu_pytorch_tanh"))
+
+
+def test_smollm3_has_layers_without_positions() -> None:
+    config = config_of("smollm3", no_rope_layers=[1, 0, 1, 0, 1], rope_parameters={"rope_type": "default"})
+    rope = RopeFormula(2_000_000.0)
+    decoder = decoder_config_of(config, max_model_len=64)
+    assert decoder.ropes == (rope, None, rope, None)
+    assert decoder.windows == (None,) * 4
+
+
+def test_windows_of_smollm3_count_only_where_they_are_used() -> None:
+    values = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    windows = [
+        decoder_config_of(config_of("smollm3", use_sliding_window=used, **values), max_model_len=64).windows
+        for used in (False, True)
+    ]
+    assert windows == [(None,) * 4, (8, None, 8, None)]
+
+
+def test_part_of_a_head_is_rotated() -> None:
+    config = config_of("phi3", rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5})
+    decoder = decoder_config_of(config, max_model_len=64)
+    assert (decoder.head_dim, decoder.rotary_dim, decoder.has_joined_weights) == (8, 4, True)
+    order = rotated_first(decoder)
+    # The pairs (0, 2) and (1, 3) lie half a head apart.
+    assert order is not None and order.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+
+
+def test_layers_of_qwen3_moe_with_one_mlp() -> None:
+    config = config_of(
+        "qwen3_moe", num_experts=9, moe_intermediate_size=24, mlp_only_layers=[3], decoder_sparse_step=2
+    )
+    experts = decoder_config_of(config, max_model_len=64).experts
+    assert experts is not None
+    assert experts.layers == (False, True, False, False)
+    assert (experts.num_experts, experts.num_chosen, experts.is_normed) == (9, 8, False)
+
+
+def test_experts_of_mixtral_are_as_wide_as_its_mlp() -> None:
+    decoder = decoder_config_of(config_of("mixtral", num_local_experts=4), max_model_len=64)
+    assert decoder.moe_intermediate_size == 48
+    shapes = decoder.weight_shapes()
+    assert shapes["model.layers.3.block_sparse_moe.experts.3.w2.weight"] == (32, 48)
+    assert shapes["model.layers.0.block_sparse_moe.gate.weight"] == (4, 32)
+    assert not [name for name in shapes if ".mlp." in name]
