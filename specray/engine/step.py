@@ -6,7 +6,7 @@ These types are shared by runners, forwards and attention, so this file imports 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -34,12 +34,47 @@ class HeadShape:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer keeps of a token."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    """Numbers of a value; 0: values are a part of the keys (``attention.latent``)."""
+
+    @property
+    def num_numbers(self) -> int:
+        """Numbers of one token, keys and values."""
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
 class CacheShape:
     """What a model keeps per token on this rank."""
 
     num_layers: int
     num_kv_heads: int
+    """Kv heads of every layer, if ``unlike`` is empty; as ``head_dim``."""
     head_dim: int
+    unlike: tuple[LayerShape, ...] = ()
+    """Shape of each layer, where layers differ, or keys and values do; empty: all are alike."""
+
+    @classmethod
+    def of_layers(cls, layers: Sequence[LayerShape]) -> CacheShape:
+        """The shape of layers, alike or not."""
+        first = layers[0]
+        alike = cls(len(layers), first.num_kv_heads, first.key_dim)
+        return alike if tuple(layers) == alike.layers else replace(alike, unlike=tuple(layers))
+
+    @property
+    def layers(self) -> tuple[LayerShape, ...]:
+        """The shape of each layer."""
+        return self.unlike or (LayerShape(self.num_kv_heads, self.head_dim, self.head_dim),) * self.num_layers
+
+    @property
+    def num_numbers(self) -> int:
+        """Numbers of one token in all layers."""
+        return sum(layer.num_numbers for layer in self.layers)
 
 
 class KVCache(Protocol):

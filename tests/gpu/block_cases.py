@@ -8,7 +8,7 @@ import torch
 
 from specray.engine.attention.mask import branch_visibility
 from specray.engine.cache.blocks import BlockCache
-from specray.engine.step import AttentionStep, HeadShape, SequenceRows
+from specray.engine.step import AttentionStep, CacheShape, HeadShape, SequenceRows
 from tests.unit.engine.attention.trees import Tree, random_tree
 
 NUM_BLOCKS = 26
@@ -75,11 +75,9 @@ def block_cache(case: Case, dtype: torch.dtype = torch.float32) -> BlockCache:
     """A cache full of numbers, in one more block than is used, as captured forwards want it."""
     torch.manual_seed(1)
     cache = BlockCache(
-        num_layers=1,
+        CacheShape(1, case.shape.num_kv_heads, case.shape.head_dim),
         num_blocks=NUM_BLOCKS + 1,
         block_size=case.block_size,
-        num_kv_heads=case.shape.num_kv_heads,
-        head_dim=case.shape.head_dim,
         dtype=dtype,
         device=torch.device("cpu"),
     )

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from specray.engine.attention.mask import Visibility, is_visible
+from specray.engine.attention.scores import ScoreRule, attend_by_rule
 from specray.engine.step import AttentionStep, SequenceRows, Slots
 
 
@@ -63,25 +64,31 @@ class SdpaStep:
         *,
         scale: float,
         window: int | None = None,
+        rule: ScoreRule | None = None,
+        latent_dim: int = 0,
     ) -> torch.Tensor:
         """Writes the rows' keys and values, then attends.
 
         Args:
-            query: ``[num_rows, num_heads, head_dim]``; head ``h`` uses kv head ``h // group_size``.
-            keys_values: ``[num_rows, 2 * num_kv_heads, head_dim]``, the keys before the values.
+            query: ``[num_rows, num_heads, key_dim]``; head ``h`` uses kv head ``h // group_size``.
+            keys_values: as ``BlockCache.write`` wants them, the keys before the values.
             scale: factor on the dot products.
             window: sliding window: a row sees itself and the ``window - 1`` positions before it.
+            rule: how weights come from scores; None: by a softmax alone.
+            latent_dim: first numbers of a key that are its value; 0: values are stored.
 
         Returns:
-            ``[num_rows, num_heads * head_dim]``.
+            ``[num_rows, num_heads * value_dim]``.
         """
         self.cache.write(layer, self.write_slots, keys_values)
         keys, values = self.cache.keys[layer], self.cache.values[layer]
+        if latent_dim:
+            values = keys.narrow(3, 0, latent_dim)
         outputs = []
         for index, rows in enumerate(self.rows):
             own = query if len(self.rows) == 1 else query.narrow(0, rows.first_row, rows.num_rows)
             context = self._context(index, window, query.shape[1] // keys.shape[0], own)
-            outputs.append(_attend_rows(own, keys, values, context, scale))
+            outputs.append(_attend_rows(own, keys, values, context, scale, rule))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _context(self, index: int, window: int | None, group_size: int, query: torch.Tensor) -> _Context:
@@ -150,7 +157,12 @@ def _dense(visibility: Sequence[Visibility], keys: torch.Tensor, window: int | N
 
 
 def _attend_rows(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, context: _Context, scale: float
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    context: _Context,
+    scale: float,
+    rule: ScoreRule | None,
 ) -> torch.Tensor:
     """The rows of one sequence.
 
@@ -158,24 +170,22 @@ def _attend_rows(
     and one row's result comes out in the order of its heads.
     """
     num_rows, num_heads, head_dim = query.shape
-    num_kv_heads = keys.shape[0]
+    num_kv_heads, value_dim = keys.shape[0], values.shape[3]
     group_size = num_heads // num_kv_heads
     if num_rows == 1:
         grouped = query.view(num_kv_heads, 1, group_size, head_dim)
     else:
         by_head = query.view(num_rows, num_kv_heads, group_size, head_dim).transpose(0, 1)
         grouped = by_head.reshape(num_kv_heads, 1, num_rows * group_size, head_dim)
-    output = F.scaled_dot_product_attention(
-        grouped,
-        _select(keys, context.slots),
-        _select(values, context.slots),
-        attn_mask=context.mask,
-        scale=scale,
-    )
+    seen = _select(keys, context.slots), _select(values, context.slots)
+    if rule is None:
+        output = F.scaled_dot_product_attention(grouped, *seen, attn_mask=context.mask, scale=scale)
+    else:
+        output = attend_by_rule(grouped, *seen, context.mask, scale, rule)
     if num_rows == 1:
-        return output.view(1, num_heads * head_dim)
-    by_row = output.view(num_kv_heads, num_rows, group_size, head_dim).transpose(0, 1)
-    return by_row.reshape(num_rows, num_heads * head_dim)
+        return output.view(1, num_heads * value_dim)
+    by_row = output.view(num_kv_heads, num_rows, group_size, value_dim).transpose(0, 1)
+    return by_row.reshape(num_rows, num_heads * value_dim)
 
 
 def _select(heads: torch.Tensor, slots: Slots) -> torch.Tensor:

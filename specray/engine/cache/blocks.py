@@ -16,6 +16,7 @@ import torch
 
 from specray.engine.cache.prefix import PrefixIndex
 from specray.engine.cpu.huge_pages import HUGE_PAGE
+from specray.engine.step import CacheShape, LayerShape
 from specray.errors import OutOfBlocksError
 
 _MADV_POPULATE_WRITE = 23
@@ -190,36 +191,39 @@ class BlockCache:
     """The K/V tensors of all layers.
 
     ``layers``: ``[num_blocks * block_size, 2 * num_kv_heads, head_dim]`` each, a slot's keys before its
-    values, so that both are written at once; ``keys`` and ``values`` are views of the halves as attention
-    wants them, ``[num_kv_heads, 1, num_slots, head_dim]``. Consecutive slots are consecutive in memory, so
+    values, so that both are written at once; ``[num_blocks * block_size, num_numbers]`` of a layer whose keys
+    and values differ in size. ``keys`` and ``values`` are views of the parts as attention wants them,
+    ``[num_kv_heads, 1, num_slots, head_dim]``. Consecutive slots are consecutive in memory, so
     the tokens of a sequence whose blocks are consecutive are one view.
     On CPU the allocation is virtual until it is written, or populated.
     """
 
     def __init__(
         self,
+        shape: CacheShape,
         *,
-        num_layers: int,
         num_blocks: int,
         block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_blocks * block_size, 2 * num_kv_heads, head_dim)
         self.num_blocks = num_blocks
         self.block_size = block_size
+        num_slots = num_blocks * block_size
+        sizes = [(num_slots, *_slot_shape(layer)) for layer in shape.layers]
         # Zeros, not garbage: a masked slot has weight 0, and 0 times a stray NaN would still be NaN.
         self._memories: list[mmap.mmap] = []
         if device.type == "cpu":
-            self._memories = [_reserved(math.prod(shape) * dtype.itemsize) for _ in range(num_layers)]
-            self.layers = [torch.frombuffer(memory, dtype=dtype).view(shape) for memory in self._memories]
+            self._memories = [_reserved(math.prod(size) * dtype.itemsize) for size in sizes]
+            self.layers = [
+                torch.frombuffer(memory, dtype=dtype).view(size)
+                for memory, size in zip(self._memories, sizes, strict=True)
+            ]
         else:
-            self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        by_head = [layer.transpose(0, 1).unsqueeze(1) for layer in self.layers]
-        self.keys = [heads[:num_kv_heads] for heads in by_head]
-        self.values = [heads[num_kv_heads:] for heads in by_head]
+            self.layers = [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
+        views = [_views(*both) for both in zip(self.layers, shape.layers, strict=True)]
+        self.keys = [keys for keys, _ in views]
+        self.values = [values for _, values in views]
 
     def populate(self, most_bytes: int) -> int:
         """Gives the first blocks memory at once, on large pages, where a block fills some in each layer.
@@ -231,24 +235,26 @@ class BlockCache:
         Returns:
             The bytes, at most ``most_bytes``; 0 on other devices.
         """
-        block_bytes = self.layers[0].nbytes // self.num_blocks
-        if not self._memories or block_bytes < HUGE_PAGE:
+        smallest = min(layer.nbytes for layer in self.layers)
+        if not self._memories or smallest // self.num_blocks < HUGE_PAGE:
             return 0
-        size = min(self.layers[0].nbytes, most_bytes // len(self._memories)) // HUGE_PAGE * HUGE_PAGE
-        if size == 0:
+        share = most_bytes // len(self._memories)
+        sizes = [min(layer.nbytes, share) // HUGE_PAGE * HUGE_PAGE for layer in self.layers]
+        if share < HUGE_PAGE:
             return 0
         try:
-            for memory in self._memories:
+            for memory, size in zip(self._memories, sizes, strict=True):
                 memory.madvise(mmap.MADV_HUGEPAGE, 0, size)
                 memory.madvise(_MADV_POPULATE_WRITE, 0, size)
         except (AttributeError, OSError):  # another system, or a kernel before Linux 5.14
             return 0
-        return size * len(self._memories)
+        return sum(sizes)
 
     def write(self, layer: int, slots: slice | torch.Tensor, keys_values: torch.Tensor) -> None:
         """Stores keys and values ``[num_tokens, 2 * num_kv_heads, head_dim]`` at ``slots``.
 
         Args:
+            keys_values: ``[num_tokens, num_numbers]`` for a layer whose keys and values differ in size.
             slots: a slice, or an index tensor ``[num_tokens]``, of slots.
         """
         if isinstance(slots, slice):
@@ -276,6 +282,20 @@ def _reserved(num_bytes: int) -> mmap.mmap:
     return memory
 
 
-def bytes_per_token(*, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+def _slot_shape(layer: LayerShape) -> tuple[int, ...]:
+    if layer.key_dim == layer.value_dim:
+        return 2 * layer.num_kv_heads, layer.key_dim
+    return (layer.num_numbers,)
+
+
+def _views(slots: torch.Tensor, layer: LayerShape) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a layer, ``[num_kv_heads, 1, num_slots, size]`` each."""
+    keys, values = slots.flatten(1).tensor_split((layer.num_kv_heads * layer.key_dim,), dim=1)
+    keys = keys.view(len(slots), layer.num_kv_heads, layer.key_dim)
+    values = values.view(len(slots), layer.num_kv_heads, layer.value_dim)
+    return keys.transpose(0, 1).unsqueeze(1), values.transpose(0, 1).unsqueeze(1)
+
+
+def bytes_per_token(shape: CacheShape, dtype: torch.dtype) -> int:
     """Bytes of K and V that one token takes over all layers."""
-    return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+    return shape.num_numbers * dtype.itemsize

@@ -32,7 +32,7 @@ from specray.engine.model.decoder import HeadNorm, Norm, Rotary, rotate_heads
 from specray.engine.model.linear import Gate, Linear
 from specray.engine.model.operators_torch import rotary_tables
 from specray.engine.model.rotary import cos_sin
-from specray.engine.step import AttentionStep, SequenceRows
+from specray.engine.step import AttentionStep, CacheShape, SequenceRows
 
 _FIRST_ENTRY = 1
 """KV index of the first entry."""
@@ -91,11 +91,9 @@ class EagleDrafter:
             *cos_sin(attention, parts.max_model_len, parts.device), parts.dtype
         )
         self._cache = BlockCache(
-            num_layers=len(self._layers),
+            CacheShape(len(self._layers), self._num_kv_heads, self._head_dim),
             num_blocks=parts.num_blocks,
             block_size=parts.block_size,
-            num_kv_heads=self._num_kv_heads,
-            head_dim=self._head_dim,
             dtype=parts.dtype,
             device=parts.device,
         )

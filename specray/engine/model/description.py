@@ -152,7 +152,7 @@ def _describe_through_library(args: ModelArgs, directory: Path | None) -> ModelD
             f"model type {config.model_type!r} allows only 1"
         )
     decoder = library.check_served(args.path, config, forward=args.forward, max_model_len=max_model_len)
-    fields = {name: getattr(config.text, name, None) for name in _SHARED_FIELDS}
+    fields = {name: config.by_layer(name) for name in _SHARED_FIELDS}
     _check_shards(args, fields, has_decoder=decoder is not None)
     check_forward(args.path, config.stored, has_decoder=decoder is not None)
     return ModelDescription(

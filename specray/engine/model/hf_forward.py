@@ -8,21 +8,23 @@ name, so the library builds no mask.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
+from specray.engine.attention.latent import from_latent, keep_latents, keeps_latents, to_latent
+from specray.engine.attention.scores import ScoreRule
 from specray.engine.attention.sdpa import SdpaStep
 from specray.engine.cache.blocks import BlockCache
-from specray.engine.step import AttentionStep, CacheShape, ForwardOutput, SequenceRows, Step
+from specray.engine.model.checks.modalities import quiet_library
+from specray.engine.step import AttentionStep, CacheShape, ForwardOutput, LayerShape, SequenceRows, Step
 from specray.errors import ConfigError
 
 ATTENTION_NAME = "specray_blocks"
 _CHECKED_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8)
 _UNSUPPORTED = {
-    "softcap": "a soft cap on its scores",
-    "s_aux": "attention sinks",
     "head_mask": "a mask of heads",
     "position_bias": "a bias by position",
     "cu_seq_lens_q": "sequences packed in its own way",
@@ -34,15 +36,55 @@ _UNSUPPORTED = {
 class _Attention(Protocol):
     """What a layer calls: the step of a real forward, or the probe."""
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        keys_values: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-    ) -> torch.Tensor: ...
+    def attend(self, layer: int, rows: _LayerRows) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerRows:
+    """Queries, keys and values of a layer, ``[num_rows, heads, size]`` each, and how they attend."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    """Values; of no size for latents."""
+    scale: float
+    window: int | None
+    rule: ScoreRule | None
+    latent_dim: int = 0
+    """As ``SdpaStep.attend`` wants it."""
+
+    @property
+    def shape(self) -> LayerShape:
+        """What is kept of a token."""
+        return LayerShape(self.key.shape[1], self.key.shape[2], self.value.shape[2])
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of a head's output."""
+        return self.latent_dim or self.value.shape[2]
+
+
+class _CachedAttention:
+    """Attends over the block cache."""
+
+    def __init__(self, step: AttentionStep) -> None:
+        self._step = SdpaStep(step)
+
+    def attend(self, layer: int, rows: _LayerRows) -> torch.Tensor:
+        """Returns ``[num_rows, num_heads * value_dim]``."""
+        if rows.key.shape[2] == rows.value.shape[2]:
+            keys_values = torch.cat((rows.key, rows.value), dim=1)
+        else:
+            keys_values = torch.cat((rows.key.flatten(1), rows.value.flatten(1)), dim=1)
+        return self._step.attend(
+            layer,
+            rows.query,
+            keys_values,
+            scale=rows.scale,
+            window=rows.window,
+            rule=rows.rule,
+            latent_dim=rows.latent_dim,
+        )
 
 
 class HfForward:
@@ -61,7 +103,9 @@ class HfForward:
         with torch.inference_mode():
             expected = model(torch.tensor([_CHECKED_TOKENS], device=model.device), use_cache=False).logits[0]
         AttentionInterface.register(ATTENTION_NAME, _block_attention)
-        model.set_attn_implementation(ATTENTION_NAME)
+        with quiet_library():  # It warns of other parts that are no more.
+            model.set_attn_implementation(ATTENTION_NAME)
+        keep_latents(model)
         self.cache_shape = self._probe()
         self._check(expected.float())
 
@@ -74,17 +118,9 @@ class HfForward:
 
     def _check(self, expected: torch.Tensor) -> None:
         """Two cached chunks must give the plain forward's logits: whatever else the model keeps is lost."""
-        shape, device, dtype = self.cache_shape, self.model.device, self.model.dtype
+        device, dtype = self.model.device, self.model.dtype
         num_tokens = len(_CHECKED_TOKENS)
-        cache = BlockCache(
-            num_layers=shape.num_layers,
-            num_blocks=1,
-            block_size=num_tokens,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            dtype=dtype,
-            device=device,
-        )
+        cache = BlockCache(self.cache_shape, num_blocks=1, block_size=num_tokens, dtype=dtype, device=device)
         logits = []
         for first, last in ((0, num_tokens // 2), (num_tokens // 2, num_tokens)):
             rows = SequenceRows(0, last - first, first, [0])
@@ -113,7 +149,7 @@ class HfForward:
             position_ids=positions[None],
             use_cache=False,
             logits_to_keep=rows,
-            attention_step=SdpaStep(step.attention),
+            attention_step=_CachedAttention(step.attention),
             output_hidden_states=self._tap.is_wanted,
         )
         return ForwardOutput(output.logits[0].float(), self._tap.take(output.hidden_states))
@@ -169,22 +205,14 @@ class _Probe:
     """Stands in for a step to learn what each layer would keep, on this rank, whatever the architecture."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[int, int]] = {}
+        self._kept: dict[int, LayerShape] = {}
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        keys_values: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-    ) -> torch.Tensor:
-        self._kept[layer] = (keys_values.shape[1] // 2, keys_values.shape[2])
-        return torch.zeros_like(query).flatten(1)
+    def attend(self, layer: int, rows: _LayerRows) -> torch.Tensor:
+        self._kept[layer] = rows.shape
+        return rows.query.new_zeros(len(rows.query), rows.query.shape[1] * rows.value_dim)
 
     def cache_shape(self, model: str) -> CacheShape:
-        """Raises ConfigError when the layers that called attention do not keep the same."""
+        """Raises ConfigError when some layers did not call attention."""
         if not self._kept:
             raise ConfigError(
                 f"{model} is not supported: its attention is code of its own, which cannot run over the cache"
@@ -194,14 +222,7 @@ class _Probe:
                 f"{model} is not supported: only its layers {sorted(self._kept)} keep keys and values; "
                 "allowed: models of which every layer does"
             )
-        shapes = sorted(set(self._kept.values()))
-        if len(shapes) != 1:
-            raise ConfigError(
-                f"{model} is not supported: its layers keep keys and values of several sizes; "
-                "allowed: one size for all layers"
-            )
-        num_kv_heads, head_dim = shapes[0]
-        return CacheShape(len(self._kept), num_kv_heads, head_dim)
+        return CacheShape.of_layers([self._kept[layer] for layer in range(len(self._kept))])
 
 
 def _block_attention(
@@ -212,6 +233,8 @@ def _block_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     attention_step: _Attention | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -227,18 +250,36 @@ def _block_attention(
     for name, words in _UNSUPPORTED.items():
         if kwargs.get(name) is not None:
             raise ConfigError(f"{refused}its attention has {words} ({name})")
-    if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
-        raise ConfigError(
-            f"{refused}its keys and values are of different sizes (latent attention); allowed: equal sizes"
-        )
-    output = attention_step.attend(
-        layer,
+    rows = _LayerRows(
         query[0].transpose(0, 1),
-        torch.cat((key[0], value[0])).transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
+        rule=None if softcap is None and s_aux is None else ScoreRule(softcap, s_aux),
     )
-    return output.view(1, query.shape[2], query.shape[1], value.shape[-1]), None
+    if keeps_latents(module):
+        output = _attend_latents(module, layer, rows, attention_step)
+    else:
+        output = attention_step.attend(layer, rows)
+    return output.view(1, query.shape[2], query.shape[1], -1), None
+
+
+def _attend_latents(
+    module: torch.nn.Module, layer: int, rows: _LayerRows, attention_step: _Attention
+) -> torch.Tensor:
+    """Attends where the keys are latents, and the values the rotated part of keys."""
+    latent_dim = rows.key.shape[2]
+    stored = torch.cat((rows.key, rows.value), dim=2)
+    inner = replace(
+        rows,
+        query=to_latent(module, rows.query),
+        key=stored,
+        value=stored[:, :, :0],
+        latent_dim=latent_dim,
+    )
+    attended = attention_step.attend(layer, inner)
+    return from_latent(module, attended.view(len(stored), -1, latent_dim))
 
 
 def _window_of_kind(module: torch.nn.Module, layer: int) -> int | None:

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils.hub import cached_file
 
 from specray.engine.model.checkpoint.headers import read_headers
@@ -21,6 +20,12 @@ from specray.engine.model.checkpoint.stored_format import StoredFormat
 from specray.engine.model.checks.architecture import check_architecture
 from specray.engine.model.checks.formats import check_format, check_tensors
 from specray.engine.model.checks.messages import one_line
+from specray.engine.model.checks.modalities import (
+    auto_class,
+    drop_other_parts,
+    is_language_model,
+    needs_other_parts,
+)
 from specray.engine.model.checks.refusals import refusal_of
 from specray.engine.model.checks.weights import check_finite, check_report
 from specray.engine.model.decoder_config import DecoderConfig
@@ -32,8 +37,10 @@ from specray.errors import ConfigError
 # sequence's tokens would depend on its neighbours; up to the original context they are constant.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
-_ONE_RANK = frozenset({"gemma3n_text"})
+_ONE_RANK = frozenset({"gemma3n_text", "gemma4_text", "mimo_v2_flash", "vaultgemma"})
 """Model types that several ranks have not been seen to compute rightly."""
+_SHARED_LATENTS = frozenset({"deepseek_v3", "minicpm3"})
+"""Model types with latent attention that they have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +71,22 @@ class LibraryConfig:
             limit = rope.get("original_max_position_embeddings") or limit
         return limit
 
+    def by_layer(self, name: str) -> Any:
+        """A number of the text part; a list where layers have their own, None where there is none."""
+        if not self.text.is_heterogeneous:
+            return getattr(self.text, name, None)
+        numbers = [getattr(layer, name, None) for layer in self.text.per_layer_config]
+        return [number for number in numbers if number is not None]
+
     @property
     def can_be_shared(self) -> bool:
         """Whether several ranks can compute it together."""
-        return bool(self.text.base_model_tp_plan) and self.text.model_type not in _ONE_RANK
+        model_type = self.text.model_type
+        if needs_other_parts(self.whole) or self.text.is_heterogeneous or model_type in _ONE_RANK:
+            return False
+        if getattr(self.text, "kv_lora_rank", None) and model_type not in _SHARED_LATENTS:
+            return False
+        return bool(self.text.base_model_tp_plan)
 
     @property
     def weights_entry(self) -> str | None:
@@ -139,7 +158,7 @@ def load_model(
     if tensor_parallel_size > 1:
         options["distributed_config"] = DistributedConfig(tp_size=tensor_parallel_size, tp_plan="auto")
     try:
-        model_and_report: Any = AutoModelForCausalLM.from_pretrained(
+        model_and_report: Any = auto_class(config.whole).from_pretrained(
             where,
             config=config.whole,
             dtype=dtype,
@@ -158,6 +177,8 @@ def load_model(
     if tensor_parallel_size == 1:
         model = model.to(device)
     loaded: PreTrainedModel = model.eval().requires_grad_(False)
+    if tensor_parallel_size == 1:
+        drop_other_parts(loaded)
     return loaded
 
 
@@ -197,5 +218,5 @@ def _snapshot(path: str) -> Path | None:
 
 def _check_causal(path: str, config: PreTrainedConfig) -> None:
     architecture = ", ".join(getattr(config, "architectures", None) or [type(config).__name__])
-    if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if not is_language_model(config):
         raise ConfigError(f"model {path!r} is {architecture}; allowed: decoder-only causal language models")

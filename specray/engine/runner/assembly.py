@@ -221,13 +221,10 @@ def _run_peak_step(config: EngineConfig, info: RunnerInfo, forward: Forward) -> 
         SequenceInput([0] * length, 0, range(index * per_sequence, (index + 1) * per_sequence), length)
         for index, length in enumerate(lengths)
     ]
-    shape = forward.cache_shape
     cache = BlockCache(
-        num_layers=shape.num_layers,
+        forward.cache_shape,
         num_blocks=len(lengths) * per_sequence,
         block_size=info.block_size,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
         dtype=info.dtype,
         device=info.device,
     )
@@ -301,13 +298,7 @@ def _operators(config: EngineConfig, loaded: LoadedModel, backend: Backend | Non
 
 def _cache(loaded: LoadedModel, shape: CacheShape, num_blocks: int, block_size: int) -> BlockCache:
     cache = BlockCache(
-        num_layers=shape.num_layers,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=loaded.dtype,
-        device=loaded.device,
+        shape, num_blocks=num_blocks, block_size=block_size, dtype=loaded.dtype, device=loaded.device
     )
     cache.populate(available_memory() // _POPULATED_SHARE)
     return cache
@@ -321,12 +312,7 @@ def _num_blocks(
     num_bytes: int,
     beside: Beside,
 ) -> int:
-    per_token = beside.bytes_per_token + bytes_per_token(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=loaded.dtype,
-    )
+    per_token = beside.bytes_per_token + bytes_per_token(shape, loaded.dtype)
     per_block = block_size * per_token
     per_sequence = -(-loaded.max_model_len // block_size)
     affordable = num_bytes // per_block

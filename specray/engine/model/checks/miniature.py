@@ -10,19 +10,20 @@ of them.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import logging as stdlib_logging
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.utils import logging
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from specray.engine.model.checks.messages import first_line
+from specray.engine.model.checks.modalities import (
+    auto_class,
+    drop_other_parts,
+    is_text_alone,
+    quiet_library,
+)
 from specray.errors import ConfigError
 
 VOCAB_SIZE = 128
@@ -59,6 +60,8 @@ _SIZES: dict[str, int] = {
     "laurel_rank": 8,
     "rotary_dim": 8,
 }
+_SOFT_CAP = 1.0
+"""Limit of attention scores in a miniature, whose scores are too small to come near a real one."""
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 
@@ -86,7 +89,7 @@ def build_miniature(config: PreTrainedConfig, *, max_model_len: int) -> PreTrain
         ConfigError: the library cannot build the architecture at a small size.
     """
     errors: list[str] = []
-    with _quiet_library(), torch.random.fork_rng(devices=[]):
+    with quiet_library(), torch.random.fork_rng(devices=[]):
         for is_narrow in (True, False):
             try:
                 return _build(_shrunk(config, max_model_len, is_narrow=is_narrow))
@@ -100,25 +103,15 @@ def build_miniature(config: PreTrainedConfig, *, max_model_len: int) -> PreTrain
     )
 
 
-@contextlib.contextmanager
-def _quiet_library() -> Iterator[None]:
-    """Without what the library logs of a model that nobody asked it for."""
-    before = logging.get_verbosity()
-    logging.set_verbosity(stdlib_logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-
-
 def _build(config: PreTrainedConfig) -> PreTrainedModel:
-    from_config: Any = AutoModelForCausalLM.from_config
+    from_config: Any = auto_class(config).from_config
     with torch.device("meta"):
         num_parameters = from_config(copy.deepcopy(config)).num_parameters()
     if num_parameters > _MAX_PARAMETERS:
         raise ValueError(f"it has {num_parameters} parameters, more than {_MAX_PARAMETERS}")
     model: PreTrainedModel = from_config(config, dtype=torch.float32).eval()
     _randomise(model)
+    drop_other_parts(model)
     with torch.inference_mode():
         model(torch.arange(2, 5)[None], use_cache=False)
     return model.requires_grad_(False)
@@ -127,13 +120,18 @@ def _build(config: PreTrainedConfig) -> PreTrainedModel:
 def _shrunk(config: PreTrainedConfig, max_model_len: int, *, is_narrow: bool) -> PreTrainedConfig:
     """A smaller copy; one that is not narrow keeps its widths, for architectures that tie them in their way.
 
-    It is of the text part alone where the library has a model for that.
+    It is of the text part alone where the model that is loaded is.
     """
-    text = config.get_text_config()
-    shrunk = copy.deepcopy(text if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else config)
+    shrunk = copy.deepcopy(config.get_text_config() if is_text_alone(config) else config)
     text = shrunk.get_text_config()
+    for name in shrunk.sub_configs if text is not shrunk else ():
+        other = getattr(shrunk, name, None)
+        if isinstance(other, PreTrainedConfig) and other is not text:
+            _shrink_other_part(other, is_narrow=is_narrow)
     _shrink_windows(text, max_model_len)
     _shrink_vocabulary(text)
+    if soft_cap := _own(text, "attn_logit_softcapping"):
+        text.attn_logit_softcapping = min(soft_cap, _SOFT_CAP)
     _cut_layers(text, _MAX_LAYERS if is_narrow else 2)
     if is_narrow:
         _shrink_widths(text)
@@ -162,22 +160,63 @@ def _shrink_vocabulary(config: PreTrainedConfig) -> None:
             setattr(config, name, 0)
 
 
+def _shrink_other_part(config: PreTrainedConfig, *, is_narrow: bool) -> None:
+    """Shrinks a part that text does not pass through, which need only be built."""
+    for name in ("depth", "num_hidden_layers", "num_layers"):
+        if isinstance(_own(config, name), int):
+            setattr(config, name, 1)
+    if _own(config, "deepstack_visual_indexes"):
+        config.deepstack_visual_indexes = [0]
+    if not is_narrow:
+        return
+    num_heads = _own(config, "num_heads") or _own(config, "num_attention_heads")
+    if isinstance(num_heads, int) and isinstance(_own(config, "hidden_size"), int):
+        config.hidden_size = num_heads * _HEAD_DIM
+    if isinstance(_own(config, "intermediate_size"), int):
+        config.intermediate_size = 32
+
+
 def _cut_layers(config: PreTrainedConfig, most: int) -> None:
-    """Leaves the first layers, with at least one of every kind that a list by layer tells apart."""
+    """Leaves the first layers, with at least one of every kind that a list by layer tells apart.
+
+    Of a model whose last layers take keys and values from the layers before (Gemma 3n, Gemma 4), as many of
+    the last are left.
+    """
     num_layers = config.num_hidden_layers
+    overrides = _overrides(config)
     by_layer = {
         name: value
         for name, value in vars(config).items()
         if isinstance(value, (list, tuple)) and len(value) == num_layers
     }
-    kinds = list(zip(*by_layer.values(), strict=True)) if by_layer else [()] * num_layers
-    first_seen = {repr(kind): index for index, kind in reversed(list(enumerate(kinds)))}
-    kept = min(num_layers, max(most, 1 + max(first_seen.values(), default=0)))
+    own = [overrides.get(index) for index in range(num_layers)]
+    kinds = list(zip(*by_layer.values(), own, strict=True))
+    shared: int = _own(config, "num_kv_shared_layers") or 0
+    num_first, num_last = num_layers - shared, 0
+    first_seen = {repr(kind): index for index, kind in reversed(list(enumerate(kinds[:num_first])))}
+    num_first = min(num_first, max(most, 1 + max(first_seen.values(), default=0)))
+    num_last = min(shared, num_first)
+    kept = [*range(num_first), *range(num_layers - num_last, num_layers)]
     for name, value in by_layer.items():
-        setattr(config, name, value[:kept])
-    config.num_hidden_layers = kept
-    if (shared := _own(config, "num_kv_shared_layers")) and kept < num_layers:
-        config.num_kv_shared_layers = max(0, shared - (num_layers - kept))
+        setattr(config, name, [value[index] for index in kept])
+    config.num_hidden_layers = len(kept)
+    if shared:
+        config.num_kv_shared_layers = num_last
+    _override(config, {new: overrides[old] for new, old in enumerate(kept) if old in overrides})
+
+
+def _overrides(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:
+    """Fields that some layers have of their own, by layer."""
+    spec = vars(config).get("_heterogeneity_spec")
+    return {} if spec is None else dict(spec.per_layer_overrides)
+
+
+def _override(config: PreTrainedConfig, overrides: dict[int, dict[str, Any]]) -> None:
+    """Gives layers fields of their own, and no others."""
+    if "_heterogeneity_spec" in vars(config):
+        config.per_layer_config = None
+        by_layer: dict[int | str, dict[str, Any]] = dict(overrides.items())
+        config.per_layer_config = by_layer
 
 
 def _shrink_widths(config: PreTrainedConfig) -> None:
@@ -206,12 +245,19 @@ def _shrink_heads(config: PreTrainedConfig) -> None:
     if _own(config, "num_key_value_heads"):
         config.num_key_value_heads = new_kv_heads
     config.hidden_size = new_heads * _HEAD_DIM * (1 if is_square else 2)
+    overrides = copy.deepcopy(_overrides(config))
+    for own in overrides.values():
+        for name in own.keys() & _SIZES.keys():
+            own[name] = min(own[name], _SIZES[name])
+        if own.get("head_dim", head_dim) != head_dim:
+            own["head_dim"] = 2 * _HEAD_DIM
+        if own.get("num_key_value_heads", num_kv_heads) != num_kv_heads:
+            own["num_key_value_heads"] = 1 if new_kv_heads > 1 else new_heads
     if head_dim is not None and not is_latent:
         config.head_dim = _HEAD_DIM
     elif head_dim is not None:
         config.head_dim = config.qk_rope_head_dim
-    if _own(config, "global_head_dim"):
-        config.global_head_dim = 2 * _HEAD_DIM
+    _override(config, overrides)
     per_layer = _own(config, "num_attention_heads_per_layer")
     if isinstance(per_layer, (list, tuple)):
         most = max(per_layer)
@@ -229,6 +275,10 @@ def _shorten_rope_factors(config: PreTrainedConfig) -> None:
         for name in ("short_factor", "long_factor"):
             if name in values:
                 values[name] = list(values[name])[: int(_HEAD_DIM * share) // 2]
+        if "mrope_section" in values:
+            # Of frequencies by axis; for text all axes are one.
+            third = int(_HEAD_DIM * share) // 6
+            values["mrope_section"] = [int(_HEAD_DIM * share) // 2 - 2 * third, third, third]
 
 
 def _shrink_experts(config: PreTrainedConfig) -> None:

@@ -12,7 +12,7 @@ from specray.engine.cache.blocks import BlockCache
 from specray.engine.cpu.gemm import tiles
 from specray.engine.model.decoder import Attention, PlainAttention
 from specray.engine.model.operators_torch import rotary_tables
-from specray.engine.step import HeadShape
+from specray.engine.step import CacheShape, HeadShape
 from tests.unit.engine.attention.trees import MAX_LEN, TREES, Tree, angles, expected, random_rows, tree_steps
 from tests.unit.engine.cpu.amx_emulated import emulated_tiles
 
@@ -61,11 +61,9 @@ def attend(
 ) -> torch.Tensor:
     """The nodes' attention, then that of the other sequence's only row."""
     cache = BlockCache(
-        num_layers=1,
+        CacheShape(1, SHAPE.num_kv_heads, SHAPE.head_dim),
         num_blocks=-(-MAX_LEN // block_size) + 1,
         block_size=block_size,
-        num_kv_heads=SHAPE.num_kv_heads,
-        head_dim=SHAPE.head_dim,
         dtype=dtype,
         device=device,
     )

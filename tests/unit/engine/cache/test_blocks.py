@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from specray.bench.soak.memory import anonymous_bytes
 from specray.engine.cache.blocks import BlockAllocator, BlockCache, BlockTable, bytes_per_token
 from specray.engine.runner import device
+from specray.engine.step import CacheShape, LayerShape
 from specray.errors import OutOfBlocksError
 
 
@@ -138,11 +139,9 @@ def test_integrity_after_every_operation(
 
 def small_cache() -> BlockCache:
     return BlockCache(
-        num_layers=2,
+        CacheShape(2, 2, 8),
         num_blocks=3,
         block_size=4,
-        num_kv_heads=2,
-        head_dim=8,
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
@@ -169,6 +168,24 @@ def test_copy_takes_every_layer() -> None:
         assert layer[0:3].any()
 
 
+def test_layers_that_differ_and_keys_that_differ_from_values() -> None:
+    """As of latents (no values), of latent attention expanded, and of layers with other heads."""
+    layers = [LayerShape(1, 5, 0), LayerShape(2, 6, 4), LayerShape(3, 4, 4)]
+    shape = CacheShape.of_layers(layers)
+    cache = BlockCache(shape, num_blocks=3, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
+    assert [list(keys.shape) for keys in cache.keys] == [[1, 1, 12, 5], [2, 1, 12, 6], [3, 1, 12, 4]]
+    assert [list(values.shape) for values in cache.values] == [[1, 1, 12, 0], [2, 1, 12, 4], [3, 1, 12, 4]]
+    rows = torch.arange(40.0).view(2, 20)
+    cache.write(1, slice(5, 7), rows)
+    cache.copy(torch.tensor([5, 6]), torch.tensor([9, 0]))
+    for slot, row in ((5, rows[0]), (6, rows[1]), (9, rows[0]), (0, rows[1])):
+        assert cache.keys[1][:, 0, slot].flatten().tolist() == row[:12].tolist()
+        assert cache.values[1][:, 0, slot].flatten().tolist() == row[12:].tolist()
+    assert sum(layer.nbytes for layer in cache.layers) == 12 * bytes_per_token(shape, torch.float32)
+    assert bytes_per_token(shape, torch.bfloat16) == 2 * (5 + 20 + 24)
+    assert CacheShape.of_layers(layers[2:] * 2) == CacheShape(2, 3, 4)
+
+
 def resident_bytes() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
@@ -178,11 +195,9 @@ def resident_bytes() -> int:
 def test_memory_is_taken_when_written_and_not_before() -> None:
     before = resident_bytes()
     cache = BlockCache(
-        num_layers=4,
+        CacheShape(4, 4, 64),
         num_blocks=64,
         block_size=1024,
-        num_kv_heads=4,
-        head_dim=64,
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
     )
@@ -214,11 +229,9 @@ LARGE = 2 << 20
 )
 def test_memory_given_at_once(block_size: int, most_bytes: int, expected: int) -> None:
     cache = BlockCache(
-        num_layers=2,
+        CacheShape(2, 4, 64),
         num_blocks=4,
         block_size=block_size,
-        num_kv_heads=4,
-        head_dim=64,
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
     )
@@ -255,4 +268,4 @@ def test_memory_at_hand_is_the_systems_within_the_containers_limit(
 def test_bytes_per_token_is_what_the_tensors_take() -> None:
     cache = small_cache()
     total = sum(layer.nbytes for layer in cache.layers)
-    assert total == 12 * bytes_per_token(num_layers=2, num_kv_heads=2, head_dim=8, dtype=torch.float32)
+    assert total == 12 * bytes_per_token(CacheShape(2, 2, 8), torch.float32)

@@ -29,7 +29,7 @@ from specray.engine.cpu.norm import FusedRMSNorm
 from specray.engine.cpu.simd import vectors
 from specray.engine.cpu.thread_pool import Kernel, ThreadPool, as_pointer
 from specray.engine.model.decoder import HeadNorm
-from specray.engine.step import AttentionStep, SequenceRows
+from specray.engine.step import AttentionStep, CacheShape, SequenceRows
 
 pytestmark = pytest.mark.slow
 
@@ -74,11 +74,9 @@ def empty_cache(
     num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> BlockCache:
     return BlockCache(
-        num_layers=1,
+        CacheShape(1, num_kv_heads, head_dim),
         num_blocks=num_blocks,
         block_size=block_size,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
         dtype=dtype,
         device=torch.device("cpu"),
     )

@@ -7,7 +7,7 @@ import torch
 
 from specray.engine.cache.blocks import BlockCache
 from specray.engine.model.decoder import HeadNorm
-from specray.engine.step import AttentionStep, SequenceRows
+from specray.engine.step import AttentionStep, CacheShape, SequenceRows
 
 pytest.importorskip("numba")
 
@@ -156,9 +156,12 @@ def test_attention_of_packed_rows(head_dim: int, has_norm: bool) -> None:
     results = []
     for is_packed in (False, True):
         cache = BlockCache(
-            num_layers=1, num_blocks=9, block_size=16, num_kv_heads=2, head_dim=head_dim,
-            dtype=torch.bfloat16, device=torch.device("cpu"),
-        )  # fmt: skip
+            CacheShape(1, 2, head_dim),
+            num_blocks=9,
+            block_size=16,
+            dtype=torch.bfloat16,
+            device=torch.device("cpu"),
+        )
         cache.layers[0].zero_()
         spans = (SequenceRows(0, 70, 0, [4, 5, 6, 0, 1]), SequenceRows(70, 5, 11, [8]))
         step = attention.prepare(AttentionStep(spans, cache), slice(0, 0))

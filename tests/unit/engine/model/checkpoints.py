@@ -10,11 +10,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
 )
 
-from tests.unit.engine.model.zoo import Family
+from tests.unit.engine.model.zoo import FAMILIES, Family
 
 VOCAB_SIZE = 96
 HIDDEN = {
@@ -94,12 +95,15 @@ HF: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
     "olmo2": {"num_key_value_heads": 2},
+    **{name: FAMILIES[name].values for name in ("deepseek_v3", "gpt_oss", "mimo_v2_flash")},
 }
+SHARED = {name: FAMILIES[name].values for name in ("gemma2", "minicpm3")}
+"""More of the library's, for ranks."""
 
 
 def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:
     """The configuration of one of the architectures above."""
-    values = {**HIDDEN, **{**DECODER, **HF}[name], **overrides}
+    values = {**HIDDEN, **{**DECODER, **HF, **SHARED}[name], **overrides}
     model_type = values.pop("model_type", name)
     return AutoConfig.for_model(model_type, **values)
 
@@ -116,20 +120,30 @@ def write_family(directory: Path, family: Family) -> Path:
 
 def family_config(family: Family) -> PreTrainedConfig:
     """The configuration of a family of the zoo at tiny size."""
-    config: PreTrainedConfig = AutoConfig.for_model(family.model_type, **{**HIDDEN, **family.values})
+    values: dict[str, Any] = {**HIDDEN, **family.values}
+    if family.other_parts:
+        values = {"text_config": values, **family.other_parts}
+    config: PreTrainedConfig = AutoConfig.for_model(family.model_type, **values)
     return config
+
+
+def library_class(config: PreTrainedConfig) -> Any:
+    """What loads all parts of a model."""
+    if config.get_text_config() is config:
+        return AutoModelForCausalLM
+    return AutoModelForImageTextToText
 
 
 def write_model(directory: Path, config: PreTrainedConfig, *, seed: int) -> Path:
     """Writes random float32 weights and a toy tokenizer; returns the directory."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config)
+    model = library_class(config).from_config(config)
     for parameter in model.parameters():
         if parameter.ndim == 1:
             # Norm weights and biases are ones and zeros otherwise, and then a forgotten one goes unseen.
             parameter.data.add_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(directory)
-    write_tokenizer(directory, config.vocab_size)
+    write_tokenizer(directory, config.get_text_config().vocab_size)
     return directory
 
 
@@ -145,7 +159,8 @@ def write_tokenizer(directory: Path, vocab_size: int, *, prefix: str = "") -> No
 
 def reference_model(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
     """The library's own model, with its own attention."""
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
+    loads = library_class(AutoConfig.from_pretrained(directory))
+    return loads.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
 
 
 @torch.inference_mode()

@@ -8,8 +8,6 @@ import torch
 from transformers import (
     BertConfig,
     BertLMHeadModel,
-    Gemma2Config,
-    Gemma2ForCausalLM,
     MambaConfig,
     MambaForCausalLM,
 )
@@ -33,23 +31,6 @@ def test_state_space_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = MambaConfig(vocab_size=96, hidden_size=16, state_size=4, num_hidden_layers=2)
     assert "it has recurrent layers" in refused(tmp_path, MambaForCausalLM(config))
-
-
-def test_soft_capped_attention(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    config = Gemma2Config(
-        vocab_size=96,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=48,
-        max_position_embeddings=64,
-    )
-    assert "its attention has a soft cap on its scores (softcap)" in refused(
-        tmp_path, Gemma2ForCausalLM(config)
-    )
 
 
 def test_attention_in_both_directions(tmp_path: Path) -> None:

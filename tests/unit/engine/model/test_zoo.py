@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from specray.config import EngineConfig
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner
+from specray.engine.target import TargetEngine
 from specray.errors import ConfigError
+from specray.types import SamplingParams
+from tests.unit.engine.harness import (
+    Session,
+    adversarial_drafter,
+    engine_info,
+    generate_serial,
+    target_only,
+    tree_drafter,
+)
 from tests.unit.engine.model.checkpoints import (
     reference_greedy,
     reference_logits,
@@ -57,6 +70,32 @@ def test_family(name: str, tmp_path: Path) -> None:
         table = new_table(runner, len(prompt))
         logits = runner.run([SequenceInput(prompt, 0, table.block_ids, len(prompt))]).logits
         assert float((logits - reference_logits(model, prompt)).abs().max()) < ATOL
+    check_speculation(runner, model)
+
+
+def check_speculation(runner: ModelRunner, model: Any) -> None:
+    """Trees of right and wrong nodes, and chains that are always wrong, give what the target says alone."""
+    info = engine_info(
+        "target",
+        vocab_size=runner.info.vocab_size,
+        block_size=runner.info.block_size,
+        num_blocks=runner.info.num_blocks,
+        max_model_len=runner.info.max_model_len,
+    )
+    for sampling in (SamplingParams(temperature=0.0), SamplingParams(seed=5)):
+        sampling = replace(sampling, num_prompt_tokens=len(LONG))
+        output = target_only(
+            lambda prefix: reference_logits(model, list(prefix))[-1], LONG, sampling, NUM_TOKENS + 10
+        )
+        accepted: list[int] = []
+        for drafter in (tree_drafter, adversarial_drafter):
+            engine = TargetEngine(runner, info, device=torch.device("cpu"))
+            session = Session("a", list(LONG), sampling)
+            draft = drafter(output, len(LONG), info.vocab_size)
+            assert generate_serial(engine, draft, session, NUM_TOKENS, 9) == output[:NUM_TOKENS]
+            engine.check_integrity()
+            accepted += session.accepted
+        assert max(accepted) > 2
 
 
 def new_table(runner: ModelRunner, num_tokens: int) -> BlockTable:

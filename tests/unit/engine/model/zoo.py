@@ -33,6 +33,8 @@ class Family:
     """A part of the sentence that refuses it; None: it is served."""
     max_model_len: int = 128
     """Most tokens of a sequence."""
+    other_parts: dict[str, Any] = field(default_factory=dict)
+    """Fields beside the text part's configuration, of a multimodal model; empty: it is for text alone."""
 
 
 GROUPED = {"num_key_value_heads": 2}
@@ -43,8 +45,11 @@ LATENT = {
     "q_lora_rank": 12,
     "kv_lora_rank": 12,
     "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
+LATENT_EXPERTS = {
+    **LATENT,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "n_group": 2,
@@ -53,12 +58,26 @@ LATENT = {
     "first_k_dense_replace": 1,
     "n_shared_experts": 1,
 }
+VISION = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+TILES = {**VISION, "image_size": 28, "patch_size": 14}
+QWEN_VISION = {
+    "vision_config": {
+        "depth": 1,
+        "hidden_size": 32,
+        "embed_dim": 32,
+        "num_heads": 2,
+        "intermediate_size": 32,
+        "out_hidden_size": 32,
+    },
+    "image_token_id": 90,
+    "video_token_id": 91,
+    "vision_start_token_id": 92,
+    "vision_end_token_id": 93,
+}
+THREE_AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [1, 1, 2]}}
 RECURRENT = "it has recurrent layers"
 SPARSE = "it has sparse attention"
-LATENT_REFUSED = "its keys and values are of different sizes (latent attention)"
 OWN_CODE = "its attention is code of its own"
-SINKS = "its attention has attention sinks (s_aux)"
-SOFT_CAP = "its attention has a soft cap on its scores (softcap)"
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("llama", GROUPED),
@@ -121,16 +140,92 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "gemma": Family("gemma", {**GROUPED, "head_dim": 16}),
-    "gemma2": Family("gemma2", {**GROUPED, **SLIDING, "head_dim": 8}, SOFT_CAP),
+    "gemma2": Family("gemma2", {**GROUPED, **SLIDING, "head_dim": 8, "attn_logit_softcapping": 3.0}),
+    "vaultgemma": Family("vaultgemma", {**GROUPED, **SLIDING, "head_dim": 8, "attn_logit_softcapping": 3.0}),
     "gemma3": Family("gemma3_text", {**GROUPED, **SLIDING, "head_dim": 16}),
-    "gpt_oss": Family("gpt_oss", {**GROUPED, **SLIDING, "head_dim": 8, "num_local_experts": 4}, SINKS),
-    "deepseek_v2": Family("deepseek_v2", {**LATENT, "topk_method": "greedy"}, LATENT_REFUSED),
-    "deepseek_v3": Family("deepseek_v3", LATENT, LATENT_REFUSED),
+    "gemma3n": Family(
+        "gemma3n_text",
+        {
+            **GROUPED,
+            "head_dim": 8,
+            "sliding_window": 8,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "intermediate_size": [48] * 4,
+            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 96,
+            "laurel_rank": 4,
+            "altup_num_inputs": 2,
+        },
+    ),
+    "gemma4": Family(
+        "gemma4_text",
+        {
+            **GROUPED,
+            **SLIDING,
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
+    "gemma4-shared": Family(
+        "gemma4_text",
+        {
+            **GROUPED,
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "sliding_window": 8,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 96,
+        },
+    ),
+    "gpt_oss": Family(
+        "gpt_oss", {**GROUPED, **SLIDING, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+    ),
+    "mimo_v2_flash": Family(
+        "mimo_v2_flash",
+        {
+            **SLIDING,
+            "num_key_value_heads": 1,
+            "head_dim": 12,
+            "v_head_dim": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+    ),
+    "deepseek_v2": Family("deepseek_v2", {**LATENT_EXPERTS, "topk_method": "greedy"}),
+    "deepseek_v3": Family("deepseek_v3", LATENT_EXPERTS),
+    "minicpm3": Family("minicpm3", LATENT),
+    "youtu": Family("youtu", LATENT),
+    "glm4_moe_lite": Family("glm4_moe_lite", {**LATENT_EXPERTS, "mlp_layer_types": ["dense", "sparse"]}),
+    "longcat_flash": Family(
+        "longcat_flash",
+        {
+            **LATENT,
+            "head_dim": 4,
+            "num_layers": 2,
+            "num_hidden_layers": 4,
+            "ffn_hidden_size": 48,
+            "expert_ffn_hidden_size": 24,
+            "n_routed_experts": 4,
+            "zero_expert_num": 2,
+            "moe_topk": 2,
+        },
+    ),
     "deepseek_v32": Family(
-        "deepseek_v32", {**LATENT, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}, SPARSE
+        "deepseek_v32", {**LATENT_EXPERTS, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}, SPARSE
     ),
     "glm_moe_dsa": Family(
-        "glm_moe_dsa", {**LATENT, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}, SPARSE
+        "glm_moe_dsa", {**LATENT_EXPERTS, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}, SPARSE
     ),
     "falcon_h1": Family(
         "falcon_h1",
@@ -198,6 +293,57 @@ FAMILIES: dict[str, Family] = {
     "glm4": Family("glm4", {**GROUPED, "head_dim": 8}),
     "ernie4_5": Family("ernie4_5", {**GROUPED, "head_dim": 8}),
     "opt": Family("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "mistral3": Family(
+        "mistral3",
+        {**GROUPED, "model_type": "mistral", "head_dim": 8, "tie_word_embeddings": False},
+        other_parts={
+            "vision_config": {"model_type": "pixtral", **VISION},
+            "image_token_index": 90,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "llava": Family(
+        "llava",
+        {**GROUPED, "model_type": "llama"},
+        other_parts={"vision_config": {"model_type": "clip_vision_model", **TILES}, "image_token_index": 90},
+    ),
+    "qwen2_vl": Family("qwen2_vl", {**GROUPED, **THREE_AXES}, other_parts=QWEN_VISION),
+    "qwen2_5_vl": Family("qwen2_5_vl", {**GROUPED, **THREE_AXES}, other_parts=QWEN_VISION),
+    "qwen3_vl": Family("qwen3_vl", {**GROUPED, **THREE_AXES, "head_dim": 8}, other_parts=QWEN_VISION),
+    "qwen3_vl_moe": Family(
+        "qwen3_vl_moe", {**GROUPED, **EXPERTS, **THREE_AXES, "head_dim": 8}, other_parts=QWEN_VISION
+    ),
+    "gemma3-multimodal": Family(
+        "gemma3",
+        {**GROUPED, **SLIDING, "head_dim": 8},
+        other_parts={
+            "vision_config": TILES,
+            "mm_tokens_per_image": 4,
+            "image_token_index": 90,
+            "boi_token_index": 91,
+            "eoi_token_index": 92,
+        },
+    ),
+    "llama4-multimodal": Family(
+        "llama4",
+        {
+            **GROUPED,
+            "head_dim": 8,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 4,
+            "attention_chunk_size": 128,
+            "interleave_moe_layer_step": 1,
+        },
+        other_parts={
+            "vision_config": {
+                **TILES,
+                "vision_output_dim": 32,
+                "projector_input_dim": 32,
+                "projector_output_dim": 32,
+            },
+            "image_token_index": 90,
+        },
+    ),
     "bloom": Family("bloom", {"n_layer": 2, "n_head": 4}, OWN_CODE),
     "falcon": Family("falcon", {}, OWN_CODE),
     "gptj": Family("gptj", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8}, OWN_CODE),

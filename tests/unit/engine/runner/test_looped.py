@@ -344,11 +344,9 @@ def test_a_proposal_is_copied_in_and_out_once_whatever_its_length(shape: LoopSha
     def answer(recording: Recording | None) -> LoopAnswer:
         device = torch.device("cpu") if recording is None else DEVICE
         cache = BlockCache(
-            num_layers=1,
+            CacheShape(1, 1, 2),
             num_blocks=8,
             block_size=BLOCK_SIZE,
-            num_kv_heads=1,
-            head_dim=2,
             dtype=torch.float32,
             device=device,
         )

@@ -163,6 +163,10 @@ CASES = [
     ("gemma3", "decoder", 97),
     ("phi3", "decoder", 96),
     ("qwen3_moe", "decoder", 96),
+    ("gemma2", "hf", 96),
+    # Of the first all ranks have the whole latents; of the second too, but each only its own heads.
+    ("deepseek_v3", "hf", 96),
+    ("minicpm3", "hf", 96),
 ]
 
 
@@ -177,7 +181,7 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
     for path, (tokens, logits, batch) in zip(paths, received, strict=True):
         model = reference_model(path)
         assert tokens[len(PROMPT) :] == reference_greedy(model, PROMPT, NUM_TOKENS)
-        torch.testing.assert_close(torch.tensor(logits), reference_logits(model, PROMPT), atol=1e-5, rtol=0)
+        torch.testing.assert_close(torch.tensor(logits), reference_logits(model, PROMPT), atol=5e-5, rtol=0)
         expected = reference_logits(model, LONG)[-1:].expand(3, -1)
         torch.testing.assert_close(torch.tensor(batch), expected, atol=5e-5, rtol=0)
 
