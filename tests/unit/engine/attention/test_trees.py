@@ -12,6 +12,7 @@ from specray.engine.cache.blocks import BlockCache
 from specray.engine.cpu.gemm import tiles
 from specray.engine.model.decoder import Attention, PlainAttention
 from specray.engine.model.operators_torch import rotary_tables
+from specray.engine.model.rotary import RotaryTables
 from specray.engine.step import CacheShape, HeadShape
 from tests.unit.engine.attention.trees import MAX_LEN, TREES, Tree, angles, expected, random_rows, tree_steps
 from tests.unit.engine.cpu.amx_emulated import emulated_tiles
@@ -39,7 +40,7 @@ def kernel(dtype: torch.dtype) -> Attention:
     pytest.importorskip("numba")
     from specray.engine.model.operators_cpu import KernelOperators
 
-    return KernelOperators(dtype, 1).attention(*torch_tables(), SHAPE)
+    return KernelOperators(dtype, 1).attention(RotaryTables((torch_tables(),), (0,)), SHAPE)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,8 @@ def family_config(family: Family) -> PreTrainedConfig:
     values: dict[str, Any] = {**HIDDEN, **family.values}
     if family.other_parts:
         values = {"text_config": values, **family.other_parts}
-    config: PreTrainedConfig = AutoConfig.for_model(family.model_type, **values)
+    # Tests change configurations.
+    config: PreTrainedConfig = AutoConfig.for_model(family.model_type, **deepcopy(values))
     return config
 
 
