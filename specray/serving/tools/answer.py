@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from specray.serving.tools.call_stream import CallStream
+from specray.serving.tools.call_stream import CallPart, CallStream
 from specray.serving.tools.formats import MAX_CALL_LEN, ToolFormat
+from specray.serving.tools.parameter_stream import ParameterStream
 from specray.serving.tools.request import ToolMode, ToolUse
 from specray.tokenization.regions import Region, RegionEvent, RegionParser
 
@@ -89,8 +90,8 @@ class AnswerParser:
         self._schemas = {} if use is None else {tool.name: tool.parameters for tool in use.tools}
         self._num_calls = 0
         self._body = ""
-        self._head = self._format.head if self._format is not None and tells_parts else None
-        self._stream: CallStream | None = None
+        self._tells_parts = tells_parts
+        self._stream: CallStream | ParameterStream | None = None
         """The region's calls as they are told in parts; None: outside, or they are told whole."""
         self._call_id = ""
         self._has_ended = False
@@ -143,14 +144,24 @@ class AnswerParser:
 
     def _parts(self, text: str) -> Iterator[CallDelta]:
         """What more text of a region tells of its calls before the region ends."""
-        if self._head is None:
+        self._stream = self._stream or self._make_stream()
+        if self._stream is None:
             self._body += text
             return
-        assert self._use is not None
-        if self._stream is None:
-            limit = None if self._use.is_parallel else 1 - min(self._num_calls, 1)
-            self._stream = CallStream(self._head, self._use.allowed, limit)
-        for part in self._stream.push(text):
+        yield from self._deltas(self._stream.push(text))
+
+    def _make_stream(self) -> CallStream | ParameterStream | None:
+        """What reads a region's calls while they are written; None: they are told whole."""
+        assert self._format is not None and self._use is not None
+        if not self._tells_parts:
+            return None
+        limit = None if self._use.is_parallel else 1 - min(self._num_calls, 1)
+        if self._format.writes_parameters:
+            return ParameterStream(self._schemas, self._use.allowed, limit)
+        return None if self._format.head is None else CallStream(self._format.head, self._use.allowed, limit)
+
+    def _deltas(self, parts: Iterator[CallPart]) -> Iterator[CallDelta]:
+        for part in parts:
             if part.is_first:
                 self._content.drop()
                 self._num_calls += 1
@@ -164,13 +175,16 @@ class AnswerParser:
         assert self._format is not None and self._use is not None
         (body, self._body), (stream, self._stream) = (self._body, ""), (self._stream, None)
         opening, unread = self._format.opening, body
+        ends: list[CallDelta] = []
+        if isinstance(stream, ParameterStream):
+            ends = list(self._deltas(stream.finish()))
         if stream is not None:
             body = unread = stream.rest
             if stream.num_calls:
                 left = self._format.tail.match(body)
                 unread = body[left.end() if left else 0 :].rstrip("] \t\r\n")
                 if not unread:
-                    return "", []
+                    return "", ends
                 opening = ""
         try:
             if len(body) > MAX_CALL_LEN or (stream is not None and stream.is_in_call):

@@ -131,13 +131,14 @@ def _mistral_calls(text: str, schemas: Schemas) -> Iterator[ToolCall]:
         yield ToolCall(head[1], _arguments(arguments))
 
 
-_XML_FUNCTION: Final = re.compile(r"\s*<function=([^>\n]{1,64})>")
+XML_FUNCTION: Final = re.compile(r"\s*<function=([^>\n]{1,64})>")
+"""Pattern of a call's opening tag, whose group is the name."""
 _XML_PARAMETER: Final = re.compile(r"<parameter=([^>\n]{1,256})>")
 
 
 def _xml_call(text: str, schemas: Schemas) -> Iterator[ToolCall]:
     """``<function=name>`` and a ``<parameter=key>`` for each argument, whose types the schema knows."""
-    head = _XML_FUNCTION.match(text)
+    head = XML_FUNCTION.match(text)
     if head is None:
         raise ValueError("a call has no function")
     properties = schemas.get(head[1], {}).get("properties", {})
@@ -147,12 +148,17 @@ def _xml_call(text: str, schemas: Schemas) -> Iterator[ToolCall]:
         value, closing, _ = raw.partition("</parameter>")
         if not closing:
             raise ValueError(f"parameter {key} is not closed")
-        arguments[key] = _typed(value.removeprefix("\n").removesuffix("\n"), properties.get(key))
+        arguments[key] = parameter_of(value.removeprefix("\n"), properties.get(key))
     yield ToolCall(head[1].strip(), _arguments(arguments))
 
 
-def _typed(text: str, schema: object) -> object:
-    """An argument written as text: as its schema's type where it can be read so, else as a string."""
+def parameter_of(text: str, schema: object) -> object:
+    """An argument written as text: as its schema's type where it can be read so, else as a string.
+
+    Args:
+        text: without the line break behind the opening tag; that before the closing one is taken away.
+    """
+    text = text.removesuffix("\n")
     kinds = schema.get("type") if isinstance(schema, dict) else None
     if kinds == "string":
         return text
