@@ -94,7 +94,7 @@ class Controller:
         self._fixed_k = None if fixed == "auto" else fixed
         model = SimpleModel if self._is_simple else GoodputModel
         self._goodput = model(config, self._source, self.cost_model)
-        self._trees = TreeChoice(config, self._goodput, self.cost_model, is_model=self._is_model)
+        self._trees = TreeChoice(config, self._goodput, self.cost_model, source=self._source)
 
     def beside(self, source: str, *, prior_acceptance: float) -> Controller:
         """A controller for drafts that take no time and so never overlap; target times are shared.

@@ -23,7 +23,7 @@ from specray.control.expectations import ExpectedRound, expected_tokens
 from specray.control.goodput import HYSTERESIS, MAX_ACCEPTANCE, MAX_BOUND, GoodputModel
 from specray.control.state import PRIOR_GAIN, PRIOR_GROWTH, Plan, Reason, SessionStats
 from specray.draft_tokens import TreeBudget
-from specray.types import Overlap
+from specray.types import DraftKind, Overlap
 
 MAX_NODES: Final = 32
 """Most nodes of a tree that is chosen by measurement."""
@@ -33,6 +33,8 @@ EXTRA_NODES: Final = (16, 12, 8, 4, 2)
 """Nodes beside the chain of a draft that takes no time."""
 HALF_GAIN_NODES = 4
 """Nodes beside the chain that bring half of what many bring; twice as many bring three quarters."""
+_SAMPLED: Final = (DraftKind.MODEL.value, DraftKind.FEATURES.value)
+"""Sources that sample their tokens under rejection."""
 PRIORS_BY_KIND: Final[Mapping[bool, tuple[float, float]]] = MappingProxyType(
     {True: (PRIOR_GAIN, PRIOR_GROWTH), False: (1.1, 2.0)}
 )
@@ -46,17 +48,18 @@ class TreeChoice:
         config: the ``speculation`` section.
         goodput: compares plans.
         cost_model: predicts seconds.
-        is_model: a draft model proposes; else something that takes no time.
+        source: what proposes; anything but a draft model takes no time.
     """
 
     def __init__(
-        self, config: SpeculationConfig, goodput: GoodputModel, cost_model: CostModel, *, is_model: bool
+        self, config: SpeculationConfig, goodput: GoodputModel, cost_model: CostModel, *, source: str
     ) -> None:
         self._is_off = config.tree == "off"
         self._fixed = config.tree_budget
         self._goodput = goodput
         self._cost = cost_model
-        self._is_model = is_model
+        self._is_model = source == DraftKind.MODEL.value
+        self._is_sampled = source in _SAMPLED
 
     def with_tree(self, plan: Plan, stats: SessionStats, num_running: int) -> Plan:
         """The session's next plan with a tree, where one is set or promises more than the plan's chain."""
@@ -65,7 +68,7 @@ class TreeChoice:
             plan = replace(plan, tree=None)
         if self._is_off or plan.is_off or plan.overlap is not Overlap.SERIAL:
             return plan
-        if self._is_model and not stats.draft_knows_acceptance:
+        if self._is_sampled and not stats.draft_knows_acceptance:
             # Of what was sampled for rejection, a chain is verified.
             return plan
         if self._fixed is not None:

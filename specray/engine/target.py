@@ -134,6 +134,11 @@ class TargetEngine(EngineBase):
                 f"max_new_tokens is {item.max_new_tokens}; allowed: at least 1, for a prefill chunk",
                 field="max_new_tokens",
             )
+        if not 0.0 <= item.next_min_acceptance < 1.0:
+            raise InvalidRequestError(
+                f"next_min_acceptance is {item.next_min_acceptance}; allowed: 0 or more, below 1",
+                field="next_min_acceptance",
+            )
         _check_draft_probs(item, self._info.vocab_size)
         sequence = self._table.keep_and_append(
             item.request_id,

@@ -58,6 +58,11 @@ def _differ_by_ties(token: DraftToken, other: DraftToken) -> bool:
     if token.probs is None or other.probs is None or set(token.probs.token_ids) == set(other.probs.token_ids):
         return False
     torch.testing.assert_close(sorted(token.probs.probs), sorted(other.probs.probs), rtol=1e-5, atol=1e-7)
+    for own, others in ((token.probs, other.probs), (other.probs, token.probs)):
+        alone = [
+            prob for each, prob in zip(own.token_ids, own.probs, strict=True) if each not in others.token_ids
+        ]
+        torch.testing.assert_close(alone, [min(own.probs)] * len(alone), rtol=1e-5, atol=1e-7)
     return True
 
 

@@ -79,6 +79,8 @@ def measure(config: EngineConfig, workload: Workload) -> dict[str, Any]:
         raise ConfigError(
             f"the forward of {runner.info.model_name} attends in its own way; nothing to capture"
         )
+    if not forward.can_be_captured:
+        raise ConfigError(f"{runner.info.model_name} has experts, whose forward cannot be captured")
     bounds = bounds_ms(forward, runner, workload)
     weight_bytes = sum(x.num_bytes for x in forward.linears())
     used: dict[str, str] = {}

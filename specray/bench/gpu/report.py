@@ -24,7 +24,11 @@ def problems(report: Report) -> list[str]:
     for name, state in report.get("attention", {}).get("kernels", {}).items():
         if "numbers are off" in state:
             found.append(f"attention, {name}: {state.splitlines()[0]}")
-    for time in report.get("proposals", {}).get("times", ()):
+    proposals = [
+        report.get("proposals", {}),
+        *(each.get("proposals", {}) for each in report["shapes"].values()),
+    ]
+    for time in (time for each in proposals for time in each.get("times", ())):
         # With fewer bits two ways to the same logits may differ.
         if report["options"].get("dtype") == "float32" and time["num_equal"] < time["num_proposals"]:
             found.append(
@@ -242,8 +246,11 @@ def _forwards(forwards: dict[str, Any]) -> Iterator[str]:
     headings = ("attention", "forward", "sequences", "rows each", "ms", "bound ms", "bound share")
     yield from _table(headings, rows)
     yield ""
-    size = forwards["verifies"][0]["vocab_size"]
-    yield f"What verdicts over a vocabulary of {size} add to a forward with 4 draft tokens a sequence:"
+    first = forwards["verifies"][0]
+    yield (
+        f"What verdicts over a vocabulary of {first['vocab_size']} add to a forward with "
+        f"{first['num_drafts']} draft tokens a sequence:"
+    )
     yield ""
     added = [
         (

@@ -73,7 +73,8 @@ def measure_verifies(
                 num_repeats,
             )
             entry = VerifyTime(name, count, forward_ms, verify_ms)
-            times.append({**asdict(entry), "added_share": entry.added_share, "vocab_size": vocab_size})
+            shape = {"vocab_size": vocab_size, "num_drafts": _NUM_DRAFTS}
+            times.append({**asdict(entry), "added_share": entry.added_share, **shape})
     return times
 
 

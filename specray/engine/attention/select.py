@@ -248,7 +248,7 @@ def _check_store(store: StoreRows, model: Model, tolerance: float) -> None:
     )
     slots = torch.tensor([6, 0, 3], device=model.device)
     weight = 1.0 + heads[0, : shape.num_heads + shape.num_kv_heads].abs()
-    for head_norm in (None, HeadNorm(weight, 1e-6)):
+    for head_norm in (None, HeadNorm(weight, 1e-6), HeadNorm(weight.float(), 1e-6)):
         layers = layer.clone(), layer.clone()
         queries = [
             each(heads.clone(), own, slots, cos, sin, head_norm)

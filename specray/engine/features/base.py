@@ -70,8 +70,8 @@ class Continued:
 
     @property
     def is_chain(self) -> bool:
-        """It is one token that sees all before it."""
-        return len(self.visibility) == 1 and self.visibility[0].prefix_len == self.visibility[0].first_index
+        """It is one token that sees all before it: it lies at its own position."""
+        return len(self.visibility) == 1 and self.visibility[0].kv_index == self.visibility[0].position
 
 
 class FeatureStore:

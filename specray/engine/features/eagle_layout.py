@@ -142,7 +142,8 @@ def read_eagle(files: DrafterFiles, target: TargetShape) -> EagleLayout:
         )
     reader = _Reader(files, target, hidden_size, is_first=width == hidden_size)
     layout = reader.read()
-    files.check_all_taken("EAGLE-1" if layout.joins_embedding_in_fc else "EAGLE-3")
+    name = "EAGLE-3" if layout.masks is None else "P-EAGLE"
+    files.check_all_taken("EAGLE-1" if layout.joins_embedding_in_fc else name)
     return layout
 
 

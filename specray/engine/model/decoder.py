@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from specray.engine.attention.sdpa import SdpaStep
 from specray.engine.model.layers.experts import ExpertLayer
+from specray.engine.model.layers.normed import NormedProjection
 from specray.engine.model.linear import Gate, Linear, Weights
 from specray.engine.step import AttentionStep, CacheShape, ForwardOutput, Slots, Step
 
@@ -247,9 +248,11 @@ class DecoderForward:
         return not any(isinstance(layer.gate, ExpertLayer) for layer in self.layers)
 
     def linears(self) -> list[Weights]:
-        """Every linear layer of this rank that is not part of a group, in the order of the forward."""
+        """This rank's linear layers that are not part of a group or an expert, in the order of the forward."""
         kinds: list[object] = [
-            kind for layer in self.layers for kind in (layer.qkv, layer.output, layer.gate, layer.down)
+            kind.linear if isinstance(kind, NormedProjection) else kind
+            for layer in self.layers
+            for kind in (layer.qkv, layer.output, layer.gate, layer.down)
         ]
         return [kind for kind in (*kinds, self.head) if isinstance(kind, Weights)]
 

@@ -91,7 +91,7 @@ class HfForward:
     """Runs a transformers model as it is, attention excepted.
 
     Raises:
-        ConfigError: the architecture's attention cannot be replaced, its layers differ in what they keep, or
+        ConfigError: the architecture's attention cannot be replaced, some of its layers keep nothing, or
             it keeps more than keys and values.
     """
 

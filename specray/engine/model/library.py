@@ -37,7 +37,17 @@ from specray.errors import ConfigError
 # sequence's tokens would depend on its neighbours; up to the original context they are constant.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
-_ONE_RANK = frozenset({"gemma3n_text", "gemma4_text", "mimo_v2_flash", "vaultgemma"})
+_ONE_RANK = frozenset(
+    {
+        "flint",
+        "gemma3n_text",
+        "gemma4_text",
+        "granite_swa",
+        "granitemoe_swa",
+        "mimo_v2_flash",
+        "vaultgemma",
+    }
+)
 """Model types that several ranks have not been seen to compute rightly."""
 _SHARED_LATENTS = frozenset({"deepseek_v3", "minicpm3"})
 """Model types with latent attention that they have."""
@@ -67,8 +77,11 @@ class LibraryConfig:
         """Tokens of the longest sequence that the model can serve; None: it has no limit."""
         limit: int | None = getattr(self.text, "max_position_embeddings", None)
         rope = getattr(self.text, "rope_parameters", None) or {}
-        if rope.get("rope_type") in _BATCH_DEPENDENT_ROPE:
-            limit = rope.get("original_max_position_embeddings") or limit
+        # Of a model whose layers rotate in different ways, by their type.
+        for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+            original = each.get("original_max_position_embeddings")
+            if each.get("rope_type") in _BATCH_DEPENDENT_ROPE and original:
+                limit = original if limit is None else min(limit, original)
         return limit
 
     def by_layer(self, name: str) -> Any:

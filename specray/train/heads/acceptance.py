@@ -73,9 +73,9 @@ def count_ranks(
 
 
 def rank_rates(counts: torch.Tensor) -> list[list[float]]:
-    """Chances by depth and rank; what was never seen counts as half of a place."""
-    totals = counts.sum(-1, keepdim=True).clamp(min=1)
-    return [[round(rate, 5) for rate in row] for row in (counts[:, :-1].clamp(min=0.5) / totals).tolist()]
+    """Chances by depth and rank; a rank that was never seen counts as half of a place."""
+    seen = counts.clamp(min=0.5)
+    return [[round(rate, 5) for rate in row] for row in (seen[:, :-1] / seen.sum(-1, keepdim=True)).tolist()]
 
 
 def places_of(follows: torch.Tensor, is_counted: torch.Tensor, num_depths: int) -> list[torch.Tensor]:

@@ -86,7 +86,8 @@ class HeadTrainer:
             torch.split(is_answer, config.rows_per_forward),
             strict=True,
         ):
-            losses, _ = self._losses(own_ids, self._weights(own_answers, config.other_weight), overlap_weight)
+            weights = self._weights(own_answers, config.other_weight)
+            losses = self._losses(own_ids, weights, overlap_weight)[0]
             self._joined([each.loss for each in losses]).mul(scale).backward()  # type: ignore[no-untyped-call]
             parts.append(losses)
         norm = self.optimizer.step(progress)

@@ -172,6 +172,8 @@ def _shrink_other_part(config: PreTrainedConfig, *, is_narrow: bool) -> None:
     num_heads = _own(config, "num_heads") or _own(config, "num_attention_heads")
     if isinstance(num_heads, int) and isinstance(_own(config, "hidden_size"), int):
         config.hidden_size = num_heads * _HEAD_DIM
+    if isinstance(num_heads, int) and isinstance(_own(config, "embed_dim"), int):
+        config.embed_dim = num_heads * _HEAD_DIM
     if isinstance(_own(config, "intermediate_size"), int):
         config.intermediate_size = 32
 

@@ -41,6 +41,8 @@ def can_lower(config: Any) -> bool:
         return False
     if _rotary_share(config) != 1.0 and config.model_type not in _PARTLY_ROTATED:
         return False
+    if set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
+        return False
     if config.model_type == "gemma3_text":
         has_caps = config.attn_logit_softcapping is not None or config.final_logit_softcapping is not None
         has_scale = bool(config.query_pre_attn_scalar > 0)

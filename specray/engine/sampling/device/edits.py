@@ -137,7 +137,7 @@ def _plan_counting(
     """
     tokens, times = [], []
     for block, of_prefix in zip(blocks, known, strict=True):
-        own, num_times = _tallied(of_prefix, block.group.token_ids)
+        own, num_times = _tallied(of_prefix, block.group.token_ids, vocab_size)
         tokens.append(own)
         times.append(num_times)
     width = max(map(len, tokens))
@@ -149,8 +149,10 @@ def _plan_counting(
     added, first = [], 0
     for index, block in enumerate(blocks):
         rows, behind = _pairs(block.group)
+        drafted = np.array(block.group.token_ids, dtype=np.int64)[behind]
         counted = np.array(block.group.positions)[1 + behind] > (0 if starts is None else starts[index])
-        drafts = np.array(block.group.token_ids, dtype=np.int64)[behind[counted]]
+        counted &= drafted < vocab_size
+        drafts = drafted[counted]
         added.append((first + rows[counted]) * width + np.searchsorted(tokens[index], drafts))
         first += block.group.num_rows
     table, counts = upload.add(token_table), upload.add(count_table)
@@ -172,15 +174,19 @@ def _plan_counting(
     return count
 
 
-def _tallied(of_prefix: Mapping[int, int], draft_ids: Sequence[int]) -> tuple[_Ints, NDArray[np.float64]]:
-    """Tokens of a prefix and of the drafts behind it, ascending, at least one, with the prefix's counts."""
+def _tallied(
+    of_prefix: Mapping[int, int], draft_ids: Sequence[int], vocab_size: int
+) -> tuple[_Ints, NDArray[np.float64]]:
+    """Tokens of a prefix and of the drafts behind it, ascending, at least one, with the prefix's counts.
+
+    Tokens that the logits lack are left out: a prompt may have padding of a vocabulary.
+    """
     known = np.fromiter(of_prefix.keys(), np.int64, len(of_prefix))
     own, place = np.unique(np.append(known, draft_ids).astype(np.int64), return_inverse=True)
-    if not len(own):
-        return np.zeros(1, np.int64), np.zeros(1)
     times = np.zeros(len(own))
     times[place[: len(known)]] = np.fromiter(of_prefix.values(), np.float64, len(of_prefix))
-    return own, times
+    is_known = own < vocab_size
+    return (own[is_known], times[is_known]) if is_known.any() else (np.zeros(1, np.int64), np.zeros(1))
 
 
 def _pairs(group: RowGroup) -> tuple[_Ints, _Ints]:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens, TreeBudget
+from specray.engine.attention.mask import Visibility
+from specray.engine.features.base import Context, Continued
 from specray.engine.features.eagle import EagleDrafter
 from specray.engine.features.tap import FeatureTap
 from specray.errors import ConfigError
@@ -50,8 +52,8 @@ def medusa(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def children(draft: DraftTokens, node: int) -> list[int]:
     """Tokens of a node's children, in their order."""
-    assert draft.parents is not None
-    return [token for token, parent in zip(draft.token_ids, draft.parents, strict=True) if parent == node]
+    parents = range(-1, len(draft) - 1) if draft.parents is None else draft.parents
+    return [token for token, parent in zip(draft.token_ids, parents, strict=True) if parent == node]
 
 
 def check_tree(llama: Path, token_ids: list[int], draft: DraftTokens, widths: tuple[int, ...]) -> None:
@@ -129,6 +131,41 @@ def test_a_tree_of_a_number_has_the_likeliest_nodes_and_a_depth(llama: Path, eag
     chain = reference.eagle3(reference_model(llama), WEIGHTS, Flags(), best[:-1], best[-1], len(first))[1]
     assert list(first) == chain, "the first child is what a chain would have"
     assert target.info.num_blocks_in_use <= 1
+
+
+@pytest.mark.parametrize(
+    ("ancestors", "is_chain"), [(0b1, True), (0b111, True), (0b11000, False), (0b101, False)]
+)
+def test_a_node_alone_at_its_depth_is_a_chain_only_if_nothing_lies_between(
+    ancestors: int, is_chain: bool
+) -> None:
+    """Beside the first chain a node lies further back, and must not see what lies before it."""
+    context = Context([1] * 11, range(4), 10)
+    continued = Continued(context, (5,), (0,), (Visibility(11, 11, ancestors),))
+    assert continued.is_chain == is_chain
+
+
+@pytest.mark.parametrize("num_nodes", [3, 7])
+@pytest.mark.parametrize("start", [1, 6])
+def test_every_node_of_a_tree_of_a_number_sees_its_own_path(
+    llama: Path, eagle: Path, num_nodes: int, start: int
+) -> None:
+    target, model = make_target(llama, eagle), reference_model(llama)
+    session, draft = Session("a", [start + 2, *PROMPT]), NO_DRAFT
+    for _ in range(6):
+        [verdict] = step(target, [session], [draft], 5, next_tree=TreeBudget(num_nodes))
+        draft = verdict.draft
+        for node in range(-1, len(draft)):
+            own = children(draft, node)
+            if not own:
+                continue
+            path = [draft.token_ids[index] for index in draft.path(node)]
+            tokens = session.token_ids
+            logits = reference.eagle3(
+                model, WEIGHTS, Flags(), tokens[:-1], tokens[-1], len(path) + 1, path=path
+            )[0][-1]
+            best = [DRAFT_IDS[int(place)] for place in logits.topk(len(own)).indices]
+            assert sorted(own) == sorted(best), (node, path)
 
 
 def test_chains_and_trees_of_any_length_are_drafted_side_by_side(llama: Path, eagle: Path) -> None:

@@ -30,5 +30,5 @@ def test_a_rank_is_the_number_of_better_tokens() -> None:
 
 
 def test_rates_are_chances_and_never_zero() -> None:
-    counts = torch.tensor([[6, 2, 0, 0, 0, 0, 0, 0, 2], [0] * 9])
-    assert rank_rates(counts) == [[0.6, 0.2, *[0.05] * 6], [0.5] * 8]
+    counts = torch.tensor([[6, 2, 0, 0, 0, 0, 0, 0, 9], [0] * 9])
+    assert rank_rates(counts) == [[0.3, 0.1, *[0.025] * 6], [0.11111] * 8]

@@ -81,8 +81,9 @@ def evaluated(*, late: int) -> tuple[dict[str, float], Oracle]:
 def test_a_head_that_knows_the_target_has_no_loss_and_is_always_accepted() -> None:
     figures, head = evaluated(late=0)
     assert head.rank_acceptance is not None
-    # Six, five and four places: all have the first rank, and no other was seen.
-    assert [row[:2] for row in head.rank_acceptance] == [[1.0, round(0.5 / n, 5)] for n in (6, 5, 4)]
+    # Six, five and four places: all have the first rank; each of the eight others counts as half a place.
+    expected = [[round(n / (n + 4), 5), round(0.5 / (n + 4), 5)] for n in (6, 5, 4)]
+    assert [row[:2] for row in head.rank_acceptance] == expected
     assert figures["held_out_tokens_per_round"] == 4.0
     assert [figures[f"held_out_accepted_{place}"] for place in (1, 2, 3)] == [1.0, 1.0, 1.0]
     assert figures["held_out_agreement_3"] == 1.0

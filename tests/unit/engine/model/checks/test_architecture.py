@@ -84,3 +84,11 @@ def test_a_miniature_has_as_many_frequencies_by_axis_as_heads_have() -> None:
     text.hidden_size, text.rope_parameters["mrope_section"] = 512, [16, 24, 24]
     small = build_miniature(config, max_model_len=128).config.get_text_config()
     assert small.rope_parameters["mrope_section"] == [4, 2, 2]
+
+
+def test_a_vision_part_of_published_size_is_shrunk() -> None:
+    """Qwen2-VL's merger grows with the width of what it merges."""
+    config = family_config(FAMILIES["qwen2_vl"])
+    config.vision_config = type(config.vision_config)()
+    assert config.vision_config.embed_dim == 1280
+    build_miniature(config, max_model_len=128)

@@ -9,6 +9,7 @@ from transformers import AutoConfig
 
 from specray.engine.model.decoder_config import RopeFormula
 from specray.engine.model.families.from_library import can_lower, decoder_config_of
+from specray.engine.model.library import LibraryConfig
 from specray.engine.model.rotary import rotated_first
 
 SMALL = {
@@ -36,6 +37,7 @@ def config_of(model_type: str, **values: Any) -> Any:
         ("gemma3_text", {"query_pre_attn_scalar": 0}),
         ("granite", {"residual_multiplier": 0.0}),
         ("granite", {"logits_scaling": 0.0}),
+        ("qwen3", {"layer_types": ["full_attention", "chunked_attention"] * 2}),
         ("qwen3_moe", {"decoder_sparse_step": 0}),
         ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 5}),
         ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 0}),
@@ -93,3 +95,21 @@ def test_experts_of_mixtral_are_as_wide_as_its_mlp() -> None:
     assert shapes["model.layers.3.block_sparse_moe.experts.3.w2.weight"] == (32, 48)
     assert shapes["model.layers.0.block_sparse_moe.gate.weight"] == (4, 32)
     assert not [name for name in shapes if ".mlp." in name]
+
+
+def test_the_shortest_original_context_of_any_layer_limits_the_length() -> None:
+    """Beyond it, some frequencies depend on the longest sequence of a batch."""
+    longrope = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 1024,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+    }
+    plain = {"rope_type": "default", "rope_theta": 10_000.0}
+    config = config_of("gemma3_text", max_position_embeddings=8192, head_dim=8)
+    config.rope_parameters = {"full_attention": longrope, "sliding_attention": plain}
+    assert LibraryConfig(config, config).max_model_len == 1024
+    config.rope_parameters = {"full_attention": plain, "sliding_attention": plain}
+    assert LibraryConfig(config, config).max_model_len == 8192

@@ -58,7 +58,8 @@ def random_group(rng: random.Random, vocab_size: int, num_drafts: int, *, plain:
     """The rows of a sequence with some draft tokens: a chain, or half the time a tree where it can be one."""
     num_prompt = rng.randint(1, 6)
     sampling = random_sampling(rng, vocab_size, num_prompt, plain=plain)
-    prefix = [rng.randrange(vocab_size) for _ in range(rng.randint(1, 12))]
+    # A prompt, and what a draft with a larger vocabulary proposed, may have tokens that the logits lack.
+    prefix = [rng.randrange(vocab_size + 3) for _ in range(rng.randint(1, 12))]
     drafts = [rng.randrange(vocab_size) for _ in range(num_drafts)]
     state, masks = SamplingState(sampling, prefix), _random_masks(rng, vocab_size, num_drafts)
     if rng.random() < 0.5:
