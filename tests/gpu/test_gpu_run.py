@@ -224,13 +224,15 @@ def test_float32_outputs_that_differ_are_problems_and_bfloat16_ones_are_not() ->
 def test_summary_compares_with_the_bound_with_plain_and_with_transformers(tmp_path: Path) -> None:
     def arm(name: str, temperature: float, speed: float) -> dict[str, Any]:
         rates = dict.fromkeys(("acceptance_rate", "hit_rate", "verify_ms", "draft_ms"))
-        return {"arm": name, "temperature": temperature, "tokens_per_s": speed, **rates}
+        plans = {"serial K=4 profitable": 0.75, "off K=0 prefill": 0.25}
+        return {"arm": name, "temperature": temperature, "tokens_per_s": speed, "plans": plans, **rates}
 
     arms = [
         arm("off", 0, 50),
         arm("serial K=2", 0, 80),
         arm("serial K=4", 0, 100),
         arm("enumerate K=2", 0, 120),
+        arm("auto K=auto", 0, 110),
     ]
     pair = {"arms": [*arms, arm("off", 1, 900)], "agreements": [], "greedy": []}
     forwards = {
@@ -249,6 +251,17 @@ def test_summary_compares_with_the_bound_with_plain_and_with_transformers(tmp_pa
                 "share": 0.8,
             }
         ],
+        "verifies": [
+            {
+                "sampling": "coupled",
+                "num_sequences": 32,
+                "forward_ms": 10.0,
+                "verify_ms": 10.5,
+                "added_share": 0.05,
+                "vocab_size": 300,
+                "num_drafts": 4,
+            }
+        ],
     }
     peer = {"arms": [{"arm": "generate", "tokens_per_s": 40}], "greedy": []}
     results = {"forwards": forwards, "pair bfloat16": pair, "transformers bfloat16": peer}
@@ -257,8 +270,14 @@ def test_summary_compares_with_the_bound_with_plain_and_with_transformers(tmp_pa
         "- Plain decoding over gRPC: 50.0 tokens/s, 0.50 of the 100.0 that the linear layers alone allow",
         "- serial K=4: 100.0 tokens/s, 2.00 times plain",
         "- enumerate K=2: 120.0 tokens/s, 2.40 times plain",
+        "- auto K=auto: 110.0 tokens/s, 2.20 times plain",
         "- transformers, generate: 40.0 tokens/s; specray's best is 3.00 times that",
     ]
+    text = (tmp_path / "report.md").read_text()
+    assert "verdicts over a vocabulary of 300 add to a forward with 4 draft tokens" in text
+    assert "| coupled | 32 | 10.000 | 10.500 | +5.0% |" in text
+    expected = "Plans of auto K=auto at temperature 0: serial K=4 profitable 75%, off K=0 prefill 25%."
+    assert expected in text.splitlines()
 
 
 def test_other_tokens_than_a_cpus_are_a_problem() -> None:

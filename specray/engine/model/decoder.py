@@ -248,7 +248,7 @@ class DecoderForward:
         return not any(isinstance(layer.gate, ExpertLayer) for layer in self.layers)
 
     def linears(self) -> list[Weights]:
-        """This rank's linear layers that are not part of a group or an expert, in the order of the forward."""
+        """Linear layers of this rank, without those of groups and experts, in the forward's order."""
         kinds: list[object] = [
             kind.linear if isinstance(kind, NormedProjection) else kind
             for layer in self.layers
