@@ -367,7 +367,12 @@ print(FusedRMSNorm(torch.ones(100), 1e-5, ThreadPool(2))(rows).double().sum().it
 
     first = run("compile")
     files = sorted(tmp_path.glob(".cache/specray/kernels/*/*"))
-    assert [path.name for path in files] == ["help.bin", "lead.bin", "lead_all.bin", "norm-float32-float32-4.bin"]
+    assert [path.name for path in files] == [
+        "help.bin",
+        "lead.bin",
+        "lead_all.bin",
+        "norm-float32-float32-4.bin",
+    ]
     assert run("cached") == first
     files[3].write_bytes(files[3].read_bytes()[:-1])
     assert run("compile") == first
