@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from specray.bench.load.prompts import Dataset
+from specray.bench.verify.tasks import TaskKind
 from specray.cli import options
 
 Exact = Annotated[
@@ -16,6 +18,15 @@ Exact = Annotated[
 NumSamples = Annotated[
     int, typer.Option(min=0, help="Samples of each of three prompts under rejection; 0: none.")
 ]
+
+Tasks = Annotated[TaskKind, typer.Option(help="How the tasks of --tasks-path are scored.")]
+TasksPath = Annotated[
+    Path | None,
+    typer.Option(
+        dir_okay=False, help="Tasks to solve with and without drafts; humaneval runs what the model writes."
+    ),
+]
+NumTasks = Annotated[int, typer.Option(min=1, help="Tasks, the first of the file.")]
 
 
 def verify(
@@ -28,6 +39,9 @@ def verify(
     seed: options.Seed = 0,
     num_samples: NumSamples = 192,
     exact: Exact = False,
+    tasks: Tasks = TaskKind.HUMANEVAL,
+    tasks_path: TasksPath = None,
+    num_tasks: NumTasks = 40,
     timeout_s: options.RequestTimeout = 600.0,
     json_path: options.JsonPath = None,
 ) -> None:
@@ -36,6 +50,7 @@ def verify(
     from specray.bench.verify.report import verify_json, verify_table
     from specray.bench.verify.run import VerifyPlan
     from specray.bench.verify.run import verify as run_plan
+    from specray.bench.verify.tasks import load_tasks
     from specray.cli.output import counted_progress, wide_console, write_json
 
     plan = VerifyPlan(
@@ -46,6 +61,7 @@ def verify(
         seed=seed,
         is_exact=exact,
         num_samples=num_samples,
+        tasks=() if tasks_path is None else load_tasks(tasks, tasks_path, num_tasks),
         timeout_s=timeout_s,
     )
     with counted_progress("verifying") as show:

@@ -14,12 +14,17 @@ class Output:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] = ()
+    text: str = ""
 
 
 def read_outputs(answer: Mapping[str, Any]) -> list[Output]:
     """Reads the choices of a completion with ``return_token_ids``."""
     return [
-        Output(tuple(choice["token_ids"]), tuple((choice.get("logprobs") or {}).get("token_logprobs") or ()))
+        Output(
+            tuple(choice["token_ids"]),
+            tuple((choice.get("logprobs") or {}).get("token_logprobs") or ()),
+            choice.get("text") or "",
+        )
         for choice in sorted(answer["choices"], key=lambda choice: int(choice["index"]))
     ]
 

@@ -26,8 +26,9 @@ def verify_table(result: VerifyResult) -> Table:
     for one in result.comparisons:
         table.add_row(one.case, one.way, *_cells(one), "FAULT" if one in faults else _verdict(one))
     table.caption = (
-        "same: outputs equal to plain decoding's; parts: divergences per 1,000 tokens; logprobs: largest "
-        "distance before them; chance: of seeing that, or worse, where nothing is wrong"
+        "same: outputs equal to plain decoding's, or tasks that are solved; parts: divergences per 1,000 "
+        "tokens; logprobs: largest distance before them; chance: of seeing that, or worse, where nothing is "
+        "wrong"
     )
     return table
 
@@ -36,6 +37,9 @@ def _cells(one: Comparison) -> tuple[str, str, str, str]:
     if one.not_offered:
         return "", "", "", ""
     chance = f"{one.p_value:.2g}"
+    if one.num_solved is not None:
+        plain, own, total = one.num_solved
+        return f"{own} of {total}, plain {plain}", "", "", chance
     if one.agreement is None:
         return "", "", "", chance
     found = one.agreement
@@ -49,10 +53,10 @@ def _verdict(one: Comparison) -> str:
 
 def verify_json(result: VerifyResult) -> dict[str, Any]:
     """Everything but the prompts."""
-    plan = {key: value for key, value in asdict(result.plan).items() if key != "prompts"}
+    plan = {key: value for key, value in asdict(result.plan).items() if key not in ("prompts", "tasks")}
     return {
         "model": result.model,
-        "plan": {**plan, "num_prompts": len(result.plan.prompts)},
+        "plan": {**plan, "num_prompts": len(result.plan.prompts), "num_tasks": len(result.plan.tasks)},
         "comparisons": [asdict(one) for one in result.comparisons],
         "faults": [f"{one.case}: {one.way}" for one in result.faults],
     }

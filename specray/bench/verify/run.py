@@ -15,7 +15,8 @@ from typing import Any
 
 from specray.bench.load.client import ServerClient
 from specray.bench.verify.outputs import Agreement, Output, agreement, read_outputs
-from specray.bench.verify.statistics import excess_p_value, homogeneity_p_value
+from specray.bench.verify.statistics import excess_p_value, homogeneity_p_value, worse_p_value
+from specray.bench.verify.tasks import Task
 from specray.environment import api_key
 from specray.errors import InvalidRequestError
 
@@ -51,6 +52,8 @@ WAYS = (
     Way("suffixes, K=8", {"draft": "suffix", "num_speculative_tokens": 8}),
     Way("drafter on the target, K=4", {"draft": "features", "num_speculative_tokens": 4}),
 )
+TASK_WAYS = WAYS[:2]
+"""Ways in which tasks are worked on: plain decoding at another batch, and as the service chooses."""
 CASES = (
     Case("greedy", {"temperature": 0}),
     Case("coupled", {"temperature": 1}),
@@ -84,6 +87,8 @@ class VerifyPlan:
     """Samples of each prompt under rejection; 0: none."""
     num_sampled_prompts: int = 3
     num_sampled_tokens: int = 4
+    tasks: Sequence[Task] = ()
+    max_task_tokens: int = 384
     timeout_s: float = 600.0
 
 
@@ -100,6 +105,8 @@ class Comparison:
     """Tests of which it is the least chance."""
     not_offered: str = ""
     """Reason for which the service does not have the way; empty: it has it."""
+    num_solved: tuple[int, int, int] | None = None
+    """Tasks that plain decoding solved, that the way solved, and all; None: none were set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +140,15 @@ async def verify(plan: VerifyPlan, on_progress: Callable[[str, int, int], None])
     Raises:
         EngineLostError: there is no server. SpecrayError: it failed.
     """
-    num_all = len(CASES) * len(WAYS) + (len(WAYS) if plan.num_samples else 0)
+    num_all = len(CASES) * len(WAYS) + len(WAYS) * bool(plan.num_samples) + len(TASK_WAYS) * bool(plan.tasks)
     async with ServerClient(plan.url, timeout_s=plan.timeout_s, key=api_key()) as client:
         result = VerifyResult(await client.model(), plan)
         for case in CASES:
             await _verify_case(client, result, case, lambda name: on_progress(name, _done(result), num_all))
         if plan.num_samples:
             await _verify_samples(client, result, lambda name: on_progress(name, _done(result), num_all))
+        if plan.tasks:
+            await _verify_tasks(client, result, lambda name: on_progress(name, _done(result), num_all))
     return result
 
 
@@ -200,6 +209,41 @@ async def _verify_samples(
         result.comparisons.append(
             Comparison("rejection", way.name, p_value=min(p_values), num_tests=len(p_values))
         )
+
+
+async def _verify_tasks(
+    client: ServerClient, result: VerifyResult, on_progress: Callable[[str], None]
+) -> None:
+    """Whether tasks are solved as often with drafts as without."""
+    plan = result.plan
+    on_progress("tasks: plain")
+    plain = await _solved(client, plan, PLAIN, concurrency=1)
+    for way in TASK_WAYS:
+        on_progress(f"tasks: {way.name}")
+        solved = await _solved(client, plan, way.speculation, concurrency=plan.concurrency)
+        pairs = list(zip(plain, solved, strict=True))
+        p_value = worse_p_value(pairs.count((True, False)), pairs.count((False, True)))
+        counts = (sum(plain), sum(solved), len(pairs))
+        result.comparisons.append(Comparison("tasks", way.name, num_solved=counts, p_value=p_value))
+
+
+async def _solved(
+    client: ServerClient, plan: VerifyPlan, speculation: dict[str, Any], *, concurrency: int
+) -> list[bool]:
+    bodies = [
+        {
+            "prompt": task.prompt,
+            "max_tokens": plan.max_task_tokens,
+            "temperature": 0,
+            "stop": list(task.stops),
+            "return_token_ids": True,
+            "speculation": speculation,
+        }
+        for task in plan.tasks
+    ]
+    outputs = await _outputs(client, bodies, concurrency=concurrency)
+    pairs = zip(plan.tasks, outputs, strict=True)
+    return [await task.is_solved(output.text) for task, output in pairs]
 
 
 def _tokens_at(outputs: Iterable[Output], place: int) -> list[int]:

@@ -27,6 +27,19 @@ def excess_p_value(num_events: int, exposure: int, base_events: int, base_exposu
     )
 
 
+def worse_p_value(num_lost: int, num_won: int) -> float:
+    """Chance that of the tasks which one of two arms solved so many or more were lost, where both are alike.
+
+    McNemar's test, exact and one-sided.
+
+    Args:
+        num_lost: tasks that only plain decoding solved.
+        num_won: tasks that only the other arm solved.
+    """
+    total = num_lost + num_won
+    return float(sum(math.comb(total, count) for count in range(num_lost, total + 1)) / 2**total)
+
+
 def homogeneity_p_value(left: Sequence[Hashable], right: Sequence[Hashable]) -> float:
     """Pearson's test of whether two samples have one distribution; rare outcomes are counted together.
 
