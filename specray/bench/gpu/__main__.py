@@ -170,7 +170,9 @@ def main() -> int:
         if "proposals" in options.stages:
             measure_proposals(options, stages, report)
         of_shapes = set(options.stages) - {*STAGES_WITHOUT_MODEL, "proposals"}
-        for shape in options.shapes if of_shapes else ():
+        for shape in options.shapes:
+            if not of_shapes and (shape != "1b" or "proposals" not in options.stages):
+                continue
             measure_shape(shape, options, stages, options.models or Path(name), report)
     for problem in problems(report):
         print(f"specray: {problem}", file=sys.stderr)

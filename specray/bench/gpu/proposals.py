@@ -69,7 +69,7 @@ class Workload:
 
 
 LARGE = Workload(batches=(1, 4), num_tokens=(4,), samplings=("greedy", "coupled", "top-p 0.9"))
-"""Of a draft as large as people serve."""
+"""Workload for a draft as large as people serve."""
 TINY = Workload(batches=(1, 2), num_tokens=(2,), prompt_len=9, num_rounds=3)
 
 

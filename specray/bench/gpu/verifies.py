@@ -33,9 +33,9 @@ class VerifyTime:
     sampling: str
     num_sequences: int
     forward_ms: float
-    """Of the forward alone."""
+    """Milliseconds of the forward alone."""
     verify_ms: float
-    """Of the forward and the verdicts."""
+    """Milliseconds of the forward and the verdicts."""
 
     @property
     def added_share(self) -> float:

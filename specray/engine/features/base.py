@@ -64,9 +64,9 @@ class Continued:
     context: Context
     token_ids: Sequence[int]
     sources: Sequence[int]
-    """Of each, the row of the step before that it was drawn from."""
+    """Row of the step before from which each token was drawn."""
     visibility: Sequence[Visibility]
-    """Of each, behind the context's tokens; KV indices ascending."""
+    """What each token sees, behind the context's tokens; KV indices ascending."""
 
     @property
     def is_chain(self) -> bool:

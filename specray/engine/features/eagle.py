@@ -101,7 +101,7 @@ class EagleDrafter:
         self._ahead = torch.empty(0)
         """Outputs of the masks, sequence after sequence."""
         self._first_masks: list[int] = []
-        """Of each sequence, its first of them."""
+        """Index of each sequence's first row in ``_ahead``."""
         self._shared = SharedRows()
         self._recycled = torch.empty(0)
         """Outputs of the last step's rows, which stand for the features of their tokens."""

@@ -67,7 +67,7 @@ class RMSNorm:
 
 @dataclass(frozen=True, slots=True)
 class WideRMSNorm(RMSNorm):
-    """With a float32 weight for rows of another type."""
+    """The same norm with a float32 weight, for rows of another type."""
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(rows.float(), self.weight.shape, self.weight, self.eps).to(rows.dtype)

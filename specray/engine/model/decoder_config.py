@@ -125,7 +125,7 @@ class DecoderConfig:
 
     @property
     def moe_intermediate_size(self) -> int | None:
-        """Of each expert; None: there are none."""
+        """Width of each expert's MLP; None: there are no experts."""
         return None if self.experts is None else self.experts.intermediate_size
 
     @property

@@ -51,7 +51,7 @@ class _LayerRows:
     window: int | None
     rule: ScoreRule | None
     latent_dim: int = 0
-    """As ``SdpaStep.attend`` wants it."""
+    """First numbers of a key that are its value; 0: values are stored."""
 
     @property
     def shape(self) -> LayerShape:

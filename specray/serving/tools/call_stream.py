@@ -15,8 +15,8 @@ from typing import Final
 from specray.serving.tools.formats import MAX_CALL_LEN
 from specray.serving.tools.json_prefix import JsonPrefix
 
-_MAX_HEAD_LEN: Final = 1024
-"""Characters within which a call's name and the beginning of its arguments have to come."""
+MAX_HEAD_LEN: Final = 1024
+"""Characters within which a call's name, and the beginning or the name of its arguments, have to come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class CallStream:
             return False
         found = self._head.match(self.rest)
         if found is None or found["name"] not in self._allowed:
-            if found is not None or len(self.rest) > _MAX_HEAD_LEN:
+            if found is not None or len(self.rest) > MAX_HEAD_LEN:
                 self._place = _Place.LOST
             return False
         self._json, self._name, self._num_told = JsonPrefix(), found["name"], 0

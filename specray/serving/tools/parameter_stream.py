@@ -13,11 +13,9 @@ from collections.abc import Collection, Iterator
 from enum import Enum, auto
 from typing import Final
 
-from specray.serving.tools.call_stream import CallPart
+from specray.serving.tools.call_stream import MAX_HEAD_LEN, CallPart
 from specray.serving.tools.formats import MAX_CALL_LEN, XML_FUNCTION, Schemas, parameter_of
 
-_MAX_HEAD_LEN: Final = 1024
-"""Characters within which a call's name, or the name of an argument, has to come."""
 _PARAMETER: Final = re.compile(r"\s{0,64}+<parameter=([^>\n]{1,256})>\n?")
 _FUNCTION_END: Final = re.compile(r"\s{0,64}+</function>\s{0,64}+")
 _VALUE_END: Final = "</parameter>"
@@ -100,7 +98,7 @@ class ParameterStream:
             return ""
         found = XML_FUNCTION.match(self.rest)
         if found is None or found[1].strip() not in self._allowed:
-            if found is not None or len(self.rest) > _MAX_HEAD_LEN:
+            if found is not None or len(self.rest) > MAX_HEAD_LEN:
                 self._place = _Place.LOST
             return ""
         self._name, self._place, self.num_calls = found[1].strip(), _Place.BETWEEN, 1
@@ -115,7 +113,7 @@ class ParameterStream:
         found = _PARAMETER.match(self.rest)
         if found is None or found.end() == len(self.rest):
             # The line break behind the tag is no part of the argument.
-            if len(self.rest) > _MAX_HEAD_LEN:
+            if len(self.rest) > MAX_HEAD_LEN:
                 self._place = _Place.LOST
             return ""
         self.rest = self.rest[found.end() :]

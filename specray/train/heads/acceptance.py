@@ -79,7 +79,7 @@ def rank_rates(counts: torch.Tensor) -> list[list[float]]:
 
 
 def places_of(follows: torch.Tensor, is_counted: torch.Tensor, num_depths: int) -> list[torch.Tensor]:
-    """Of each depth, the anchors behind which a greedy target would have gone on as the text did.
+    """Anchors of each depth behind which a greedy target would have gone on as the text did.
 
     Args:
         follows, is_counted: as ``count_accepted`` takes them.

@@ -187,7 +187,7 @@ class _Seen:
     logits: list[torch.Tensor]
     """Logits of each depth."""
     columns: list[torch.Tensor]
-    """Of each depth, the head's column of the target's most likely token; -1: it has none."""
+    """Column of the target's most likely token in each depth's logits; -1: it has none."""
 
 
 def _from(view: TargetView, first: int) -> TargetView:
