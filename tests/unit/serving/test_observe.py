@@ -164,21 +164,27 @@ async def test_a_failing_stream_ends_with_its_error_in_the_line(caplog: pytest.L
     assert line["num_output_tokens"] == 1
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_client_that_leaves_is_an_abort(caplog: pytest.LogCaptureFixture, is_stream: bool) -> None:
+@pytest.mark.parametrize(
+    ("is_stream", "grace_s", "code"), [(False, 0.0, "499"), (True, 20.0, "499"), (True, 0.0, "200")]
+)
+async def test_a_client_that_leaves_is_an_abort(
+    caplog: pytest.LogCaptureFixture, is_stream: bool, grace_s: float, code: str
+) -> None:
+    """A stream whose headers have left keeps their status."""
     witness = Witness(caplog)
     client = endless()
-    async with serving(client, observer=witness.observer) as service:
+    config = parse_config({"served_model_name": MODEL, "http": {"first_token_grace_s": grace_s}})
+    async with serving(client, config=config, observer=witness.observer) as service:
         patience = aiohttp.ClientTimeout(total=0.2)
         body = {**BODY, "stream": is_stream}
         call = service.http.post("/v1/completions", json=body, timeout=patience)
         with pytest.raises(TimeoutError):
             async with call as response:
                 await response.read()
-    await witness.ended()
+        await witness.ended()
     line = witness.line()
     assert (line["finish_reason"], line["num_output_tokens"]) == ("abort", 0)
-    assert line["code"] == "499"
+    assert line["code"] == code
 
 
 @pytest.mark.parametrize(
