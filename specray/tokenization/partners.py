@@ -83,6 +83,9 @@ class Partners:
         # Of several, the last added one ends a turn of a conversation.
         self._target_eos = max(target.eos_token_ids, default=None)
         self._begin = target.special_id("bos_token"), draft.special_id("bos_token")
+        self.begin = _begin(draft)
+        """Tokens with which the draft's tokenizer begins a text; models that were trained with them guess
+        badly without."""
         pairs = self._same_texts() | self._same_names()
         if self._target_eos is not None and self._target_eos not in pairs:
             free = self._draft_eos.difference(pairs.values())
@@ -160,6 +163,13 @@ class Partners:
         theirs = self._draft.tokenizer.special_names
         names = self._target.tokenizer.special_names
         return {own: theirs[name] for name, own in names.items() if name in theirs}
+
+
+def _begin(tokenizer: Tokenizer) -> tuple[int, ...]:
+    text = tokenizer.encode("a", add_special_tokens=False)
+    whole = tokenizer.encode("a")
+    places = (place for place in range(len(whole)) if whole[place : place + len(text)] == text)
+    return whole[: next(places, 0)]
 
 
 def _ids_by_bytes(tokenizer: Tokenizer) -> dict[bytes, int]:

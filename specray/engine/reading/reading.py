@@ -23,6 +23,11 @@ from specray.types import SamplingParams
 class Vocabulary(Protocol):
     """How a draft reads another vocabulary."""
 
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """The draft's tokens with which each of its texts begins."""
+        ...
+
     def read(self, token_id: int) -> tuple[int, ...]:
         """The draft's tokens for one of the target's."""
         ...
@@ -110,8 +115,15 @@ class Reading:
         self.token_ids += token_ids
         read = _as_it_is if self._vocabulary is None else self._vocabulary.read
         new = [read(token_id) for token_id in token_ids]
+        if new and not base_len:
+            new[0] = self._begun(new[0])
         self._pieces += new
         self._length += sum(map(len, new))
+
+    def _begun(self, first: tuple[int, ...]) -> tuple[int, ...]:
+        """The pieces of the first token, behind what the draft begins a text with and the target may not."""
+        begin = () if self._vocabulary is None else self._vocabulary.begin
+        return first if first[: len(begin)] == begin else (*begin, *first)
 
     @property
     def num_seen(self) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from specray.tokenization import Tokenizer
 from specray.tokenization.pair import partners_problem
 from specray.tokenization.partners import SAMPLE_TEXT, Partners, Writer
-from tests.unit.tokenization.tiny_pair import byte_level_tokenizer, pieces_tokenizer
+from tests.unit.tokenization.tiny_pair import byte_level_backend, byte_level_tokenizer, pieces_tokenizer
 from tests.unit.tokenization.tiny_tokenizer import sentencepiece_tokenizer
 
 TEXT = "harbour the quiet evening the morning é 東京 \t\n getNames(boats)"
@@ -57,6 +58,14 @@ def test_the_end_of_a_text_has_a_partner_by_its_role_and_its_begin_is_read() -> 
     assert partners.draft_ids[end] == draft.vocabulary["<|end|>"]
     assert partners.read(begin) == (draft.vocabulary["<s>"],)
     assert begin not in partners.draft_ids
+
+
+def test_the_drafts_begin_is_what_its_tokenizer_puts_before_a_text() -> None:
+    backend, target = byte_level_backend(), pieces_tokenizer()
+    assert Partners(Tokenizer(backend), target).begin == ()
+    backend.post_processor = TemplateProcessing("<s> $0 <|end|>", special_tokens=[("<s>", 0), ("<|end|>", 1)])
+    assert backend.encode("a").tokens == ["<s>", "a", "<|end|>"]
+    assert Partners(Tokenizer(backend), target).begin == (0,)
 
 
 def test_what_is_read_is_the_same_text(pair: tuple[Tokenizer, Tokenizer]) -> None:

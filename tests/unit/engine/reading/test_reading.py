@@ -12,19 +12,23 @@ from specray.engine.reading.window import NUM_SINKS, Window, with_window
 from specray.errors import ConfigError
 from specray.types import SamplingParams
 from tests.unit.engine.harness import VOCAB_SIZE
-from tests.unit.engine.reading.toys import MARK, NAMES, ToyVocabulary
+from tests.unit.engine.reading.toys import MARK, NAMES, BeginningVocabulary, ToyVocabulary
 
 PENALTY = SamplingParams(repetition_penalty=1.3, num_prompt_tokens=2)
 
 
 def expected_view(told: list[int], vocabulary: ToyVocabulary | None, window: Window | None) -> list[int]:
     own = [piece for token in told for piece in (vocabulary.read(token) if vocabulary else (token,))]
+    if vocabulary and own and own[: len(vocabulary.begin)] != [*vocabulary.begin]:
+        own = [*vocabulary.begin, *own]
     start = 0 if window is None else window.start(len(own))
     return [*own[:NUM_SINKS], *own[start:]] if start else own
 
 
 @pytest.mark.parametrize("num_tokens", [None, 1, 2, 8, 13])
-@pytest.mark.parametrize("vocabulary", [None, ToyVocabulary()], ids=["same", "other"])
+@pytest.mark.parametrize(
+    "vocabulary", [None, ToyVocabulary(), BeginningVocabulary()], ids=["same", "other", "begins"]
+)
 def test_engine_holds_the_view_after_any_tells(
     vocabulary: ToyVocabulary | None, num_tokens: int | None
 ) -> None:
@@ -90,3 +94,14 @@ def test_window_bounds_the_drafts_sequences() -> None:
     assert str(caught.value) == (
         "draft.max_model_len is 200 with draft.window 100; allowed with it: 282 or more"
     )
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"), [([4, 6], [NAMES[5], NAMES[4], NAMES[6]]), ([5, 6], NAMES[5:7])]
+)
+def test_a_draft_that_begins_its_texts_with_a_token_sees_it_once(
+    told: list[int], expected: list[int]
+) -> None:
+    reading = Reading(BeginningVocabulary(), None, PENALTY)
+    reading.tell(0, told, None)
+    assert reading.view() == (0, [*expected])

@@ -29,6 +29,8 @@ class ToyVocabulary:
         token_id: NAMES[token_id] for token_id in range(VOCAB_SIZE) if token_id not in ALONE
     }
 
+    begin: tuple[int, ...] = ()
+
     def read(self, token_id: int) -> tuple[int, ...]:
         own = NAMES[token_id]
         return (MARK, own) if token_id in ALONE else (own,)
@@ -43,6 +45,12 @@ class ToyVocabulary:
             is_marked = False
             written.append(token_id)
         return tuple(written)
+
+
+class BeginningVocabulary(ToyVocabulary):
+    """A draft that begins each text with a token, which the target's token 5 is, too."""
+
+    begin = (NAMES[5],)
 
 
 class TranslatingRunner(SlotRunner):
