@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import TYPE_CHECKING
 
 from specray.config import Config, EngineConfig
 from specray.engine.build import build_draft_engine, build_follower, build_target_engine
-from specray.engine.runner.device import choose_device
+from specray.engine.runner.device import choose_device, show_gpus, use_device
 from specray.engine.runner.parallel import GroupArgs, GroupStore, ParallelContext
 from specray.engine.runner.runner import ModelRunner
 from specray.errors import SpecrayError
 from specray.rpc.channel import channel_options
 from specray.rpc.role import RoleName
 from specray.rpc.workers.worker import EngineServerThread
+
+if TYPE_CHECKING:
+    from specray.actors.targets.gpus import GpuPlace
 
 CHECK_TIMEOUT_S = 20.0
 ENGINE_NICENESS = 5
@@ -34,12 +38,13 @@ def let_callers_go_first(config: EngineConfig) -> None:
 
 
 def start_draft(
-    config: Config, *, address: str, meeting: GroupStore | None = None
+    config: Config, *, address: str, meeting: GroupStore | None = None, place: GpuPlace | None = None
 ) -> tuple[EngineServerThread, str]:
     """Loads the draft and serves it at ``address``, ``unix:/path`` or ``host:0``.
 
     Args:
         meeting: rendezvous store of the other ranks, led by this one; None for a draft with one rank.
+        place: what this rank is to see of its node's GPUs; None: what it sees already.
 
     Returns:
         The server and its address, with the real port.
@@ -48,8 +53,9 @@ def start_draft(
         ConfigError: the model or a setting is wrong.
         EngineLostError: the group did not form, or the engine was not loaded in time.
     """
+    take_place(place)
     let_callers_go_first(config.draft)
-    parallel = None if meeting is None else join_group(config, "draft", 0, meeting)
+    parallel = None if meeting is None else join_group(config, "draft", 0, meeting, place)
     server = EngineServerThread(
         lambda: build_draft_engine(config, parallel=parallel),
         role="draft",
@@ -124,13 +130,33 @@ def engine_config(config: Config, role: RoleName) -> EngineConfig:
     return config.draft if role == "draft" else config.target
 
 
-def join_group(config: Config, role: RoleName, rank: int, meeting: GroupStore | str) -> ParallelContext:
+def take_place(place: GpuPlace | None) -> None:
+    """Makes CUDA show this process the GPUs of its place; call it before anything asks CUDA.
+
+    Raises:
+        EngineLostError: CUDA shows other GPUs already.
+    """
+    if place is not None:
+        show_gpus(place.gpus, place.local_rank)
+
+
+def join_group(
+    config: Config,
+    role: RoleName,
+    rank: int,
+    meeting: GroupStore | str,
+    place: GpuPlace | None = None,
+) -> ParallelContext:
     """Joins the other ranks. Raises EngineLostError when not all join within ``router.start_timeout_s``."""
     engine = engine_config(config, role)
+    gpu_index = None if place is None else place.index
+    device = choose_device(engine, gpu_index)
+    use_device(device)
     args = GroupArgs(
         rank=rank,
         world_size=engine.tensor_parallel_size,
-        device_type=choose_device(engine).type,
+        device_type=device.type,
+        gpu_index=gpu_index,
         start_timeout_s=config.router.start_timeout_s,
         silence_timeout_s=max(MIN_SILENCE_S, config.router.verify_timeout_s),
     )
@@ -138,7 +164,13 @@ def join_group(config: Config, role: RoleName, rank: int, meeting: GroupStore | 
 
 
 def start_rank(
-    config: Config, *, role: RoleName, rank: int, meeting: GroupStore | str | None, address: str
+    config: Config,
+    *,
+    role: RoleName,
+    rank: int,
+    meeting: GroupStore | str | None,
+    address: str,
+    place: GpuPlace | None = None,
 ) -> LeaderWorker | FollowerWorker:
     """Joins the group, loads this rank's shard and starts its part of the work.
 
@@ -147,13 +179,15 @@ def start_rank(
         meeting: rendezvous: on the leader its own store, on the others the store's ``host:port``; None for a
             target with one rank.
         address: address on which the leader listens, ``unix:/path`` or ``host:0``.
+        place: what this rank is to see of its node's GPUs; None: what it sees already.
 
     Raises:
         ConfigError: the model or a setting is wrong.
         EngineLostError: the group did not form, or the engine was not loaded in time.
     """
+    take_place(place)
     let_callers_go_first(engine_config(config, role))
-    parallel = None if meeting is None else join_group(config, role, rank, meeting)
+    parallel = None if meeting is None else join_group(config, role, rank, meeting, place)
     if rank == 0:
         assert role == "target", "the leader of a draft's ranks is its replica"
         return LeaderWorker(config, parallel, address=address)

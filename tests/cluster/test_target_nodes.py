@@ -4,6 +4,7 @@ node."""
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,8 +18,10 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from specray.actors.targets.group import TargetGroup
+from specray.actors.targets.gpus import GpuPlace
+from specray.actors.targets.group import PlacedRanks, TargetGroup
 from specray.actors.targets.placement import GroupPlacement, place_group, ray_nodes
+from specray.actors.targets.ranks import TargetRank
 from specray.actors.targets.source import TargetSource
 from specray.config import Config, parse_config
 from specray.errors import ConfigError
@@ -76,7 +79,8 @@ def cluster() -> Iterator[Cluster]:
     try:
         with chosen_agent_ports():
             for _ in range(2):
-                cluster.add_node(num_cpus=3, labels=ON_RANK_NODES)
+                # Ray shares out what it is told of, whether or not there are GPUs.
+                cluster.add_node(num_cpus=3, num_gpus=2, labels=ON_RANK_NODES)
         ray.init(address=cluster.address, log_to_driver=False)
         cluster.wait_for_nodes()
         yield cluster
@@ -173,6 +177,43 @@ async def test_four_ranks_of_two_nodes_stand_by_node_and_give_the_tokens_of_one(
         assert len(set(nodes)) == 2
         assert nodes == [nodes[0]] * 2 + [nodes[2]] * 2
         assert tuple([token async for token in site.tokens("a")]) == expected
+
+
+async def test_ranks_of_a_node_see_its_gpus_for_as_long_as_they_live(cluster: Cluster, model: Path) -> None:
+    class Rank(TargetRank):
+        """Takes its place, loads nothing, and says afterwards what CUDA would be shown."""
+
+        def start(self, meeting: str | None, place: GpuPlace | None = None) -> str | None:
+            from specray.actors.workers import take_place
+
+            self.place = place
+            take_place(place)
+            return os.environ["CUDA_VISIBLE_DEVICES"]
+
+        def wait(self) -> str:
+            assert self.place is not None
+            listed, own = os.environ["CUDA_VISIBLE_DEVICES"], ray.get_gpu_ids()
+            assert listed.split(",")[self.place.index] == str(own[0])
+            return f"{listed} {os.environ['LOCAL_RANK']}"
+
+    options = {"num_cpus": 1.4, "num_gpus": 1, "label_selector": ON_RANK_NODES}
+    config = config_of(model, 4, ray_actor_options=options)
+    placed = place(config)
+    group = placement_group(
+        placed.bundles, strategy=placed.strategy, bundle_label_selector=placed.label_selectors
+    )
+    ranks = PlacedRanks(config, Rank, group)
+    try:
+        await ranks.place(4)
+        shown = [str(listed) for listed in await ranks.start("unused")]
+        assert [set(listed.split(",")) for listed in shown] == [{"0", "1"}] * 4
+        assert (shown[0], shown[2]) == (shown[1], shown[3])
+        # Ray leaves the environment of an actor alone behind its first call.
+        after = [await actor.wait.remote() for actor in ranks.actors]
+        assert after == [f"{listed} {place}" for listed, place in zip(shown, (0, 1, 0, 1), strict=True)]
+    finally:
+        ranks.stop()
+        remove_placement_group(group)
 
 
 async def test_a_group_that_cannot_start_says_why_and_leaves_nobody_behind(

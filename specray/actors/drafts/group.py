@@ -123,7 +123,7 @@ class DraftGroup:
         meet_on_own_interface(config)
         store = self._store = GroupStore(listen_host(config), timeout_s=config.router.start_timeout_s)
         started, _ = await asyncio.gather(
-            asyncio.to_thread(start_draft, config, address=address, meeting=store),
+            asyncio.to_thread(start_draft, config, address=address, meeting=store, place=followers.own_place),
             followers.start(store.address),
         )
         return started

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from specray.actors.node import LocalProcess
+from specray.actors.targets.gpus import GpuPlace, check_own_gpus, gpu_places
 from specray.actors.targets.placement import actor_options, rank_bundles
 from specray.actors.targets.ranks import Rank, RankProcess, TargetRank, own_process
 from specray.config import Config
@@ -73,6 +73,10 @@ class PlacedRanks:
         self._first_rank = 0
         self._processes: list[LocalProcess] = []
         """Rank processes on this node."""
+        self._places: list[GpuPlace | None] = []
+        """What each actor sees of its node's GPUs; after ``place``."""
+        self.own_place: GpuPlace | None = None
+        """What the owner is to see of its node's GPUs, if it is a rank itself; after ``place``."""
         self.actors: list[Any] = []
 
     async def place(self, num_ranks: int, *, first_rank: int = 0) -> None:
@@ -94,11 +98,22 @@ class PlacedRanks:
         self.actors = [self._create(rank, bundle) for rank, bundle in enumerate(bundles, first_rank)]
         placed = await self.processes()
         self._find_local(placed)
-        check_own_gpus([*placed, *([own_process()] if first_rank else [])], role=role)
+        ranks = [*([own_process()] if first_rank else []), *placed]
+        check_own_gpus(ranks, role=role)
+        places = gpu_places(ranks)
+        self.own_place = places[0] if first_rank else None
+        self._places = places[len(ranks) - len(placed) :]
 
     async def start(self, meeting: str | None) -> list[str | None]:
         """Loads every shard and returns each rank's address. Raises what ``Rank.start`` raises."""
-        return list(await asyncio.gather(*(actor.start.remote(meeting) for actor in self.actors)))
+        return list(
+            await asyncio.gather(
+                *(
+                    actor.start.remote(meeting, place)
+                    for actor, place in zip(self.actors, self._places, strict=True)
+                )
+            )
+        )
 
     async def processes(self) -> list[RankProcess]:
         """Process of each rank, in rank order; after placement.
@@ -254,20 +269,6 @@ def check_one_host(node_ids: set[str], nodes: Sequence[dict[str, Any]], *, role:
         raise ConfigError(
             f"rpc.listen is 'loopback', but the {role}'s ranks are on {', '.join(hosts)}; allowed: 'node', "
             f"or {role}.placement 'one-node'"
-        )
-
-
-def check_own_gpus(ranks: Sequence[RankProcess], *, role: str) -> None:
-    """Checks that no two ranks share a GPU, which NCCL does not support.
-
-    Raises:
-        ConfigError: Ray gave several ranks the same GPU.
-    """
-    taken = Counter((rank.node_id, gpu_id) for rank in ranks for gpu_id in rank.gpu_ids)
-    if taken and max(taken.values()) > 1:
-        raise ConfigError(
-            f"{role}.ray_actor_options: num_gpus is so small that several of the {role}'s ranks were given "
-            "the same GPU; allowed: more than 0.5, so that each rank gets one that no other has"
         )
 
 

@@ -12,6 +12,7 @@ from specray.config import parse_config
 from specray.telemetry.logs import configure_logging
 
 if TYPE_CHECKING:
+    from specray.actors.targets.gpus import GpuPlace
     from specray.actors.workers import FollowerWorker, LeaderWorker
     from specray.engine.runner.parallel import GroupStore
     from specray.rpc.role import RoleName
@@ -60,11 +61,12 @@ class Rank:
         self._store = GroupStore(listen_host(self._config), timeout_s=self._config.router.start_timeout_s)
         return self._store.address
 
-    def start(self, meeting: str | None) -> str | None:
+    def start(self, meeting: str | None, place: GpuPlace | None = None) -> str | None:
         """Loads this rank's shard. The leader serves gRPC and returns its address, a follower None.
 
         Args:
             meeting: ``host:port`` of the leader's rendezvous store; None for a group of one rank.
+            place: what this rank is to see of its node's GPUs; None: what Ray shows it.
         """
         from specray.actors.workers import start_rank
 
@@ -75,6 +77,7 @@ class Rank:
             rank=self._rank,
             meeting=self._store or meeting,
             address=listen_address(self._config, self.role),
+            place=place,
         )
         return self._worker.address
 

@@ -32,6 +32,7 @@ from specray.engine.runner.device import (
     num_threads_for,
     num_threads_for_logits,
     use_cores,
+    use_device,
 )
 from specray.engine.runner.gpu_claim import claim_gpu, name_of
 from specray.engine.runner.inputs import SequenceInput
@@ -73,7 +74,8 @@ def build_runner(
         ConfigError: names the setting, its value and what is allowed.
     """
     use_cores(config.cores)
-    device = choose_device(config)
+    device = choose_device(config, None if parallel is None else parallel.gpu_index)
+    use_device(device)
     if device.type == "cuda":
         claim_gpu(config, role, name_of(device))
     tensor_parallel_size = 1 if parallel is None else parallel.world_size

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from specray.config import EngineConfig
-from specray.errors import ConfigError
+from specray.errors import ConfigError, EngineLostError
 
 _ENTRIES_PER_THREAD = 65_536
 _SMALL_MODEL_BYTES = 8 * 2**20
@@ -56,6 +56,39 @@ def visible_gpus() -> tuple[str, ...]:
     return tuple(str(index) for index in range(torch.cuda.device_count()))
 
 
+def show_gpus(names: Sequence[str], local_rank: int) -> None:
+    """Makes CUDA show this process some GPUs, in this order, and says which of its node's ranks it is.
+
+    CUDA reads the names once, when it is first asked for anything.
+
+    Raises:
+        EngineLostError: it has been asked, and shows others.
+    """
+    listed = ",".join(names)
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if torch.cuda.is_initialized() and shown != listed:
+        raise EngineLostError(f"this process shows the GPUs {shown!r}, but its group now has {listed!r}")
+    os.environ["CUDA_VISIBLE_DEVICES"] = listed
+    os.environ["LOCAL_RANK"] = str(local_rank)
+
+
+def use_device(device: torch.device) -> None:
+    """Makes a GPU the current one of this thread, for all that takes the current one; others need nothing.
+
+    Raises:
+        ConfigError: CUDA does not show it.
+    """
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.set_device(device)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"device is 'cuda', but GPU {device.index or 0} of {', '.join(visible_gpus())} cannot be used: "
+            f"{error}"
+        ) from error
+
+
 def use_cores(cores: Sequence[int] | None) -> None:
     """Keeps this thread, and the threads that it starts from now on, on some CPU cores; None: on any.
 
@@ -92,9 +125,15 @@ def num_threads_for_logits(vocab_size: int, num_threads: int) -> int:
     return max(1, min(num_threads, vocab_size // _ENTRIES_PER_THREAD))
 
 
-def choose_device(config: EngineConfig) -> torch.device:
-    """The device that the configuration means here. Raises ConfigError for CUDA where there is none."""
+def choose_device(config: EngineConfig, gpu_index: int | None = None) -> torch.device:
+    """The device that the configuration means here. Raises ConfigError for CUDA where there is none.
+
+    Args:
+        gpu_index: index of the GPU among those that this process sees; None: the current one.
+    """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is 'cuda', but no CUDA device is available; allowed here: 'cpu' or 'auto'")
     use_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    return torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
+    if not use_cuda:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device() if gpu_index is None else gpu_index)

@@ -94,7 +94,9 @@ class GroupArgs:
     rank: int
     world_size: int
     device_type: str
-    """``cpu`` or ``cuda``. Under ``cuda`` each rank must see its own device as device 0."""
+    """``cpu`` or ``cuda``."""
+    gpu_index: int | None = None
+    """Index of this rank's GPU among those that its process sees; None: the current one."""
     start_timeout_s: float = 600.0
     """Seconds to wait for the other ranks: to meet, to load, and in any one collective."""
     silence_timeout_s: float = 60.0
@@ -147,6 +149,11 @@ class ParallelContext:
             raise EngineLostError(f"rank {args.rank} of {args.world_size} found no group: {error}") from None
         assert starting is not None and control is not None
         return cls(args, starting, control)
+
+    @property
+    def gpu_index(self) -> int | None:
+        """Index of this rank's GPU among those that its process sees; None: the current one."""
+        return self._args.gpu_index
 
     @property
     def draws_apart(self) -> bool:

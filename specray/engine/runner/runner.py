@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from specray.engine.attention.sdpa import sequence_slots
 from specray.engine.cache.blocks import BlockCache
 from specray.engine.runner.cuda_graphs import Bucket, GraphedForward
+from specray.engine.runner.device import use_device
 from specray.engine.runner.inputs import CopyInput, Moves, SequenceInput
 from specray.engine.runner.parallel import NO_MOVES, ParallelContext
 from specray.engine.sampling.device.select import choose_kernels
@@ -184,6 +185,8 @@ class ModelRunner:
             EngineLostError: the leader was silent for longer than the group's deadline.
         """
         assert self._parallel is not None and self._parallel.rank > 0, "only a follower follows"
+        # Not of the thread that has loaded the model, perhaps.
+        use_device(self.info.device)
         with torch.inference_mode():
             while (received := self._parallel.receive_step()) is not None:
                 work, moves, draws = received

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import yaml
 
-from specray.actors.workers import engine_config, join_group
+from specray.actors.targets.gpus import place_among
+from specray.actors.workers import engine_config, join_group, take_place
 from specray.config import Config, EngineConfig, parse_config
 from specray.engine.build import build_follower
 from specray.engine.runner.device import choose_device, cores_per_rank, visible_gpus
@@ -51,7 +52,7 @@ def local_ranks(
         EngineLostError: a rank ended too early; raised after the block.
     """
     engine = engine_config(config, role)
-    environments = _environments(engine, role)
+    _take_first_gpu(engine, role)
     apply_interface_environment("lo")
     store = GroupStore(LOOPBACK, timeout_s=config.router.start_timeout_s)
     with tempfile.TemporaryDirectory(prefix="specray-") as directory, contextlib.ExitStack() as stack:
@@ -62,7 +63,7 @@ def local_ranks(
         for rank in range(1, engine.tensor_parallel_size):
             arguments = (f"--config={path}", f"--rank={rank}", f"--meeting={store.address}")
             command = (*worker_command, role, *arguments, f"--parent-pid={os.getpid()}")
-            followers.start(command, environments[rank])
+            followers.start(command)
         followers.watch()
         yield store
     if followers.failure is not None:
@@ -80,9 +81,14 @@ def follow(config: Config, role: RoleName, rank: int, meeting: str) -> None:
         EngineLostError: the group did not form, or the leader is lost.
     """
     apply_interface_environment("lo")
-    parallel = join_group(config, role, rank, meeting)
+    engine = engine_config(config, role)
+    # Rank 0 has the first of the same GPUs.
+    gpus = () if engine.device == "cpu" else visible_gpus()[: engine.tensor_parallel_size]
+    place = place_among(rank, gpus) if rank < len(gpus) else None
+    take_place(place)
+    parallel = join_group(config, role, rank, meeting, place)
     try:
-        build_follower(engine_config(config, role), role=role, parallel=parallel).follow()
+        build_follower(engine, role=role, parallel=parallel).follow()
     finally:
         # Threads of a group that live when the interpreter ends can abort the process (SIGABRT).
         parallel.close()
@@ -98,18 +104,23 @@ def sharing_cores(config: Config, role: RoleName) -> Config:
     return parse_config(values)
 
 
-def _environments(engine: EngineConfig, role: RoleName) -> list[dict[str, str]]:
-    """Returns additional environment variables by rank: the GPU that is its device 0."""
-    size = engine.tensor_parallel_size
+def _take_first_gpu(engine: EngineConfig, role: RoleName) -> None:
+    """Takes the first GPU for this process, where ranks are to have one.
+
+    CUDA may have been asked for its GPUs already: what it shows stays.
+
+    Raises:
+        ConfigError: there are fewer GPUs than ranks.
+    """
     if choose_device(engine).type != "cuda":
-        return [{}] * size
-    gpus = visible_gpus()
-    if len(gpus) < size:
+        return
+    size, num_gpus = engine.tensor_parallel_size, len(visible_gpus())
+    if num_gpus < size:
         raise ConfigError(
-            f"{role}.tensor_parallel_size is {size}; allowed here: at most {len(gpus)}, the GPUs that this "
+            f"{role}.tensor_parallel_size is {size}; allowed here: at most {num_gpus}, the GPUs that this "
             "process may use"
         )
-    return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[:size]]
+    os.environ["LOCAL_RANK"] = "0"
 
 
 class _Followers:
@@ -122,12 +133,11 @@ class _Followers:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._is_ending = threading.Event()
 
-    def start(self, command: Sequence[str], environment: dict[str, str]) -> None:
+    def start(self, command: Sequence[str]) -> None:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            env={**os.environ, **environment},
             # This process passes a terminal's interrupt on, in order.
             start_new_session=True,
         )

@@ -14,11 +14,13 @@ from specray.actors.drafts import deployment as draft_module
 from specray.actors.drafts import group as draft_group
 from specray.actors.drafts.deployment import DraftReplica
 from specray.actors.drafts.group import DraftGroup
+from specray.actors.targets.gpus import GpuPlace
 from specray.actors.targets.ranks import RankProcess
 from specray.config import Config, EngineConfig, parse_config
 from specray.engine.runner.parallel import GroupArgs
 from specray.errors import ConfigError, EngineLostError
 
+PLACE = GpuPlace(0, ("2", "0"), 0)
 RANKS = parse_config({"draft": {"tensor_parallel_size": 3}, "router": {"start_timeout_s": 5}})
 
 
@@ -41,11 +43,13 @@ class Followers:
     def __init__(self, said: list[str], *, failure: Exception | None = None) -> None:
         self._said = said
         self._failure = failure
+        self.own_place: GpuPlace | None = None
         self.hangs = False
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def place(self, num_ranks: int, *, first_rank: int) -> None:
         self._said.append(f"{num_ranks} from rank {first_rank}")
+        self.own_place = PLACE
 
     async def start(self, meeting: str) -> list[str | None]:
         assert meeting.startswith("127.0.0.1:")
@@ -71,7 +75,12 @@ class Followers:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
-    monkeypatch.setattr(workers, "start_draft", lambda *_, **__: (Server(said), "unix:/draft"))
+
+    def start(config: Config, *, place: GpuPlace, **_: Any) -> tuple[Server, str]:
+        assert place is PLACE, "a rank that is no actor has its place too"
+        return Server(said), "unix:/draft"
+
+    monkeypatch.setattr(workers, "start_draft", start)
     monkeypatch.setattr(draft_group, "SILENCE_S", 0.05)
     return said
 

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from specray.actors.node import LocalProcess, interface_of
-from specray.actors.targets.group import check_one_host, check_own_gpus
+from specray.actors.targets.group import check_one_host
 from specray.actors.targets.placement import NodeShape, fits, place_draft, place_group, rank_bundles
-from specray.actors.targets.ranks import RankProcess
 from specray.config import RpcConfig, TargetConfig, parse_config
 from specray.environment import interface_environment, rank_environment
 from specray.errors import ConfigError
@@ -100,14 +99,6 @@ def test_a_draft_of_several_ranks_has_a_bundle_for_each_and_none_beside(
     draft = {"tensor_parallel_size": 4, "ray_actor_options": {"num_gpus": 0.25}}
     group = place_draft(parse_config({"draft": draft}).draft, nodes=nodes)
     assert (group.bundles, group.strategy) == ([{"CPU": 0.5, "GPU": 0.25}] * 4, strategy)
-
-
-def test_ranks_that_were_given_one_gpu_are_refused() -> None:
-    apart = [RankProcess("x", 1, ("0",)), RankProcess("x", 2, ("1",)), RankProcess("y", 3, ("0",))]
-    check_own_gpus(apart, role="draft")
-    check_own_gpus([RankProcess("x", 1), RankProcess("x", 2)], role="draft")
-    with pytest.raises(ConfigError, match=r"draft\.ray_actor_options: num_gpus .* allowed: more than 0\.5"):
-        check_own_gpus([*apart, RankProcess("x", 4, ("1",))], role="draft")
 
 
 @pytest.mark.parametrize(
