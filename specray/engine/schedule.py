@@ -25,7 +25,11 @@ class Runner(Protocol):
         ...
 
     def run(self, inputs: Sequence[SequenceInput]) -> ForwardOutput:
-        """One ragged forward; logits ``[sum of num_logits, vocab_size]`` in the order of ``inputs``."""
+        """One ragged forward.
+
+        Returns:
+            Logits ``[sum of num_logits, vocab_size]`` in the order of ``inputs``, there until the next step.
+        """
         ...
 
     def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> ForwardOutput | None:
@@ -158,10 +162,17 @@ def catch_up(
 
     Returns:
         Logits ``[sum of num_logits, vocab_size]`` in the order of ``work``, with a row for each branch's
-        token, and features of all rows that were computed; None when nothing was.
+        token, there until the next step, and features of all rows that were computed; None when nothing was.
     """
     # Sequences are cut in order, so the pieces of the logits come in the order of ``work`` too.
-    pieces = [runner.run(inputs) for inputs in _plan_steps(work, max_num_batched_tokens) if inputs]
+    pieces: list[ForwardOutput] = []
+    for inputs in _plan_steps(work, max_num_batched_tokens):
+        if not inputs:
+            continue
+        if pieces:
+            # The next step overwrites them.
+            pieces[-1] = pieces[-1]._replace(logits=pieces[-1].logits.clone())
+        pieces.append(runner.run(inputs))
     for item in work:
         if isinstance(item, CatchUp):
             sequence = item.sequence

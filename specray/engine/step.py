@@ -162,13 +162,15 @@ class Step:
     positions: Slots  # of each row in its sequence; a slice for a single sequence
     attention: AttentionStep
     logit_rows: Slots | None  # the rows whose logits are wanted, in order; None: all
+    logits: torch.Tensor | None = None
+    """Tensor of their size that a forward may write the logits to; None: a new one."""
 
 
 class ForwardOutput(NamedTuple):
     """What a forward pass computes."""
 
     logits: torch.Tensor
-    """Logits, float32, ``[number of logit_rows, vocab_size]``."""
+    """Logits, float32, ``[number of logit_rows, vocab_size]``; ``Step.logits`` itself, if written there."""
     features: Mapping[int, torch.Tensor] | None = None
     """Residual stream of all rows by layer: what enters layer k, ``[num_rows, hidden_size]``.
 

@@ -50,14 +50,14 @@ def steps(runner: ModelRunner) -> list[torch.Tensor]:
     start = len(CONTEXT)
     inputs = [SequenceInput(CONTEXT, 0, table.block_ids, 2) for table in tables]
     logits = [
-        runner.run(inputs).logits,
-        runner.run([SequenceInput([9], start, tables[0].block_ids, 1)]).logits,
+        runner.run(inputs).logits.clone(),
+        runner.run([SequenceInput([9], start, tables[0].block_ids, 1)]).logits.clone(),
     ]
     rows = ([5, 6, 7], [8], [9, 10])
     inputs = [
         SequenceInput(own, start, table.block_ids, len(own)) for own, table in zip(rows, tables, strict=True)
     ]
-    logits.append(runner.run(inputs).logits)
+    logits.append(runner.run(inputs).logits.clone())
     branches = (
         branch_visibility(30, start, 1),
         branch_visibility(30, start, 2),

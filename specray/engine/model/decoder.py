@@ -8,7 +8,7 @@ operators, because at one row a draft's step is 0.2 ms and each operator costs 1
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +48,13 @@ class Head(Protocol):
     """Hidden states ``[num_rows, hidden_size]`` to float32 logits over the whole vocabulary."""
 
     def precise(self, rows: torch.Tensor) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class WritingHead(Protocol):
+    """A head that writes its logits where they are wanted."""
+
+    def precise_into(self, rows: torch.Tensor, out: torch.Tensor) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +291,16 @@ class DecoderForward:
             features |= {layer: rows for layer, rows in late.items() if layer in self.feature_layers}
             if step.logit_rows is not None:
                 normed = normed[step.logit_rows]
-        return ForwardOutput(self.head.precise(normed), features)
+        return ForwardOutput(_logits(self.head, normed, step.logits), features)
+
+
+def _logits(head: Head, rows: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    if out is None:
+        return head.precise(rows)
+    if isinstance(head, WritingHead):
+        head.precise_into(rows, out)
+        return out
+    return out.copy_(head.precise(rows))
 
 
 def _scaled(rows: torch.Tensor, factor: float) -> torch.Tensor:

@@ -114,6 +114,20 @@ class PlainLinear:
     def precise(self, rows: torch.Tensor) -> torch.Tensor:
         return F.linear(rows, self.weight, self.bias).float()
 
+    def into(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes what a call gives to ``out``, which is of the same type."""
+        if self.bias is None:
+            torch.mm(rows, self.weight.t(), out=out)
+        else:
+            torch.addmm(self.bias, rows, self.weight.t(), out=out)
+
+    def precise_into(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes what ``precise`` gives to ``out``."""
+        if self.weight.dtype == out.dtype:
+            self.into(rows, out)
+        else:
+            out.copy_(self(rows))
+
     def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
         if self.bias is None:
             return summand.addmm_(rows, self.weight.t())
@@ -127,6 +141,10 @@ class WideLinear(PlainLinear):
     def precise(self, rows: torch.Tensor) -> torch.Tensor:
         assert self.bias is None, "only products are wide"
         return torch.mm(rows, self.weight.t(), out_dtype=torch.float32)
+
+    def precise_into(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        assert self.bias is None, "only products are wide"
+        torch.mm(rows, self.weight.t(), out_dtype=torch.float32, out=out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,11 +262,15 @@ def has_wide_products(device: torch.device, dtype: torch.dtype) -> bool:
         torch.ones(8, 16, dtype=dtype, device=device),
     )
     rows[0, 0] = 2.0**-12
+    linear, written = WideLinear(weight, None), torch.zeros(1, 8, device=device)
     try:
-        products = WideLinear(weight, None).precise(rows)
+        products = linear.precise(rows)
+        linear.precise_into(rows, written)
     except (RuntimeError, TypeError):
         return False
-    return products.dtype == torch.float32 and bool((products == 15.0 + 2.0**-12).all())
+    return all(
+        each.dtype == torch.float32 and bool((each == 15.0 + 2.0**-12).all()) for each in (products, written)
+    )
 
 
 def make_gate(

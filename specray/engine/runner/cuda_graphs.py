@@ -187,23 +187,23 @@ class GraphedForward:
         host = HostBatch(shape, block_size=cache.block_size, spare_slot=spare_slot)
         on_device = DeviceBatch(shape, cache.layers[0].device)
 
-        def forward() -> ForwardOutput:
+        def forward(out: torch.Tensor | None) -> ForwardOutput:
             batch = on_device.batch()
-            step = Step(on_device.token_ids, batch.positions, AttentionStep((), cache, batch), None)
-            return self._forward(step)
+            attention = AttentionStep((), cache, batch)
+            return self._forward(Step(on_device.token_ids, batch.positions, attention, None, out))
 
         # Nothing but padding: what runs before and during the capture writes to the spare block only.
         host.fill((), ())
         on_device.load(host)
         if self._logits is None:
             # Before any capture, whose memory it must not be: a first forward tells how wide logits are.
-            logits = forward().logits
+            logits = forward(None).logits
             self._logits = logits.new_empty(MAX_ROWS, logits.shape[1])
         kept = self._logits[: shape.num_rows]
 
         def work() -> ForwardOutput:
-            output = forward()
-            return output._replace(logits=kept.copy_(output.logits))
+            output = forward(kept)
+            return output if output.logits is kept else output._replace(logits=kept.copy_(output.logits))
 
         try:
             return _Prepared(host, on_device, self.capture(work), is_captured=True)

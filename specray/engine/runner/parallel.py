@@ -249,7 +249,11 @@ class ParallelContext:
         return tensor
 
     def all_gather(self, columns: torch.Tensor, total: int) -> torch.Tensor:
-        """Joins the ranks' columns: ``[num_rows, <= ceil(total / world_size)]`` to ``[num_rows, total]``."""
+        """Joins the ranks' columns, each ``[num_rows, <= ceil(total / world_size)]``.
+
+        Returns:
+            ``[num_rows, total]``, float32.
+        """
         width = -(-total // self.world_size)
         mine = torch.nn.functional.pad(columns, (0, width - columns.shape[1])).contiguous()
         parts = [torch.empty_like(mine) for _ in range(self.world_size)]
@@ -257,7 +261,11 @@ class ParallelContext:
             dist.all_gather(parts, mine)
         except RuntimeError as error:
             raise EngineLostError(f"rank {self.rank} lost its group: {error}") from None
-        return torch.cat(parts, -1)[:, :total]
+        joined = torch.empty(len(columns), total, dtype=torch.float32, device=columns.device)
+        for first, part in zip(range(0, total, width), parts, strict=False):
+            own = joined[:, first : first + width]
+            own.copy_(part[:, : own.shape[1]])
+        return joined
 
     def exchange(self, numbers: torch.Tensor) -> torch.Tensor:
         """The same-sized numbers of all ranks: ``[world_size, *shape]``."""

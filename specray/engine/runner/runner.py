@@ -105,7 +105,8 @@ class ModelRunner:
         """One forward over the new tokens of all ``inputs``; every sequence appears at most once.
 
         Returns:
-            Logits ``[sum(num_logits), vocab_size]`` in the order of ``inputs``, and features of all rows.
+            Logits ``[sum(num_logits), vocab_size]`` in the order of ``inputs``, which the next step may
+            overwrite, and features of all rows.
 
         Raises:
             EngineLostError: a rank of the group is gone.
@@ -302,11 +303,11 @@ class ModelRunner:
         rows = _sequence_rows(inputs)
         logits, features = graphs.run(bucket, rows, _token_ids(inputs))
         wanted = _logit_rows(inputs, rows)
-        # Copies, since the next step overwrites them.
         if features is not None:
+            # Copies, since the next step overwrites them.
             features = {layer: each.clone() for layer, each in features.items()}
         if wanted and wanted[-1] - wanted[0] == len(wanted) - 1:
-            return ForwardOutput(logits[wanted[0] : wanted[-1] + 1].clone(), features)
+            return ForwardOutput(logits[wanted[0] : wanted[-1] + 1], features)
         index = torch.tensor(wanted, dtype=torch.int64, device=logits.device)
         return ForwardOutput(logits[index], features)
 

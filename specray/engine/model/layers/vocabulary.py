@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from specray.engine.model.linear import PlainLinear
+
 if TYPE_CHECKING:
     from specray.engine.model.decoder import Embedding
     from specray.engine.model.linear import Linear
@@ -66,6 +68,13 @@ class GatheredHead:
     def precise(self, rows: torch.Tensor) -> torch.Tensor:
         return self.local(rows)
 
+    def precise_into(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes what ``precise`` gives to ``out``."""
+        if isinstance(self.local, PlainLinear):
+            self.local.into(rows, out)
+        else:
+            out.copy_(self.local(rows))
+
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits of all ranks."""
-        return self.parallel.all_gather(logits, self.num_logits).float()
+        return self.parallel.all_gather(logits, self.num_logits)

@@ -11,20 +11,34 @@ from specray.engine.model.linear import PlainLinear, WideLinear, make_linear
 
 @pytest.mark.parametrize(
     ("behaviour", "is_wide"),
-    [("wide", True), ("narrow", False), ("missing", False), ("unknown argument", False)],
+    [
+        ("wide", True),
+        ("narrow", False),
+        ("missing", False),
+        ("unknown argument", False),
+        ("writes nowhere", False),
+    ],
 )
 def test_products_are_left_in_float32_where_torch_can(
     monkeypatch: pytest.MonkeyPatch, behaviour: str, is_wide: bool
 ) -> None:
     """On CUDA it can; what it does there is played here."""
 
-    def mm(rows: torch.Tensor, weight: torch.Tensor, *, out_dtype: torch.dtype) -> torch.Tensor:
+    def mm(
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        out_dtype: torch.dtype,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         if behaviour == "missing":
             raise NotImplementedError("not for this device")
         if behaviour == "unknown argument":
             raise TypeError("mm() got an unexpected keyword argument 'out_dtype'")
         products = rows.float() @ weight.float()
-        return products if behaviour == "wide" else products.to(rows.dtype).to(out_dtype)
+        if behaviour == "narrow":
+            products = products.to(rows.dtype).to(out_dtype)
+        return products if out is None or behaviour == "writes nowhere" else out.copy_(products)
 
     monkeypatch.setattr(torch, "mm", mm)
     monkeypatch.setattr(linear_module, "can_pack", lambda device, dtype: False)
@@ -36,6 +50,9 @@ def test_products_are_left_in_float32_where_torch_can(
     exact = rows.float() @ weight.float().t()
     error = (head.precise(rows) - exact).abs().max()
     assert error < 1e-5 if is_wide else 1e-5 < error < 0.1
+    if isinstance(head, WideLinear):
+        head.precise_into(rows, written := torch.empty(3, 5))
+        assert torch.equal(written, head.precise(rows))
     assert type(make_linear(weight.float(), None)) is PlainLinear
     assert type(make_linear(weight, torch.zeros(5).bfloat16())) is PlainLinear
     linear_module.has_wide_products.cache_clear()

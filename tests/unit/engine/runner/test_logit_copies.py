@@ -1,0 +1,169 @@
+"""Logits of a captured step are read where the head writes them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from specray.config import EngineConfig
+from specray.draft_tokens import DraftTokens
+from specray.engine.cache.sequences import EngineSequence
+from specray.engine.model.decoder import DecoderForward
+from specray.engine.model.layers.vocabulary import GatheredHead
+from specray.engine.model.linear import PlainLinear, WideLinear
+from specray.engine.runner.assembly import build_runner
+from specray.engine.runner.cuda_graphs import GraphedForward, run_again
+from specray.engine.runner.parallel import GroupArgs, ParallelContext
+from specray.engine.runner.runner import ModelRunner
+from specray.engine.sampling.device.kernels import TorchKernels
+from specray.engine.sampling.device.sampler import DeviceSampler
+from specray.engine.schedule import CatchUp, catch_up
+from specray.engine.target import TargetEngine
+from specray.types import SamplingParams
+from tests.unit.engine.harness import Session, engine_info, verify
+from tests.unit.engine.model.checkpoints import write_checkpoint
+
+BLOCK_SIZE = 4
+WIDE = {torch.ops.aten.mm.dtype: False, torch.ops.aten.mm.dtype_out: True}
+"""Products that a GPU leaves in float32, and whether they are written to a tensor that is given."""
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies of anything as wide as logits, and plays a GPU's products on a CPU."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.products: Counter[bool] = Counter()
+        self._vocab_size = vocab_size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in WIDE:
+            self.products[WIDE[func]] += 1
+            products = args[0].float() @ args[1].float()
+            out = kwargs.get("out")
+            return products if out is None else torch.ops.aten.add.out(products, 0.0, out=out)
+        result = func(*args, **kwargs)
+        name = func._schema.name.removeprefix("aten::")
+        is_copy = name in ("clone", "copy_", "_to_copy", "cat", "index", "index_select")
+        if is_copy and result.shape[-1:] == (self._vocab_size,):
+            self.counts[name] += 1
+        return result
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    """Runs a forward whose head is one that a GPU has too."""
+    path: Path = write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3")
+    config = EngineConfig(
+        model=str(path),
+        dtype="float32",
+        device="cpu",
+        attention="gather",
+        block_size=BLOCK_SIZE,
+        max_num_seqs=8,
+        max_model_len=64,
+        num_threads=1,
+    )
+    runner = build_runner(config, role="target")
+    assert isinstance(runner.forward, DecoderForward)
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(runner.info.vocab_size, runner.forward.head.in_features, generator=generator)  # type: ignore[attr-defined]
+    forward = replace(runner.forward, head=PlainLinear(weight, None))
+    return ModelRunner(forward, runner.cache, runner.info)
+
+
+def graphed(runner: ModelRunner, head: PlainLinear | None = None) -> ModelRunner:
+    assert isinstance(runner.forward, DecoderForward)
+    forward = runner.forward if head is None else replace(runner.forward, head=head)
+    graphs = GraphedForward(forward, runner.cache, max_model_len=64, capture=run_again)
+    return ModelRunner(forward, runner.cache, runner.info, graphs=graphs)
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SamplingParams(seed=3)])
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_a_verify_of_a_captured_step_copies_no_logits(
+    plain: ModelRunner, sampling: SamplingParams, is_wide: bool
+) -> None:
+    head = None
+    if is_wide:
+        assert isinstance(plain.forward, DecoderForward) and isinstance(plain.forward.head, PlainLinear)
+        head = WideLinear(plain.forward.head.weight.bfloat16(), None)
+    runner = graphed(plain, head)
+    vocab_size = runner.info.vocab_size
+    info = engine_info(
+        "target",
+        max_num_batched_tokens=64,
+        vocab_size=vocab_size,
+        block_size=BLOCK_SIZE,
+        num_blocks=runner.info.num_blocks,
+    )
+    engine = TargetEngine(runner, info, device=torch.device("cpu"))
+    engine._sampler = DeviceSampler(TorchKernels(), 8)
+    session = Session("a", [5, 7, 9, 11], sampling)
+    with Copies(vocab_size) as copies:
+        for _ in range(4):
+            verify(engine, session, DraftTokens((3, 4, 6)))
+    assert copies.counts == {}
+    if is_wide:
+        # Of three buckets at most one gives a tensor of its own: how wide logits are is found once.
+        assert copies.products[False] == 1 and copies.products[True] >= 4
+    engine.release(["a"])
+
+
+def test_logits_of_several_forwards_are_all_kept(plain: ModelRunner) -> None:
+    """All but the last are copied before the next one overwrites them."""
+    runner = graphed(plain)
+
+    def work() -> list[CatchUp]:
+        items = []
+        for index, length in enumerate((6, 9, 3)):
+            sequence = EngineSequence.__new__(EngineSequence)
+            sequence.token_ids = [(5 * index + place) % 90 + 2 for place in range(length)]
+            sequence.num_computed_tokens = 0
+            first = 4 * index
+            sequence.block_table = type("Table", (), {"block_ids": list(range(first, first + 3))})  # type: ignore[assignment]
+            items.append(CatchUp(sequence, length - 1))
+        return items
+
+    expected = catch_up(plain, work(), 4)
+    got = catch_up(runner, work(), 4)
+    assert expected is not None and got is not None and len(got.logits) == 5 + 8 + 2
+    torch.testing.assert_close(got.logits, expected.logits, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_rank_writes_its_own_logits_where_they_are_wanted(has_bias: bool) -> None:
+    weight, rows = torch.randn(7, 16).bfloat16(), torch.randn(3, 16).bfloat16()
+    local = PlainLinear(weight, torch.randn(7).bfloat16() if has_bias else None)
+    head = GatheredHead(local, 14, ParallelContext.__new__(ParallelContext))
+    out = torch.empty(3, 7, dtype=torch.bfloat16)
+    with Copies(7) as copies:
+        head.precise_into(rows, out)
+    assert torch.equal(out, head.precise(rows)) and copies.counts == {}
+
+
+def test_joined_logits_are_cast_as_they_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks of ten tokens; the last has one, and what pads it is dropped."""
+    whole = torch.randn(2, 10).bfloat16()
+    group = ParallelContext(GroupArgs(3, 4, "cpu"), None, None)  # type: ignore[arg-type]
+
+    def all_gather(parts: list[torch.Tensor], mine: torch.Tensor) -> None:
+        assert mine.shape == (2, 3)
+        for rank, part in enumerate(parts):
+            columns = whole[:, 3 * rank : 3 * rank + 3]
+            part.fill_(-7.0)
+            part[:, : columns.shape[1]] = columns
+
+    monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
+    with Copies(10) as copies:
+        joined = group.all_gather(whole[:, 9:], 10)
+    assert joined.dtype == torch.float32 and torch.equal(joined, whole.float())
+    assert copies.counts == {}
