@@ -87,6 +87,8 @@ def build_draft_engine(config: Config, *, parallel: ParallelContext | None = Non
             runner,
             max_num_draft_probs=config.speculation.max_num_draft_probs,
             max_num_batched_tokens=config.draft.max_num_batched_tokens,
+            max_num_seqs=config.draft.max_num_seqs,
+            max_num_tokens=_longest_proposal(config),
         )
     make_engine = partial(
         DraftEngine,
@@ -106,6 +108,12 @@ def build_draft_engine(config: Config, *, parallel: ParallelContext | None = Non
     if is_reading:
         return make_reading_engine(config, runner, info, other, grammars)
     return make_engine(info, prefix_cache=config.draft.prefix_cache, guesser=guesser)
+
+
+def _longest_proposal(config: Config) -> int | None:
+    """Draft tokens of the longest proposals that are to be expected; None: any number, or not known yet."""
+    own = config.speculation.num_speculative_tokens
+    return None if own == "auto" or own == 0 else own
 
 
 def _guesser(config: DraftConfig, runner: RunnerInfo, inner: DraftEngine | None) -> Guesser | None:

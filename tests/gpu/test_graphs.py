@@ -11,7 +11,7 @@ import torch
 from specray.config import EngineConfig
 from specray.engine.attention.mask import branch_visibility
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
-from specray.engine.runner.assembly import _prepared_buckets, _until, build_runner
+from specray.engine.runner.assembly import _prepared_buckets, build_runner
 from specray.engine.runner.cuda_graphs import (
     MAX_ROWS,
     SEQUENCES,
@@ -281,36 +281,14 @@ def test_branches_behind_the_longest_sequence_run_as_they_are(eager: ModelRunner
     assert runner.graphs.buckets == (Bucket(1, 1, False),)
 
 
-def test_likely_forwards_are_prepared_and_those_of_one_sequence_first() -> None:
-    target, draft = (_prepared_buckets(role) for role in ("target", "draft"))
+@pytest.mark.parametrize(
+    ("max_num_seqs", "counts"), [(1, ()), (2, (2,)), (9, (2, 4, 8, 16)), (200, (2, 4, 8, 16, 32, 64))]
+)
+def test_likely_forwards_are_prepared_and_those_of_one_sequence_first(
+    max_num_seqs: int, counts: tuple[int, ...]
+) -> None:
+    target, draft = (_prepared_buckets(role, max_num_seqs) for role in ("target", "draft"))
     assert target[:8] == [Bucket(1, width, False) for width in range(1, 9)]
     assert draft[8:18] == [Bucket(1, width, True) for width in (*range(1, 9), 12, 16)]
-    several = [Bucket(count, width, False) for count in (2, 4, 8, 16) for width in range(1, 9)]
+    several = [Bucket(count, width, False) for count in counts for width in range(1, 9)]
     assert target[8:] == draft[18:] == several
-
-
-def test_preparing_ends_when_it_is_told_to(eager: ModelRunner) -> None:
-    graphs = graphed(eager).graphs
-    assert graphs is not None
-    answers = iter([True, True, False])
-    graphs.prepare([Bucket(1, width, False) for width in range(1, 9)], lambda: next(answers))
-    assert graphs.buckets == (Bucket(1, 1, False), Bucket(1, 2, False))
-
-
-def test_a_group_goes_on_while_all_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr("specray.engine.runner.assembly.time.monotonic", lambda: now)
-
-    class Group:
-        others = 1
-
-        def least(self, value: int) -> int:
-            return min(value, self.others)
-
-    group = Group()
-    alone, together = _until(5.0, None), _until(5.0, group)  # type: ignore[arg-type]
-    assert alone() is True and together() is True
-    group.others = 0
-    assert alone() is True and together() is False
-    now, group.others = 5.0, 1
-    assert alone() is False and together() is False

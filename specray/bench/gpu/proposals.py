@@ -16,9 +16,10 @@ from specray.bench.gpu.forwards import bounds_ms
 from specray.config import EngineConfig
 from specray.engine.draft import DraftEngine
 from specray.engine.model.decoder import DecoderForward
-from specray.engine.on_device.looped import looped_proposals
+from specray.engine.on_device.looped import START_LIMIT_S, LoopedProposals, looped_proposals
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.cuda_graphs import GraphedForward, run_again
+from specray.engine.runner.draft_loop import loop_shapes
 from specray.engine.runner.runner import ModelRunner
 from specray.errors import ConfigError
 from specray.types import (
@@ -37,6 +38,8 @@ _SAMPLINGS = {
     "rejection": SamplingParams(verification=Verification.REJECTION),
 }
 _MAX_NUM_DRAFT_PROBS = 64
+_CAPTURE_LIMIT_S = 60.0
+"""Seconds for captures, longer than an engine takes: all that is measured is to be captured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +88,7 @@ def measure(config: EngineConfig, workload: Workload) -> dict[str, Any]:
             f"the forward of {runner.info.model_name} attends in its own way; nothing to capture"
         )
     bounds = bounds_ms(runner.forward, runner, Forwards(batches=workload.batches, widths=(1,)))
-    looped = looped_proposals(
-        runner,
-        max_num_draft_probs=_MAX_NUM_DRAFT_PROBS,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        limit_s=0.0,
-    )
+    looped, captures = _captured_proposals(runner, config)
     times = []
     for name in workload.samplings:
         sampling = _SAMPLINGS[name]
@@ -116,7 +114,33 @@ def measure(config: EngineConfig, workload: Workload) -> dict[str, Any]:
                         name, count, num_tokens, own_ms[0], own_ms[1], bound_ms, num_equal, len(drafts[0])
                     )
                 )
-    return {"model": runner.info.model_name, "times": [asdict(entry) for entry in times]}
+    return {
+        "model": runner.info.model_name,
+        "captures": captures,
+        "times": [asdict(entry) for entry in times],
+    }
+
+
+def _captured_proposals(
+    runner: ModelRunner, config: EngineConfig
+) -> tuple[LoopedProposals | None, dict[str, Any]]:
+    """All proposals that an engine of this configuration captures, and how long that takes."""
+    began = time.perf_counter()
+    looped = looped_proposals(
+        runner,
+        max_num_draft_probs=_MAX_NUM_DRAFT_PROBS,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        limit_s=_CAPTURE_LIMIT_S,
+    )
+    seconds = time.perf_counter() - began
+    num_captured = 0 if looped is None else len(looped.shapes)
+    return looped, {
+        "num_captured": num_captured,
+        "num_shapes": len(loop_shapes(config.max_num_seqs, None)),
+        "seconds": seconds,
+        "limit_s": START_LIMIT_S,
+    }
 
 
 def _captured(runner: ModelRunner) -> ModelRunner:

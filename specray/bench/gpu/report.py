@@ -160,6 +160,12 @@ def _proposals(proposals: dict[str, Any]) -> Iterator[str]:
         f"Draft `{proposals['model']}`: told step by step, and as one piece of captured work. The bound is "
         "its linear layers alone."
     )
+    if captures := proposals.get("captures"):
+        yield ""
+        yield (
+            f"{captures['num_captured']} of {captures['num_shapes']} shapes captured in "
+            f"{captures['seconds']:.1f} s; an engine takes at most {captures['limit_s']:g} s at its start."
+        )
     yield ""
     yield from _table(
         ("sampling", "sequences", "draft tokens", "steps ms", "loop ms", "bound ms", "bound share", "equal"),

@@ -1,7 +1,7 @@
 """Proposals of a draft on a device, whose forwards and draws run as one piece of captured work.
 
 What a loop cannot draw goes the usual way, a forward and a draw at a time: penalties and grammars, whose next
-draw depends on the host, and proposals beyond the captured shapes.
+draw depends on the host, and proposals for which nothing was captured at the start.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ import torch
 
 from specray.engine.cache.sequences import EngineSequence
 from specray.engine.chains import Chain
-from specray.engine.runner.draft_loop import MAX_WIDTH, DraftLoop, LoopAnswer, LoopRow, LoopShape, shape_for
+from specray.engine.runner.draft_loop import (
+    MAX_WIDTH,
+    DraftLoop,
+    LoopAnswer,
+    LoopRow,
+    LoopShape,
+    loop_shapes,
+)
 from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner
 from specray.engine.sampling.device.rows import key_words, row_settings
@@ -47,6 +54,11 @@ class LoopedProposals:
         self._loop = loop
         self._max_rows = max_num_batched_tokens
 
+    @property
+    def shapes(self) -> tuple[LoopShape, ...]:
+        """Shapes of the captured work."""
+        return self._loop.shapes
+
     def propose(self, proposing: Sequence[tuple[EngineSequence, Chain]]) -> bool:
         """Draws all chains to their end, if a loop can.
 
@@ -59,11 +71,11 @@ class LoopedProposals:
             return False
         self._compute_prompts(proposing)
         self._runner.settle_moves()
-        while shape is not None:
+        while growing:
             self._grow(shape, growing)
             growing = _growing(growing)
-            shape = self._shape([chain for _, chain in growing])
-        assert not growing, "what a loop can begin it can end"
+            # What was captured for all of them is there for those that are left.
+            shape = self._shape([chain for _, chain in growing]) or shape
         return True
 
     def _grow(self, shape: LoopShape, growing: Sequence[tuple[EngineSequence, Chain]]) -> None:
@@ -93,7 +105,7 @@ class LoopedProposals:
         most = max(chain.num_left for chain in chains)
         if any(chain.is_judged for chain in chains):
             most = min(most, JUDGED_TOKENS)
-        return shape_for(
+        return self._loop.shape_for(
             len(chains),
             most,
             cuts=any(cuts_tail(group.sampling) for group in groups),
@@ -161,9 +173,18 @@ def looped_proposals(
     *,
     max_num_draft_probs: int,
     max_num_batched_tokens: int,
+    max_num_seqs: int,
+    max_num_tokens: int | None = None,
     limit_s: float = START_LIMIT_S,
 ) -> LoopedProposals | None:
-    """Makes and captures the loops of a runner whose forwards are captured; None: they are not."""
+    """Makes and captures the loops of a runner whose forwards are captured; None: they are not.
+
+    Args:
+        max_num_batched_tokens: rows of one forward, at most.
+        max_num_seqs: sequences of one batch, at most.
+        max_num_tokens: draft tokens of a proposal, at most; None: any number.
+        limit_s: seconds for all captures.
+    """
     graphs, info = runner.graphs, runner.info
     if graphs is None or runner.is_group:
         return None
@@ -176,7 +197,8 @@ def looped_proposals(
         known=_known(runner),
         max_num_draft_probs=max_num_draft_probs,
     )
-    loop.prepare(limit_s)
+    max_num_sequences = min(max_num_seqs, max_num_batched_tokens // MAX_WIDTH)
+    loop.prepare(loop_shapes(max_num_sequences, max_num_tokens), limit_s)
     return LoopedProposals(runner, loop, max_num_batched_tokens=max_num_batched_tokens)
 
 

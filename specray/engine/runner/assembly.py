@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 
@@ -34,7 +35,7 @@ from specray.engine.runner.device import (
     use_cores,
     use_device,
 )
-from specray.engine.runner.gpu_claim import claim_gpu, name_of
+from specray.engine.runner.gpu_claim import claim_gpu, name_of, warn_of_turns
 from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.memory import NOTHING_BESIDE, Beside, CudaMemory, cache_bytes, naming
 from specray.engine.runner.parallel import ParallelContext
@@ -51,7 +52,6 @@ _MAX_PREPARED_WIDTH = 8
 """Rows of one sequence, at most, whose forwards are captured then; those of draft tokens and one more."""
 _MAX_PREPARED_BRANCHES = 16
 """Branch rows of one sequence, at most, whose forwards are captured then by a draft."""
-_MAX_PREPARED_SEQUENCES = 16
 
 
 def build_runner(
@@ -78,6 +78,7 @@ def build_runner(
     use_device(device)
     if device.type == "cuda":
         claim_gpu(config, role, name_of(device))
+        warn_of_turns(config, role)
     tensor_parallel_size = 1 if parallel is None else parallel.world_size
     args = model_args(config, role, tensor_parallel_size)
     loaded = load_model(args, dtype=_DTYPES[config.dtype], device=device)
@@ -100,7 +101,8 @@ def build_runner(
     if is_captured and isinstance(forward, DecoderForward) and forward.can_be_captured:
         capture = CudaCapture(device)
         graphs = GraphedForward(forward, cache, max_model_len=loaded.max_model_len, capture=capture)
-        graphs.prepare(_prepared_buckets(role), _until(time.monotonic() + _CAPTURE_LIMIT_S, parallel))
+        buckets = _prepared_buckets(role, config.max_num_seqs)
+        graphs.prepare(buckets, _until(time.monotonic() + _CAPTURE_LIMIT_S, parallel))
     runner = ModelRunner(forward, cache, info, parallel=parallel, graphs=graphs, head=_shared_head(forward))
     return _with_threads_left(runner)
 
@@ -176,13 +178,13 @@ def _group_choices(info: RunnerInfo) -> dict[str, object]:
     }
 
 
-def _prepared_buckets(role: str) -> list[Bucket]:
+def _prepared_buckets(role: str, max_num_seqs: int) -> list[Bucket]:
     """Forwards to capture ahead of need, the likeliest first: of one sequence, then of more and more."""
     widths = [width for width in WIDTHS if width <= _MAX_PREPARED_WIDTH]
     buckets = [Bucket(1, width, has_masks=False) for width in widths]
     if role == "draft":
         buckets += [Bucket(1, width, has_masks=True) for width in WIDTHS if width <= _MAX_PREPARED_BRANCHES]
-    several = [count for count in SEQUENCES if 1 < count <= _MAX_PREPARED_SEQUENCES]
+    several = [count for fewer, count in pairwise(SEQUENCES) if fewer < max_num_seqs]
     return buckets + [Bucket(count, width, has_masks=False) for count in several for width in widths]
 
 

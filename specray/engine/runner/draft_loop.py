@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
@@ -32,13 +32,15 @@ _log = logging.getLogger(__name__)
 MAX_WIDTH = 2
 """Tokens that a sequence may lack: after a round, the last accepted token and the one behind it."""
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8)
-"""Draft tokens of a piece of work; longer proposals take several: a round would wait for a capture."""
+"""Draft tokens of a piece of work; longer proposals take several."""
 _CUT_LENGTHS = (4, 8)
 """Draft tokens, rounded up, where tails are cut or distributions truncated."""
 _LIKELY_LENGTHS = (4, 3, 5, 2, 6, 1, 8, 7)
-"""Draft tokens for which proposals are captured at the start, the likeliest first."""
-_LIKELY_SEQUENCES = (1, 2, 4, 8)
-_CUT_SEQUENCES = (1, 2, 4)
+"""The same, the likeliest first."""
+_LIKELY_SEQUENCES = 8
+"""Sequences, at most, whose proposals are captured first."""
+_LIKELY_CUT_SEQUENCES = 4
+"""The same where tails are cut or distributions truncated."""
 
 
 class LoopShape(NamedTuple):
@@ -78,24 +80,29 @@ class LoopAnswer(NamedTuple):
     """Support and probabilities, behind each other, of each draw and sequence; empty without truncation."""
 
 
-def shape_for(
-    num_sequences: int, num_tokens: int, *, cuts: bool = False, truncates: bool = False
-) -> LoopShape | None:
-    """The smallest shape that holds a proposal, or its first tokens; None: there are too many sequences."""
-    sequences = next((count for count in SEQUENCES if count >= num_sequences), None)
-    if sequences is None:
-        return None
-    lengths = _CUT_LENGTHS if cuts or truncates else LENGTHS
-    length = next((length for length in lengths if length >= num_tokens), lengths[-1])
-    return LoopShape(sequences, length, cuts, truncates)
+def loop_shapes(max_num_sequences: int, max_num_tokens: int | None) -> list[LoopShape]:
+    """All shapes of a draft's proposals, the likeliest first.
 
-
-def _likely_shapes() -> Iterator[LoopShape]:
-    """Shapes that are captured at the start, the likeliest first."""
-    for num_sequences, length in product(_LIKELY_SEQUENCES, _LIKELY_LENGTHS):
-        yield LoopShape(num_sequences, length)
-    for truncates, num_sequences, length in product((False, True), _CUT_SEQUENCES, _CUT_LENGTHS):
-        yield LoopShape(num_sequences, length, cuts=not truncates, truncates=truncates)
+    Args:
+        max_num_sequences: in one batch.
+        max_num_tokens: draft tokens of a proposal, at most; None: any number.
+    """
+    most = LENGTHS[-1] if max_num_tokens is None else min(max_num_tokens, LENGTHS[-1])
+    lengths = [length for length in _LIKELY_LENGTHS if length <= most]
+    if max_num_tokens is not None:
+        lengths = list(dict.fromkeys((most, *lengths)))
+    # The last holds the longest proposal.
+    cut_lengths = [length for index, length in enumerate(_CUT_LENGTHS) if most > (0, *_CUT_LENGTHS)[index]]
+    sequences = [count for index, count in enumerate(SEQUENCES) if max_num_sequences > (0, *SEQUENCES)[index]]
+    plain = [LoopShape(*each) for each in product(sequences, lengths)]
+    cut = [
+        LoopShape(count, length, cuts, truncates)
+        for cuts, truncates in ((True, False), (False, True), (True, True))
+        for count, length in product(sequences, cut_lengths)
+    ]
+    likely = [shape for shape in plain if shape.num_sequences <= _LIKELY_SEQUENCES]
+    likely += [shape for shape in cut if shape.num_sequences <= _LIKELY_CUT_SEQUENCES]
+    return list(dict.fromkeys((*likely, *plain, *cut)))
 
 
 class _Numbers:
@@ -141,11 +148,13 @@ class _Prepared:
     numbers: _Numbers
     on_host: _Numbers
     run: Callable[[], Tensor]
-    is_captured: bool
 
 
 class DraftLoop:
     """Runs proposals as captured work. Not for two threads at once.
+
+    All is captured at the start: a capture takes many times what a proposal takes, for which a request would
+    wait.
 
     Args:
         forward: whose attention reads ``AttentionStep.batch``.
@@ -177,21 +186,60 @@ class DraftLoop:
         self._known = known
         self._max_num_draft_probs = max_num_draft_probs
         self._prepared: dict[LoopShape, _Prepared] = {}
+        self._chosen: dict[LoopShape, LoopShape | None] = {}
+        """What ``shape_for`` has found, by what was asked for."""
 
     @property
     def shapes(self) -> tuple[LoopShape, ...]:
-        """Those captured so far."""
-        return tuple(shape for shape, prepared in self._prepared.items() if prepared.is_captured)
+        """Those captured."""
+        return tuple(self._prepared)
 
     @torch.inference_mode()
-    def prepare(self, limit_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Captures the likeliest shapes, as far as the time goes."""
-        began = clock()
-        for shape in _likely_shapes():
+    def prepare(
+        self, shapes: Iterable[LoopShape], limit_s: float, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Captures shapes in their order, as far as time and memory go."""
+        shapes, began = list(shapes), clock()
+        for shape in shapes:
             if clock() - began >= limit_s:
                 break
-            self._get(shape)
-        _log.info("%d proposals captured in %.1f s", len(self.shapes), clock() - began)
+            try:
+                self._prepared[shape] = self._make(shape)
+            except RuntimeError as error:
+                # torch's allocator has a type of its own for it; the driver, which keeps graphs, has not.
+                if "out of memory" not in str(error):
+                    raise
+                _log.warning("no memory to capture proposals of %s: %s", shape, error)
+                break
+        self._chosen.clear()
+        _log.log(
+            logging.INFO if len(self._prepared) >= len(shapes) else logging.WARNING,
+            "%d of %d proposals captured in %.1f s; others are drawn step by step",
+            len(self._prepared),
+            len(shapes),
+            clock() - began,
+        )
+
+    def shape_for(
+        self, num_sequences: int, num_tokens: int, *, cuts: bool = False, truncates: bool = False
+    ) -> LoopShape | None:
+        """The smallest captured shape that holds a proposal, or as much of its beginning as any does.
+
+        Returns:
+            None where nothing was captured for so many sequences of this kind.
+        """
+        wanted = LoopShape(num_sequences, num_tokens, cuts, truncates)
+        if wanted not in self._chosen:
+            self._chosen[wanted] = self._choose(wanted)
+        return self._chosen[wanted]
+
+    def _choose(self, wanted: LoopShape) -> LoopShape | None:
+        same = [shape for shape in self._prepared if shape[2:] == wanted[2:]]
+        holding = [shape for shape in same if shape.num_sequences >= wanted.num_sequences]
+        least = min((shape.num_sequences for shape in holding), default=0)
+        fitting = [shape for shape in holding if shape.num_sequences == least]
+        longer = [shape for shape in fitting if shape.num_tokens >= wanted.num_tokens]
+        return min(longer, default=None) or max(fitting, default=None)
 
     def run(
         self,
@@ -205,12 +253,12 @@ class DraftLoop:
         The last draft token that a sequence wants is drawn but not computed.
 
         Args:
-            shape: what ``shape_for`` gave.
+            shape: a captured one.
             sequences: rows that each one lacks, at most ``MAX_WIDTH``, with blocks for its draft tokens.
             token_ids: of all rows.
             rows: of each sequence.
         """
-        prepared = self._get(shape)
+        prepared = self._prepared[shape]
         prepared.host.fill(sequences, token_ids, num_ahead=[row.num_wanted - 1 for row in rows])
         prepared.on_host.fill(rows)
         prepared.on_device.load(prepared.host)
@@ -221,12 +269,6 @@ class DraftLoop:
             [[numbers[1] for numbers in draw] for draw in answer],
             [[numbers[2:] for numbers in draw] for draw in answer] if shape.truncates else [],
         )
-
-    def _get(self, shape: LoopShape) -> _Prepared:
-        prepared = self._prepared.get(shape)
-        if prepared is None:
-            prepared = self._prepared[shape] = self._make(shape)
-        return prepared
 
     def _make(self, shape: LoopShape) -> _Prepared:
         count = shape.num_sequences
@@ -248,13 +290,7 @@ class DraftLoop:
         def work() -> Tensor:
             return self._loop(shape, on_device, numbers)
 
-        try:
-            return _Prepared(host, on_device, numbers, on_host, self._capture(work), is_captured=True)
-        except RuntimeError as error:
-            if "out of memory" not in str(error):
-                raise
-            _log.warning("proposals of %s run as they are: no memory to capture them: %s", shape, error)
-        return _Prepared(host, on_device, numbers, on_host, work, is_captured=False)
+        return _Prepared(host, on_device, numbers, on_host, self._capture(work))
 
     @property
     def _spare_slot(self) -> int:

@@ -1,4 +1,7 @@
-"""Keeps two engines from taking one GPU by accident: each process claims its own, on this machine."""
+"""Keeps two engines from taking one GPU by accident: each process claims its own, on this machine.
+
+Those that share one on purpose are told what that costs.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,9 @@ from specray.engine.runner.device import visible_gpus
 from specray.errors import ConfigError
 
 _log = logging.getLogger(__name__)
+
+_MPS_PIPES = "/tmp/nvidia-mps"
+"""Directory of the pipes to the MPS daemon, unless CUDA_MPS_PIPE_DIRECTORY names another."""
 
 
 def claim_gpu(config: EngineConfig, role: str, gpu: str, *, directory: Path | None = None) -> None:
@@ -48,6 +54,19 @@ def claim_gpu(config: EngineConfig, role: str, gpu: str, *, directory: Path | No
     lines = dict.fromkeys((*_lines(descriptor), f"the {role} of process {os.getpid()}"))
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, "\n".join(lines).encode(), 0)
+
+
+def warn_of_turns(config: EngineConfig, role: str) -> None:
+    """Warns of an engine on a part of a GPU, where nothing lets its process compute beside others."""
+    pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or _MPS_PIPES)
+    if config.shares_gpu and not (pipes / "control").exists():
+        _log.warning(
+            "%s.ray_actor_options: num_gpus is %g, but no MPS daemon is found in %s: the processes on this "
+            "GPU take turns, and one waits while another computes; docs/gpu.md says how to start it",
+            role,
+            config.num_gpus,
+            pipes,
+        )
 
 
 def _lines(descriptor: int) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from specray.config import EngineConfig
-from specray.engine.runner.gpu_claim import claim_gpu
+from specray.engine.runner.gpu_claim import claim_gpu, warn_of_turns
 from specray.errors import ConfigError
 
 _HOLD = """
@@ -76,3 +76,20 @@ def test_two_engines_of_one_process_are_no_accident(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
     claim_gpu(engine(), "target", "GPU-1", directory=tmp_path / "missing")
+
+
+def test_a_part_of_a_gpu_without_mps_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    for config in (engine(), engine(num_gpus=1.0), engine(num_gpus=0.0)):
+        warn_of_turns(config, "draft")
+    assert caplog.messages == []
+    warn_of_turns(engine(num_gpus=0.25), "draft")
+    [message] = caplog.messages
+    assert message.startswith(
+        f"draft.ray_actor_options: num_gpus is 0.25, but no MPS daemon is found in {tmp_path}: "
+    )
+    (tmp_path / "control").touch()
+    warn_of_turns(engine(num_gpus=0.25), "draft")
+    assert len(caplog.messages) == 1

@@ -8,13 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from specray.config import EngineConfig
-from specray.engine.cache.blocks import BlockCache
 from specray.engine.draft import DraftEngine
 from specray.engine.model.operators_torch import TorchOperators
 from specray.engine.on_device.looped import JUDGED_TOKENS, LoopedProposals, _known
@@ -22,21 +19,16 @@ from specray.engine.runner import assembly
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.cuda_graphs import GraphedForward, run_again
 from specray.engine.runner.draft_loop import (
-    LENGTHS,
     DraftLoop,
-    LoopAnswer,
-    LoopRow,
     LoopShape,
-    shape_for,
+    loop_shapes,
 )
 from specray.engine.runner.runner import ModelRunner
 from specray.engine.sampling.device.kernels import TorchKernels
-from specray.engine.step import CacheShape, ForwardOutput, SequenceRows, Step
 from specray.types import DraftReply, Proposal, SamplingParams, SpeculateItem, Verification
 from tests.unit.engine.harness import engine_info
 from tests.unit.engine.model.checkpoints import write_checkpoint
 from tests.unit.engine.runner.tape import Tape
-from tests.unit.engine.sampling.device.recording import DEVICE, Recording, Remote
 
 GREEDY = SamplingParams(temperature=0.0)
 COUPLED = SamplingParams(seed=3)
@@ -49,6 +41,13 @@ SAMPLINGS = {
     "cut": (TOP_P, COUPLED, GREEDY),
     "rejection": (REJECTION, COUPLED, replace(REJECTION, top_p=0.7), GREEDY),
 }
+SHAPES = {
+    "greedy": (1, False, False),
+    "coupled": (2, False, False),
+    "cut": (4, True, False),
+    "rejection": (4, True, True),
+}
+"""Sequences, and whether tails are cut and distributions truncated, of these batches."""
 BLOCK_SIZE = 4
 
 
@@ -85,9 +84,9 @@ def make_loop(runner: ModelRunner, tape: Tape, **changes: Any) -> DraftLoop:
 
 
 def make_engines(
-    runners: tuple[ModelRunner, ModelRunner], tape: Tape, *, budget: int = 64
+    runners: tuple[ModelRunner, ModelRunner], tape: Tape, shapes: Sequence[LoopShape], *, budget: int = 64
 ) -> tuple[DraftEngine, DraftEngine]:
-    """One that is told step by step, and one with a loop."""
+    """One that is told step by step, and one with a loop of some captured shapes."""
     engines = []
     for runner in runners:
         info = engine_info(
@@ -100,10 +99,21 @@ def make_engines(
         )
         looped = None
         if runner is runners[1]:
-            looped = LoopedProposals(runner, make_loop(runner, tape), max_num_batched_tokens=budget)
+            loop = make_loop(runner, tape)
+            loop.prepare(shapes, 600.0)
+            assert loop.shapes == tuple(shapes)
+            looped = LoopedProposals(runner, loop, max_num_batched_tokens=budget)
         engine = DraftEngine(runner, info, device=torch.device("cpu"), max_num_draft_probs=8, looped=looped)
         engines.append(engine)
     return engines[0], engines[1]
+
+
+def all_of(num_sequences: int, *, cuts: bool = False, truncates: bool = False) -> list[LoopShape]:
+    """All shapes of one kind."""
+    shapes = loop_shapes(num_sequences, None)
+    return [
+        shape for shape in shapes if (shape.num_sequences, *shape[2:]) == (num_sequences, cuts, truncates)
+    ]
 
 
 class Rounds:
@@ -162,7 +172,8 @@ def test_rounds_of_a_loop_are_those_of_steps(
     runners: tuple[ModelRunner, ModelRunner], name: str, min_acceptance: float
 ) -> None:
     tape = Tape()
-    plain, looped = make_engines(runners, tape)
+    count, cuts, truncates = SHAPES[name]
+    plain, looped = make_engines(runners, tape, all_of(count, cuts=cuts, truncates=truncates))
     rounds = Rounds(SAMPLINGS[name], 1)
     sizes = itertools.cycle([4, 3, 5, 4, 1])
     num_drafted = 0
@@ -185,7 +196,8 @@ def test_a_proposal_longer_than_captured_work_takes_several(
     runners: tuple[ModelRunner, ModelRunner],
 ) -> None:
     tape = Tape()
-    plain, looped = make_engines(runners, tape)
+    shapes = [LoopShape(2, 8, cuts=True), LoopShape(1, 8), LoopShape(1, 3)]
+    plain, looped = make_engines(runners, tape, shapes)
     rounds = Rounds((COUPLED, TOP_P), 6)
     items = rounds.items([19, 3])
     replies = looped.speculate(items).replies
@@ -203,7 +215,7 @@ def test_a_judged_proposal_is_drawn_in_parts_until_it_ends(
     runners: tuple[ModelRunner, ModelRunner], min_acceptance: float
 ) -> None:
     tape = Tape()
-    plain, looped = make_engines(runners, tape)
+    plain, looped = make_engines(runners, tape, [*all_of(2), *all_of(1)])
     rounds = Rounds((COUPLED, GREEDY), 5)
     for _ in range(3):
         before = tape.num_replays
@@ -222,7 +234,7 @@ def test_a_judged_proposal_is_drawn_in_parts_until_it_ends(
 def test_a_loop_ends_where_the_model_does(runners: tuple[ModelRunner, ModelRunner]) -> None:
     """Sequences of one batch want as many tokens as there is room for: 5, 1 and none."""
     tape = Tape()
-    plain, looped = make_engines(runners, tape)
+    plain, looped = make_engines(runners, tape, all_of(2))
     rounds = Rounds((COUPLED,) * 3, 2)
     rounds.tokens = [[5] * length for length in (40, 63, 64)]
     before = [layer[-BLOCK_SIZE:].clone() for layer in runners[1].cache.layers]
@@ -239,14 +251,15 @@ def test_a_loop_ends_where_the_model_does(runners: tuple[ModelRunner, ModelRunne
 
 def test_what_a_loop_cannot_draw_goes_step_by_step(runners: tuple[ModelRunner, ModelRunner]) -> None:
     tape = Tape()
-    plain, looped = make_engines(runners, tape)
+    shapes = [LoopShape(2, 4)]
+    plain, looped = make_engines(runners, tape, shapes)
     rounds = Rounds((PENALISED, COUPLED), 3)
     for _ in range(3):
         items = rounds.items([4, 4])
         replies = looped.speculate(items).replies
         assert_same(replies, plain.speculate(items).replies)
         rounds.accept(replies)
-    assert tape.num_captures == 0
+    assert tape.num_replays == 0
     for engine in (plain, looped):
         engine.release(["r0", "r1"])
 
@@ -255,7 +268,7 @@ def test_prompts_are_computed_in_steps_of_the_budget_before_a_loop(
     runners: tuple[ModelRunner, ModelRunner],
 ) -> None:
     tape = Tape()
-    plain, looped = make_engines(runners, tape, budget=7)
+    plain, looped = make_engines(runners, tape, [LoopShape(2, 3)], budget=7)
     rounds = Rounds((COUPLED, GREEDY), 4)
     rounds.tokens = [list(range(2, 32)), list(range(40, 48))]
     for _ in range(2):
@@ -268,104 +281,44 @@ def test_prompts_are_computed_in_steps_of_the_budget_before_a_loop(
         engine.release(["r0", "r1"])
 
 
+@torch.inference_mode()
 def test_only_the_spare_block_is_written_by_a_capture_and_by_nobody(
     runners: tuple[ModelRunner, ModelRunner],
 ) -> None:
     runner = runners[1]
     before = [layer[:-BLOCK_SIZE].clone() for layer in runner.cache.layers]
     loop = make_loop(runner, Tape())
+    loop.prepare([LoopShape(4, 3)], 600.0)
     loop.run(LoopShape(4, 3), (), (), ())
     for layer, kept in zip(runner.cache.layers, before, strict=True):
         assert torch.equal(layer[:-BLOCK_SIZE], kept)
 
 
-def test_likely_shapes_are_captured_within_the_time(runners: tuple[ModelRunner, ModelRunner]) -> None:
-    loop = make_loop(runners[1], Tape(), capture=run_again)
-    now = itertools.count()
-    # The clock is read once at the begin, then before each shape: 0, 1, 2, 3, 4.
-    loop.prepare(4.0, clock=lambda: float(next(now)))
-    assert loop.shapes == (LoopShape(1, 4), LoopShape(1, 3), LoopShape(1, 5))
-
-
-def test_a_shape_without_memory_for_its_capture_runs_as_it_is(
-    runners: tuple[ModelRunner, ModelRunner],
+@pytest.mark.parametrize("captured", [[], [LoopShape(1, 2), LoopShape(4, 3), LoopShape(4, 4, cuts=True)]])
+def test_nothing_is_captured_while_a_request_waits(
+    runners: tuple[ModelRunner, ModelRunner], captured: list[LoopShape]
 ) -> None:
-    def capture(work: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    loop = make_loop(runners[1], Tape(), capture=capture)
-    answers = [each.run(LoopShape(1, 2), *_one(7)) for each in (loop, make_loop(runners[1], Tape()))]
-    assert answers[0] == answers[1] and loop.shapes == ()
-
-
-def _one(token_id: int) -> tuple[list[SequenceRows], list[int], list[LoopRow]]:
-    row = LoopRow(2, (1, 1, 1), (1.0, 0.0, 1.0, -np.inf))
-    return [SequenceRows(0, 1, 0, [0])], [token_id], [row]
-
-
-@pytest.mark.parametrize(
-    ("num_sequences", "num_tokens", "expected"),
-    [(1, 1, (1, 1)), (3, 7, (4, 7)), (3, 9, (4, 8)), (64, 32, (64, 8)), (65, 1, None)],
-)
-def test_shape_is_the_smallest_that_holds_a_proposal(
-    num_sequences: int, num_tokens: int, expected: tuple[int, int] | None
-) -> None:
-    assert shape_for(num_sequences, num_tokens) == (expected and LoopShape(*expected))
-    assert list(LENGTHS) == list(range(1, 9))
-
-
-@pytest.mark.parametrize(("num_tokens", "length"), [(1, 4), (4, 4), (5, 8), (9, 8)])
-def test_shapes_with_cut_tails_are_few(num_tokens: int, length: int) -> None:
-    assert shape_for(2, num_tokens, cuts=True) == LoopShape(2, length, cuts=True)
-    assert shape_for(2, num_tokens, truncates=True) == LoopShape(2, length, truncates=True)
-
-
-class RemoteForward:
-    """Logits from a table on the device, by token and position."""
-
-    name = "decoder"
-    cache_shape = CacheShape(1, 1, 2)
-
-    def __init__(self, table: Tensor) -> None:
-        self._table = table
-
-    def __call__(self, step: Step) -> ForwardOutput:
-        logits = self._table[(step.token_ids.long() * 7 + step.positions) % len(self._table)]
-        return ForwardOutput(logits if step.logit_rows is None else logits[step.logit_rows])
-
-
-@pytest.mark.parametrize("shape", [LoopShape(2, 5), LoopShape(2, 4, True), LoopShape(4, 3, True, True)])
-def test_a_proposal_is_copied_in_and_out_once_whatever_its_length(shape: LoopShape) -> None:
-    table = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
-    key, settings = (9, 6, 1), (1.0, 5.0, 0.9, -np.inf) if shape.cuts else (1.0, 0.0, 1.0, -np.inf)
-    rows = [LoopRow(shape.num_tokens, key, settings, (9, 6, 0) if shape.truncates else None)] * 2
-    sequences = [SequenceRows(0, 2, 5, [1, 2, 3]), SequenceRows(2, 1, 6, [4, 5, 6])]
-
-    def answer(recording: Recording | None) -> LoopAnswer:
-        device = torch.device("cpu") if recording is None else DEVICE
-        cache = BlockCache(
-            CacheShape(1, 1, 2),
-            num_blocks=8,
-            block_size=BLOCK_SIZE,
-            dtype=torch.float32,
-            device=device,
-        )
-        loop = DraftLoop(
-            RemoteForward(table if recording is None else Remote(table)),
-            cache,
-            max_model_len=12,
-            kernels=TorchKernels(),
-            capture=run_again,
-            known=lambda logits: logits,
-            max_num_draft_probs=4,
-        )
-        loop._get(shape)
-        if recording is not None:
-            recording.counts.clear()
-        return loop.run(shape, sequences, [3, 4, 5], rows)
-
-    with Recording() as recording:
-        remote = answer(recording)
-    assert recording.counts == {"in": 2, "out": 1}
-    assert remote == answer(None)
-    assert len({tuple(tokens) for tokens in remote.token_ids}) > 1
+    """What is missing goes in shorter pieces, beside sequences that are none, or step by step."""
+    tape = Tape()
+    plain, looped = make_engines(runners, tape, captured)
+    num_replays = []
+    for samplings, sizes in (
+        ((COUPLED,), [5]),  # in pieces of 2, 2 and 1
+        ((COUPLED, GREEDY), [3, 2]),  # beside two that are none
+        ((TOP_P, COUPLED), [2, 6]),  # 4, then what is left of the other: in one of 2 of its kind
+        ((REJECTION,), [2]),
+        ((COUPLED,) * 5, [3] * 5),
+    ):
+        before = tape.num_replays
+        rounds = Rounds(samplings, 7)
+        for _ in range(2):
+            items = rounds.items(sizes)
+            replies = looped.speculate(items).replies
+            assert_same(replies, plain.speculate(items).replies)
+            looped.check_integrity()
+            rounds.accept(replies)
+        num_replays.append(tape.num_replays - before)
+        for engine in (plain, looped):
+            engine.release([f"r{index}" for index in range(len(samplings))])
+    assert tape.num_captures == len(captured)
+    assert num_replays == ([6, 2, 4, 0, 0] if captured else [0] * 5)
