@@ -149,7 +149,7 @@ def join_group(
 ) -> ParallelContext:
     """Joins the other ranks. Raises EngineLostError when not all join within ``router.start_timeout_s``."""
     engine = engine_config(config, role)
-    gpu_index = None if place is None else place.index
+    gpu_index = None if place is None else place.gpu_index
     device = choose_device(engine, gpu_index)
     use_device(device)
     args = GroupArgs(

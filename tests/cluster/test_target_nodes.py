@@ -193,7 +193,7 @@ async def test_ranks_of_a_node_see_its_gpus_for_as_long_as_they_live(cluster: Cl
         def wait(self) -> str:
             assert self.place is not None
             listed, own = os.environ["CUDA_VISIBLE_DEVICES"], ray.get_gpu_ids()
-            assert listed.split(",")[self.place.index] == str(own[0])
+            assert listed.split(",")[self.place.gpu_index] == str(own[0])
             return f"{listed} {os.environ['LOCAL_RANK']}"
 
     options = {"num_cpus": 1.4, "num_gpus": 1, "label_selector": ON_RANK_NODES}

@@ -26,7 +26,7 @@ class GpuPlace(NamedTuple):
     """Place among the ranks of its node."""
     gpus: tuple[str, ...]
     """GPUs that the rank sees, as CUDA_VISIBLE_DEVICES names them."""
-    index: int
+    gpu_index: int
     """Index of its own GPU among them."""
 
 

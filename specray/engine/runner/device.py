@@ -66,7 +66,8 @@ def show_gpus(names: Sequence[str], local_rank: int) -> None:
     """
     listed = ",".join(names)
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if torch.cuda.is_initialized() and shown != listed:
+    is_begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if is_begun and shown != listed:
         raise EngineLostError(f"this process shows the GPUs {shown!r}, but its group now has {listed!r}")
     os.environ["CUDA_VISIBLE_DEVICES"] = listed
     os.environ["LOCAL_RANK"] = str(local_rank)

@@ -17,7 +17,7 @@ from specray.engine.runner import assembly
 from specray.engine.runner.parallel import GroupArgs
 from specray.engine.runner.runner import ModelRunner
 from specray.errors import ConfigError, EngineLostError
-from tests.unit.engine.runner.fake_cuda import FakeCuda
+from tests.unit.actors.targets.fake_cuda import FakeCuda
 
 CONFIG = parse_config({name: {"device": "cuda", "tensor_parallel_size": 2} for name in ("target", "draft")})
 
