@@ -16,7 +16,7 @@ Exact = Annotated[
     bool, typer.Option("--exact", help="Take one other token for a fault: for a service in float32.")
 ]
 NumSamples = Annotated[
-    int, typer.Option(min=0, help="Samples of each of three prompts under rejection; 0: none.")
+    int, typer.Option(min=0, help="Outputs of each prompt under rejection, for each way; 0: none.")
 ]
 
 Tasks = Annotated[TaskKind, typer.Option(help="How the tasks of --tasks-path are scored.")]
@@ -37,7 +37,7 @@ def verify(
     max_tokens: options.MaxTokens = 48,
     concurrency: options.Concurrency = 4,
     seed: options.Seed = 0,
-    num_samples: NumSamples = 192,
+    num_samples: NumSamples = 8,
     exact: Exact = False,
     tasks: Tasks = TaskKind.HUMANEVAL,
     tasks_path: TasksPath = None,
@@ -48,7 +48,7 @@ def verify(
     """Compare a running service with itself without drafts: tokens, logprobs and sampled distributions."""
     from specray.bench.load.prompts import load_prompts
     from specray.bench.verify.report import verify_json, verify_table
-    from specray.bench.verify.run import VerifyPlan
+    from specray.bench.verify.plan import VerifyPlan
     from specray.bench.verify.run import verify as run_plan
     from specray.bench.verify.tasks import load_tasks
     from specray.cli.output import counted_progress, wide_console, write_json

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from specray.bench.load.client import ServerClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +18,7 @@ class Output:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] = ()
     text: str = ""
+    prompt_token_ids: tuple[int, ...] = ()
 
 
 def read_outputs(answer: Mapping[str, Any]) -> list[Output]:
@@ -24,6 +28,7 @@ def read_outputs(answer: Mapping[str, Any]) -> list[Output]:
             tuple(choice["token_ids"]),
             tuple((choice.get("logprobs") or {}).get("token_logprobs") or ()),
             choice.get("text") or "",
+            tuple(choice.get("prompt_token_ids") or ()),
         )
         for choice in sorted(answer["choices"], key=lambda choice: int(choice["index"]))
     ]
@@ -67,3 +72,33 @@ def agreement(plain: Iterable[Output], others: Iterable[Output]) -> Agreement:
         gaps = (abs(left - right) for left, right in pairs if math.isfinite(left) and math.isfinite(right))
         distance = max(distance, *gaps, 0.0)
     return Agreement(num_outputs, num_diverged, num_tokens, distance)
+
+
+async def ask_outputs(
+    client: ServerClient, bodies: Sequence[dict[str, Any]], *, concurrency: int
+) -> list[Output]:
+    """Asks for all outputs, so many at a time; they come in the order of the bodies.
+
+    Raises:
+        InvalidRequestError: the service does not offer what they ask for. SpecrayError: it failed.
+    """
+    answers = await ask_answers(client, bodies, concurrency=concurrency)
+    return [output for answer in answers for output in read_outputs(answer)]
+
+
+async def ask_answers(
+    client: ServerClient, bodies: Sequence[dict[str, Any]], *, concurrency: int
+) -> list[dict[str, Any]]:
+    """Asks for all answers, like ``ask_outputs``. Raises like it."""
+    answers: dict[int, dict[str, Any]] = {}
+    waiting = iter(enumerate(bodies))
+
+    async def work() -> None:
+        for index, body in waiting:
+            answers[index] = await client.complete(body)
+
+    # The first call shows whether the service offers it.
+    index, first = next(waiting)
+    answers[index] = await client.complete(first)
+    await asyncio.gather(*(work() for _ in range(concurrency)))
+    return [answers[index] for index in range(len(bodies))]

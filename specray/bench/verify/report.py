@@ -15,7 +15,7 @@ def verify_table(result: VerifyResult) -> Table:
     plan = result.plan
     table = Table(
         title=f"{result.model}: {len(plan.prompts)} prompts, {plan.max_tokens} tokens, "
-        f"{plan.num_samples} samples of {plan.num_sampled_prompts} prompts under rejection"
+        f"{plan.num_samples} samples of each under rejection"
     )
     for name in ("sampling", "drafts"):
         table.add_column(name)
@@ -24,11 +24,11 @@ def verify_table(result: VerifyResult) -> Table:
     table.add_column("verdict")
     faults = result.faults
     for one in result.comparisons:
-        table.add_row(one.case, one.way, *_cells(one), "FAULT" if one in faults else _verdict(one))
+        table.add_row(one.case, one.way, *_cells(one), _fault(one) if one in faults else _verdict(one))
     table.caption = (
-        "same: outputs equal to plain decoding's, or tasks that are solved; parts: divergences per 1,000 "
-        "tokens; logprobs: largest distance before them; chance: of seeing that, or worse, where nothing is "
-        "wrong"
+        "same: outputs equal to plain decoding's, tokens under rejection, or tasks that are solved; parts: "
+        "divergences per 1,000 tokens; logprobs: largest distance before them; chance: of seeing that, or "
+        "worse, where nothing is wrong"
     )
     return table
 
@@ -40,11 +40,19 @@ def _cells(one: Comparison) -> tuple[str, str, str, str]:
     if one.num_solved is not None:
         plain, own, total = one.num_solved
         return f"{own} of {total}, plain {plain}", "", "", chance
-    if one.agreement is None:
-        return "", "", "", chance
+    if one.calibration is not None:
+        return f"{one.calibration.num_tokens} tokens", "", "", chance
+    assert one.agreement is not None, "there is something to tell"
     found = one.agreement
     same = f"{found.num_outputs - found.num_diverged} of {found.num_outputs}"
     return same, f"{found.divergences_per_1000:.2f}", f"{found.max_logprob_distance:.1e}", chance
+
+
+def _fault(one: Comparison) -> str:
+    found = one.calibration
+    if found is None:
+        return "FAULT"
+    return f"FAULT: {found.finding} ({found.seen:.3g}, due {found.expected:.3g})"
 
 
 def _verdict(one: Comparison) -> str:

@@ -2,94 +2,27 @@
 
 Greedy and coupled outputs must be those of plain decoding, token by token. In bfloat16 the width of a forward
 changes last bits, so plain decoding is compared with itself at another batch, too: a way that parts no more
-often than that is right. Outputs under rejection depend on the draft; there it is the distribution of tokens
-that must be plain decoding's.
+often than that is right. Outputs under rejection depend on the draft; there each token must be a draw from
+the distribution that plain decoding has at its place.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from specray.bench.load.client import ServerClient
-from specray.bench.verify.outputs import Agreement, Output, agreement, read_outputs
-from specray.bench.verify.statistics import excess_p_value, homogeneity_p_value, worse_p_value
-from specray.bench.verify.tasks import Task
+from specray.bench.verify.calibration import Calibration, calibrate
+from specray.bench.verify.outputs import Agreement, agreement, ask_outputs
+from specray.bench.verify.plan import CASES, PLAIN, TASK_WAYS, WAYS, Case, VerifyPlan
+from specray.bench.verify.samples import sampled_outputs
+from specray.bench.verify.statistics import excess_p_value, worse_p_value
 from specray.environment import api_key
 from specray.errors import InvalidRequestError
 
 SIGNIFICANCE = 1e-3
 """Probability at which chance is no explanation any more, over all comparisons of a run together."""
-PLAIN: dict[str, Any] = {"enabled": False}
-SELF = "plain, other batch"
-"""Name of the way that compares plain decoding with itself."""
-_CHOICES_PER_CALL = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One way to speculate."""
-
-    name: str
-    speculation: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One way to sample."""
-
-    name: str
-    sampling: dict[str, Any]
-
-
-WAYS = (
-    Way(SELF, PLAIN),
-    Way("as the service chooses", {}),
-    Way("draft model, K=4", {"draft": "model", "num_speculative_tokens": 4}),
-    Way("n-grams, K=8", {"draft": "ngram", "num_speculative_tokens": 8}),
-    Way("suffixes, K=8", {"draft": "suffix", "num_speculative_tokens": 8}),
-    Way("drafter on the target, K=4", {"draft": "features", "num_speculative_tokens": 4}),
-)
-TASK_WAYS = WAYS[:2]
-"""Ways in which tasks are worked on: plain decoding at another batch, and as the service chooses."""
-CASES = (
-    Case("greedy", {"temperature": 0}),
-    Case("coupled", {"temperature": 1}),
-    Case(
-        "coupled, penalties and top-p",
-        {
-            "temperature": 0.9,
-            "top_p": 0.9,
-            "presence_penalty": 0.7,
-            "frequency_penalty": 0.4,
-            "repetition_penalty": 1.1,
-            "min_tokens": 8,
-        },
-    ),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyPlan:
-    """What a run asks for."""
-
-    url: str
-    prompts: Sequence[str]
-    max_tokens: int = 48
-    concurrency: int = 4
-    """Requests at a time, except those of plain decoding that all others are compared with."""
-    seed: int = 0
-    is_exact: bool = False
-    """True: one other token is a fault. For a service in float32."""
-    num_samples: int = 192
-    """Samples of each prompt under rejection; 0: none."""
-    num_sampled_prompts: int = 3
-    num_sampled_tokens: int = 4
-    tasks: Sequence[Task] = ()
-    max_task_tokens: int = 384
-    timeout_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +32,11 @@ class Comparison:
     case: str
     way: str
     agreement: Agreement | None = None
+    """How far outputs are plain decoding's; None: that is not asked."""
+    calibration: Calibration | None = None
+    """How far sampled tokens are as likely as they should be; None: that is not asked."""
     p_value: float = 1.0
     """Chance of what was seen, or worse, where nothing is wrong."""
-    num_tests: int = 1
-    """Tests of which it is the least chance."""
     not_offered: str = ""
     """Reason for which the service does not have the way; empty: it has it."""
     num_solved: tuple[int, int, int] | None = None
@@ -120,7 +54,7 @@ class VerifyResult:
     @property
     def faults(self) -> list[Comparison]:
         """Comparisons that chance does not explain."""
-        num_tests = max(1, sum(one.num_tests for one in self.comparisons if not one.not_offered))
+        num_tests = max(1, sum(not one.not_offered for one in self.comparisons))
         return [one for one in self.comparisons if self._is_fault(one, SIGNIFICANCE / num_tests)]
 
     def _is_fault(self, one: Comparison, limit: float) -> bool:
@@ -161,12 +95,12 @@ async def _verify_case(
 ) -> None:
     plan = result.plan
     on_progress(case.name)
-    plain = await _outputs(client, _bodies(plan, case, PLAIN), concurrency=1)
+    plain = await ask_outputs(client, _bodies(plan, case, PLAIN), concurrency=1)
     base: Agreement | None = None
     for way in WAYS:
         on_progress(f"{case.name}: {way.name}")
         try:
-            outputs = await _outputs(
+            outputs = await ask_outputs(
                 client, _bodies(plan, case, way.speculation), concurrency=plan.concurrency
             )
         except InvalidRequestError as error:
@@ -180,35 +114,22 @@ async def _verify_case(
             p_value = excess_p_value(
                 found.num_diverged, found.num_tokens, base.num_diverged, max(1, base.num_tokens)
             )
-        result.comparisons.append(Comparison(case.name, way.name, found, p_value))
+        result.comparisons.append(Comparison(case.name, way.name, found, p_value=p_value))
 
 
 async def _verify_samples(
     client: ServerClient, result: VerifyResult, on_progress: Callable[[str], None]
 ) -> None:
+    """Whether tokens under rejection are draws from the target's own distribution."""
     plan = result.plan
-    prompts = plan.prompts[: plan.num_sampled_prompts]
-    on_progress("rejection: plain")
-    plain = [await _samples(client, plan, prompt, PLAIN, first_seed=0) for prompt in prompts]
     for way in WAYS:
         on_progress(f"rejection: {way.name}")
-        asked = (
-            way.speculation if way.speculation is PLAIN else {**way.speculation, "verification": "rejection"}
-        )
         try:
-            # Seeds of its own: with plain decoding's, coupled draws would be compared.
-            others = [await _samples(client, plan, prompt, asked, first_seed=1 << 20) for prompt in prompts]
+            found = calibrate(await sampled_outputs(client, plan, way))
         except InvalidRequestError as error:
             result.comparisons.append(Comparison("rejection", way.name, not_offered=str(error)))
             continue
-        p_values = [
-            homogeneity_p_value(_tokens_at(own, place), _tokens_at(other, place))
-            for own, other in zip(plain, others, strict=True)
-            for place in range(plan.num_sampled_tokens)
-        ]
-        result.comparisons.append(
-            Comparison("rejection", way.name, p_value=min(p_values), num_tests=len(p_values))
-        )
+        result.comparisons.append(Comparison("rejection", way.name, calibration=found, p_value=found.p_value))
 
 
 async def _verify_tasks(
@@ -241,32 +162,9 @@ async def _solved(
         }
         for task in plan.tasks
     ]
-    outputs = await _outputs(client, bodies, concurrency=concurrency)
+    outputs = await ask_outputs(client, bodies, concurrency=concurrency)
     pairs = zip(plan.tasks, outputs, strict=True)
     return [await task.is_solved(output.text) for task, output in pairs]
-
-
-def _tokens_at(outputs: Iterable[Output], place: int) -> list[int]:
-    """The tokens of one place; -1 where an output has ended."""
-    return [output.token_ids[place] if place < len(output.token_ids) else -1 for output in outputs]
-
-
-async def _samples(
-    client: ServerClient, plan: VerifyPlan, prompt: str, speculation: dict[str, Any], *, first_seed: int
-) -> list[Output]:
-    bodies = [
-        {
-            "prompt": prompt,
-            "max_tokens": plan.num_sampled_tokens,
-            "temperature": 1,
-            "seed": plan.seed + first_seed + start,
-            "n": min(_CHOICES_PER_CALL, plan.num_samples - start),
-            "return_token_ids": True,
-            "speculation": speculation,
-        }
-        for start in range(0, plan.num_samples, _CHOICES_PER_CALL)
-    ]
-    return await _outputs(client, bodies, concurrency=plan.concurrency)
 
 
 def _bodies(plan: VerifyPlan, case: Case, speculation: dict[str, Any]) -> list[dict[str, Any]]:
@@ -283,25 +181,3 @@ def _bodies(plan: VerifyPlan, case: Case, speculation: dict[str, Any]) -> list[d
         }
         for index, prompt in enumerate(plan.prompts)
     ]
-
-
-async def _outputs(
-    client: ServerClient, bodies: Sequence[dict[str, Any]], *, concurrency: int
-) -> list[Output]:
-    """Asks for all outputs, so many at a time; they come in the order of the bodies.
-
-    Raises:
-        InvalidRequestError: the service does not offer what they ask for. SpecrayError: it failed.
-    """
-    answers: dict[int, list[Output]] = {}
-    waiting = iter(enumerate(bodies))
-
-    async def work() -> None:
-        for index, body in waiting:
-            answers[index] = read_outputs(await client.complete(body))
-
-    # The first call shows whether the service offers it.
-    index, first = next(waiting)
-    answers[index] = read_outputs(await client.complete(first))
-    await asyncio.gather(*(work() for _ in range(concurrency)))
-    return [output for index in range(len(bodies)) for output in answers[index]]

@@ -1,0 +1,76 @@
+"""What ``specray verify`` asks a service for: ways to speculate, ways to sample, prompts and tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specray.bench.verify.tasks import Task
+
+PLAIN: dict[str, Any] = {"enabled": False}
+SELF = "plain, other batch"
+"""Name of the way that compares plain decoding with itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to speculate."""
+
+    name: str
+    speculation: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One way to sample."""
+
+    name: str
+    sampling: dict[str, Any]
+
+
+WAYS = (
+    Way(SELF, PLAIN),
+    Way("as the service chooses", {}),
+    Way("draft model, K=4", {"draft": "model", "num_speculative_tokens": 4}),
+    Way("n-grams, K=8", {"draft": "ngram", "num_speculative_tokens": 8}),
+    Way("suffixes, K=8", {"draft": "suffix", "num_speculative_tokens": 8}),
+    Way("drafter on the target, K=4", {"draft": "features", "num_speculative_tokens": 4}),
+)
+TASK_WAYS = WAYS[:2]
+"""Ways in which tasks are worked on: plain decoding at another batch, and as the service chooses."""
+CASES = (
+    Case("greedy", {"temperature": 0}),
+    Case("coupled", {"temperature": 1}),
+    Case(
+        "coupled, penalties and top-p",
+        {
+            "temperature": 0.9,
+            "top_p": 0.9,
+            # A reward: tokens come again, and so it shows of which prefix they are counted.
+            "presence_penalty": -2,
+            "frequency_penalty": 0.4,
+            "repetition_penalty": 1.1,
+            "min_tokens": 8,
+        },
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyPlan:
+    """What a run asks for."""
+
+    url: str
+    prompts: Sequence[str]
+    max_tokens: int = 48
+    concurrency: int = 4
+    """Requests at a time, except those of plain decoding that all others are compared with."""
+    seed: int = 0
+    is_exact: bool = False
+    """True: one other token is a fault. For a service in float32."""
+    num_samples: int = 8
+    """Outputs of each prompt under rejection, for each way to speculate; 0: none."""
+    tasks: Sequence[Task] = ()
+    max_task_tokens: int = 384
+    timeout_s: float = 600.0
