@@ -37,7 +37,7 @@ def verify(
     max_tokens: options.MaxTokens = 48,
     concurrency: options.Concurrency = 4,
     seed: options.Seed = 0,
-    num_samples: NumSamples = 8,
+    num_samples: NumSamples = 4,
     exact: Exact = False,
     tasks: Tasks = TaskKind.HUMANEVAL,
     tasks_path: TasksPath = None,
@@ -47,8 +47,8 @@ def verify(
 ) -> None:
     """Compare a running service with itself without drafts: tokens, logprobs and sampled distributions."""
     from specray.bench.load.prompts import load_prompts
-    from specray.bench.verify.report import verify_json, verify_table
     from specray.bench.verify.plan import VerifyPlan
+    from specray.bench.verify.report import verify_json, verify_table
     from specray.bench.verify.run import verify as run_plan
     from specray.bench.verify.tasks import load_tasks
     from specray.cli.output import counted_progress, wide_console, write_json

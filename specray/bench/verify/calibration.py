@@ -14,6 +14,7 @@ over its mean.
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -37,8 +38,8 @@ class ScoredOutput:
 
     token_ids: tuple[int, ...]
     likely: tuple[Mapping[int, float], ...]
-    """Logprobs of the likeliest tokens, likeliest first, at each of the last ``len(likely)`` places. They must
-    not depend on the token that came there."""
+    """Logprobs of the likeliest tokens, likeliest first, at each of the last ``len(likely)`` places; which
+    tokens they are must not depend on the token that came there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,8 @@ class _Place(NamedTuple):
     recent: frozenset[int]
     follower: int | None
     """Token that followed the last one where it stood before; None: it is new."""
+    surpluses: Sequence[float]
+    """How much more often than due each likely token came at earlier places, as a logarithm."""
 
 
 class _Bet(NamedTuple):
@@ -98,14 +101,33 @@ _BETS: Final = (
         lambda place: [float(token_id in place.recent) for token_id in place.logprobs],
         _nothing,
     ),
+    _Bet("tokens with a surplus before", lambda place: [*place.surpluses], _nothing),
 )
+
+
+class _Tally:
+    """How often each token came among the likely ones, and how often it was due."""
+
+    def __init__(self) -> None:
+        self._seen, self._due = Counter[int](), defaultdict[int, float](float)
+
+    def surpluses(self, token_ids: Iterable[int]) -> list[float]:
+        """Logarithms of seen over due; one of both is added, so that a rare token says little."""
+        return [math.log((self._seen[token_id] + 1) / (self._due[token_id] + 1)) for token_id in token_ids]
+
+    def add(self, logprobs: Mapping[int, float], token_id: int) -> None:
+        """Counts a place."""
+        for likely, logprob in logprobs.items():
+            self._due[likely] += math.exp(logprob)
+        if token_id in logprobs:
+            self._seen[token_id] += 1
 
 
 def calibrate(outputs: Iterable[ScoredOutput]) -> Calibration:
     """Bets on every place of outputs that were drawn with noise of their own."""
-    places, columns = list[_Place](), list[int]()
+    places, columns, tally = list[_Place](), list[int](), _Tally()
     for output in outputs:
-        for place, token_id in _places(output):
+        for place, token_id in _places(output, tally):
             listed = list(place.logprobs)
             places.append(place)
             columns.append(listed.index(token_id) if token_id in place.logprobs else NUM_LIKELY)
@@ -130,15 +152,17 @@ def calibrate(outputs: Iterable[ScoredOutput]) -> Calibration:
     )
 
 
-def _places(output: ScoredOutput) -> Iterable[tuple[_Place, int]]:
-    """Each place of the output with the token that came there."""
+def _places(output: ScoredOutput, tally: _Tally) -> Iterable[tuple[_Place, int]]:
+    """Each place of the output with the token that came there, which the tally counts afterwards."""
     token_ids, followers = output.token_ids, dict[int, int]()
     first = len(token_ids) - len(output.likely)
     for index, token_id in enumerate(token_ids):
         if index >= first:
             recent = frozenset(token_ids[max(0, index - NUM_RECENT) : index])
             follower = followers.get(token_ids[index - 1]) if index else None
-            yield _Place(output.likely[index - first], recent, follower), token_id
+            likely = output.likely[index - first]
+            yield _Place(likely, recent, follower, tally.surpluses(likely)), token_id
+            tally.add(likely, token_id)
         if index:
             followers[token_ids[index - 1]] = token_id
 

@@ -19,8 +19,8 @@ _FIRST_SEED = 1 << 20
 async def sampled_outputs(client: ServerClient, plan: VerifyPlan, way: Way) -> list[ScoredOutput]:
     """Samples from the model's own distribution, and then lets the service score prompt and output.
 
-    The score is a forward of its own without drafts and without the prefix cache, so that it is right whatever
-    the way that is tested did to the cache; and the outputs are drawn as most users' are, without logprobs.
+    The score is a forward of its own without drafts and without the prefix cache: it is right, whatever the
+    tested way did to the cache. And outputs are drawn as most users' are, without logprobs.
 
     Raises:
         InvalidRequestError: the service does not offer the way. SpecrayError: it failed.
@@ -56,7 +56,7 @@ def _sampling_body(
         "n": min(_CHOICES_PER_CALL, plan.num_samples - start),
         "return_token_ids": True,
         "speculation": speculation,
-        # Nothing between the model and the draw, whatever the service's defaults are; no output ends early, or
+        # Nothing between the model and the draw, whatever the defaults are. No output ends early, or
         # the token that ended it would be missing.
         "temperature": 1,
         "top_p": 1,
@@ -78,7 +78,7 @@ def _scoring_body(output: Output) -> dict[str, Any]:
 
 
 def _read_likely(answer: Mapping[str, Any], num_tokens: int) -> tuple[Mapping[int, float], ...]:
-    """The likeliest tokens of the last places of a prompt, without the token itself where it is none of them."""
+    """The likeliest tokens at the last places of a prompt; one that came and is none of them is left out."""
     choice, *_ = answer["choices"]
     places: Sequence[Mapping[str, Any]] = choice["prompt_logprobs"]
     return tuple(_ranked(place) for place in itertools.islice(places, len(places) - num_tokens, None))

@@ -2,38 +2,52 @@
 
 from __future__ import annotations
 
+import math
+import random
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specray.bench.verify.outputs import Agreement, Output, agreement
+from specray.bench.verify.plan import CASES, SELF, WAYS, VerifyPlan
 from specray.bench.verify.report import verify_json, verify_table
-from specray.bench.verify.run import CASES, SELF, WAYS, VerifyPlan, VerifyResult, verify
+from specray.bench.verify.run import VerifyResult, verify
 from specray.errors import EngineLostError, InvalidRequestError
 from specray.fakes import FakeRouterClient
-from specray.requests import GenerateRequest
-from specray.types import DraftKind, Verification
+from specray.requests import GenerateRequest, OutputChunk
+from specray.types import DraftKind, TokenLogprobs, Verification
 from tests.unit.serving.http.service import INFO, TOKENIZER, serving
 
 VOCABULARY = TOKENIZER.encode("hello, a ")
-PLAN = {"prompts": ["a", "he", "hello"], "max_tokens": 8, "num_samples": 128, "num_sampled_tokens": 2}
+SHARES = {token: count / len(VOCABULARY) for token, count in Counter(VOCABULARY).most_common()}
+"""Probability of each token, at any place, likeliest first."""
+PLAN = {"prompts": ["a", "he", "hello"], "max_tokens": 8, "num_samples": 16}
 Reply = Callable[[GenerateRequest], Sequence[int]]
 
 
 def honest(request: GenerateRequest) -> list[int]:
     """Tokens that follow from prompt and seed alone."""
-    state = 1 + request.sampling.seed % 9973 + sum(request.prompt_token_ids)
-    tokens = []
-    for _ in range(request.max_tokens):
-        state = state * 48271 % 2147483647
-        tokens.append(VOCABULARY[state % 5 % len(VOCABULARY)])
-    return tokens
+    draws = random.Random(f"{request.sampling.seed}, {request.prompt_token_ids}")
+    return [draws.choice(VOCABULARY) for _ in range(request.max_tokens)]
 
 
 class Service(FakeRouterClient):
-    """A router that offers no draft model."""
+    """A router that offers no draft model, and scores prompts by the shares from which it draws."""
+
+    async def complete(self, request: GenerateRequest) -> OutputChunk:
+        chunk = await super().complete(request)
+        if request.sampling.num_prompt_logprobs is None:
+            return chunk
+        logprobs = tuple(math.log(share) for share in SHARES.values())
+        scores = [
+            TokenLogprobs(token, math.log(SHARES.get(token, 1e-9)), tuple(SHARES), logprobs)
+            for token in request.prompt_token_ids[1:]
+        ]
+        return replace(chunk, prompt_logprobs=tuple(scores))
 
     def _take(self, request: GenerateRequest) -> None:
         if request.speculation.draft is DraftKind.MODEL:
@@ -102,13 +116,29 @@ async def test_a_biased_acceptance_is_found_in_samples() -> None:
     def faulty(request: GenerateRequest) -> list[int]:
         tokens = honest(request)
         is_rejection = request.sampling.verification is Verification.REJECTION
-        if is_rejection and request.speculation.enabled and request.sampling.seed % 4 == 0:
-            tokens[1] = VOCABULARY[0]
+        if is_rejection and request.speculation.draft is DraftKind.NGRAM:
+            draws = random.Random(request.sampling.seed)
+            tokens = [VOCABULARY[0] if draws.random() < 0.25 else token for token in tokens]
         return tokens
 
     result = await verified(faulty)
-    assert {case for case, _ in names(result)} == {"rejection"}
-    assert ("rejection", SELF) not in names(result)
+    assert names(result) == {("rejection", "n-grams, K=8")}
+    (fault,) = result.faults
+    assert fault.calibration is not None and fault.calibration.num_tokens == 3 * 16 * 8
+    assert str(list(verify_table(result).columns[-1].cells)).count("FAULT: ") == 1
+
+
+async def test_samples_are_of_the_model_alone_and_none_shares_its_noise() -> None:
+    service = Service(reply=honest, info=INFO)
+    async with serving(service) as running:
+        await verify(VerifyPlan(url=running.url, **{**PLAN, "num_samples": 9}), lambda *_: None)
+    sampled = [one for one in service.requests if one.sampling.num_prompt_logprobs is None]
+    asked = [one for one in sampled if one.sampling.seed >= 1 << 20 and not one.speculation.enabled]
+    assert len(asked) == len({one.sampling.seed for one in asked}) == 3 * 9
+    assert {one.sampling.temperature for one in asked} == {1.0}
+    scored = [one for one in service.requests if one.sampling.num_prompt_logprobs is not None]
+    assert len(scored) == 3 * 9 * (len(WAYS) - 1)
+    assert {(one.sampling.num_prompt_logprobs, one.speculation.enabled) for one in scored} == {(20, False)}
 
 
 def test_agreement_counts_tokens_up_to_the_first_other_one() -> None:
