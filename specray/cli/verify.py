@@ -37,7 +37,7 @@ def verify(
     max_tokens: options.MaxTokens = 48,
     concurrency: options.Concurrency = 4,
     seed: options.Seed = 0,
-    num_samples: NumSamples = 4,
+    num_samples: NumSamples = 8,
     exact: Exact = False,
     tasks: Tasks = TaskKind.HUMANEVAL,
     tasks_path: TasksPath = None,

@@ -69,7 +69,7 @@ class VerifyPlan:
     seed: int = 0
     is_exact: bool = False
     """True: one other token is a fault. For a service in float32."""
-    num_samples: int = 4
+    num_samples: int = 8
     """Outputs of each prompt under rejection, for each way to speculate; 0: none."""
     tasks: Sequence[Task] = ()
     max_task_tokens: int = 384

@@ -61,7 +61,7 @@ def with_one_guess(favour: float) -> Draw:
     return draw
 
 
-def scored(draw: Draw, *, seed: int, num_outputs: int = 48, num_tokens: int = 48) -> list[ScoredOutput]:
+def scored(draw: Draw, *, seed: int, num_outputs: int = 96, num_tokens: int = 48) -> list[ScoredOutput]:
     """As many outputs as ``verify`` samples unless it is told otherwise."""
     random = np.random.default_rng(seed)
     outputs = []
@@ -88,7 +88,7 @@ def test_the_draft_of_these_tests_is_a_good_one() -> None:
 @pytest.mark.parametrize("draw", [by_rejection(1.0), with_one_guess(1.0)])
 def test_exact_draws_pass(draw: Draw) -> None:
     found = calibrate(scored(draw, seed=2))
-    assert found.num_tokens == 48 * 48
+    assert found.num_tokens == 96 * 48
     assert found.p_value > 0.01
 
 
