@@ -47,10 +47,10 @@ CASES = (
         {
             "temperature": 0.9,
             "top_p": 0.9,
-            # A reward: tokens come again, and so it shows of which prefix they are counted.
+            # Rewards: tokens come again soon, and so it shows of which prefix they are counted.
             "presence_penalty": -2,
-            "frequency_penalty": 0.4,
-            "repetition_penalty": 1.1,
+            "frequency_penalty": 0.3,
+            "repetition_penalty": 0.7,
             "min_tokens": 8,
         },
     ),
