@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
 from specray.engine.cache.prefix import PrefixIndex
-from specray.engine.cache.sequences import SequenceTable
+from specray.engine.cache.sequences import EngineSequence, SequenceTable
 from specray.engine.runner.inputs import SequenceInput
 from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.schedule import Runner
@@ -22,7 +22,7 @@ class EngineBase:
         runner: runner of the leader; followers of a tensor-parallel group run what it broadcasts.
         info: description of the engine, whose limits hold here; one block is kept for ``check``.
         can_evict: whether idle sequences may be forgotten.
-        prefix_cache: whether computed prefixes are used again.
+        prefix_cache: whether computed prefixes are used again; those of recurrent layers never are.
         grammars: masks for requests with a grammar.
     """
 
@@ -38,8 +38,13 @@ class EngineBase:
         self._runner = runner
         self._info = info
         self._grammars = grammars
-        index = PrefixIndex(info.block_size) if prefix_cache else None
-        self._allocator = BlockAllocator(info.num_blocks, info.block_size, index=index)
+        states = self._states = runner.states
+        if states is not None:
+            states.clear()
+        # Where a sequence goes on from another's tokens, it would need the state behind them.
+        index = PrefixIndex(info.block_size) if prefix_cache and states is None else None
+        on_free = None if states is None else states.drop
+        self._allocator = BlockAllocator(info.num_blocks, info.block_size, index=index, on_free=on_free)
         self._check_table = BlockTable(self._allocator)
         self._check_table.reserve(1)
         self._table = SequenceTable(
@@ -77,6 +82,13 @@ class EngineBase:
         logits = self._runner.run([SequenceInput((0,), 0, self._check_table.block_ids, 1)]).logits
         if logits.shape[0] != 1 or bool(logits.isnan().any()):
             raise EngineLostError("a one-token step gives logits that are not numbers")
+
+    def _back_to_state(self, sequence: EngineSequence) -> None:
+        """Marks as not computed what recurrent layers have to see again."""
+        if self._states is not None:
+            sequence.num_computed_tokens = self._states.resume_len(
+                sequence.block_table.block_ids, sequence.num_computed_tokens
+            )
 
     def close(self) -> None:
         """Closes the runner, and with it the other ranks of its group; idempotent."""

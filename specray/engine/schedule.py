@@ -10,6 +10,7 @@ import torch
 
 from specray.engine.attention.mask import Visibility, branch_visibility, tree_visibility
 from specray.engine.cache.sequences import EngineSequence, UnknownSequenceError
+from specray.engine.cache.states import StateCache
 from specray.engine.runner.inputs import Moves, SequenceInput
 from specray.engine.step import ForwardOutput
 from specray.errors import GrammarError, InvalidRequestError, OutOfBlocksError, OverloadedError, SpecrayError
@@ -18,6 +19,11 @@ from specray.types import ItemFailed, SpeculateItem, UnknownSequence, VerifyItem
 
 class Runner(Protocol):
     """The part of ``runner.ModelRunner`` that an engine uses."""
+
+    @property
+    def states(self) -> StateCache | None:
+        """What recurrent layers have seen of each sequence; None: the model has no such layers."""
+        ...
 
     @property
     def pending_moves(self) -> Moves:
@@ -224,6 +230,7 @@ def _plan_steps(work: Iterable[CatchUp | BranchStep], budget: int) -> Iterator[l
                     sequence.block_table.block_ids,
                     num_logits,
                     visibility[start - first : stop - first],
+                    sequence.num_tokens,
                 )
             )
             left -= stop - start

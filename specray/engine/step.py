@@ -58,6 +58,8 @@ class CacheShape:
     head_dim: int
     unlike: tuple[LayerShape, ...] = ()
     """Shape of each layer, where layers differ, or keys and values do; empty: all are alike."""
+    state_bytes: int = 0
+    """Bytes of what recurrent layers keep of a sequence, whatever its length; 0: there are none."""
 
     @classmethod
     def of_layers(cls, layers: Sequence[LayerShape]) -> CacheShape:
@@ -106,6 +108,13 @@ class SequenceRows:
     block_ids: Sequence[int]
     visibility: Sequence[Visibility] = ()
     """Visibility of each row, KV indices ascending; empty: a chain from ``start`` on."""
+    settled_len: int | None = None
+    """First tokens of the sequence that will not be refused; None: all."""
+
+    @property
+    def num_settled(self) -> int:
+        """``settled_len``, or all tokens."""
+        return self.end if self.settled_len is None else self.settled_len
 
     @property
     def end(self) -> int:

@@ -71,7 +71,7 @@ class TargetEngine(EngineBase):
     ) -> None:
         super().__init__(runner, info, can_evict=False, prefix_cache=prefix_cache, grammars=grammars)
         self._drafting = drafting
-        self._num_shared_tokens = _SHARED_TOKENS if prefix_cache else None
+        self._num_shared_tokens = _SHARED_TOKENS if self._allocator.index is not None else None
         self._sampler = make_sampler(info.vocab_size, device)
         # What drafts from features needs those of the leader's own forward.
         self._group_draws = None if drafting else group_draws(runner, info.max_num_batched_tokens)
@@ -151,6 +151,7 @@ class TargetEngine(EngineBase):
         sequence.set_tail(draft.token_ids)
         scheduled = Scheduled(index, item, draft, sequence)
         sequence.recompute_last(scheduled.num_logits)
+        self._back_to_state(sequence)
         return scheduled
 
     def _window(self, entry: Scheduled) -> WindowRows | None:
@@ -160,7 +161,7 @@ class TargetEngine(EngineBase):
         lookahead = self._lookaheads.get(item.request_id)
         if lookahead is None or lookahead.budget != item.lookahead:
             lookahead = self._lookaheads[item.request_id] = Lookahead(item.lookahead)
-        if not item.sample or entry.scored or sequence.num_missing_tokens > MAX_TREE_ROWS:
+        if self._states is not None or not item.sample or entry.scored or sequence.num_missing_tokens > MAX_TREE_ROWS:
             return None
         told = sequence.num_tokens
         room = self._info.max_model_len - told
@@ -176,10 +177,10 @@ class TargetEngine(EngineBase):
     def _cut_tree(self, item: VerifyItem) -> DraftTokens:
         """The part of a tree that can be verified: all that fits behind the sequence.
 
-        Of one that was sampled that is its first chain. It is exact, as any chain is: what is cut off is not
-        verified, and a first child is drawn as if it were alone.
+        Of one that was sampled, or where layers are recurrent, that is its first chain. It is exact, as any
+        chain is: what is cut off is not verified, and a first child is drawn as if it were alone.
         """
-        if item.draft.probs:
+        if item.draft.probs or self._states is not None:
             return item.draft.first_chain()
         return item.draft.first(max(0, self._info.max_model_len - item.base_len - len(item.token_ids)))
 

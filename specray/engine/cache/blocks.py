@@ -10,11 +10,12 @@ import contextlib
 import math
 import mmap
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from specray.engine.cache.prefix import PrefixIndex
+from specray.engine.cache.states import StateCache
 from specray.engine.cpu.huge_pages import HUGE_PAGE
 from specray.engine.step import CacheShape, LayerShape
 from specray.errors import OutOfBlocksError
@@ -33,13 +34,22 @@ class BlockAllocator:
         num_blocks: blocks in the cache, >= 1.
         block_size: tokens per block, >= 1.
         index: what blocks hold; None: nothing is used again.
+        on_free: is told of blocks that nobody has any more.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, index: PrefixIndex | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        index: PrefixIndex | None = None,
+        on_free: Callable[[Sequence[int]], None] | None = None,
+    ) -> None:
         assert num_blocks >= 1 and block_size >= 1, (num_blocks, block_size)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.index = index
+        self._on_free = on_free
         self._blank = list(range(num_blocks - 1, -1, -1))
         # Free blocks that hold something, least recently used first.
         self._waiting: OrderedDict[int, None] = OrderedDict()
@@ -100,6 +110,8 @@ class BlockAllocator:
         self._blank.extend(
             block_id for block_id in ids if not self._num_owners[block_id] and not self._is_known(block_id)
         )
+        if self._on_free is not None:
+            self._on_free([block_id for block_id in ids if not self._num_owners[block_id]])
 
     def check_integrity(self, tables: Iterable[BlockTable] | None = None) -> None:
         """Recomputes everything from scratch.
@@ -209,6 +221,8 @@ class BlockCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.states = StateCache()
+        """What recurrent layers have seen of sequences; of a model without them there is nothing."""
         num_slots = num_blocks * block_size
         sizes = [(num_slots, *_slot_shape(layer)) for layer in shape.layers]
         # Zeros, not garbage: a masked slot has weight 0, and 0 times a stray NaN would still be NaN.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from specray.engine.attention.sdpa import sequence_slots
+from specray.engine.cache.states import StateCache
 from specray.engine.features.base import FeatureDrafter, FeatureStore
 from specray.engine.runner.inputs import Moves, SequenceInput
 from specray.engine.schedule import Runner
@@ -33,6 +34,11 @@ class FeatureTap:
         self._drafter = drafter
         self._device = device
         self.store = store
+
+    @property
+    def states(self) -> StateCache | None:
+        """See ``schedule.Runner``."""
+        return self._runner.states
 
     @property
     def pending_moves(self) -> Moves:

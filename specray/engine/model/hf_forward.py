@@ -8,7 +8,10 @@ name, so the library builds no mask.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +22,8 @@ from specray.engine.attention.scores import ScoreRule
 from specray.engine.attention.sdpa import SdpaStep
 from specray.engine.cache.blocks import BlockCache
 from specray.engine.model.checks.modalities import quiet_library
+from specray.engine.model.checks.refusals import has_recurrent_layers
+from specray.engine.model.layers.recurrent import RecurrentLayers, find_recurrent
 from specray.engine.step import AttentionStep, CacheShape, ForwardOutput, LayerShape, SequenceRows, Step
 from specray.errors import ConfigError
 
@@ -67,8 +72,10 @@ class _LayerRows:
 class _CachedAttention:
     """Attends over the block cache."""
 
-    def __init__(self, step: AttentionStep) -> None:
+    def __init__(self, step: AttentionStep, places: Mapping[int, int]) -> None:
         self._step = SdpaStep(step)
+        self._places = places
+        """Place in the cache of each layer that keeps keys and values."""
 
     def attend(self, layer: int, rows: _LayerRows) -> torch.Tensor:
         """Returns ``[num_rows, num_heads * value_dim]``."""
@@ -77,7 +84,7 @@ class _CachedAttention:
         else:
             keys_values = torch.cat((rows.key.flatten(1), rows.value.flatten(1)), dim=1)
         return self._step.attend(
-            layer,
+            self._places[layer],
             rows.query,
             keys_values,
             scale=rows.scale,
@@ -106,18 +113,33 @@ class HfForward:
         with quiet_library():  # It warns of other parts that are no more.
             model.set_attn_implementation(ATTENTION_NAME)
         keep_latents(model)
-        self.cache_shape = self._probe()
-        self._check(expected.float())
-
-    def _probe(self) -> CacheShape:
         probe = _Probe()
-        one_token = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
-        with torch.inference_mode():
-            self.model(one_token, position_ids=one_token, use_cache=False, attention_step=probe)
-        return probe.cache_shape(type(self.model).__name__)
+        self._recurrent = self._find_recurrent(probe)
+        self._places = probe.places(type(model).__name__, has_gaps=self._recurrent is not None)
+        self.cache_shape = probe.cache_shape
+        state_bytes = self._check(expected.float())
+        if self._recurrent is not None:
+            self.cache_shape = replace(self.cache_shape, state_bytes=state_bytes)
 
-    def _check(self, expected: torch.Tensor) -> None:
-        """Two cached chunks must give the plain forward's logits: whatever else the model keeps is lost."""
+    def _find_recurrent(self, probe: _Probe) -> RecurrentLayers | None:
+        """Runs the probe through the model, beside a cache of the library's, which is for recurrent layers."""
+        one_token = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
+        run = partial(self.model, one_token, position_ids=one_token, attention_step=probe)
+        with torch.inference_mode():
+            if not has_recurrent_layers(self.model.config.get_text_config()):
+                run(use_cache=False)
+                return None
+            modules = find_recurrent(
+                self.model, lambda cache: run(past_key_values=cache, use_cache=True)
+            )
+        return RecurrentLayers(modules) if modules else None
+
+    def _check(self, expected: torch.Tensor) -> int:
+        """Two cached chunks must give the plain forward's logits: whatever else the model keeps is lost.
+
+        Returns:
+            Bytes of the state of recurrent layers.
+        """
         device, dtype = self.model.device, self.model.dtype
         num_tokens = len(_CHECKED_TOKENS)
         cache = BlockCache(self.cache_shape, num_blocks=1, block_size=num_tokens, dtype=dtype, device=device)
@@ -136,6 +158,7 @@ class HfForward:
                 f"{error:.2g} of their deviation (allowed: {allowed}); it keeps more than keys and values, "
                 "or attends in its own way"
             )
+        return 0 if self._recurrent is None else cache.states.bytes_of(0)
 
     def __call__(self, step: Step) -> ForwardOutput:
         positions, device = step.positions, step.token_ids.device
@@ -144,14 +167,16 @@ class HfForward:
         rows = slice(0, len(step.token_ids)) if step.logit_rows is None else step.logit_rows
         if isinstance(rows, slice):
             rows = torch.arange(rows.start, rows.stop, device=device)
-        output = self.model(
-            input_ids=step.token_ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=rows,
-            attention_step=_CachedAttention(step.attention),
-            output_hidden_states=self._tap.is_wanted,
-        )
+        recurrent = self._recurrent
+        with contextlib.nullcontext() if recurrent is None else recurrent.over(step.attention):
+            output = self.model(
+                input_ids=step.token_ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=rows,
+                attention_step=_CachedAttention(step.attention, self._places),
+                output_hidden_states=self._tap.is_wanted,
+            )
         return ForwardOutput(output.logits[0].float(), self._tap.take(output.hidden_states))
 
 
@@ -211,18 +236,30 @@ class _Probe:
         self._kept[layer] = rows.shape
         return rows.query.new_zeros(len(rows.query), rows.query.shape[1] * rows.value_dim)
 
-    def cache_shape(self, model: str) -> CacheShape:
-        """Raises ConfigError when some layers did not call attention."""
+    @property
+    def cache_shape(self) -> CacheShape:
+        """What the layers keep that called attention."""
+        return CacheShape.of_layers([self._kept[layer] for layer in sorted(self._kept)])
+
+    def places(self, model: str, *, has_gaps: bool) -> dict[int, int]:
+        """The place in the cache of each layer that called attention.
+
+        Args:
+            has_gaps: other layers keep something else, or nothing.
+
+        Raises:
+            ConfigError: none did, or some did not.
+        """
         if not self._kept:
             raise ConfigError(
                 f"{model} is not supported: its attention is code of its own, which cannot run over the cache"
             )
-        if set(self._kept) != set(range(len(self._kept))):
+        if not has_gaps and set(self._kept) != set(range(len(self._kept))):
             raise ConfigError(
                 f"{model} is not supported: only its layers {sorted(self._kept)} keep keys and values; "
                 "allowed: models of which every layer does"
             )
-        return CacheShape.of_layers([self._kept[layer] for layer in range(len(self._kept))])
+        return {layer: place for place, layer in enumerate(sorted(self._kept))}
 
 
 def _block_attention(

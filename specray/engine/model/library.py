@@ -26,7 +26,7 @@ from specray.engine.model.checks.modalities import (
     is_language_model,
     needs_other_parts,
 )
-from specray.engine.model.checks.refusals import refusal_of
+from specray.engine.model.checks.refusals import has_recurrent_layers, refusal_of
 from specray.engine.model.checks.weights import check_finite, check_report
 from specray.engine.model.decoder_config import DecoderConfig
 from specray.engine.model.families.from_library import can_lower, decoder_config_of
@@ -95,6 +95,8 @@ class LibraryConfig:
     def can_be_shared(self) -> bool:
         """Whether several ranks can compute it together."""
         model_type = self.text.model_type
+        if has_recurrent_layers(self.text):
+            return False
         if needs_other_parts(self.whole) or self.text.is_heterogeneous or model_type in _ONE_RANK:
             return False
         if getattr(self.text, "kv_lora_rank", None) and model_type not in _SHARED_LATENTS:

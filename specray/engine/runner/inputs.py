@@ -22,6 +22,9 @@ class SequenceInput:
     """Number of last tokens whose logits are wanted; 0 only fills the cache."""
     visibility: Sequence[Visibility] = ()
     """Visibility of each row, by ascending KV index; empty: the rows are a chain from ``start`` on."""
+    settled_len: int | None = field(default=None, compare=False)
+    """First tokens of the sequence that will not be refused, behind which recurrent layers keep their state;
+    None: all. Other ranks are not told: such a model has one."""
 
     @property
     def end(self) -> int:

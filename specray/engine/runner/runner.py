@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from specray.engine.attention.sdpa import sequence_slots
 from specray.engine.cache.blocks import BlockCache
+from specray.engine.cache.states import StateCache
 from specray.engine.runner.cuda_graphs import Bucket, GraphedForward
 from specray.engine.runner.device import use_device
 from specray.engine.runner.inputs import CopyInput, Moves, SequenceInput
@@ -94,6 +95,11 @@ class ModelRunner:
     def has_cpu_graphs(self) -> bool:
         """True if a step is kernels alone between tokens and logits; they have threads of their own."""
         return self._cpu_graphs is not None
+
+    @property
+    def states(self) -> StateCache | None:
+        """See ``schedule.Runner``."""
+        return self.cache.states if self.forward.cache_shape.state_bytes else None
 
     @property
     def is_group(self) -> bool:
@@ -293,7 +299,7 @@ class ModelRunner:
         return Step(
             token_ids=torch.tensor(item.token_ids, device=self.info.device),
             positions=slice(item.start, item.start + count),
-            attention=AttentionStep((SequenceRows(0, count, item.start, item.block_ids),), self.cache),
+            attention=AttentionStep((_single_rows(item),), self.cache),
             logit_rows=None if item.num_logits == count else slice(count - item.num_logits, count),
         )
 
@@ -332,6 +338,10 @@ def _shard_drawer(parallel: ParallelContext, head: GatheredHead, device: torch.d
     return ShardDrawer(choose_kernels(device), parallel.first_row(head.num_logits))
 
 
+def _single_rows(item: SequenceInput) -> SequenceRows:
+    return SequenceRows(0, len(item.token_ids), item.start, item.block_ids, settled_len=item.settled_len)
+
+
 def _token_ids(inputs: Sequence[SequenceInput]) -> list[int]:
     return [token for item in inputs for token in item.token_ids]
 
@@ -346,7 +356,9 @@ def _sequence_rows(inputs: Sequence[SequenceInput]) -> list[SequenceRows]:
         if item.visibility:
             assert len(item.visibility) == count, item
             start = min(row.position for row in item.visibility)
-        rows.append(SequenceRows(first, count, start, item.block_ids, item.visibility))
+        rows.append(
+            SequenceRows(first, count, start, item.block_ids, item.visibility, item.settled_len)
+        )
         first += count
     return rows
 

@@ -10,9 +10,11 @@ _RECURRENT_KINDS = frozenset(
     {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid_mamba", "gdn"}
 )
 _RECURRENT_TYPES = frozenset(
-    {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm", "recurrent_gemma", "zamba", "zamba2"}
-    | {"bamba", "jamba", "nemotron_h", "kimi_linear", "olmo_hybrid", "minimax", "bailing_hybrid"}
+    {"falcon_h1", "zamba", "zamba2", "bamba", "jamba", "nemotron_h", "kimi_linear", "olmo_hybrid"}
 )
+_RECURRENT_ALONE = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"})
+_OWN_STATES = frozenset({"recurrent_gemma", "minimax", "bailing_hybrid"})
+"""Model types whose recurrent layers do not keep their states as those of others do."""
 _SPARSE_FIELDS = ("index_topk", "index_n_heads", "index_topk_blocks")
 _SPARSE_KINDS = frozenset(
     {"indexed_attention", "heavily_compressed_attention", "compressed_sparse_attention"}
@@ -28,6 +30,17 @@ def layer_kinds(config: Any) -> frozenset[str]:
     return frozenset()
 
 
+def has_recurrent_layers(config: Any) -> bool:
+    """Whether some layers of a text configuration keep a state, which cannot be taken back to fewer tokens."""
+    kinds = layer_kinds(config)
+    if kinds & _RECURRENT_KINDS:
+        return True
+    model_type = config.model_type
+    if model_type in _RECURRENT_ALONE or model_type in _OWN_STATES:
+        return True
+    return model_type in _RECURRENT_TYPES and not _is_attention_only(kinds)
+
+
 def known_refusal(config: Any, *, max_model_len: int) -> str | None:
     """Why a text configuration cannot be served, as the end of a sentence; None: nothing is known.
 
@@ -35,13 +48,10 @@ def known_refusal(config: Any, *, max_model_len: int) -> str | None:
         max_model_len: the most tokens of a sequence; windows and chunks beyond it are never reached.
     """
     kinds = layer_kinds(config)
-    recurrent = sorted(kinds & _RECURRENT_KINDS)
-    if recurrent or (config.model_type in _RECURRENT_TYPES and not _is_attention_only(kinds)):
-        listed = f" ({', '.join(recurrent)})" if recurrent else ""
-        return (
-            f"it has recurrent layers{listed}, whose state cannot be taken back to an earlier token as a "
-            "cache of keys and values can"
-        )
+    if config.model_type in _RECURRENT_ALONE or (kinds and not kinds - _RECURRENT_KINDS):
+        return "it has recurrent layers alone; allowed: recurrent layers beside attention"
+    if config.model_type in _OWN_STATES:
+        return "it has recurrent layers, whose states transformers keeps in a way of this model's own"
     if kinds & _SPARSE_KINDS or any(getattr(config, name, None) for name in _SPARSE_FIELDS):
         return (
             "it has sparse attention, whose layers choose the tokens that they see by an index of their own"

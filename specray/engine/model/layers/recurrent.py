@@ -1,0 +1,224 @@
+"""Recurrent layers of the library's models: run for each sequence of a step, with states that are kept.
+
+All rows of a step pass through the model side by side. A recurrent layer (linear attention, Mamba, short
+convolutions) must see the rows of each sequence alone, behind the state of that sequence. So its module is
+called once for each piece of a sequence; a piece ends where a state is to be kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from specray.engine.cache.blocks import BlockCache
+from specray.engine.cache.states import LayerState
+from specray.engine.step import AttentionStep, SequenceRows
+from specray.errors import ConfigError
+
+_CACHE_ARGUMENTS = ("cache_params", "past_key_values")
+"""Names under which modules of the library take their cache."""
+
+
+class LayerCache:
+    """What a recurrent module takes for its cache: the state of its own layer behind one sequence's tokens."""
+
+    def __init__(self, state: LayerState) -> None:
+        self.state = state
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Last inputs; None: there were none. The module may write to them."""
+        return self.state.conv.get(state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """The state; None: the sequence begins. The module may write to it."""
+        return self.state.recurrent.get(state_idx)
+
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Takes inputs ``[batch, channels, tokens]``, and returns them behind the last ones."""
+        before = self.state.conv.get(state_idx)
+        size = conv_kernel_size or (conv_states if before is None else before).shape[-1]
+        joined = conv_states if before is None else torch.cat((before, conv_states), dim=-1)
+        if joined.shape[-1] < size:
+            joined = torch.nn.functional.pad(joined, (size - joined.shape[-1], 0))
+        self.state.conv[state_idx] = joined[..., -size:].clone()
+        return joined
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """Takes the state behind the tokens of this call."""
+        # It may be a small part of a tensor with the states behind all tokens.
+        self.state.recurrent[state_idx] = recurrent_states.clone(memory_format=torch.contiguous_format)
+        return recurrent_states
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether there were tokens before."""
+        return bool(self.state.conv or self.state.recurrent)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Whether all inputs are wanted: never."""
+        return False
+
+
+class _Piece(NamedTuple):
+    """Rows of a step that a recurrent layer sees at once."""
+
+    first: int
+    last: int
+    """Row behind the last one."""
+    length: int
+    """Tokens of the sequence with them, behind which the state is kept."""
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """The rows of one sequence, and its states."""
+
+    rows: SequenceRows
+    pieces: tuple[_Piece, ...]
+    before: Any
+    """State by layer behind the tokens before; None: there are none."""
+    after: dict[int, dict[int, LayerState]] = field(default_factory=dict)
+    """States by number of tokens and layer."""
+
+
+class RecurrentLayers:
+    """The recurrent modules of a model, each of which now runs sequence by sequence.
+
+    Args:
+        modules: in the order in which they run.
+    """
+
+    def __init__(self, modules: list[torch.nn.Module]) -> None:
+        self._sequences: list[_Sequence] = []
+        for number, module in enumerate(modules):
+            inner = module.forward
+            name = _cache_argument(inner)
+            module.forward = partial(self._run, number, inner, name)
+
+    @contextlib.contextmanager
+    def over(self, step: AttentionStep) -> Iterator[None]:
+        """Runs the model's next forward with the rows of a step, and keeps the states that it leads to."""
+        cache = step.cache
+        assert isinstance(cache, BlockCache), "states are kept beside blocks"
+        assert not any(rows.visibility for rows in step.rows), "recurrent layers see chains alone"
+        states = cache.states
+        self._sequences = [_Sequence(rows, _pieces(rows), states.begin(rows)) for rows in step.rows]
+        try:
+            yield
+            for sequence in self._sequences:
+                states.keep(sequence.rows, sequence.after)
+        finally:
+            self._sequences = []
+
+    def _run(
+        self,
+        number: int,
+        inner: Callable[..., Any],
+        cache_name: str,
+        hidden_states: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Stands for a module's forward. Outside of a step the library's own caches are left alone."""
+        if not self._sequences:
+            return inner(hidden_states, *args, **kwargs)
+        kwargs.pop("attention_step", None)
+        outputs = []
+        for sequence in self._sequences:
+            state = LayerState() if sequence.before is None else sequence.before[number]
+            for piece in sequence.pieces:
+                cache = LayerCache(state.copy())
+                kwargs[cache_name] = cache
+                rows = hidden_states[:, piece.first : piece.last]
+                output = inner(rows, *args, **kwargs)
+                outputs.append(output[0] if isinstance(output, tuple) else output)
+                state = sequence.after.setdefault(piece.length, {})[number] = cache.state
+        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return (joined, None) if isinstance(output, tuple) else joined
+
+
+def _pieces(rows: SequenceRows) -> tuple[_Piece, ...]:
+    end = rows.first_row + rows.num_rows
+    middle = rows.first_row + rows.num_settled - rows.start
+    if not rows.first_row < middle < end:
+        return (_Piece(rows.first_row, end, rows.end),)
+    return _Piece(rows.first_row, middle, rows.num_settled), _Piece(middle, end, rows.end)
+
+
+def find_recurrent(model: PreTrainedModel, run: Callable[[DynamicCache], object]) -> list[torch.nn.Module]:
+    """The modules that keep states, in the order in which they run.
+
+    Args:
+        run: runs a forward with a cache.
+    """
+    watch = _Watch(model)
+    try:
+        run(watch)
+    finally:
+        watch.remove()
+    return watch.found
+
+
+class _Watch(DynamicCache):
+    """A cache of the library that notes which modules keep states in it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(config=model.config.get_text_config())
+        self.found: list[torch.nn.Module] = []
+        self._running: list[torch.nn.Module] = []
+        self._hooks = [
+            hook
+            for module in model.modules()
+            if hasattr(module, "layer_idx")
+            for hook in (
+                module.register_forward_pre_hook(lambda module, args: self._running.append(module)),
+                module.register_forward_hook(lambda module, args, output: self._leave()),
+            )
+        ]
+
+    def remove(self) -> None:
+        """Takes the hooks from the model."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As the library's."""
+        self._note()
+        return super().update_conv_state(*args, **kwargs)
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As the library's."""
+        self._note()
+        return super().update_recurrent_state(*args, **kwargs)
+
+    def _leave(self) -> None:
+        self._running.pop()
+
+    def _note(self) -> None:
+        if not self._running:
+            raise ConfigError("its recurrent layers do not say which they are")
+        if self._running[-1] not in self.found:
+            self.found.append(self._running[-1])
+
+
+def _cache_argument(forward: Callable[..., Any]) -> str:
+    parameters = inspect.signature(forward).parameters
+    found = [name for name in _CACHE_ARGUMENTS if name in parameters]
+    if len(found) != 1:
+        raise ConfigError("its recurrent layers take their cache in a way of their own")
+    return found[0]
