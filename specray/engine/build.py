@@ -12,6 +12,7 @@ from specray.engine.draft import DraftEngine
 from specray.engine.features.build import DrafterPlan, plan_drafter, tap_features
 from specray.engine.guesses import Guesser, Masks, ModelGuesses, NgramGuesses
 from specray.engine.model.description import model_path
+from specray.engine.model.preflight import check_chains
 from specray.engine.on_device.looped import looped_proposals
 from specray.engine.profile import profile_draft, profile_target
 from specray.engine.reading.build import make_reading_engine
@@ -42,6 +43,10 @@ def build_target_engine(config: Config, *, parallel: ParallelContext | None = No
     """
     plan = plan_drafter(config.target)
     runner = _build_runner(config.target, role="target", parallel=parallel, plan=plan)
+    if runner.states is not None:
+        check_chains(config)
+        if config.target.prefix_cache:
+            logger.info("prefixes are not used again: the model has recurrent layers")
     info = _engine_info("target", config.target, runner.info)
     grammars = GrammarMasks(partial(_grammar_compiler, config.target, "target", runner.info.vocab_size))
     make_engine = partial(TargetEngine, runner, device=runner.info.device, grammars=grammars)

@@ -161,7 +161,12 @@ class TargetEngine(EngineBase):
         lookahead = self._lookaheads.get(item.request_id)
         if lookahead is None or lookahead.budget != item.lookahead:
             lookahead = self._lookaheads[item.request_id] = Lookahead(item.lookahead)
-        if self._states is not None or not item.sample or entry.scored or sequence.num_missing_tokens > MAX_TREE_ROWS:
+        if (
+            self._states is not None
+            or not item.sample
+            or entry.scored
+            or sequence.num_missing_tokens > MAX_TREE_ROWS
+        ):
             return None
         told = sequence.num_tokens
         room = self._info.max_model_len - told

@@ -142,11 +142,12 @@ def check_models(config: Config) -> None:
     """Reads both models' configuration and tokenizer, so that a wrong pair fails before Ray starts.
 
     Raises:
-        ConfigError: a file is missing, an architecture is not supported, or the tokenizers differ.
+        ConfigError: a file is missing, an architecture is not supported, the tokenizers differ, or the target
+            cannot verify what is drafted.
     """
-    from specray.engine.model.preflight import check_pair
+    from specray.engine.model import preflight
 
-    check_pair(config.target, config.draft if config.draft.has_model else None)
+    preflight.check_models(config)
 
 
 @contextmanager

@@ -30,17 +30,30 @@ class LayerState:
     """Last inputs of its convolutions."""
     recurrent: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def copy(self) -> LayerState:
-        """A copy that can be written to."""
-        return LayerState(
-            {index: tensor.clone() for index, tensor in self.conv.items()},
-            {index: tensor.clone() for index, tensor in self.recurrent.items()},
-        )
+    @classmethod
+    def joined(cls, states: Sequence[LayerState]) -> LayerState:
+        """A copy, which can be written to, of the states of several sequences side by side."""
+        return cls(_joined([state.conv for state in states]), _joined([state.recurrent for state in states]))
+
+    def parts(self, count: int) -> list[LayerState]:
+        """The inverse of :meth:`joined`: states that share no memory."""
+        return [LayerState(_part(self.conv, index), _part(self.recurrent, index)) for index in range(count)]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of its tensors."""
         return sum(tensor.nbytes for tensors in (self.conv, self.recurrent) for tensor in tensors.values())
+
+
+def _joined(tensors: Sequence[Mapping[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
+    return {number: torch.cat([each[number] for each in tensors]) for number in tensors[0]}
+
+
+def _part(tensors: Mapping[int, torch.Tensor], index: int) -> dict[int, torch.Tensor]:
+    return {
+        number: tensor[index : index + 1].clone(memory_format=torch.contiguous_format)
+        for number, tensor in tensors.items()
+    }
 
 
 State = Mapping[int, LayerState]

@@ -74,6 +74,8 @@ class ModelDescription:
     """Format of the files' quantised weights; None: they are plain."""
     mask_token_id: int | None = None
     """Token behind which a draft predicts what it stands for (PARD); None: it has none."""
+    has_recurrent_layers: bool = False
+    """Some layers keep a state of each sequence, from which only a chain of draft tokens can go on."""
 
 
 def model_path(config: EngineConfig, role: str) -> str:
@@ -151,6 +153,10 @@ def _describe_through_library(args: ModelArgs, directory: Path | None) -> ModelD
             f"{_size_setting(args)} is {args.tensor_parallel_size}; "
             f"model type {config.model_type!r} allows only 1"
         )
+    if args.role == "draft" and config.has_recurrent_layers:
+        raise ConfigError(
+            f"draft.model is {args.path!r}, which has recurrent layers; allowed: models of attention alone"
+        )
     decoder = library.check_served(args.path, config, forward=args.forward, max_model_len=max_model_len)
     fields = {name: config.by_layer(name) for name in _SHARED_FIELDS}
     _check_shards(args, fields, has_decoder=decoder is not None)
@@ -163,6 +169,7 @@ def _describe_through_library(args: ModelArgs, directory: Path | None) -> ModelD
         decoder=decoder,
         library=config,
         stored=config.stored,
+        has_recurrent_layers=config.has_recurrent_layers,
     )
 
 

@@ -122,16 +122,14 @@ class HfForward:
             self.cache_shape = replace(self.cache_shape, state_bytes=state_bytes)
 
     def _find_recurrent(self, probe: _Probe) -> RecurrentLayers | None:
-        """Runs the probe through the model, beside a cache of the library's, which is for recurrent layers."""
+        """Runs the probe through the model, beside a cache of the library's where layers are recurrent."""
         one_token = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
         run = partial(self.model, one_token, position_ids=one_token, attention_step=probe)
         with torch.inference_mode():
             if not has_recurrent_layers(self.model.config.get_text_config()):
                 run(use_cache=False)
                 return None
-            modules = find_recurrent(
-                self.model, lambda cache: run(past_key_values=cache, use_cache=True)
-            )
+            modules = find_recurrent(self.model, lambda cache: run(past_key_values=cache, use_cache=True))
         return RecurrentLayers(modules) if modules else None
 
     def _check(self, expected: torch.Tensor) -> int:

@@ -95,13 +95,18 @@ class LibraryConfig:
     def can_be_shared(self) -> bool:
         """Whether several ranks can compute it together."""
         model_type = self.text.model_type
-        if has_recurrent_layers(self.text):
+        if self.has_recurrent_layers:
             return False
         if needs_other_parts(self.whole) or self.text.is_heterogeneous or model_type in _ONE_RANK:
             return False
         if getattr(self.text, "kv_lora_rank", None) and model_type not in _SHARED_LATENTS:
             return False
         return bool(self.text.base_model_tp_plan)
+
+    @property
+    def has_recurrent_layers(self) -> bool:
+        """Whether some layers keep a state of each sequence, beside those that keep keys and values."""
+        return has_recurrent_layers(self.text)
 
     @property
     def weights_entry(self) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from specray.config import DraftConfig, EngineConfig, TargetConfig
+from specray.config import Config, DraftConfig, EngineConfig, TargetConfig
 from specray.engine.model.checkpoint.headers import weight_files
 from specray.engine.model.checkpoint.vocabulary import stored_head
 from specray.engine.model.description import ModelArgs, ModelDescription, describe, model_path
@@ -16,6 +16,7 @@ from specray.errors import ConfigError
 from specray.tokenization.fingerprint import tokenizer_vocabulary
 from specray.tokenization.overlap import difference
 from specray.tokenization.pair import pair_problem
+from specray.types import DraftKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class ModelSummary:
     """Token ids of the model: those of its tokenizer, and maybe more, which pad its weights."""
     vocabulary: Mapping[str, int]
     """Ids by token."""
+    has_recurrent_layers: bool = False
 
 
 def check_model(config: EngineConfig, role: str) -> ModelSummary:
@@ -55,7 +57,8 @@ def check_model(config: EngineConfig, role: str) -> ModelSummary:
             f"draft.window leads to sequences of {args.max_model_len} tokens: {error}"
         ) from None
     _check_stored_ids(path, described)
-    return ModelSummary(path, described.vocab_size, tokenizer_vocabulary(path, described.directory))
+    vocabulary = tokenizer_vocabulary(path, described.directory)
+    return ModelSummary(path, described.vocab_size, vocabulary, described.has_recurrent_layers)
 
 
 def _check_stored_ids(path: str, described: ModelDescription) -> None:
@@ -89,8 +92,40 @@ def _check_drafter(target: EngineConfig) -> None:
         raise ConfigError(f"target.drafter is {path!r}; allowed: a directory with config.json and tensors")
 
 
-def check_pair(target: EngineConfig, draft: EngineConfig | None) -> None:
+def check_chains(config: Config) -> None:
+    """Raises ConfigError for what is not served with a target that has recurrent layers: all but chains.
+
+    Their state is one for all tokens before, so rows of two branches cannot go on from it side by side.
+    """
+    problem = None
+    if config.speculation.tree != "off":
+        problem = f"speculation.tree is {config.speculation.tree!r}", "'off'"
+    elif config.target.drafter is not None:
+        problem = f"target.drafter is {config.target.drafter!r}", "none"
+    elif config.draft.enabled and config.draft.model == DraftKind.LOOKAHEAD:
+        problem = "draft.model is 'lookahead'", "a model, 'ngram' or 'suffix'"
+    if problem is not None:
+        raise ConfigError(
+            f"{problem[0]} and target.model {config.target.model!r} has recurrent layers, which verify "
+            f"chains alone; allowed: {problem[1]}"
+        )
+
+
+def check_models(config: Config) -> None:
+    """Checks the models of a service, and that the target can verify what is drafted.
+
+    Raises:
+        ConfigError: as :func:`check_pair` and :func:`check_chains`.
+    """
+    if check_pair(config.target, config.draft if config.draft.has_model else None).has_recurrent_layers:
+        check_chains(config)
+
+
+def check_pair(target: EngineConfig, draft: EngineConfig | None) -> ModelSummary:
     """Checks both models and that the draft can read the target's tokens.
+
+    Returns:
+        The target.
 
     Raises:
         ConfigError: as :func:`check_model`, there is no such drafter, or the draft's tokenizer does not fit.
@@ -98,7 +133,7 @@ def check_pair(target: EngineConfig, draft: EngineConfig | None) -> None:
     checked_target = check_model(target, "target")
     _check_drafter(target)
     if draft is None:
-        return
+        return checked_target
     checked_draft = check_model(draft, "draft")
     _check_inner(draft, checked_draft)
     mode = draft.vocabulary if isinstance(draft, DraftConfig) else "same"
@@ -114,3 +149,4 @@ def check_pair(target: EngineConfig, draft: EngineConfig | None) -> None:
             f"draft.model: {checked_draft.path} has another tokenizer than the target {checked_target.path}: "
             f"{problem}"
         )
+    return checked_target

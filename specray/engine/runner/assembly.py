@@ -13,6 +13,7 @@ import torch
 from specray.config import DraftConfig, EngineConfig
 from specray.engine.attention.select import DEFAULT_BLOCK_SIZE, Backend, Model, choose_backend
 from specray.engine.cache.blocks import BlockCache, bytes_per_token
+from specray.engine.cache.states import STATES_PER_SEQUENCE
 from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.description import ModelArgs, model_path
 from specray.engine.model.layers.vocabulary import GatheredHead
@@ -86,9 +87,14 @@ def build_runner(
     backend = _attention_backend(config, loaded, parallel)
     with naming(lambda: _too_large(loaded)):
         forward = _build_forward(config, loaded, parallel, backend, feature_layers)
+    if forward.cache_shape.state_bytes and (parallel is not None or role == "draft"):
+        raise ConfigError(
+            f"model {loaded.name!r} has recurrent layers; allowed: as a target, with tensor_parallel_size 1"
+        )
     block_size = _block_size(config, loaded, backend)
     provisional = _info(config, loaded, forward, block_size, 0, tensor_parallel_size, backend)
     wanted_bytes = _cache_bytes(config, provisional, forward, parallel, beside)
+    wanted_bytes -= _state_bytes(config, forward.cache_shape, wanted_bytes)
     num_blocks = _num_blocks(config, loaded, forward.cache_shape, block_size, wanted_bytes, beside)
     info = replace(provisional, num_blocks=num_blocks)
     with naming(lambda: f"cache_memory_gib is {config.cache_memory_gib}; lower it"):
@@ -214,6 +220,18 @@ def _cache_bytes(
     found = cache_bytes(config, memory, info.vocab_size, peak_step, beside.weight_bytes)
     # Ranks must have equally many blocks, and the leader's own memory is not the others'.
     return found if parallel is None or memory is None else parallel.least(found)
+
+
+def _state_bytes(config: EngineConfig, shape: CacheShape, cache_bytes: int) -> int:
+    """Bytes of all states of recurrent layers. Raises ConfigError where they leave the cache no room."""
+    found = config.max_num_seqs * STATES_PER_SEQUENCE * shape.state_bytes
+    if found > cache_bytes:
+        raise ConfigError(
+            f"cache_memory_gib is {config.cache_memory_gib}, {cache_bytes / 2**30:.3f} GiB; the states of "
+            f"recurrent layers of {config.max_num_seqs} sequences take {found / 2**30:.3f} GiB; allowed: "
+            "more memory, or a lower max_num_seqs"
+        )
+    return found
 
 
 def _run_peak_step(config: EngineConfig, info: RunnerInfo, forward: Forward) -> None:

@@ -356,9 +356,7 @@ def _sequence_rows(inputs: Sequence[SequenceInput]) -> list[SequenceRows]:
         if item.visibility:
             assert len(item.visibility) == count, item
             start = min(row.position for row in item.visibility)
-        rows.append(
-            SequenceRows(first, count, start, item.block_ids, item.visibility, item.settled_len)
-        )
+        rows.append(SequenceRows(first, count, start, item.block_ids, item.visibility, item.settled_len))
         first += count
     return rows
 

@@ -66,6 +66,7 @@ class SlotRunner:
         self._seen = [0] * len(self.slots)
         self.steps: list[list[SequenceInput]] = []
         self.pending_moves = Moves()
+        self.states = None
         self._rows = rows
         self._info = info
 

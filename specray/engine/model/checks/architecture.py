@@ -161,9 +161,7 @@ class _Steps:
     forward: Forward
     cache: BlockCache
 
-    def run(
-        self, *parts: tuple[int, int, list[int]], settled_len: int | None = None
-    ) -> list[torch.Tensor]:
+    def run(self, *parts: tuple[int, int, list[int]], settled_len: int | None = None) -> list[torch.Tensor]:
         """Logits of each part, which is a sequence, the position of its first new token, and the tokens."""
         rows: list[SequenceRows] = []
         tokens: list[int] = []

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
 from specray.engine.model.checks.miniature import windows
 
 _RECURRENT_KINDS = frozenset(
     {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid_mamba", "gdn"}
 )
-_RECURRENT_TYPES = frozenset(
-    {"falcon_h1", "zamba", "zamba2", "bamba", "jamba", "nemotron_h", "kimi_linear", "olmo_hybrid"}
-)
 _RECURRENT_ALONE = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"})
-_OWN_STATES = frozenset({"recurrent_gemma", "minimax", "bailing_hybrid"})
+_BEGUN_ANEW = frozenset({"jamba", "zamba"})
+"""Model types whose recurrent layers go on from a state with one token only (Mamba 1)."""
+_OWN_STATES = frozenset({"recurrent_gemma", "minimax"})
 """Model types whose recurrent layers do not keep their states as those of others do."""
 _SPARSE_FIELDS = ("index_topk", "index_n_heads", "index_topk_blocks")
 _SPARSE_KINDS = frozenset(
@@ -31,14 +33,14 @@ def layer_kinds(config: Any) -> frozenset[str]:
 
 
 def has_recurrent_layers(config: Any) -> bool:
-    """Whether some layers of a text configuration keep a state, which cannot be taken back to fewer tokens."""
-    kinds = layer_kinds(config)
-    if kinds & _RECURRENT_KINDS:
+    """Whether some layers of a text configuration keep a state, which cannot be cut as keys can."""
+    if layer_kinds(config) & _RECURRENT_KINDS or config.model_type in _RECURRENT_ALONE | _OWN_STATES:
         return True
-    model_type = config.model_type
-    if model_type in _RECURRENT_ALONE or model_type in _OWN_STATES:
-        return True
-    return model_type in _RECURRENT_TYPES and not _is_attention_only(kinds)
+    try:
+        layers = DynamicCache(config=config).layers
+    except Exception:  # Of configurations that leave out what the library looks for, each in its own way.
+        return False
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
 
 
 def known_refusal(config: Any, *, max_model_len: int) -> str | None:
@@ -48,10 +50,12 @@ def known_refusal(config: Any, *, max_model_len: int) -> str | None:
         max_model_len: the most tokens of a sequence; windows and chunks beyond it are never reached.
     """
     kinds = layer_kinds(config)
-    if config.model_type in _RECURRENT_ALONE or (kinds and not kinds - _RECURRENT_KINDS):
-        return "it has recurrent layers alone; allowed: recurrent layers beside attention"
     if config.model_type in _OWN_STATES:
         return "it has recurrent layers, whose states transformers keeps in a way of this model's own"
+    if config.model_type in _RECURRENT_ALONE or (kinds and not kinds - _RECURRENT_KINDS):
+        return "it has recurrent layers alone; allowed: recurrent layers beside attention"
+    if config.model_type in _BEGUN_ANEW:
+        return "it has recurrent layers, which transformers begins anew with each chunk of a prompt"
     if kinds & _SPARSE_KINDS or any(getattr(config, name, None) for name in _SPARSE_FIELDS):
         return (
             "it has sparse attention, whose layers choose the tokens that they see by an index of their own"
@@ -64,10 +68,6 @@ def known_refusal(config: Any, *, max_model_len: int) -> str | None:
                 f"allowed: max_model_len up to {chunk}"
             )
     return None
-
-
-def _is_attention_only(kinds: frozenset[str]) -> bool:
-    return bool(kinds) and all(kind.endswith("attention") for kind in kinds - _RECURRENT_KINDS)
 
 
 def refusal_of(config: Any, *, max_model_len: int) -> str | None:

@@ -2,14 +2,15 @@
 
 All rows of a step pass through the model side by side. A recurrent layer (linear attention, Mamba, short
 convolutions) must see the rows of each sequence alone, behind the state of that sequence. So its module is
-called once for each piece of a sequence; a piece ends where a state is to be kept.
+called for pieces of sequences, each of which ends where a state is to be kept; pieces of one length are a
+batch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from specray.engine.cache.blocks import BlockCache
-from specray.engine.cache.states import LayerState
+from specray.engine.cache.states import LayerState, State
 from specray.engine.step import AttentionStep, SequenceRows
 from specray.errors import ConfigError
 
@@ -27,7 +28,7 @@ _CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 
 
 class LayerCache:
-    """What a recurrent module takes for its cache: the state of its own layer behind one sequence's tokens."""
+    """What a recurrent module takes for its cache: the state of its layer behind tokens of sequences."""
 
     def __init__(self, state: LayerState) -> None:
         self.state = state
@@ -54,15 +55,14 @@ class LayerCache:
         joined = conv_states if before is None else torch.cat((before, conv_states), dim=-1)
         if joined.shape[-1] < size:
             joined = torch.nn.functional.pad(joined, (size - joined.shape[-1], 0))
-        self.state.conv[state_idx] = joined[..., -size:].clone()
+        self.state.conv[state_idx] = joined[..., -size:]
         return joined
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
         """Takes the state behind the tokens of this call."""
-        # It may be a small part of a tensor with the states behind all tokens.
-        self.state.recurrent[state_idx] = recurrent_states.clone(memory_format=torch.contiguous_format)
+        self.state.recurrent[state_idx] = recurrent_states
         return recurrent_states
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
@@ -74,26 +74,46 @@ class LayerCache:
         return False
 
 
+@dataclass(slots=True)
+class _Sequence:
+    """The states of one sequence, by number of tokens and layer."""
+
+    rows: SequenceRows
+    before: State | None
+    """Behind the tokens before the step; None: there are none."""
+    after: dict[int, dict[int, LayerState]] = field(default_factory=dict)
+    """Behind each piece."""
+
+
 class _Piece(NamedTuple):
     """Rows of a step that a recurrent layer sees at once."""
 
+    sequence: _Sequence
     first: int
     last: int
     """Row behind the last one."""
-    length: int
-    """Tokens of the sequence with them, behind which the state is kept."""
+    start: int
+    """Tokens of the sequence before."""
 
+    @property
+    def end(self) -> int:
+        """Tokens of the sequence with them, behind which the state is kept."""
+        return self.start + self.last - self.first
 
-@dataclass(slots=True)
-class _Sequence:
-    """The rows of one sequence, and its states."""
+    @property
+    def kind(self) -> tuple[int, bool]:
+        """What the pieces of a batch have in common: their length, and whether there is a state before."""
+        return self.last - self.first, self.start > 0
 
-    rows: SequenceRows
-    pieces: tuple[_Piece, ...]
-    before: Any
-    """State by layer behind the tokens before; None: there are none."""
-    after: dict[int, dict[int, LayerState]] = field(default_factory=dict)
-    """States by number of tokens and layer."""
+    def state_of(self, layer: int) -> LayerState:
+        """The state from which it goes on."""
+        sequence = self.sequence
+        if self.start == 0:
+            return LayerState()
+        if self.start == sequence.rows.start:
+            assert sequence.before is not None, "a state is kept behind the tokens before"
+            return sequence.before[layer]
+        return sequence.after[self.start][layer]
 
 
 class RecurrentLayers:
@@ -104,11 +124,9 @@ class RecurrentLayers:
     """
 
     def __init__(self, modules: list[torch.nn.Module]) -> None:
-        self._sequences: list[_Sequence] = []
+        self._batches: list[list[_Piece]] = []
         for number, module in enumerate(modules):
-            inner = module.forward
-            name = _cache_argument(inner)
-            module.forward = partial(self._run, number, inner, name)
+            module.forward = partial(self._run, number, module.forward, _cache_argument(module))
 
     @contextlib.contextmanager
     def over(self, step: AttentionStep) -> Iterator[None]:
@@ -117,17 +135,18 @@ class RecurrentLayers:
         assert isinstance(cache, BlockCache), "states are kept beside blocks"
         assert not any(rows.visibility for rows in step.rows), "recurrent layers see chains alone"
         states = cache.states
-        self._sequences = [_Sequence(rows, _pieces(rows), states.begin(rows)) for rows in step.rows]
+        sequences = [_Sequence(rows, states.begin(rows)) for rows in step.rows]
+        self._batches = _batches(sequences)
         try:
             yield
-            for sequence in self._sequences:
+            for sequence in sequences:
                 states.keep(sequence.rows, sequence.after)
         finally:
-            self._sequences = []
+            self._batches = []
 
     def _run(
         self,
-        number: int,
+        layer: int,
         inner: Callable[..., Any],
         cache_name: str,
         hidden_states: torch.Tensor,
@@ -135,29 +154,40 @@ class RecurrentLayers:
         **kwargs: Any,
     ) -> Any:
         """Stands for a module's forward. Outside of a step the library's own caches are left alone."""
-        if not self._sequences:
+        if not self._batches:
             return inner(hidden_states, *args, **kwargs)
+        if args:
+            raise ConfigError("the model is not supported: its recurrent layers are called in an own way")
         kwargs.pop("attention_step", None)
-        outputs = []
-        for sequence in self._sequences:
-            state = LayerState() if sequence.before is None else sequence.before[number]
-            for piece in sequence.pieces:
-                cache = LayerCache(state.copy())
-                kwargs[cache_name] = cache
-                rows = hidden_states[:, piece.first : piece.last]
-                output = inner(rows, *args, **kwargs)
-                outputs.append(output[0] if isinstance(output, tuple) else output)
-                state = sequence.after.setdefault(piece.length, {})[number] = cache.state
-        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-        return (joined, None) if isinstance(output, tuple) else joined
+        outputs: dict[int, torch.Tensor] = {}
+        for pieces in self._batches:
+            cache = LayerCache(LayerState.joined([piece.state_of(layer) for piece in pieces]))
+            kwargs[cache_name] = cache
+            rows = torch.cat([hidden_states[:, piece.first : piece.last] for piece in pieces])
+            output = inner(rows, **kwargs)
+            found = cache.state.parts(len(pieces))
+            for index, (piece, state) in enumerate(zip(pieces, found, strict=True)):
+                piece.sequence.after.setdefault(piece.end, {})[layer] = state
+                outputs[piece.first] = output[index : index + 1]
+        return torch.cat([outputs[first] for first in sorted(outputs)], dim=1)
 
 
-def _pieces(rows: SequenceRows) -> tuple[_Piece, ...]:
-    end = rows.first_row + rows.num_rows
-    middle = rows.first_row + rows.num_settled - rows.start
-    if not rows.first_row < middle < end:
-        return (_Piece(rows.first_row, end, rows.end),)
-    return _Piece(rows.first_row, middle, rows.num_settled), _Piece(middle, end, rows.end)
+def _batches(sequences: Sequence[_Sequence]) -> list[list[_Piece]]:
+    """The pieces of a step's rows in the order in which they can run, those of a kind together."""
+    first: dict[tuple[int, bool], list[_Piece]] = {}
+    second: dict[tuple[int, bool], list[_Piece]] = {}
+    for sequence in sequences:
+        rows = sequence.rows
+        end = rows.first_row + rows.num_rows
+        middle = rows.first_row + rows.num_settled - rows.start
+        if not rows.first_row < middle < end:
+            middle = end
+        head = _Piece(sequence, rows.first_row, middle, rows.start)
+        first.setdefault(head.kind, []).append(head)
+        if middle < end:
+            tail = _Piece(sequence, middle, end, head.end)
+            second.setdefault(tail.kind, []).append(tail)
+    return [*first.values(), *second.values()]
 
 
 def find_recurrent(model: PreTrainedModel, run: Callable[[DynamicCache], object]) -> list[torch.nn.Module]:
@@ -211,14 +241,16 @@ class _Watch(DynamicCache):
 
     def _note(self) -> None:
         if not self._running:
-            raise ConfigError("its recurrent layers do not say which they are")
+            raise ConfigError("the model is not supported: its recurrent layers do not say which they are")
         if self._running[-1] not in self.found:
             self.found.append(self._running[-1])
 
 
-def _cache_argument(forward: Callable[..., Any]) -> str:
-    parameters = inspect.signature(forward).parameters
+def _cache_argument(module: torch.nn.Module) -> str:
+    parameters = inspect.signature(module.forward).parameters
     found = [name for name in _CACHE_ARGUMENTS if name in parameters]
     if len(found) != 1:
-        raise ConfigError("its recurrent layers take their cache in a way of their own")
+        raise ConfigError(
+            f"{type(module).__name__} is not supported: it takes the cache of its states in a way of its own"
+        )
     return found[0]

@@ -13,6 +13,8 @@ QUICK = (
     "llama4-chunked",
     "laguna",
     "falcon_h1",
+    "qwen3_next",
+    "qwen3_5",
     "gemma2",
     "gpt_oss",
     "deepseek_v3",
@@ -75,7 +77,27 @@ QWEN_VISION = {
     "vision_end_token_id": 93,
 }
 THREE_AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [1, 1, 2]}}
-RECURRENT = "it has recurrent layers"
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_expand": 2}
+DELTA = {
+    "num_key_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse"],
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+ALONE = "it has recurrent layers alone"
 SPARSE = "it has sparse attention"
 OWN_CODE = "its attention is code of its own"
 
@@ -230,27 +252,79 @@ FAMILIES: dict[str, Family] = {
     "falcon_h1": Family(
         "falcon_h1",
         {**GROUPED, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
-        RECURRENT,
     ),
     "qwen3_next": Family(
         "qwen3_next",
+        {**GROUPED, **EXPERTS, **LINEAR, "head_dim": 16, "shared_expert_intermediate_size": 24},
+    ),
+    "qwen3_5": Family("qwen3_5_text", {**GROUPED, **LINEAR, "head_dim": 16}),
+    "qwen3_5_moe": Family(
+        "qwen3_5_moe_text",
+        {**GROUPED, **EXPERTS, **LINEAR, "head_dim": 16, "shared_expert_intermediate_size": 24},
+    ),
+    "qwen3_5-multimodal": Family("qwen3_5", {**GROUPED, **LINEAR, "head_dim": 16}, other_parts=QWEN_VISION),
+    "qwen3_5_moe-multimodal": Family(
+        "qwen3_5_moe",
+        {**GROUPED, **EXPERTS, **LINEAR, "head_dim": 16, "shared_expert_intermediate_size": 24},
+        other_parts=QWEN_VISION,
+    ),
+    "olmo_hybrid": Family("olmo_hybrid", {**GROUPED, **LINEAR}),
+    "granitemoehybrid": Family(
+        "granitemoehybrid",
         {
             **GROUPED,
-            **EXPERTS,
-            "head_dim": 16,
-            "shared_expert_intermediate_size": 24,
+            **MAMBA,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 24,
             "layer_types": ["linear_attention", "full_attention"],
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
         },
-        RECURRENT,
     ),
-    "mamba": Family("mamba", {"state_size": 4}, RECURRENT),
-    "lfm2": Family(
-        "lfm2", {**GROUPED, "layer_types": ["conv", "full_attention"], "block_multiple_of": 16}, RECURRENT
+    "bamba": Family("bamba", {**GROUPED, **MAMBA, "attn_layer_indices": [1]}),
+    "nemotron_h": Family(
+        "nemotron_h",
+        {
+            **GROUPED,
+            "head_dim": 8,
+            "num_hidden_layers": 4,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "ssm_state_size": 8,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 24,
+            "n_routed_experts": 4,
+        },
     ),
+    "zamba2": Family(
+        "zamba2",
+        {
+            "num_key_value_heads": 4,
+            "layers_block_type": ["linear_attention", "hybrid"],
+            "mamba_d_state": 8,
+            "n_mamba_heads": 4,
+        },
+    ),
+    "kimi_linear": Family("kimi_linear", {**DELTA, "linear_head_dim": 8, "linear_num_heads": 4}),
+    "bailing_hybrid": Family("bailing_hybrid", {**DELTA, "head_dim": 8, "n_group": 2, "topk_group": 1}),
+    "lfm2": Family("lfm2", {**GROUPED, "layer_types": ["conv", "full_attention"], "block_multiple_of": 16}),
+    "lfm2_moe": Family(
+        "lfm2_moe",
+        {**GROUPED, **EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    ),
+    "lfm3": Family("lfm3", {**GROUPED, "layer_types": ["conv", "full_attention"], "head_dim": 8}),
+    "jamba": Family(
+        "jamba",
+        {**GROUPED, "num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4},
+        "it has recurrent layers, which transformers begins anew with each chunk of a prompt",
+    ),
+    "minimax": Family(
+        "minimax",
+        GROUPED,
+        "it has recurrent layers, whose states transformers keeps in a way of this model's own",
+    ),
+    "mamba": Family("mamba", {"state_size": 4}, ALONE),
     "phi": Family("phi", GROUPED),
     "phi3": Family("phi3", {**GROUPED, "sliding_window": 8}),
     "phi3-partial": Family(
