@@ -229,12 +229,14 @@ class _Watch(DynamicCache):
     def update_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As the library's."""
         self._note()
-        return super().update_conv_state(*args, **kwargs)
+        found: torch.Tensor = super().update_conv_state(*args, **kwargs)
+        return found
 
     def update_recurrent_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As the library's."""
         self._note()
-        return super().update_recurrent_state(*args, **kwargs)
+        found: torch.Tensor = super().update_recurrent_state(*args, **kwargs)
+        return found
 
     def _leave(self) -> None:
         self._running.pop()
