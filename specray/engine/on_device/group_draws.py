@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from specray.engine.cache.states import StateCache
 from specray.engine.runner.inputs import Moves, SequenceInput
 from specray.engine.runner.runner import ModelRunner
 from specray.engine.sampling.device.rows import row_settings
@@ -65,6 +66,10 @@ class _Drawing:
         self._runner = runner
         self._draws = draws
         self.token_ids: list[int] = []
+
+    @property
+    def states(self) -> StateCache | None:
+        return self._runner.states
 
     @property
     def pending_moves(self) -> Moves:
