@@ -114,7 +114,7 @@ class TargetEngine(EngineBase):
                 failed.append((index, failure_reply(item, error)))
         for place, entry in enumerate(scheduled):
             # Behind all that must fit: a window takes only what is left.
-            if entry.item.lookahead is not None:
+            if entry.item.lookahead is not None and self._states is None:
                 scheduled[place] = replace(entry, window=self._window(entry))
         return scheduled, failed
 
@@ -161,12 +161,7 @@ class TargetEngine(EngineBase):
         lookahead = self._lookaheads.get(item.request_id)
         if lookahead is None or lookahead.budget != item.lookahead:
             lookahead = self._lookaheads[item.request_id] = Lookahead(item.lookahead)
-        if (
-            self._states is not None
-            or not item.sample
-            or entry.scored
-            or sequence.num_missing_tokens > MAX_TREE_ROWS
-        ):
+        if not item.sample or entry.scored or sequence.num_missing_tokens > MAX_TREE_ROWS:
             return None
         told = sequence.num_tokens
         room = self._info.max_model_len - told
