@@ -15,6 +15,12 @@ SpecrayError
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Final
+
+_SHOWN_LEN: Final = 60
+"""Characters of a value that an error message shows."""
+
 
 class SpecrayError(Exception):
     """Base class of all exceptions that specray raises on purpose."""
@@ -88,3 +94,35 @@ class ProtocolError(SpecrayError):
 
 class OutOfBlocksError(SpecrayError):
     """The block cache has no room; nothing was changed."""
+
+
+def shown(value: object) -> str:
+    """Returns ``repr(value)`` for an error message, cut to a readable length; no more than that is read."""
+    text = ""
+    for piece in _pieces(value):
+        text += piece
+        if len(text) > _SHOWN_LEN:
+            return f"{text[: _SHOWN_LEN - 3]}..."
+    return text
+
+
+def _pieces(value: object) -> Iterator[str]:
+    """Yields ``repr(value)`` bit by bit."""
+    if isinstance(value, str):
+        yield repr(value[: _SHOWN_LEN + 1])
+    elif isinstance(value, list):
+        yield "["
+        for place, entry in enumerate(value):
+            yield ", " if place else ""
+            yield from _pieces(entry)
+        yield "]"
+    elif isinstance(value, dict):
+        yield "{"
+        for place, (key, entry) in enumerate(value.items()):
+            yield ", " if place else ""
+            yield from _pieces(key)
+            yield ": "
+            yield from _pieces(entry)
+        yield "}"
+    else:
+        yield repr(value)

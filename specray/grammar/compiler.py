@@ -83,6 +83,9 @@ class GrammarCompiler:
 
     def _compile(self, grammar: Grammar) -> LLMatcher | str:
         """The compiled grammar, or why there is none."""
+        if len(grammar.source) > MAX_SOURCE_LEN:
+            # Not kept: the sources alone would take all memory.
+            return f"it has {len(grammar.source)} characters; allowed: at most {MAX_SOURCE_LEN}"
         with self._lock:
             kept = self._kept.get(grammar)
             if kept is not None:
@@ -100,8 +103,6 @@ class GrammarCompiler:
         return compiled
 
     def _compile_anew(self, grammar: Grammar) -> LLMatcher | str:
-        if len(grammar.source) > MAX_SOURCE_LEN:
-            return f"it has {len(grammar.source)} characters; allowed: at most {MAX_SOURCE_LEN}"
         try:
             source = _llguidance_source(grammar)
         except (ValueError, RecursionError) as error:

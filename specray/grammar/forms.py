@@ -14,7 +14,8 @@ from typing import Any, Final
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from specray.errors import InvalidRequestError
+from specray.errors import InvalidRequestError, shown
+from specray.grammar.compiler import MAX_SOURCE_LEN
 from specray.types import Grammar, GrammarKind
 
 FIELDS: Final = (
@@ -183,6 +184,7 @@ def _ebnf(value: Any, field: str, whitespace: str | None) -> Grammar:
 def _schema(value: Any, field: str) -> object:
     """A schema as an object or as JSON text."""
     if isinstance(value, str):
+        _check_length(value, field)
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
@@ -195,7 +197,13 @@ def _schema(value: Any, field: str) -> object:
 def _text(value: Any, field: str, allowed: str) -> str:
     if not isinstance(value, str) or not value:
         raise _wrong(field, value, allowed)
+    _check_length(value, field)
     return value
+
+
+def _check_length(text: str, field: str) -> None:
+    if len(text) > MAX_SOURCE_LEN:
+        raise _wrong(field, len(text), f"at most {MAX_SOURCE_LEN}", what=f"number of characters in {field}")
 
 
 def _whitespace(value: Any, field: str) -> str | None:
@@ -207,9 +215,7 @@ def _whitespace(value: Any, field: str) -> str | None:
 
 
 def _wrong(field: str, value: object, allowed: str, *, what: str | None = None) -> InvalidRequestError:
-    text = repr(value)
-    shown = text if len(text) <= 60 else f"{text[:57]}..."
-    return InvalidRequestError(f"{what or field} is {shown}; allowed: {allowed}", field=field)
+    return InvalidRequestError(f"{what or field} is {shown(value)}; allowed: {allowed}", field=field)
 
 
 _READERS: Final = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from specray.errors import InvalidRequestError
+from specray.errors import InvalidRequestError, shown
 from specray.requests import Range
-from specray.serving.validation import MAX_PROMPTS, check_range, shown
+from specray.serving.validation import MAX_PROMPTS, check_range
 from specray.tokenization import Tokenizer
 
 Prompt = str | tuple[int, ...]

@@ -12,7 +12,7 @@ from dataclasses import field as dataclass_field
 from types import MappingProxyType
 from typing import Final
 
-from specray.errors import InvalidRequestError, ModelNotFoundError
+from specray.errors import InvalidRequestError, ModelNotFoundError, shown
 from specray.requests import (
     SAMPLING_RANGES,
     Range,
@@ -141,12 +141,6 @@ def check_range(allowed: Range, field: str, value: float, *, what: str | None = 
 def out_of_range(field: str, value: object, allowed: str, *, what: str | None = None) -> InvalidRequestError:
     """Makes the error that names the field, its value (or that of ``what`` about it) and what is allowed."""
     return InvalidRequestError(f"{what or field} is {shown(value)}; allowed: {allowed}", field=field)
-
-
-def shown(value: object) -> str:
-    """Returns the value for an error message, cut to a readable length."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def check_model(name: str | None, limits: Limits) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -29,8 +29,8 @@ _MAX_TOKENS: Final = 8
 _OTHERS_MAX_TOKENS: Final = 128
 _SAMPLE_S: Final = 0.25
 """Seconds between two readings of the memory."""
-_PAUSE_S: Final = 0.25
-"""Seconds between an answer and the next hostile request: without a pause, any requests are a load."""
+PAUSE_S: Final = 0.25
+"""Seconds between an answer and the next hostile request, unless a flood is asked for."""
 ORDINARY: Final = "an ordinary schema"
 """Name of the first attack, which is none: what is answered at all takes as long as this."""
 
@@ -197,6 +197,8 @@ async def measure_hostile(
     attack_s: float,
     timeout_s: float,
     on_progress: Callable[[str, int, int], None],
+    names: Collection[str] = (),
+    pause_s: float = PAUSE_S,
 ) -> HostileResult:
     """Runs all attacks, each for a while and one request at a time, beside ordinary requests.
 
@@ -206,6 +208,8 @@ async def measure_hostile(
         quiet_s: seconds without an attack before each.
         attack_s: seconds of each attack.
         on_progress: told of the attack, how many are done, and how many there are.
+        names: of the attacks, beside the ordinary schema; empty: all.
+        pause_s: seconds between an answer and the next hostile request; 0: a flood.
 
     Raises:
         EngineLostError: there is no server.
@@ -213,7 +217,7 @@ async def measure_hostile(
     """
     client = RawClient(url, _PATH, headers=key_header(api_key()), timeout_s=timeout_s)
     pids = service_pids(urlsplit(url).port or 80)
-    planned = attacks()
+    planned = [each for each in attacks() if not names or each.name in (ORDINARY, *names)]
     measured = []
     async with _others(client, prompts, num_others) as others:
         # The first grammar makes what all others share, which is no growth.
@@ -221,7 +225,7 @@ async def measure_hostile(
         before_mb = _memory_mb(pids)
         for place, attack in enumerate(planned):
             on_progress(attack.name, place, len(planned))
-            measured.append(await _attack(client, attack, quiet_s, attack_s, pids))
+            measured.append(await _attack(client, attack, quiet_s, attack_s, pause_s, pids))
         after_mb = _memory_mb(pids)
     client.close()
     results = [each.result(attack, others) for attack, each in zip(planned, measured, strict=True)]
@@ -256,7 +260,12 @@ class _Measured:
 
 
 async def _attack(
-    client: RawClient, attack: Attack, quiet_s: float, attack_s: float, pids: Sequence[int]
+    client: RawClient,
+    attack: Attack,
+    quiet_s: float,
+    attack_s: float,
+    pause_s: float,
+    pids: Sequence[int],
 ) -> _Measured:
     began_s = time.monotonic()
     await asyncio.sleep(quiet_s)
@@ -265,7 +274,7 @@ async def _attack(
     async def send() -> None:
         while not measured.answers or time.monotonic() < measured.started_s + attack_s:
             measured.answers.append(await client.post(_body(attack.fields(len(measured.answers)))))
-            await asyncio.sleep(_PAUSE_S)
+            await asyncio.sleep(pause_s)
 
     sending = asyncio.create_task(send())
     while not sending.done():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +24,15 @@ MaxTokens = Annotated[int, typer.Option(min=1, help="Output tokens of an answer,
 Hostile = Annotated[bool, typer.Option(help="Also measure hostile grammars beside ordinary requests.")]
 NumOthers = Annotated[int, typer.Option(min=1, help="Ordinary requests at a time beside hostile grammars.")]
 AttackTime = Annotated[float, typer.Option(min=0.1, help="Seconds of each hostile grammar.")]
+Attacks = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--attack", help="Hostile grammar by its name in the report; default: all."
+    ),
+]
+AttackPause = Annotated[
+    float, typer.Option(min=0, help="Seconds between an answer and the next hostile grammar; 0: a flood.")
+]
 QuietTime = Annotated[
     float, typer.Option(min=0.1, help="Seconds of ordinary requests alone before each of them.")
 ]
@@ -39,7 +49,9 @@ def structured(
     seed: options.Seed = 0,
     hostile: Hostile = False,
     num_others: NumOthers = 2,
+    attack: Attacks = None,
     attack_s: AttackTime = 5.0,
+    attack_pause_s: AttackPause = 0.25,
     quiet_s: QuietTime = 5.0,
     timeout_s: options.RequestTimeout = 120.0,
     report: ReportPath = None,
@@ -50,6 +62,7 @@ def structured(
     answer take, and what do the others notice?
     """
     from specray.bench.report.provenance import provenance
+    from specray.bench.structured.hostile import attacks
     from specray.bench.structured.judgement import shortfalls
     from specray.bench.structured.report import structured_report
     from specray.bench.structured.run import OFF, SPECULATIVE, StructuredPlan
@@ -61,6 +74,10 @@ def structured(
     for name in arms:
         if name not in SPECULATIVE:
             raise ConfigError(f"--arm is {name!r}; allowed: {' or '.join(SPECULATIVE)}")
+    names = [each.name for each in attacks()]
+    for name in attack or ():
+        if name not in names:
+            raise ConfigError(f"--attack is {name!r}; allowed: {', '.join(names)}")
     plan = StructuredPlan(
         url=url,
         cases=compose(num_schemas, seed),
@@ -73,7 +90,7 @@ def structured(
     )
     conditions = list(provenance())  # The sources may be changed while it runs.
     result = _measure(plan) if plan.cases else None
-    attacked = _attack(plan, num_others, attack_s, quiet_s) if hostile else None
+    attacked = _attack(plan, num_others, quiet_s, attack_s, attack_pause_s, attack or ()) if hostile else None
     text = structured_report(conditions, result, attacked)
     if report is None:
         typer.echo(text)
@@ -91,7 +108,14 @@ def _measure(plan: StructuredPlan) -> StructuredResult:
         return asyncio.run(measure_structured(plan, show))
 
 
-def _attack(plan: StructuredPlan, num_others: int, attack_s: float, quiet_s: float) -> HostileResult:
+def _attack(
+    plan: StructuredPlan,
+    num_others: int,
+    quiet_s: float,
+    attack_s: float,
+    pause_s: float,
+    names: Sequence[str],
+) -> HostileResult:
     from specray.bench.load.prompts import Dataset, load_prompts
     from specray.bench.structured.hostile import measure_hostile
     from specray.cli.output import counted_progress
@@ -106,5 +130,7 @@ def _attack(plan: StructuredPlan, num_others: int, attack_s: float, quiet_s: flo
                 attack_s=attack_s,
                 timeout_s=plan.timeout_s,
                 on_progress=show,
+                names=names,
+                pause_s=pause_s,
             )
         )

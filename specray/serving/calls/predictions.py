@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from specray.errors import InvalidRequestError
-from specray.serving.validation import GenerationOptions, Limits, shown
+from specray.errors import InvalidRequestError, shown
+from specray.serving.validation import GenerationOptions, Limits
 from specray.tokenization import Tokenizer
 
 _INLINE_CHARS = 4096

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from specray.errors import InvalidRequestError
-from specray.serving.validation import shown
+from specray.errors import InvalidRequestError, shown
 
 HARMLESS: Final = frozenset(
     {

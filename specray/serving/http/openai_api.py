@@ -172,6 +172,12 @@ class OpenAiApi:
             values = without_unknown(schema, values)
         return parse_request(schema, values)
 
+    async def options(self, body: SamplingFields) -> GenerationOptions:
+        """Returns a request without its prompt. Raises InvalidRequestError."""
+        field = body.grammar_field
+        # Some forms of grammars take long to read.
+        return body.options() if field is None else await self._grammars.read(body.options, field=field)
+
     async def encode_chat(self, body: ChatCompletionRequest) -> tuple[int, ...]:
         """Returns the token ids of a conversation. Raises InvalidRequestError."""
         return (await self._planner.prompt(body)).token_ids
@@ -236,7 +242,7 @@ class OpenAiApi:
         check_model(body.model, limits)
         # Checked before the prompt is tokenised: a wrong request, or one that cannot be served now, costs
         # nothing.
-        options = self._defaults.apply(body.options())
+        options = self._defaults.apply(await self.options(body))
         check_options(options, limits)
         if options.grammar is not None:
             await self._grammars.check(options.grammar, field=options.grammar_field, limits=limits)

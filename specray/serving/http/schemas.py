@@ -7,17 +7,26 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from enum import StrEnum
-from typing import Any, ClassVar, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, Final, TypeVar, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
-from specray.errors import InvalidRequestError
+from specray.errors import InvalidRequestError, shown
 from specray.grammar.forms import FIELDS, MODIFIERS, grammar_of
-from specray.requests import SamplingOptions, TextOptions, sampling_options
+from specray.requests import Range, SamplingOptions, TextOptions, sampling_options
 from specray.serving.calls.predictions import parse_prediction
 from specray.serving.http.extras import check_extras
 from specray.serving.prompts import Prompt, parse_prompt
-from specray.serving.validation import RANGES, GenerationOptions, out_of_range, shown
+from specray.serving.validation import RANGES, GenerationOptions, out_of_range
 from specray.types import DraftKind, Verification
 
 DEFAULT_MAX_TOKENS = 16
@@ -27,10 +36,29 @@ GRAMMAR_FIELDS = frozenset((*FIELDS, *MODIFIERS))
 """Names of fields that may ask for structured output."""
 
 
+MAX_ENTRIES: Final = 1024
+"""Entries of a map, and fields of an object. pydantic finds all that is wrong, and everybody waits for it."""
+
+
+def _few(value: object) -> object:
+    if isinstance(value, dict) and len(value) > MAX_ENTRIES:
+        raise PydanticCustomError("too_long", "a few entries", {"max_length": MAX_ENTRIES})
+    return value
+
+
+FEW: Final = BeforeValidator(_few)
+"""Marks a map whose entries have a type."""
+
+
 class Fields(BaseModel):
     """An object of a body: types are checked without coercion, and other fields are kept."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_length(cls, values: object) -> object:
+        return _few(values)
 
 
 class ServiceLevelFields(Fields):
@@ -85,9 +113,9 @@ class SamplingFields(_OptionFields):
 
     model: str | None = None
     n: int | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float] | None, FEW] = None
     stop: Any = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[int] | None = Field(None, fail_fast=True)
     max_tokens: int | None = None
     ignore_eos: bool | None = None
     priority: int | None = None
@@ -105,8 +133,8 @@ class SamplingFields(_OptionFields):
     """Number of likeliest tokens told beside each prompt token's own, as in vLLM; not in a stream."""
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = Field(None, fail_fast=True)
+    allowed_token_ids: list[int] | None = Field(None, fail_fast=True)
     truncate_prompt_tokens: int | None = None
     """Tokens of each prompt's end that are kept; -1: as many as leave room for ``max_tokens``."""
     cache_salt: str | None = None
@@ -128,6 +156,11 @@ class SamplingFields(_OptionFields):
     def num_prompt_logprobs(self) -> int | None:
         """Number of likeliest tokens per position of the prompt; None: the prompt has no logprobs."""
         return self.prompt_logprobs
+
+    @property
+    def grammar_field(self) -> str | None:
+        """Name of a field that may ask for structured output; None: the body has none."""
+        return next((name for name in self.model_extra or {} if name in GRAMMAR_FIELDS), None)
 
     def max_tokens_field(self) -> tuple[str, int | None]:
         """Returns the name of the field that bounds the output, and its value."""
@@ -257,6 +290,8 @@ def parse_request(schema: type[RequestT], values: object) -> RequestT:
     """
     if not isinstance(values, dict):
         raise InvalidRequestError(f"the body is {shown(values)}; allowed: a JSON object")
+    if len(values) > MAX_ENTRIES:
+        raise InvalidRequestError(f"the body has {len(values)} fields; allowed: at most {MAX_ENTRIES}")
     try:
         return schema.model_validate(values)
     except ValidationError as error:
@@ -264,12 +299,16 @@ def parse_request(schema: type[RequestT], values: object) -> RequestT:
 
 
 def _first_problem(error: ValidationError) -> InvalidRequestError:
-    problem = error.errors(include_url=False, include_context=False)[0]
+    problem = error.errors(include_url=False)[0]
     path = _path(problem["loc"])
     if problem["type"] == "missing":
         return InvalidRequestError(f"{path} is missing", field=path)
     if problem["type"] == "extra_forbidden":
         return InvalidRequestError(f"{path} is not a field of this API", field=path)
+    if problem["type"] == "too_long":
+        most = Range(0, problem["ctx"]["max_length"])
+        number = len(problem["input"])
+        return out_of_range(path, number, str(most), what=f"number of entries in {path}")
     allowed = problem["msg"].removeprefix("Input should be ")
     # Another API may have the field as a boolean, and an entry of a map any name.
     is_number = problem["type"].startswith(("int_", "float_"))

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
-from specray.errors import InvalidRequestError
-from specray.serving.validation import RANGES, shown
+from specray.errors import InvalidRequestError, shown
+from specray.serving.validation import RANGES
 
 TIMEOUT_HEADER: Final = "X-Request-Timeout-Seconds"
 """Name of the header; Serve's proxy uses the same name and applies it, too."""

@@ -8,10 +8,15 @@ from typing import Any, Final
 from pydantic_core import from_json
 
 from specray.errors import InvalidRequestError
+from specray.requests import Range
 from specray.serving.http.schemas import Fields
-from specray.serving.validation import out_of_range
+from specray.serving.validation import check_range, out_of_range
 from specray.tokenization import ChatMessage
 
+MAX_MESSAGES: Final = 8192
+"""Messages of a conversation."""
+MAX_CALLS: Final = 1024
+"""Calls of tools in one message."""
 _ROLES: Final = {
     "system": "system",
     "developer": "system",
@@ -97,6 +102,7 @@ def _calls(where: str, message: MessageFields) -> list[dict[str, Any]]:
         raise InvalidRequestError(f"{where} is set; allowed: only in messages of assistant", field=where)
     if not isinstance(calls, list):
         raise out_of_range(where, calls, "a list of calls of functions")
+    check_range(Range(0, MAX_CALLS), where, len(calls), what=f"number of calls in {where}")
     return [_call(f"{where}[{index}]", call) for index, call in enumerate(calls)]
 
 

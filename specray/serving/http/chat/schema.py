@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from pydantic import Field
+
 from specray.errors import InvalidRequestError
-from specray.serving.http.chat.messages import MessageFields, read_messages
+from specray.serving.http.chat.messages import MAX_MESSAGES, MessageFields, read_messages
 from specray.serving.http.schemas import SamplingFields
 from specray.serving.tools.request import ToolUse, parse_tools
 from specray.serving.validation import RANGES, GenerationOptions, check_range
@@ -17,7 +19,7 @@ class ChatCompletionRequest(SamplingFields):
 
     field_names: ClassVar[dict[str, str]] = {"prompt": "messages", "logprobs": "top_logprobs"}
 
-    messages: list[MessageFields]
+    messages: list[MessageFields] = Field(fail_fast=True, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

@@ -12,6 +12,7 @@ from pydantic import create_model
 from specray.errors import InvalidRequestError
 from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.http.schemas import Fields
+from specray.serving.tools.request import MAX_TOOLS
 from specray.serving.validation import out_of_range
 
 _PASSED_ON: Final = (
@@ -24,10 +25,12 @@ _PASSED_ON: Final = (
 )
 """Fields of a chat that mean the same in every API here."""
 
+_CHAT_FIELDS: Final = {name: ChatCompletionRequest.model_fields[name] for name in _PASSED_ON}
+
 _PassedOn = create_model(  # type: ignore[call-overload]
     "_PassedOn",
     __base__=Fields,
-    **{name: (ChatCompletionRequest.model_fields[name].annotation, None) for name in _PASSED_ON},
+    **{name: (field.annotation, field) for name, field in _CHAT_FIELDS.items()},
 )
 
 Renames = Sequence[tuple[re.Pattern[str], str]]
@@ -84,12 +87,12 @@ def _part(where: str, part: object, kinds: Sequence[str]) -> str:
 
 
 def translated_tools(value: Any, translate: Callable[[str, object], Any]) -> Any:
-    """The tools as chats have them; a chat refuses what is no list.
+    """The tools as chats have them; a chat refuses what is no list, or too long a one.
 
     Args:
         translate: one tool, by the name of its field.
     """
-    if not isinstance(value, list):
+    if not isinstance(value, list) or len(value) > MAX_TOOLS:
         return value
     return [translate(f"tools[{index}]", tool) for index, tool in enumerate(value)]
 

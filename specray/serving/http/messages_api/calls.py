@@ -57,7 +57,7 @@ def add_count_route(app: FastAPI, api: OpenAiApi, limits: ServiceLimits, *, conf
         chat = api.parse(ChatCompletionRequest, body.chat())
         check_model(chat.model, await limits.get())
         with renamed(RENAMES):
-            chat.options()  # It refuses what a chat would refuse.
+            await api.options(chat)  # It refuses what a chat would refuse.
             return len(await api.encode_chat(chat))
 
     @app.post("/v1/messages/count_tokens")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from specray.errors import InvalidRequestError
+from specray.serving.http.chat.messages import MAX_MESSAGES
 from specray.serving.http.chat.translation import TranslatedFields, translated_tools, with_variable
 from specray.serving.http.extras import check_extras
 from specray.serving.http.messages_api.conversation import continues, messages_of
@@ -39,7 +40,7 @@ class ThinkingFields(Fields):
 class CountTokensRequest(TranslatedFields):
     """The body of /v1/messages/count_tokens."""
 
-    messages: list[Any]
+    messages: list[Any] = Field(max_length=MAX_MESSAGES)
     system: Any = None
     tools: Any = None
     tool_choice: Any = None
@@ -101,7 +102,7 @@ class MessagesRequest(CountTokensRequest):
     """The body of /v1/messages."""
 
     max_tokens: int
-    stop_sequences: list[str] | None = None
+    stop_sequences: list[str] | None = Field(None, fail_fast=True)
 
     def chat(self) -> dict[str, Any]:
         own = {"max_tokens": self.max_tokens, "stop": self.stop_sequences}

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from specray.errors import InvalidRequestError
 from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.http.chat.translation import TranslatedFields, translated_tools, with_variable
 from specray.serving.http.extras import check_extras
 from specray.serving.http.responses_api.items import messages_of
-from specray.serving.http.schemas import Fields
+from specray.serving.http.schemas import FEW, Fields
 from specray.serving.validation import out_of_range
 
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -72,11 +72,11 @@ class ResponsesRequest(TranslatedFields):
     max_tool_calls: int | None = None
     """Bounds the calls of OpenAI's own tools, of which there are none here."""
     top_logprobs: int | None = None
-    include: list[str] | None = None
+    include: list[str] | None = Field(None, fail_fast=True)
     stop: Any = None
     stream_options: dict[str, Any] | None = None
     """Accepted and ignored: nothing is padded here, and usage always comes."""
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str] | None, FEW] = None
     """Comes back as it is."""
     truncation: str | None = None
     store: bool | None = None

@@ -5,11 +5,10 @@ from __future__ import annotations
 from fastapi import FastAPI
 from starlette.responses import JSONResponse
 
-from specray.errors import ModelNotFoundError
+from specray.errors import ModelNotFoundError, shown
 from specray.serving.http.identity import Identity
 from specray.serving.http.routes.methods import GET
 from specray.serving.limits import ServiceLimits
-from specray.serving.validation import shown
 
 
 def add_model_routes(app: FastAPI, limits: ServiceLimits, identity: Identity) -> None:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from fastapi import FastAPI
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
@@ -49,7 +50,7 @@ class DetokenizeRequest(Fields):
     """The body of /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: list[int] = Field(fail_fast=True)
 
 
 def add_token_routes(
@@ -118,7 +119,7 @@ async def _encoded_chat(
         ChatCompletionRequest, {name: value for name, value in values.items() if name not in own}
     )
     check_model(chat.model, allowed)
-    chat.options()  # It refuses what a chat would refuse.
+    await api.options(chat)  # It refuses what a chat would refuse.
     return fields, await api.encode_chat(chat)
 
 
