@@ -191,7 +191,31 @@ def _schema(value: Any, field: str) -> object:
             raise _wrong(field, value, "a JSON schema") from None
     if not isinstance(value, (dict, bool)):
         raise _wrong(field, value, "a JSON schema")
+    if _least_length(value) > MAX_SOURCE_LEN:
+        # Writing it out would hold up other threads.
+        raise InvalidRequestError(
+            f"{field} has more than {MAX_SOURCE_LEN} characters; allowed: at most {MAX_SOURCE_LEN}",
+            field=field,
+        )
     return value
+
+
+def _least_length(value: object) -> int:
+    """Characters that the JSON text of a value has at least, counted until they are too many."""
+    length, waiting = 0, [value]
+    while waiting and length <= MAX_SOURCE_LEN:
+        entry = waiting.pop()
+        if isinstance(entry, str):
+            length += len(entry) + 2
+        elif isinstance(entry, dict):
+            length += 2 + sum(len(key) for key in entry)
+            waiting += entry.values()
+        elif isinstance(entry, list):
+            length += 2
+            waiting += entry
+        else:
+            length += 1
+    return length
 
 
 def _text(value: Any, field: str, allowed: str) -> str:

@@ -26,9 +26,7 @@ NumOthers = Annotated[int, typer.Option(min=1, help="Ordinary requests at a time
 AttackTime = Annotated[float, typer.Option(min=0.1, help="Seconds of each hostile grammar.")]
 Attacks = Annotated[
     list[str] | None,
-    typer.Option(
-        "--attack", help="Hostile grammar by its name in the report; default: all."
-    ),
+    typer.Option("--attack", help="Hostile grammar by its name in the report; default: all."),
 ]
 AttackPause = Annotated[
     float, typer.Option(min=0, help="Seconds between an answer and the next hostile grammar; 0: a flood.")

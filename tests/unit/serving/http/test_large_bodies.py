@@ -75,7 +75,6 @@ def test_the_first_mistake_is_enough(schema: type[Fields], body: dict[str, Any],
     assert str(raised.value).startswith(message)
 
 
-@pytest.mark.usefixtures("quickly")
 def test_lists_as_long_as_they_may_be_are_taken() -> None:
     chat = parse_request(ChatCompletionRequest, {"messages": [USER] * 8192})
     assert len(chat.chat()) == 8192
@@ -109,6 +108,28 @@ def test_a_long_grammar_is_refused_unread(fields: dict[str, Any]) -> None:
         InvalidRequestError, match=r"^number of characters in .* is \d+; allowed: at most 65536"
     ):
         grammar_of(fields)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": ["a" * 16_381] * 4},
+        {"enum": [1] * 65_529},
+        {"properties": {f"{entry:010}": {} for entry in range(5_461)}},
+        {"properties": {name: {"type": "string"} for name in MANY}},
+        {"a": {"b": {"c": ["x" * 70_000]}}},
+    ],
+)
+def test_a_large_schema_is_refused_unwritten(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match="more than 65536 characters") as raised:
+        grammar_of({"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}})
+    assert raised.value.field == "response_format.json_schema.schema"
+
+
+def test_a_schema_of_the_largest_size_is_read() -> None:
+    # The text has quotes, commas and options beside what is counted.
+    for schema in ({"enum": ["a" * 16_380] * 4}, {"enum": [1] * 65_528}):
+        assert grammar_of({"guided_json": schema}) is not None
 
 
 @pytest.mark.parametrize(
