@@ -62,6 +62,8 @@ class OverloadPlan:
     """Service level (``ttft_ms``, ``itl_ms``) of a share of the requests; empty: none has one."""
     slo_share: float = 0.25
     """Share of the requests that have it, evenly spread."""
+    sends_slo: bool = True
+    """False: the service is not told of it; so the figures are what there is without levels."""
     tenants: Sequence[str] = ()
     """Tenants to which the requests belong in turn; empty: none."""
     seed: int = 0
@@ -221,7 +223,7 @@ def _bodies(plan: OverloadPlan) -> Iterator[tuple[bytes, str]]:
                     "ignore_eos": True,
                     "stream": True,
                     **({"speculation": {"tenant": tenant}} if tenant else {}),
-                    **({"slo": dict(plan.slo)} if has_level else {}),
+                    **({"slo": dict(plan.slo)} if has_level and plan.sends_slo else {}),
                 }
             ).encode()
             yield body, WITH_LEVEL if has_level else WITHOUT_LEVEL

@@ -40,6 +40,9 @@ SloItl = Annotated[
     typer.Option(min=0.001, help="Service level of some requests: ms per output token after it."),
 ]
 SloShare = Annotated[float, typer.Option(min=0, max=1, help="Share of the requests that have the level.")]
+SendSlo = Annotated[
+    bool, typer.Option(help="Tell the server of the level; without, the same requests go without one.")
+]
 Output = Annotated[Path | None, typer.Option("--output", "--json", help="File for the results (JSON).")]
 
 
@@ -61,6 +64,7 @@ def overload(
     slo_ttft_ms: SloTtft = None,
     slo_itl_ms: SloItl = None,
     slo_share: SloShare = 0.25,
+    send_slo: SendSlo = True,
     seed: options.Seed = 0,
     timeout_s: options.RequestTimeout = 120.0,
     output: Output = None,
@@ -97,6 +101,7 @@ def overload(
             if value is not None
         },
         slo_share=slo_share,
+        sends_slo=send_slo,
         seed=seed,
         timeout_s=timeout_s,
     )

@@ -4,8 +4,8 @@ Where regions begin and end is found by ``tokenization.regions``; what is inside
 here, by the format's own reader. Malformed calls are content: nothing that a model wrote is lost, and no
 answer fails because of it. Whitespace around reasoning and between calls is part of the format.
 
-In a stream the arguments of calls are told as they are written, where the format has them as JSON; then a
-call that breaks off is a call with the arguments so far.
+In a stream the arguments of calls are told as they are written; then a call that breaks off is a call with
+the arguments so far.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from specray.serving.tools.call_stream import CallPart, CallStream
+from specray.serving.tools.call_stream import CallPart, CallReader, CallStream
 from specray.serving.tools.formats import MAX_CALL_LEN, ToolFormat
 from specray.serving.tools.parameter_stream import ParameterStream
+from specray.serving.tools.python_stream import PythonStream
 from specray.serving.tools.request import ToolMode, ToolUse
 from specray.tokenization.regions import Region, RegionEvent, RegionParser
 
@@ -91,7 +92,7 @@ class AnswerParser:
         self._num_calls = 0
         self._body = ""
         self._tells_parts = tells_parts
-        self._stream: CallStream | ParameterStream | None = None
+        self._stream: CallReader | None = None
         """The region's calls as they are told in parts; None: outside, or they are told whole."""
         self._call_id = ""
         self._has_ended = False
@@ -150,7 +151,7 @@ class AnswerParser:
             return
         yield from self._deltas(self._stream.push(text))
 
-    def _make_stream(self) -> CallStream | ParameterStream | None:
+    def _make_stream(self) -> CallReader | None:
         """What reads a region's calls while they are written; None: they are told whole."""
         assert self._format is not None and self._use is not None
         if not self._tells_parts:
@@ -158,6 +159,8 @@ class AnswerParser:
         limit = None if self._use.is_parallel else 1 - min(self._num_calls, 1)
         if self._format.writes_parameters:
             return ParameterStream(self._schemas, self._use.allowed, limit)
+        if self._format.writes_python:
+            return PythonStream(self._use.allowed, limit)
         return None if self._format.head is None else CallStream(self._format.head, self._use.allowed, limit)
 
     def _deltas(self, parts: Iterator[CallPart]) -> Iterator[CallDelta]:
@@ -175,9 +178,7 @@ class AnswerParser:
         assert self._format is not None and self._use is not None
         (body, self._body), (stream, self._stream) = (self._body, ""), (self._stream, None)
         opening, unread = self._format.opening, body
-        ends: list[CallDelta] = []
-        if isinstance(stream, ParameterStream):
-            ends = list(self._deltas(stream.finish()))
+        ends = [] if stream is None else list(self._deltas(stream.finish()))
         if stream is not None:
             body = unread = stream.rest
             if stream.num_calls:

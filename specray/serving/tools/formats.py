@@ -60,6 +60,8 @@ class ToolFormat:
     """A grammar of this format can be written."""
     writes_parameters: bool = False
     """Arguments are written one by one between tags, and not as JSON."""
+    writes_python: bool = False
+    """Arguments are keyword arguments of Python."""
     head: re.Pattern[str] | None = None
     """Text of a call up to its arguments, which begin with a bracket; None: they are not JSON. Its groups:
     ``name``, and ``object``, what it has of an object that ends behind the arguments."""
@@ -92,9 +94,14 @@ def _arguments(value: object) -> str:
     if not isinstance(value, dict):
         raise ValueError("the arguments of a call are no object")
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return json_of(value)
     except TypeError as error:
         raise ValueError("an argument is no JSON value") from error
+
+
+def json_of(value: object) -> str:
+    """The JSON text of a value, which can be written in UTF-8. Raises ValueError, TypeError."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     # Half a surrogate pair can be written in JSON, but not in UTF-8.
     return text if _is_utf8(text) else json.dumps(value)
 
@@ -131,8 +138,8 @@ def _mistral_calls(text: str, schemas: Schemas) -> Iterator[ToolCall]:
         yield ToolCall(head[1], _arguments(arguments))
 
 
-XML_FUNCTION: Final = re.compile(r"\s*<function=([^>\n]{1,64})>")
-"""Pattern of a call's opening tag, whose group is the name."""
+XML_FUNCTION: Final = re.compile(r"\s*<function=(?P<name>[^>\n]{1,64})>")
+"""Pattern of a call's opening tag."""
 _XML_PARAMETER: Final = re.compile(r"<parameter=([^>\n]{1,256})>")
 
 
@@ -322,6 +329,7 @@ FORMATS: Final = (
         between=", ",
         end="]",
         can_be_forced=False,
+        writes_python=True,
     ),
 )
 """All formats; the first whose signs a template contains is the model's."""

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator
-from enum import Enum, auto
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Final
 
-from specray.serving.tools.call_stream import MAX_HEAD_LEN, CallPart
+from specray.serving.tools.call_stream import MAX_HEAD_LEN, CallPart, CallReader, Place
 from specray.serving.tools.formats import MAX_CALL_LEN, XML_FUNCTION, Schemas, parameter_of
 
 _PARAMETER: Final = re.compile(r"\s{0,64}+<parameter=([^>\n]{1,256})>\n?")
@@ -21,106 +20,58 @@ _FUNCTION_END: Final = re.compile(r"\s{0,64}+</function>\s{0,64}+")
 _VALUE_END: Final = "</parameter>"
 
 
-class _Place(Enum):
-    HEAD = auto()
-    BETWEEN = auto()
-    """Between two arguments."""
-    TEXT = auto()
-    """In an argument that is a string."""
-    VALUE = auto()
-    """In another argument."""
-    REST = auto()
-    """Behind the call."""
-    LOST = auto()
-    """In text that is no call."""
-
-
-class ParameterStream:
-    """The call of one region of an answer; used as ``CallStream``.
+class ParameterStream(CallReader):
+    """The call of one region of an answer.
 
     Args:
         schemas: of the tools that the request has.
-        allowed: names of the tools that may be called.
-        limit: most calls to read; None: any number.
-
-    Attributes:
-        rest: text that is not part of a call that was told.
-        num_calls: 1 if the call has begun.
+        allowed: as for ``CallReader``.
+        limit: the same.
     """
 
     def __init__(self, schemas: Schemas, allowed: Collection[str], limit: int | None) -> None:
-        self.rest = ""
-        self.num_calls = 0
+        super().__init__(allowed, limit)
         self._schemas = schemas
-        self._allowed = allowed
-        self._limit = limit
-        self._place = _Place.HEAD
-        self._name = ""
         self._schema: object = None
         """Schema of the argument that is written."""
         self._num_arguments = 0
-        self._num_told = 0
-        """Characters of the arguments."""
-
-    @property
-    def is_in_call(self) -> bool:
-        """The call has begun and not ended, perhaps because it cannot."""
-        return self.num_calls > 0 and self._place is not _Place.REST
-
-    def push(self, text: str) -> Iterator[CallPart]:
-        """Yields what more text brings."""
-        self.rest += text
-        steps = {
-            _Place.HEAD: self._begin,
-            _Place.BETWEEN: self._go_on,
-            _Place.TEXT: self._tell_text,
-            _Place.VALUE: self._tell_value,
-        }
-        while self.rest and self._place in steps:
-            before = self._place, len(self.rest)
-            told = steps[self._place]()
-            if told:
-                is_first, self._num_told = self._num_told == 0, self._num_told + len(told)
-                yield CallPart(self._name, told, is_first, self._place is _Place.REST)
-            if self._num_told > MAX_CALL_LEN:
-                self._place = _Place.LOST
-            if (self._place, len(self.rest)) == before:
-                return
 
     def finish(self) -> Iterator[CallPart]:
         """Yields the end of a call whose arguments are complete, though its closing tag is missing."""
-        if self._place is _Place.BETWEEN and not self.rest.strip():
-            self._place, self.rest = _Place.REST, ""
+        if self.place is Place.BETWEEN and not self.rest.strip():
+            self.place, self.rest = Place.END, ""
             yield CallPart(self._name, "}", False, True)
 
-    def _begin(self) -> str:
-        if self._limit is not None and self._limit < 1:
+    def _steps(self) -> Mapping[Place, Callable[[], str]]:
+        return {
+            Place.HEAD: self._begin_call,
+            Place.BETWEEN: self._go_on,
+            Place.TEXT: self._tell_text,
+            Place.VALUE: self._tell_value,
+        }
+
+    def _begin_call(self) -> str:
+        if self._begin(XML_FUNCTION) is None:
             return ""
-        found = XML_FUNCTION.match(self.rest)
-        if found is None or found[1].strip() not in self._allowed:
-            if found is not None or len(self.rest) > MAX_HEAD_LEN:
-                self._place = _Place.LOST
-            return ""
-        self._name, self._place, self.num_calls = found[1].strip(), _Place.BETWEEN, 1
-        self.rest = self.rest[found.end() :]
+        self.place = Place.BETWEEN
         return "{"
 
     def _go_on(self) -> str:
         """Reads on to an argument, or to the end of the call."""
         if end := _FUNCTION_END.match(self.rest):
-            self._place, self.rest = _Place.REST, self.rest[end.end() :]
+            self.place, self.rest = Place.END, self.rest[end.end() :]
             return "}"
         found = _PARAMETER.match(self.rest)
         if found is None or found.end() == len(self.rest):
             # The line break behind the tag is no part of the argument.
             if len(self.rest) > MAX_HEAD_LEN:
-                self._place = _Place.LOST
+                self.place = Place.LOST
             return ""
         self.rest = self.rest[found.end() :]
         properties = self._schemas.get(self._name, {}).get("properties", {})
         self._schema = properties.get(found[1])
         is_text = isinstance(self._schema, dict) and self._schema.get("type") == "string"
-        self._place = _Place.TEXT if is_text else _Place.VALUE
+        self.place = Place.TEXT if is_text else Place.VALUE
         self._num_arguments += 1
         comma = ", " if self._num_arguments > 1 else ""
         return f"{comma}{json.dumps(found[1], ensure_ascii=False)}: " + '"' * is_text
@@ -128,7 +79,7 @@ class ParameterStream:
     def _tell_text(self) -> str:
         text, end, rest = self.rest.partition(_VALUE_END)
         if end:
-            self._place, self.rest = _Place.BETWEEN, rest
+            self.place, self.rest = Place.BETWEEN, rest
             return _escaped(text.removesuffix("\n")) + '"'
         # The end of the text may be the beginning of the argument's end, with the line break before it.
         held = text.rfind("<", max(0, len(text) - len(_VALUE_END) + 1))
@@ -141,14 +92,14 @@ class ParameterStream:
         text, end, rest = self.rest.partition(_VALUE_END)
         if not end:
             if len(text) > MAX_CALL_LEN:
-                self._place = _Place.LOST
+                self.place = Place.LOST
             return ""
         try:
             told = json.dumps(parameter_of(text, self._schema), ensure_ascii=False, allow_nan=False)
         except (ValueError, RecursionError):
-            self._place = _Place.LOST
+            self.place = Place.LOST
             return ""
-        self._place, self.rest = _Place.BETWEEN, rest
+        self.place, self.rest = Place.BETWEEN, rest
         return told
 
 

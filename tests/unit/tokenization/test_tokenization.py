@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,19 @@ def byte_ids(data: bytes) -> list[int]:
     """One token per byte."""
     table = {TOKENIZER.token_bytes(token_id): token_id for token_id in range(2, 258)}
     return [table[bytes([byte])] for byte in data]
+
+
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    text = "hello hello world é🎉 " * 20_000
+    found: list[tuple[int, ...]] = []
+    thread = threading.Thread(target=lambda: found.append(TOKENIZER.encode(text, add_special_tokens=False)))
+    num_turns = 0
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.001)
+        num_turns += 1
+    assert num_turns > 10
+    assert found == [TOKENIZER.encode(text[:20], add_special_tokens=False) * 20_000]
 
 
 def test_encode_merges_and_decode_gives_the_text_back() -> None:

@@ -152,6 +152,28 @@ class TwoAtATime(FakeRouterClient):
             self.num_running -= 1
 
 
+async def test_a_level_that_is_not_sent_still_makes_two_classes() -> None:
+    router = TwoAtATime(info=INFO)
+    async with serving(router) as service:
+        plan = OverloadPlan(
+            service.url,
+            ["a"],
+            concurrency=2,
+            warmup_s=0.0,
+            capacity_duration_s=0.2,
+            rate_per_s=25.0,
+            factor=1.0,
+            duration_s=0.2,
+            max_tokens=4,
+            slo={"itl_ms": 10_000.0},
+            slo_share=0.5,
+            sends_slo=False,
+        )
+        result = await measure_overload(plan, lambda name, share: None)
+    assert {request.level for request in router.requests} == {None}
+    assert [own.attainment for own in result.capacity.classes.values()] == [1.0, 1.0]
+
+
 async def test_run_counts_every_request_once_and_is_shown() -> None:
     router = TwoAtATime(info=INFO)
     async with serving(router) as service:
