@@ -59,7 +59,7 @@ def test_other_threads_run_while_a_long_text_is_encoded() -> None:
         time.sleep(0.001)
         num_turns += 1
     assert num_turns > 10
-    assert found == [TOKENIZER.encode(text[:20], add_special_tokens=False) * 20_000]
+    assert found == [tuple(TOKENIZER._backend.encode(text, add_special_tokens=False).ids)]
 
 
 def test_encode_merges_and_decode_gives_the_text_back() -> None:

@@ -25,10 +25,10 @@ MESSAGE = {"max_tokens": 1, "messages": [USER]}
 
 @pytest.fixture
 def quickly() -> Iterator[None]:
-    """Fails a test that takes half a second of the processor."""
+    """Fails a test that takes a second of the processor; with every mistake found, each took two and more."""
     started_s = time.process_time()
     yield
-    assert time.process_time() - started_s < 0.5
+    assert time.process_time() - started_s < 1.0
 
 
 @pytest.mark.usefixtures("quickly")
