@@ -135,3 +135,8 @@ class FeatureDrafter(Protocol):
     def advance(self, continued: Sequence[Continued]) -> torch.Tensor:
         """Logits of the next draft tokens, a row for each token that is computed."""
         ...
+
+    def acceptance(self) -> list[float] | None:
+        """Of each row of the last logits, the chance that the target draws what is drawn from it; None: the
+        scores of each row say it."""
+        ...

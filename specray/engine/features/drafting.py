@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -27,6 +28,9 @@ from specray.engine.trees import TreeRow
 from specray.errors import OutOfBlocksError, SpecrayError
 
 _log = logging.getLogger(__name__)
+
+_LEAST_CHANCE = 1e-9
+"""Chance of acceptance in the place of none, which has no logarithm."""
 
 
 class TargetDrafting:
@@ -125,8 +129,13 @@ class TargetDrafting:
 
     def _draw(self, logits: torch.Tensor, chains: Sequence[Chain]) -> None:
         groups = [self._masked(chain) for chain in chains]
-        tokens = self._sampler.draw(logits, groups, is_judged=any(chain.is_judged for chain in chains))
-        for chain, token in zip(chains, tokens, strict=True):
+        is_judged = any(chain.is_judged for chain in chains)
+        # A drafter that judges itself: its first rows are the chains'.
+        chances = self._drafter.acceptance() if is_judged else None
+        tokens = self._sampler.draw(logits, groups, is_judged=is_judged and chances is None)
+        for index, (chain, token) in enumerate(zip(chains, tokens, strict=True)):
+            if chances is not None and token is not None and token.probs is None:
+                token = token._replace(logprob=math.log(max(chances[index], _LEAST_CHANCE)))
             chain.take(token)
 
     def _spread(self, logits: torch.Tensor, nodes: Sequence[TreeRow]) -> None:

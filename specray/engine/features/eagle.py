@@ -25,11 +25,12 @@ from numpy.typing import NDArray
 
 from specray.engine.attention.sdpa import SdpaStep, sequence_slots
 from specray.engine.cache.blocks import BlockCache
-from specray.engine.features.base import Context, Continued, FeatureStore, TargetParts, TokenRows
-from specray.engine.features.eagle_layout import EagleLayout, LayerTensors
+from specray.engine.features.base import Context, Continued, FeatureStore, TargetParts
+from specray.engine.features.decoder_layers import Lowering
+from specray.engine.features.eagle_layout import EagleLayout
 from specray.engine.features.shared_rows import SharedRows, for_each_row
-from specray.engine.model.decoder import HeadNorm, Norm, Rotary, rotate_heads
-from specray.engine.model.linear import Gate, Linear
+from specray.engine.features.vocabulary import make_embedding, make_head
+from specray.engine.model.decoder import Rotary, rotate_heads
 from specray.engine.model.operators_torch import rotary_tables
 from specray.engine.model.rotary import cos_sin
 from specray.engine.step import AttentionStep, CacheShape, SequenceRows
@@ -38,18 +39,6 @@ _FIRST_ENTRY = 1
 """KV index of the first entry."""
 _MAX_ROWS = 2048
 """Rows of one forward, at most, while long prompts are caught up with."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    input_norm: Norm | None
-    hidden_norm: Norm | None
-    qkv: Linear
-    head_norm: HeadNorm | None
-    output: Linear
-    post_norm: Norm
-    gate: Gate
-    down: Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +70,13 @@ class EagleDrafter:
         attention = layout.attention
         self._num_heads, self._num_kv_heads = attention.num_attention_heads, attention.num_key_value_heads
         self._head_dim = attention.head_dim
-        self._fc = self._linear(layout.fc)
-        self._fc_norms = [self._norm(weight) for weight in layout.fc_norms]
-        self._final_norm = None if layout.norm is None else self._norm(layout.norm)
-        self._layers = tuple(self._lower(layer) for layer in layout.layers)
-        self._embed = _embedding(layout, parts)
-        self._logits = _head(layout, parts)
+        lowering = Lowering(parts, attention)
+        self._fc = lowering.linear(layout.fc)
+        self._fc_norms = [lowering.norm(weight) for weight in layout.fc_norms]
+        self._final_norm = None if layout.norm is None else lowering.norm(layout.norm)
+        self._layers = tuple(lowering.layer(layer) for layer in layout.layers)
+        self._embed = make_embedding(layout.embedding, parts)
+        self._logits = make_head(layout.head, layout.token_ids, parts)
         self._rotary: Rotary = rotary_tables(
             *cos_sin(attention, parts.max_model_len, parts.device), parts.dtype
         )
@@ -97,7 +87,7 @@ class EagleDrafter:
             dtype=parts.dtype,
             device=parts.device,
         )
-        self._mask_feature = None if layout.masks is None else self._fc(self._cast(layout.masks.features))
+        self._mask_feature = None if layout.masks is None else self._fc(lowering.cast(layout.masks.features))
         self._ahead = torch.empty(0)
         """Outputs of the masks, sequence after sequence."""
         self._first_masks: list[int] = []
@@ -166,6 +156,10 @@ class EagleDrafter:
             tokens, self._recycled[sources], tuple(rows), torch.tensor(positions, device=device)
         )
         return self._finish(output)
+
+    def acceptance(self) -> list[float] | None:
+        """See ``base.FeatureDrafter``."""
+        return None
 
     def _draw_ahead(self, continued: Sequence[Continued]) -> torch.Tensor:
         """Logits of the next masks, which are computed."""
@@ -238,53 +232,3 @@ class EagleDrafter:
         self._recycled = (normed if self._layout.is_output_normed else output).clone()
         logits = self._logits(normed)
         return logits if self._layout.logit_scale == 1.0 else logits * self._layout.logit_scale
-
-    def _lower(self, layer: LayerTensors) -> _Layer:
-        heads = None
-        if layer.head_norms is not None:
-            query, key = (self._cast(weight) for weight in layer.head_norms)
-            weight = torch.cat((query.expand(self._num_heads, -1), key.expand(self._num_kv_heads, -1)))
-            heads = HeadNorm(weight, self._layout.attention.rms_norm_eps)
-        parts = self._parts
-        return _Layer(
-            input_norm=None if layer.input_norm is None else self._norm(layer.input_norm),
-            hidden_norm=None if layer.hidden_norm is None else self._norm(layer.hidden_norm),
-            qkv=self._linear(layer.qkv),
-            head_norm=heads,
-            output=self._linear(layer.output),
-            post_norm=self._norm(layer.post_norm),
-            gate=parts.operators.gate(
-                self._cast(layer.gate[0]),
-                self._cast(layer.up[0]),
-                None if layer.gate[1] is None else self._cast(layer.gate[1]),
-                None if layer.up[1] is None else self._cast(layer.up[1]),
-            ),
-            down=self._linear(layer.down),
-        )
-
-    def _norm(self, weight: torch.Tensor) -> Norm:
-        return self._parts.operators.norm(self._cast(weight), self._layout.attention.rms_norm_eps)
-
-    def _linear(self, tensors: tuple[torch.Tensor, torch.Tensor | None]) -> Linear:
-        weight, bias = tensors
-        return self._parts.operators.linear(self._cast(weight), None if bias is None else self._cast(bias))
-
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device=self._parts.device, dtype=self._parts.dtype).contiguous()
-
-
-def _embedding(layout: EagleLayout, parts: TargetParts) -> TokenRows:
-    if layout.embedding is None:
-        return parts.embed
-    table = layout.embedding.to(device=parts.device, dtype=parts.dtype)
-    return lambda token_ids: torch.nn.functional.embedding(token_ids, table)
-
-
-def _head(layout: EagleLayout, parts: TargetParts) -> TokenRows:
-    if layout.head is not None:
-        weight = layout.head.to(device=parts.device, dtype=parts.dtype).contiguous()
-        return parts.operators.linear(weight, None).precise
-    if layout.token_ids is None:
-        return parts.logits
-    index = torch.from_numpy(layout.token_ids).to(parts.device)
-    return lambda rows: parts.logits(rows).index_select(1, index)

@@ -18,36 +18,23 @@ import torch
 from numpy.typing import NDArray
 
 from specray.engine.features.base import TargetShape
+from specray.engine.features.decoder_layers import (
+    LayerTensors,
+    WeightAndBias,
+    count_layers,
+    read_attention,
+    read_layer,
+    read_linear,
+)
 from specray.engine.features.files import DrafterFiles
 from specray.engine.features.layers import read_layers
+from specray.engine.features.vocabulary import read_embedding, read_head, read_mask_id
 from specray.engine.model.decoder_config import DecoderConfig
-from specray.engine.model.families.config_json import read_decoder_config
 
 _log = logging.getLogger(__name__)
 
 _UNREAD = re.compile(r"(^|\.)(mask_embedding|markov\w*|confidence\w*|conv\w*)")
 """Tensors of drafters that draft a block at once."""
-_MASK_IDS = ("mask_token_id", "pard_token", "ptd_token_id")
-"""Keys of the configuration that name the mask token, the surest first."""
-_ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "hidden_act")
-
-
-@dataclass(frozen=True, slots=True)
-class LayerTensors:
-    """One decoder layer's tensors; biases and head norms may be absent."""
-
-    input_norm: torch.Tensor | None
-    """Norm of the layer's input; of the embedding, in EAGLE-3's first layer."""
-    hidden_norm: torch.Tensor | None
-    """Norm of the features, of EAGLE-3's first layer alone."""
-    qkv: tuple[torch.Tensor, torch.Tensor | None]
-    """Weight and bias of queries, keys and values, one after the other."""
-    head_norms: tuple[torch.Tensor, torch.Tensor] | None
-    output: tuple[torch.Tensor, torch.Tensor | None]
-    post_norm: torch.Tensor
-    gate: tuple[torch.Tensor, torch.Tensor | None]
-    up: tuple[torch.Tensor, torch.Tensor | None]
-    down: tuple[torch.Tensor, torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +56,7 @@ class EagleLayout:
     target_hidden_size: int
     attention: DecoderConfig
     """Heads, rotary positions and epsilon of its layers."""
-    fc: tuple[torch.Tensor, torch.Tensor | None]
+    fc: WeightAndBias
     layers: tuple[LayerTensors, ...]
     fc_norms: tuple[torch.Tensor, ...]
     """Norms before ``fc``: of all residuals joined, or one for each; none."""
@@ -103,13 +90,9 @@ class EagleLayout:
     @property
     def num_weights(self) -> int:
         """Numbers of the tensors that are held."""
-        layers = (tensor for layer in self.layers for tensor in _tensors_of(layer))
         own = (self.embedding, self.head, *self.fc)
-        return sum(tensor.numel() for tensor in (*layers, *own) if tensor is not None)
-
-
-def _tensors_of(layer: LayerTensors) -> list[torch.Tensor | None]:
-    return [*layer.qkv, *layer.output, *layer.gate, *layer.up, *layer.down]
+        layers = sum(layer.num_weights for layer in self.layers)
+        return layers + sum(tensor.numel() for tensor in own if tensor is not None)
 
 
 def is_eagle(files: DrafterFiles) -> bool:
@@ -130,7 +113,7 @@ def read_eagle(files: DrafterFiles, target: TargetShape) -> EagleLayout:
     for name in files.tensors:
         if _UNREAD.search(name):
             raise files.refuse(
-                f"{name} belongs to a drafter of whole blocks; allowed: EAGLE-1, 2, 3, P-EAGLE, Medusa"
+                f"{name} belongs to a drafter of whole blocks; allowed: those of EAGLE-1, 2, 3, P-EAGLE"
             )
     files.rename(_canonical)
     hidden_size, _ = files.shape("layers.0.self_attn.o_proj.weight")
@@ -164,11 +147,21 @@ class _Reader:
         files, hidden = self._files, self._hidden
         if self._flag("use_aux_hidden_state", default=True) is False and not self._is_first:
             raise files.refuse("eagle_config.use_aux_hidden_state is false; allowed: true")
-        attention = self._attention()
-        layers = tuple(self._layer(index, attention) for index in range(self._num_layers()))
-        fc, norms, read = self._fc()
-        token_ids, head = self._head()
         is_first = self._is_first
+        attention = read_attention(files, self._section)
+        layers = tuple(
+            read_layer(
+                files,
+                index,
+                hidden,
+                attention,
+                is_wide=index == 0 and not is_first,
+                needs_norm=index > 0 or not is_first,
+            )
+            for index in range(count_layers(files))
+        )
+        fc, norms, read = self._fc()
+        token_ids, head, _ = read_head(files, hidden, self._target)
         scale = files.config.get("logit_scale")
         return EagleLayout(
             path=files.path,
@@ -180,7 +173,7 @@ class _Reader:
             layers=layers,
             fc_norms=norms,
             norm=None if is_first else files.take("norm.weight", hidden),
-            embedding=self._embedding(),
+            embedding=read_embedding(files, hidden, self._target),
             head=head,
             token_ids=token_ids,
             is_residual_normed=not is_first and self._is_residual_normed(),
@@ -200,13 +193,7 @@ class _Reader:
             raise files.refuse(f"{name} stands beside norms before fc; allowed: one of both")
         block = files.config.get("dflash_config")
         sections = (block if isinstance(block, dict) else {}, files.config, self._section)
-        found = [section[key] for key in _MASK_IDS for section in sections if section.get(key) is not None]
-        token_id, vocab_size = found[0] if found else None, self._target.vocab_size
-        if type(token_id) is not int or not 0 <= token_id < vocab_size:
-            raise files.refuse(
-                f"{_MASK_IDS[0]} is {token_id!r}; allowed: a token id, 0..{vocab_size - 1} (also as "
-                f"{', '.join(_MASK_IDS[1:])})"
-            )
+        token_id = read_mask_id(files, sections, self._target.vocab_size)
         return Masks(token_id, files.take(name, 1, 1, width).reshape(1, width))
 
     def _flag(self, name: str, *, default: bool) -> bool:
@@ -221,82 +208,18 @@ class _Reader:
             _log.warning("drafter %s: %s is not set; false is taken", files.path, name)
         return self._flag(name, default=False)
 
-    def _num_layers(self) -> int:
-        found = {re.match(r"layers\.(\d+)\.", name) for name in self._files.tensors}
-        return 1 + max(int(match[1]) for match in found if match is not None)
-
-    def _attention(self) -> DecoderConfig:
-        files, section = self._files, self._section
-        if section.get("hidden_act", "silu") != "silu":
-            raise files.refuse(f"hidden_act is {section['hidden_act']!r}; allowed: 'silu'")
-        num_heads = files.whole("num_attention_heads", None, section=section)
-        rows = files.shape("layers.0.self_attn.q_proj.weight")[0]
-        key_rows = files.shape("layers.0.self_attn.k_proj.weight")[0]
-        head_dim = rows // num_heads
-        if rows % num_heads or head_dim % 2 or key_rows % head_dim or num_heads % (key_rows // head_dim):
-            raise files.refuse(
-                f"num_attention_heads is {num_heads}, with {rows} query and {key_rows} key rows; allowed: "
-                "heads of one even size, and a multiple of the key heads"
-            )
-        values = {name: section[name] for name in _ROPE_FIELDS if section.get(name) is not None}
-        eps = section.get("rms_norm_eps", 1e-6)
-        values |= {
-            "model_type": "llama",
-            "hidden_size": rows,
-            "num_hidden_layers": 1,
-            "num_attention_heads": num_heads,
-            "num_key_value_heads": key_rows // head_dim,
-            "head_dim": head_dim,
-            "rms_norm_eps": float(eps) if isinstance(eps, int | float) else eps,
-        }
-        config = read_decoder_config(values)
-        if config is None:
-            given = {
-                name: section.get(name) for name in (*_ROPE_FIELDS[:3], "rms_norm_eps") if name in section
-            }
-            raise files.refuse(f"{given} are not understood; allowed: rope types default, linear and llama3")
-        return config
-
-    def _layer(self, index: int, attention: DecoderConfig) -> LayerTensors:
-        files, hidden, prefix = self._files, self._hidden, f"layers.{index}."
-        is_wide = index == 0 and not self._is_first
-        size, heads = attention.head_dim, attention.num_attention_heads
-        query, key = heads * size, attention.num_key_value_heads * size
-        width = 2 * hidden if is_wide else hidden
-        inner = files.shape(f"{prefix}mlp.gate_proj.weight")[0]
-        parts = [(name, rows) for name, rows in zip("qkv", (query, key, key), strict=True)]
-        weights = [files.take(f"{prefix}self_attn.{name}_proj.weight", rows, width) for name, rows in parts]
-        biases = [files.take_if_there(f"{prefix}self_attn.{name}_proj.bias", rows) for name, rows in parts]
-        given = [bias for bias in biases if bias is not None]
-        if given and len(given) < len(biases):
-            raise files.refuse(f"{prefix}self_attn has {len(given)} biases of q, k, v; allowed: none or 3")
-        norm = files.take_if_there(f"{prefix}self_attn.q_norm.weight", size)
-        needs_norm = is_wide or index > 0
-        name = f"{prefix}input_layernorm.weight"
-        return LayerTensors(
-            input_norm=files.take(name, hidden) if needs_norm else files.take_if_there(name, hidden),
-            hidden_norm=files.take(f"{prefix}hidden_norm.weight", hidden) if is_wide else None,
-            qkv=(torch.cat(weights), torch.cat(given) if given else None),
-            head_norms=None if norm is None else (norm, files.take(f"{prefix}self_attn.k_norm.weight", size)),
-            output=self._linear(f"{prefix}self_attn.o_proj", hidden, query),
-            post_norm=files.take(f"{prefix}post_attention_layernorm.weight", hidden),
-            gate=self._linear(f"{prefix}mlp.gate_proj", inner, hidden),
-            up=self._linear(f"{prefix}mlp.up_proj", inner, hidden),
-            down=self._linear(f"{prefix}mlp.down_proj", hidden, inner),
-        )
-
-    def _linear(self, name: str, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        files = self._files
-        return files.take(f"{name}.weight", rows, columns), files.take_if_there(f"{name}.bias", rows)
-
     def _fc(
         self,
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, ...], tuple[int, ...]]:
+    ) -> tuple[WeightAndBias, tuple[torch.Tensor, ...], tuple[int, ...]]:
         """``fc``, the norms before it, and the layers that it reads."""
         files, size = self._files, self._target.hidden_size
         if self._is_first:
             # It reads what the target's head reads.
-            return self._linear("fc", self._hidden, self._hidden + size), (), (self._target.num_layers + 1,)
+            return (
+                read_linear(files, "fc", self._hidden, self._hidden + size),
+                (),
+                (self._target.num_layers + 1,),
+            )
         width = files.shape("fc.weight")[1]
         given = files.config.get("target_hidden_size")
         if given is not None and given != size:
@@ -315,47 +238,7 @@ class _Reader:
             raise files.refuse("norm_before_fc and input_norm.weight do not agree; allowed: both or neither")
         norms = norms if whole is None else (whole,)
         return (
-            self._linear("fc", self._hidden, width),
+            read_linear(files, "fc", self._hidden, width),
             norms,
             read_layers(files, self._target.num_layers, num_read),
         )
-
-    def _embedding(self) -> torch.Tensor | None:
-        files, target = self._files, self._target
-        table = files.take_if_there("embed_tokens.weight", target.vocab_size, self._hidden)
-        if table is None and self._hidden != target.hidden_size:
-            raise files.refuse(
-                f"embed_tokens.weight is missing; allowed: only where the drafter is as wide as the target, "
-                f"{target.hidden_size}, and not {self._hidden}"
-            )
-        return table
-
-    def _head(self) -> tuple[NDArray[np.int64] | None, torch.Tensor | None]:
-        """Token ids of the logits, and the head's rows in their order."""
-        files, vocab_size = self._files, self._target.vocab_size
-        files.pass_over(["t2d"])
-        num_rows = files.shape("lm_head.weight")[0] if files.has("lm_head.weight") else None
-        given = files.config.get("draft_vocab_size")
-        if num_rows is not None and given not in (None, num_rows):
-            raise files.refuse(
-                f"draft_vocab_size is {given}; allowed: {num_rows}, the rows of lm_head.weight"
-            )
-        head = None if num_rows is None else files.take("lm_head.weight", num_rows, self._hidden)
-        if head is None and self._hidden != self._target.hidden_size:
-            raise files.refuse(f"lm_head.weight is missing; allowed: [.., {self._hidden}]")
-        offsets = files.tensors.get("d2t")
-        if offsets is None and num_rows in (None, vocab_size):
-            return None, head
-        num_ids = num_rows or (0 if offsets is None else len(offsets))
-        token_ids = np.arange(num_ids, dtype=np.int64)
-        if offsets is not None:
-            token_ids = token_ids + files.take("d2t", num_ids).to(torch.int64).numpy()
-        known = {token_id for token_id in token_ids.tolist() if 0 <= token_id < vocab_size}
-        if not num_ids or len(known) < num_ids:
-            raise files.refuse(
-                f"d2t gives token ids that are no {num_ids} different ones of 0..{vocab_size - 1}"
-            )
-        order = np.argsort(token_ids)
-        if len(token_ids) == vocab_size:
-            return None, None if head is None else head[torch.from_numpy(order)]
-        return token_ids[order], None if head is None else head[torch.from_numpy(order)]

@@ -11,6 +11,9 @@ from specray.engine.features.files import DrafterFiles
 _log = logging.getLogger(__name__)
 
 _NESTED = "eagle_config"
+_BLOCK = "dflash_config"
+_LEFT_FIELDS = ("target_layer_ids", "dspark_target_layer_ids")
+"""Fields whose ids are of what leaves layers, in block drafters."""
 _FIELDS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 _LEAST_BY_DEFAULT = 6
 """Layers that a target needs so that the usual three are three, one after the other."""
@@ -37,12 +40,52 @@ def read_layers(files: DrafterFiles, num_layers: int, num_read: int) -> tuple[in
                 f"{_LEAST_BY_DEFAULT}"
             )
         field, ids = "the default", (2, num_layers // 2, num_layers - 3)
+    return _checked(files, field, ids, num_layers, num_read)
+
+
+def read_block_layers(files: DrafterFiles, num_layers: int, num_read: int) -> tuple[int, ...]:
+    """The same of a block drafter, whose ids are of what leaves layers; only speculators' are of what enters.
+
+    Without ids they are spread evenly from 1 to the last but two.
+    """
+    field, ids = _find_block(files.config)
+    if ids is None:
+        first, last = 1, num_layers - 3
+        steps = max(1, num_read - 1)
+        spread = [round(first + index * (last - first) / steps) for index in range(num_read)]
+        left = [num_layers // 2] if num_read == 1 else spread
+        if last - first < num_read - 1:
+            raise files.refuse(
+                f"target_layer_ids is not set, and the target has {num_layers} layers; allowed without: at "
+                f"least {num_read + 3}"
+            )
+        field, ids = "the default", [layer + 1 for layer in left]
+    return _checked(files, field, ids, num_layers, num_read)
+
+
+def _checked(
+    files: DrafterFiles, field: str, ids: Sequence[Any], num_layers: int, num_read: int
+) -> tuple[int, ...]:
     if not all(type(layer) is int and 0 <= layer <= num_layers for layer in ids):
         raise files.refuse(f"{field} is {list(ids)}; allowed: layers of the target, which has {num_layers}")
     if len(ids) != num_read:
         raise files.refuse(f"{field} names {len(ids)} layers; allowed: {num_read}, as fc.weight joins")
     _log.info("drafter %s reads what enters layers %s of the target (%s)", files.path, list(ids), field)
     return tuple(ids)
+
+
+def _find_block(config: dict[str, Any]) -> tuple[str, Sequence[Any] | None]:
+    """The field that names a block drafter's layers, and what they are in the first convention."""
+    nested = config.get(_BLOCK)
+    sections = {f"{_BLOCK}.": nested if isinstance(nested, dict) else {}, "": config}
+    for prefix, section in sections.items():
+        for name in _LEFT_FIELDS:
+            if isinstance(ids := section.get(name), list):
+                return f"{prefix}{name}", [each + 1 if type(each) is int else each for each in ids]
+    for name in _FIELDS:
+        if isinstance(ids := config.get(name), list):
+            return name, ids
+    return _LEFT_FIELDS[0], None
 
 
 def _find(config: dict[str, Any]) -> tuple[str, Sequence[Any] | None]:

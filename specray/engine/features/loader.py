@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from specray.engine.features.base import FeatureDrafter, TargetParts, TargetShape
+from specray.engine.features.block.drafter import BlockDrafter
+from specray.engine.features.block.layout import BlockLayout, is_block, read_block
 from specray.engine.features.eagle import EagleDrafter
 from specray.engine.features.eagle_layout import EagleLayout, is_eagle, read_eagle
 from specray.engine.features.files import DrafterFiles
 from specray.engine.features.medusa import MedusaDrafter, MedusaLayout, is_medusa, read_medusa
 from specray.errors import ConfigError
 
-Layout = EagleLayout | MedusaLayout
+Layout = EagleLayout | MedusaLayout | BlockLayout
 """A drafter's checkpoint, read and checked, before the target is loaded."""
 
 _MAX_LISTED = 4
@@ -23,6 +25,8 @@ def read_layout(path: str, target: TargetShape) -> Layout:
             field, and what is allowed.
     """
     files = DrafterFiles(path)
+    if is_block(files):
+        return read_block(files, target)
     if is_eagle(files):
         return read_eagle(files, target)
     if is_medusa(files):
@@ -30,7 +34,7 @@ def read_layout(path: str, target: TargetShape) -> Layout:
     listed = ", ".join(sorted(files.tensors)[:_MAX_LISTED])
     raise ConfigError(
         f"drafter {path!r} has tensors of no layout that is known ({listed}, ...); "
-        "allowed: EAGLE-1, 2, 3, P-EAGLE, Medusa"
+        "allowed: EAGLE-1, 2, 3, P-EAGLE, Medusa, DFlash, DSpark"
     )
 
 
@@ -38,4 +42,6 @@ def load_drafter(layout: Layout, parts: TargetParts) -> FeatureDrafter:
     """Makes the drafter of a checkpoint, on the target's device and in its data type."""
     if isinstance(layout, EagleLayout):
         return EagleDrafter(layout, parts)
+    if isinstance(layout, BlockLayout):
+        return BlockDrafter(layout, parts)
     return MedusaDrafter(layout, parts)

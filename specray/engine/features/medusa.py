@@ -183,6 +183,10 @@ class MedusaDrafter:
         own = torch.tensor(self._shared.advance(continued), device=self._hidden.device)
         return for_each_row(self._draw(self._hidden[own]), continued)
 
+    def acceptance(self) -> list[float] | None:
+        """See ``base.FeatureDrafter``."""
+        return None
+
     def _draw(self, hidden: torch.Tensor) -> torch.Tensor:
         head = self._shared.depth
         for linear in self._heads[head]:

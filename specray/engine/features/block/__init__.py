@@ -1,0 +1,1 @@
+"""Drafters that draw a block of tokens in one forward (DFlash, DSpark)."""

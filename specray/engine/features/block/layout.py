@@ -1,0 +1,250 @@
+"""Reads checkpoints of block drafters: DFlash (arXiv 2602.06036) and DSpark (2607.05147).
+
+DFlash is found by ``hidden_norm`` behind ``fc``: its layers read joined residuals of the target as context.
+DSpark is DFlash with a Markov head, a confidence head, or both. Written by their authors, by SpecForge, and
+by speculators; with a vocabulary of their own or the target's.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from specray.engine.features.base import TargetShape
+from specray.engine.features.block.attention import BlockReach
+from specray.engine.features.block.heads import (
+    MarkovTensors,
+    read_confidence,
+    read_markov,
+)
+from specray.engine.features.decoder_layers import (
+    LayerTensors,
+    WeightAndBias,
+    count_layers,
+    read_attention,
+    read_layer,
+    read_linear,
+)
+from specray.engine.features.files import DrafterFiles
+from specray.engine.features.layers import read_block_layers
+from specray.engine.features.vocabulary import read_embedding, read_head, read_mask_id
+from specray.engine.model.decoder_config import DecoderConfig
+
+_RENAMED = (
+    (re.compile(r"^model\."), ""),
+    (re.compile(r"^logit_head\."), ""),
+    (re.compile(r"^encoder\.fc\."), "fc."),
+    (re.compile(r"^encoder\.output_norm_enc\."), "hidden_norm."),
+)
+"""Beginnings of names, and what others call them."""
+_NAMES = ("dflash", "dspark")
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "is_neox_style": (True,),
+    "proposal_hidden_offset": (0,),
+    "output_multiplier": (1, None),
+    "final_logit_softcapping": (None,),
+    "projector_type": ("dflash", "dspark", None),
+}
+"""Fields of the configuration that change what is computed, and the values that are read."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """A checkpoint that fits the target, with everything that its forward depends on."""
+
+    path: str
+    feature_layers: tuple[int, ...]
+    hidden_size: int
+    attention: DecoderConfig
+    """Heads, rotary positions and epsilon of its layers."""
+    fc: WeightAndBias
+    hidden_norm: torch.Tensor
+    """Norm behind ``fc``."""
+    layers: tuple[LayerTensors, ...]
+    reaches: tuple[BlockReach, ...]
+    """What the rows of each layer see."""
+    norm: torch.Tensor
+    """Norm before the head."""
+    embedding: torch.Tensor | None
+    """None: the target's."""
+    head: torch.Tensor | None
+    """Rows in the order of ``token_ids``; None: the target's."""
+    token_ids: NDArray[np.int64] | None
+    """Token ids of the logits, ascending; None: all of the target's."""
+    block_size: int
+    """Rows of a block: the last token, and masks."""
+    first_row: int
+    """Row of a block that draws the first draft token: 0 is that of the last token."""
+    mask_id: int
+    mask_embedding: torch.Tensor | None
+    """Embedding of masks; None: that of the mask token."""
+    markov: MarkovTensors | None
+    confidence: WeightAndBias | None
+    logit_scale: float
+
+    def bytes_per_token(self, item_bytes: int) -> int:
+        """Bytes of features and K/V that one token takes."""
+        keys_values = 2 * self.attention.num_key_value_heads * self.attention.head_dim
+        return item_bytes * (self.hidden_size + len(self.layers) * keys_values)
+
+    @property
+    def num_weights(self) -> int:
+        """Numbers of the tensors that are held."""
+        own = (self.embedding, self.head, *self.fc)
+        others = sum(tensor.numel() for tensor in own if tensor is not None)
+        markov = 0 if self.markov is None else self.markov.num_weights
+        return sum(layer.num_weights for layer in self.layers) + others + markov
+
+
+def is_block(files: DrafterFiles) -> bool:
+    """Whether the tensors are those of a block drafter, under whichever names, or it is called one."""
+    config = files.config
+    names = [config.get("speculators_model_type"), *(config.get("architectures") or [])]
+    is_called = any(each in str(name).lower() for name in names for each in _NAMES)
+    return is_called or any(_canonical(name) == "hidden_norm.weight" for name in files.tensors)
+
+
+def _canonical(name: str) -> str:
+    for pattern, replacement in _RENAMED:
+        name = pattern.sub(replacement, name)
+    return name
+
+
+def read_block(files: DrafterFiles, target: TargetShape) -> BlockLayout:
+    """Reads a block drafter of any of its layouts.
+
+    Raises:
+        ConfigError: names the tensor or field that does not fit the layout or the target, and what would.
+    """
+    files.rename(_canonical)
+    layout = _Reader(files, target).read()
+    files.check_all_taken("DFlash" if layout.markov is None and layout.confidence is None else "DSpark")
+    return layout
+
+
+class _Reader:
+    """Takes the tensors of one checkpoint."""
+
+    def __init__(self, files: DrafterFiles, target: TargetShape) -> None:
+        self._files = files
+        self._target = target
+        nested, block = files.config.get("transformer_layer_config"), files.config.get("dflash_config")
+        self._section: dict[str, Any] = nested if isinstance(nested, dict) else files.config
+        own: dict[str, Any] = block if isinstance(block, dict) else {}
+        self._sections = (own, files.config, self._section)
+        """Sections of the configuration, the surest first."""
+
+    def read(self) -> BlockLayout:
+        files, target = self._files, self._target
+        for field, allowed in _ONLY.items():
+            if (value := self._value(field, allowed[0])) not in allowed:
+                raise files.refuse(f"{field} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
+        hidden, width = files.shape("fc.weight")
+        attention = read_attention(files, self._section)
+        num_layers = count_layers(files)
+        token_ids, head, order = read_head(files, hidden, target)
+        num_logits = target.vocab_size if token_ids is None else len(token_ids)
+        markov = read_markov(files, hidden, target, num_logits, order)
+        confidence = read_confidence(files, hidden, markov)
+        has_heads = markov is not None or confidence is not None
+        first_row, block_size = self._rows(is_dspark=has_heads)
+        if has_heads:
+            # It is stored and not used: masks have the embedding of their token.
+            files.pass_over(["mask_embedding"])
+        mask = None if has_heads else self._mask_embedding(hidden)
+        scale = self._value("logit_scale", None)
+        return BlockLayout(
+            path=files.path,
+            feature_layers=self._feature_layers(width, num_layers),
+            hidden_size=hidden,
+            attention=attention,
+            fc=read_linear(files, "fc", hidden, width),
+            hidden_norm=files.take("hidden_norm.weight", hidden),
+            layers=tuple(read_layer(files, index, hidden, attention) for index in range(num_layers)),
+            reaches=self._reaches(num_layers),
+            norm=files.take("norm.weight", hidden),
+            embedding=read_embedding(files, hidden, target),
+            head=head,
+            token_ids=token_ids,
+            block_size=block_size,
+            first_row=first_row,
+            mask_id=0 if mask is not None else read_mask_id(files, self._sections, target.vocab_size),
+            mask_embedding=mask,
+            markov=markov,
+            confidence=confidence,
+            logit_scale=1.0 if scale is None else float(scale),
+        )
+
+    def _value(self, name: str, default: Any) -> Any:
+        """The surest value of a field."""
+        found = [section[name] for section in self._sections if section.get(name) is not None]
+        return found[0] if found else default
+
+    def _feature_layers(self, width: int, num_layers: int) -> tuple[int, ...]:
+        files, size = self._files, self._target.hidden_size
+        given = self._value("target_hidden_size", size)
+        if given != size:
+            raise files.refuse(f"target_hidden_size is {given}; allowed: {size}, the target's")
+        if width % size:
+            raise files.refuse(f"fc.weight reads {width} numbers; allowed: a multiple of the target's {size}")
+        return read_block_layers(files, self._target.num_layers, width // size)
+
+    def _rows(self, *, is_dspark: bool) -> tuple[int, int]:
+        """The row that draws first, and rows in all."""
+        files = self._files
+        name = "sample_from_anchor"
+        is_called = "dspark" in (
+            self._value("projector_type", None),
+            files.config.get("speculators_model_type"),
+        )
+        draws_first = self._value(name, is_dspark or is_called)
+        if type(draws_first) is not bool:
+            raise files.refuse(f"{name} is {draws_first!r}; allowed: true or false")
+        first_row = 0 if draws_first else 1
+        size = self._value("block_size", None)
+        if type(size) is not int or size <= first_row:
+            raise files.refuse(f"block_size is {size!r}; allowed: a whole number above {first_row}")
+        verified = self._value("verification_block_size", size)
+        if verified != size:
+            raise files.refuse(f"verification_block_size is {verified!r}; allowed: {size}, the block_size")
+        return first_row, size
+
+    def _mask_embedding(self, hidden: int) -> torch.Tensor | None:
+        """Of its own, in whichever shape; None: there is none."""
+        files, name = self._files, "mask_embedding"
+        tensor = files.tensors.get(name)
+        if tensor is None:
+            return None
+        shape = tuple(tensor.shape) if tensor.numel() == hidden else (hidden,)
+        return files.take(name, *shape).reshape(1, hidden)
+
+    def _reaches(self, num_layers: int) -> tuple[BlockReach, ...]:
+        files, kinds = self._files, self._value("layer_types", None)
+        uses_window = self._value("use_swa", False)
+        if kinds is None:
+            kinds = [_FULL] * num_layers
+        if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= {_SLIDING, _FULL}:
+            raise files.refuse(
+                f"layer_types is {kinds!r}; allowed: {num_layers} of {_FULL!r} and {_SLIDING!r}"
+            )
+        are_sliding = [kind == _SLIDING for kind in kinds]
+        # Whether a row sees what is behind it follows from the kind of its layer, unless a field says it.
+        is_default_causal = self._value("sliding_window_non_causal", False) is not True
+        is_causal = self._value("is_causal", self._value("causal", None))
+        has_window = [True] * num_layers if uses_window and not any(are_sliding) else are_sliding
+        window = self._value("swa_window_size", self._value("sliding_window", None))
+        if any(has_window) and (type(window) is not int or window < 1):
+            raise files.refuse(f"sliding_window is {window!r}; allowed: a whole number above 0")
+        return tuple(
+            BlockReach(
+                window if is_bounded else None,
+                is_sliding and is_default_causal if is_causal is None else bool(is_causal),
+            )
+            for is_bounded, is_sliding in zip(has_window, are_sliding, strict=True)
+        )

@@ -1,0 +1,204 @@
+"""Llama-like layers of drafters: what their tensors must be, and what is made of them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from specray.engine.features.base import TargetParts
+from specray.engine.features.files import DrafterFiles
+from specray.engine.model.decoder import HeadNorm, Norm
+from specray.engine.model.decoder_config import DecoderConfig
+from specray.engine.model.families.config_json import read_decoder_config
+from specray.engine.model.linear import Gate, Linear
+
+_ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "hidden_act")
+
+WeightAndBias = tuple[torch.Tensor, torch.Tensor | None]
+"""Weight and bias of a linear layer; None: it has no bias."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTensors:
+    """One decoder layer's tensors; biases and head norms may be absent."""
+
+    input_norm: torch.Tensor | None
+    """Norm of the layer's input; of the embedding, in EAGLE-3's first layer."""
+    hidden_norm: torch.Tensor | None
+    """Norm of the features, of EAGLE-3's first layer alone."""
+    qkv: WeightAndBias
+    """Weight and bias of queries, keys and values, one after the other."""
+    head_norms: tuple[torch.Tensor, torch.Tensor] | None
+    output: WeightAndBias
+    post_norm: torch.Tensor
+    gate: WeightAndBias
+    up: WeightAndBias
+    down: WeightAndBias
+
+    @property
+    def num_weights(self) -> int:
+        """Numbers of the linear layers."""
+        linears = (self.qkv, self.output, self.gate, self.up, self.down)
+        return sum(tensor.numel() for both in linears for tensor in both if tensor is not None)
+
+
+def count_layers(files: DrafterFiles) -> int:
+    """Number of layers that the tensors are of."""
+    found = {re.match(r"layers\.(\d+)\.", name) for name in files.tensors}
+    return 1 + max(int(match[1]) for match in found if match is not None)
+
+
+def read_attention(files: DrafterFiles, section: dict[str, Any]) -> DecoderConfig:
+    """Heads, rotary positions and epsilon of all layers, as the first one's tensors have them.
+
+    Args:
+        section: of the configuration, with what a Llama's says.
+
+    Raises:
+        ConfigError: names the field or tensor that does not fit, and what would.
+    """
+    if section.get("hidden_act", "silu") != "silu":
+        raise files.refuse(f"hidden_act is {section['hidden_act']!r}; allowed: 'silu'")
+    num_heads = files.whole("num_attention_heads", None, section=section)
+    rows = files.shape("layers.0.self_attn.q_proj.weight")[0]
+    key_rows = files.shape("layers.0.self_attn.k_proj.weight")[0]
+    head_dim = rows // num_heads
+    if rows % num_heads or head_dim % 2 or key_rows % head_dim or num_heads % (key_rows // head_dim):
+        raise files.refuse(
+            f"num_attention_heads is {num_heads}, with {rows} query and {key_rows} key rows; allowed: "
+            "heads of one even size, and a multiple of the key heads"
+        )
+    values = {name: section[name] for name in _ROPE_FIELDS if section.get(name) is not None}
+    eps = section.get("rms_norm_eps", 1e-6)
+    values |= {
+        "model_type": "llama",
+        "hidden_size": rows,
+        "num_hidden_layers": 1,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": key_rows // head_dim,
+        "head_dim": head_dim,
+        "rms_norm_eps": float(eps) if isinstance(eps, int | float) else eps,
+    }
+    config = read_decoder_config(values)
+    if config is None:
+        given = {name: section.get(name) for name in (*_ROPE_FIELDS[:3], "rms_norm_eps") if name in section}
+        raise files.refuse(f"{given} are not understood; allowed: rope types default, linear and llama3")
+    return config
+
+
+def read_layer(
+    files: DrafterFiles,
+    index: int,
+    hidden: int,
+    attention: DecoderConfig,
+    *,
+    is_wide: bool = False,
+    needs_norm: bool = True,
+) -> LayerTensors:
+    """Takes the tensors of one layer.
+
+    Args:
+        is_wide: it reads embedding and features, each behind a norm of its own (EAGLE-3's first layer).
+        needs_norm: a missing norm of its input is an error.
+
+    Raises:
+        ConfigError: names the tensor that does not fit, and what would.
+    """
+    prefix = f"layers.{index}."
+    size, heads = attention.head_dim, attention.num_attention_heads
+    query, key = heads * size, attention.num_key_value_heads * size
+    width = 2 * hidden if is_wide else hidden
+    inner = files.shape(f"{prefix}mlp.gate_proj.weight")[0]
+    parts = [(name, rows) for name, rows in zip("qkv", (query, key, key), strict=True)]
+    weights = [files.take(f"{prefix}self_attn.{name}_proj.weight", rows, width) for name, rows in parts]
+    biases = [files.take_if_there(f"{prefix}self_attn.{name}_proj.bias", rows) for name, rows in parts]
+    given = [bias for bias in biases if bias is not None]
+    if given and len(given) < len(biases):
+        raise files.refuse(f"{prefix}self_attn has {len(given)} biases of q, k, v; allowed: none or 3")
+    norm = files.take_if_there(f"{prefix}self_attn.q_norm.weight", size)
+    name = f"{prefix}input_layernorm.weight"
+    return LayerTensors(
+        input_norm=files.take(name, hidden) if needs_norm else files.take_if_there(name, hidden),
+        hidden_norm=files.take(f"{prefix}hidden_norm.weight", hidden) if is_wide else None,
+        qkv=(torch.cat(weights), torch.cat(given) if given else None),
+        head_norms=None if norm is None else (norm, files.take(f"{prefix}self_attn.k_norm.weight", size)),
+        output=read_linear(files, f"{prefix}self_attn.o_proj", hidden, query),
+        post_norm=files.take(f"{prefix}post_attention_layernorm.weight", hidden),
+        gate=read_linear(files, f"{prefix}mlp.gate_proj", inner, hidden),
+        up=read_linear(files, f"{prefix}mlp.up_proj", inner, hidden),
+        down=read_linear(files, f"{prefix}mlp.down_proj", hidden, inner),
+    )
+
+
+def read_linear(files: DrafterFiles, name: str, rows: int, columns: int) -> WeightAndBias:
+    """Takes weight and bias; the bias may be absent."""
+    return files.take(f"{name}.weight", rows, columns), files.take_if_there(f"{name}.bias", rows)
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredLayer:
+    """One layer, on the target's device and in its data type."""
+
+    input_norm: Norm | None
+    hidden_norm: Norm | None
+    qkv: Linear
+    head_norm: HeadNorm | None
+    output: Linear
+    post_norm: Norm
+    gate: Gate
+    down: Linear
+
+
+class Lowering:
+    """Makes a drafter's parts out of its tensors.
+
+    Args:
+        parts: of the target.
+        attention: of the drafter's layers.
+    """
+
+    def __init__(self, parts: TargetParts, attention: DecoderConfig) -> None:
+        self._parts = parts
+        self._attention = attention
+
+    def cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor on the target's device and in its data type."""
+        return tensor.to(device=self._parts.device, dtype=self._parts.dtype).contiguous()
+
+    def norm(self, weight: torch.Tensor) -> Norm:
+        return self._parts.operators.norm(self.cast(weight), self._attention.rms_norm_eps)
+
+    def linear(self, tensors: WeightAndBias) -> Linear:
+        weight, bias = tensors
+        return self._parts.operators.linear(self.cast(weight), None if bias is None else self.cast(bias))
+
+    def gate(self, gate: WeightAndBias, up: WeightAndBias) -> Gate:
+        biases = (None if bias is None else self.cast(bias) for _, bias in (gate, up))
+        return self._parts.operators.gate(self.cast(gate[0]), self.cast(up[0]), *biases)
+
+    def head_norm(self, weight: torch.Tensor, num_heads: int) -> torch.Tensor:
+        """A norm's weight, once for each head."""
+        return self.cast(weight).expand(num_heads, -1)
+
+    def layer(self, layer: LayerTensors) -> LoweredLayer:
+        heads, attention = None, self._attention
+        if layer.head_norms is not None:
+            query, key = layer.head_norms
+            weights = (
+                self.head_norm(query, attention.num_attention_heads),
+                self.head_norm(key, attention.num_key_value_heads),
+            )
+            heads = HeadNorm(torch.cat(weights), attention.rms_norm_eps)
+        return LoweredLayer(
+            input_norm=None if layer.input_norm is None else self.norm(layer.input_norm),
+            hidden_norm=None if layer.hidden_norm is None else self.norm(layer.hidden_norm),
+            qkv=self.linear(layer.qkv),
+            head_norm=heads,
+            output=self.linear(layer.output),
+            post_norm=self.norm(layer.post_norm),
+            gate=self.gate(layer.gate, layer.up),
+            down=self.linear(layer.down),
+        )
