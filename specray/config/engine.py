@@ -154,7 +154,7 @@ class TargetConfig(EngineConfig):
     drafter: str | None = Field(
         None,
         min_length=1,
-        description="Directory of a drafter that reads the target's features (EAGLE-1, 2, 3, P-EAGLE, Medusa)"
+        description="Directory of a drafter that reads the target's features (EAGLE, P-EAGLE, DFlash, DSpark, Medusa)"
         "; it is loaded beside the target. Set, and with no draft.model, it drafts for all requests.",
     )
 

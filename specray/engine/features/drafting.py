@@ -94,7 +94,8 @@ class TargetDrafting:
                 sequence = request.sequence
                 # Up to the last token that is told: the next one's entry may be in a block that is given up.
                 sequence.num_drafted_for = len(sequence.token_ids)
-                sequence.block_table.truncate(len(sequence.token_ids))
+                if not request.is_moved:
+                    sequence.block_table.truncate(len(sequence.token_ids))
         return [NO_DRAFT if each is None else each.drawn for each in begun]
 
     def _grow(self, growing: Sequence[Growing], logits: torch.Tensor) -> None:

@@ -32,6 +32,8 @@ class DraftRequest:
     """Least chance that all of a chain is accepted."""
     tree: TreeBudget | None = None
     """None: a chain."""
+    is_moved: bool = False
+    """It was a tree's path that was accepted: K/V behind its tokens are still to be moved to theirs."""
 
 
 def draft_request(item: VerifyItem, sequence: EngineSequence, answer: object) -> DraftRequest | None:
@@ -44,6 +46,7 @@ def draft_request(item: VerifyItem, sequence: EngineSequence, answer: object) ->
         item.num_next_draft_tokens,
         item.next_min_acceptance,
         item.next_tree,
+        is_moved=answer.last_accepted_node is not None,
     )
 
 

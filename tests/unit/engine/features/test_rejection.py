@@ -8,8 +8,11 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+import pytest
+
 from specray.draft_tokens import NO_DRAFT
 from specray.types import SamplingParams, Verification
+from tests.unit.engine.features.block.checkpoints import dspark
 from tests.unit.engine.features.checkpoints import eagle3_weights, official, write
 from tests.unit.engine.features.targets import Session, make_target, step
 from tests.unit.engine.model.checkpoints import reference_logits, reference_model, write_checkpoint
@@ -35,9 +38,13 @@ def expected(path: Path) -> dict[tuple[int, ...], float]:
     return chances
 
 
-def test_committed_tokens_follow_the_target(tmp_path: Path) -> None:
+DRAFTERS = {"EAGLE-3": official(eagle3_weights()), "DSpark": dspark().files}
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_committed_tokens_follow_the_target(tmp_path: Path, kind: str) -> None:
     llama = write_checkpoint(tmp_path / "target", "llama", num_hidden_layers=3)
-    drafter = write(tmp_path / "eagle", *official(eagle3_weights()))
+    drafter = write(tmp_path / "drafter", *DRAFTERS[kind])
     target = make_target(llama, drafter, max_num_seqs=64)
     sampling = SamplingParams(
         temperature=TEMPERATURE, allowed_token_ids=ALLOWED, verification=Verification.REJECTION

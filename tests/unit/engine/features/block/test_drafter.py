@@ -1,0 +1,194 @@
+"""Block drafters over rounds: what was accepted becomes context, and the output is the target's."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specray.draft_tokens import NO_DRAFT, DraftTokens, TreeBudget
+from specray.engine.features.block.drafter import BlockDrafter
+from specray.types import SamplingParams, Verdict, Verification, VerifyItem
+from tests.unit.engine.features.block.checkpoints import LAYOUTS, SIZE, dflash, dspark
+from tests.unit.engine.features.block.reference import drafted
+from tests.unit.engine.features.checkpoints import write
+from tests.unit.engine.features.targets import GREEDY, Session, generate, make_target, step, watch
+from tests.unit.engine.model.checkpoints import reference_model, write_checkpoint
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 30]
+LONG = [(7 * index) % 90 + 3 for index in range(70)]
+BLOCK = LAYOUTS["windows"]
+PAGED = {"attention": "gather", "block_size": 16}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=3)
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("block"), *BLOCK.files)
+
+
+@pytest.fixture(scope="module")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("spark"), *dspark().files)
+
+
+def fresh(llama: Path, token_ids: list[int], count: int = SIZE) -> tuple[int, ...]:
+    return tuple(drafted(reference_model(llama), BLOCK, token_ids, count).tokens)
+
+
+@pytest.mark.parametrize("changes", [{}, PAGED], ids=["whole", "paged"])
+def test_drafts_behind_partly_accepted_rounds_are_those_of_a_fresh_start(
+    llama: Path, windowed: Path, changes: Any
+) -> None:
+    alone = generate(make_target(llama, None), Session("alone", list(PROMPT)), 30, 0)
+    target, session, draft = make_target(llama, windowed, **changes), Session("a", list(PROMPT)), NO_DRAFT
+    watched, model = watch(target), reference_model(llama)
+    for right in (1, 2, 0, 3, 1):
+        watched.logits.clear()
+        [verdict] = step(target, [session], [draft], 3)
+        wanted = drafted(model, BLOCK, session.token_ids, 3)
+        assert list(verdict.draft.token_ids) == wanted.tokens
+        for own, expected in zip(watched.logits, wanted.logits, strict=True):
+            assert float((own[0] - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+        done = len(session.token_ids) - len(PROMPT)
+        draft = DraftTokens((*alone[done : done + right], *verdict.draft.token_ids[right:])[:3])
+    assert {0, 1, 2, 3} == set(session.accepted)
+
+
+@pytest.mark.parametrize("changes", [{}, PAGED], ids=["whole", "paged"])
+def test_chunks_and_cached_prefixes_draft_the_same(llama: Path, windowed: Path, changes: Any) -> None:
+    target = make_target(llama, windowed, max_num_batched_tokens=24, **changes)
+    target.verify([VerifyItem("a", 1, 0, tuple(LONG[:30]), sample=False, sampling=GREEDY)])
+    session = Session("a", list(LONG), held=30, round_id=1)
+    [verdict] = step(target, [session], [NO_DRAFT], SIZE)
+    assert verdict.draft.token_ids == fresh(llama, session.token_ids)
+    again = Session("b", list(LONG))
+    [verdict] = step(target, [again], [NO_DRAFT], SIZE)
+    assert verdict.num_cached_tokens >= 32, "the prefix is computed once"
+    assert verdict.draft.token_ids == fresh(llama, again.token_ids)
+
+
+def test_long_prompts_are_caught_up_with_in_passes_of_bounded_size(
+    llama: Path, windowed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, passes, run = make_target(llama, windowed), list[int](), BlockDrafter._catch_up
+
+    def counted(drafter: BlockDrafter, store: Any, pieces: Any) -> None:
+        passes.append(sum(each.end - each.first for each in pieces))
+        run(drafter, store, pieces)
+
+    monkeypatch.setattr("specray.engine.features.block.drafter._MAX_ROWS", 16)
+    monkeypatch.setattr(BlockDrafter, "_catch_up", counted)
+    sessions = [Session("a", list(PROMPT)), Session("long", list(LONG)), Session("c", PROMPT[:1])]
+    verdicts = step(target, sessions, [NO_DRAFT] * 3, SIZE)
+    assert [each.draft.token_ids for each in verdicts] == [fresh(llama, each.token_ids) for each in sessions]
+    assert passes == [16, 16, 16, 16, 16]
+
+
+def test_the_head_reads_rows_of_several_depths_at_once_as_far_as_they_are_wanted(
+    llama: Path, windowed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, rows = make_target(llama, windowed), list[int]()
+    drafting = target._drafting
+    assert drafting is not None and isinstance(drafting._drafter, BlockDrafter)
+    drafter, logits = drafting._drafter, drafting._drafter._logits
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        rows.append(len(hidden))
+        return logits(hidden)
+
+    drafter._logits = counted
+    sessions = [Session("a", list(PROMPT)), Session("b", PROMPT[:4])]
+    step(target, sessions, [NO_DRAFT] * 2, 3)
+    assert rows == [2 * 3]
+    rows.clear()
+    monkeypatch.setattr("specray.engine.features.block.drafter._HEAD_ROWS", 5)
+    verdicts = step(target, sessions, [NO_DRAFT] * 2, 3)
+    assert rows == [2 * 2, 2]
+    assert [each.draft.token_ids for each in verdicts] == [
+        fresh(llama, each.token_ids, 3) for each in sessions
+    ]
+
+
+def test_a_block_may_reach_beyond_the_models_length(llama: Path, windowed: Path) -> None:
+    target, session = make_target(llama, windowed, max_model_len=16), Session("a", list(range(5, 18)))
+    [verdict] = step(target, [session], [NO_DRAFT], SIZE)
+    assert verdict.draft.token_ids == fresh(llama, session.token_ids, 2)
+
+
+def test_confidence_ends_chains_before_they_are_unlikely(llama: Path, spark: Path) -> None:
+    target = make_target(llama, spark, max_num_seqs=12)
+    model, block, lengths = reference_model(llama), dspark(), set()
+    for size in (3, 5, 7, 9):
+        for least in (0.02, 0.2, 0.6):
+            session = Session(f"{size} {least}", PROMPT[:size])
+            [verdict] = step(target, [session], [NO_DRAFT], SIZE, next_min_acceptance=least)
+            wanted = drafted(model, block, session.token_ids, SIZE)
+            together = list(accumulate(wanted.chances, mul))
+            # The first one is always there; the others as long as all before them and they are likely.
+            count = next((at for at in range(1, SIZE) if together[at] < least), SIZE)
+            assert list(verdict.draft.token_ids) == wanted.tokens[:count], (size, least, together)
+            lengths.add(count)
+    assert len(lengths) >= 3
+
+
+def test_under_rejection_confidence_ends_nothing(llama: Path, spark: Path) -> None:
+    sampling = SamplingParams(temperature=1.0, seed=3, verification=Verification.REJECTION)
+    target, session = make_target(llama, spark), Session("a", list(PROMPT), sampling)
+    [verdict] = step(target, [session], [NO_DRAFT], SIZE, next_min_acceptance=0.999999)
+    assert len(verdict.draft) == SIZE == len(verdict.draft.probs)
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "rnn"])
+def test_nodes_of_a_tree_know_the_token_before_them(llama: Path, tmp_path: Path, kind: str) -> None:
+    block = dspark(kind, judges="no")
+    target, session = make_target(llama, write(tmp_path, *block.files)), Session("a", list(PROMPT))
+    [verdict] = step(target, [session], [NO_DRAFT], 3, next_tree=TreeBudget.of_widths((3, 1, 1)))
+    draft, model, known = verdict.draft, reference_model(llama), session.token_ids
+    paths = {tuple(draft.token_ids[node] for node in draft.path(leaf)) for leaf in range(len(draft))}
+    firsts = drafted(model, block, known, 1).logits[0].topk(3).indices.tolist()
+    wanted = {tuple(drafted(model, block, known, 3, path=(first,)).tokens) for first in firsts}
+    assert len(wanted) == 3 and wanted <= paths
+
+
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "coupled": SamplingParams(temperature=30.0, seed=11),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("tree", [None, TreeBudget(10)], ids=["chain", "tree"])
+@pytest.mark.parametrize("kind", ["windowed", "spark"])
+def test_the_output_is_the_targets_alone(
+    llama: Path, request: pytest.FixtureRequest, name: str, tree: Any, kind: str
+) -> None:
+    sampling = SAMPLINGS[name]
+    alone = generate(make_target(llama, None), Session("a", list(PROMPT), sampling), 20, 0)
+    target = make_target(llama, request.getfixturevalue(kind), **PAGED, prefix_cache=False)
+    session = Session("a", list(PROMPT), sampling)
+    assert generate(target, session, 20, 4, next_tree=tree) == alone
+    if not sampling.is_greedy:
+        assert sum(session.accepted) >= 2, "noise that is shared makes both draw alike"
+    target.release(["a"])
+    assert target.info.num_blocks_in_use == 0
+
+
+def test_a_block_that_sees_no_context_is_noticed(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BlockDrafter, "_catch_up", lambda *args: None)
+    block = dflash()
+    target, session = make_target(llama, write(tmp_path, *block.files)), Session("a", list(PROMPT))
+    [verdict] = step(target, [session], [NO_DRAFT], SIZE)
+    assert isinstance(verdict, Verdict)
+    wanted = drafted(reference_model(llama), block, session.token_ids, SIZE)
+    assert list(verdict.draft.token_ids) != wanted.tokens

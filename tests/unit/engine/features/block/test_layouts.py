@@ -1,0 +1,151 @@
+"""Every layout of a block drafter against a forward that is written down once more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specray.draft_tokens import NO_DRAFT, DraftTokens
+from specray.engine.features.base import TargetShape
+from specray.engine.features.block.drafter import BlockDrafter
+from specray.engine.features.loader import read_layout
+from specray.errors import ConfigError
+from tests.unit.engine.features.block.checkpoints import (
+    LAYOUTS,
+    MASK_ID,
+    SIZE,
+    Block,
+    block_weights,
+    dflash,
+    dspark,
+    speculators,
+)
+from tests.unit.engine.features.block.reference import drafted
+from tests.unit.engine.features.checkpoints import HIDDEN, VOCAB_SIZE, write
+from tests.unit.engine.features.targets import Session, make_target, step, watch
+from tests.unit.engine.model.checkpoints import reference_model, write_checkpoint
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 30]
+TARGET = TargetShape(num_layers=3, hidden_size=HIDDEN, vocab_size=VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=3)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_round_drafts_what_the_reference_does_in_one_forward(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    block = LAYOUTS[layout]
+    target, model = make_target(llama, write(tmp_path, *block.files)), reference_model(llama)
+    blocks, run = [], BlockDrafter._run
+
+    def counted(drafter: BlockDrafter, contexts: Any) -> Any:
+        blocks.append(len(contexts))
+        return run(drafter, contexts)
+
+    monkeypatch.setattr(BlockDrafter, "_run", counted)
+    watched, sessions = watch(target), [Session("a", list(PROMPT)), Session("b", PROMPT[:4])]
+    drafts = [NO_DRAFT, NO_DRAFT]
+    for number in range(3):
+        watched.logits.clear()
+        verdicts = step(target, sessions, drafts, SIZE)
+        drafts = [verdict.draft for verdict in verdicts]
+        for place, session in enumerate(sessions):
+            wanted = drafted(model, block, session.token_ids, SIZE)
+            assert list(drafts[place].token_ids) == wanted.tokens
+            assert len(wanted.tokens) == SIZE - block.first_row
+            for own, expected in zip(watched.logits, wanted.logits, strict=True):
+                assert float((own[place] - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+        assert blocks == [2] * (number + 1)
+
+
+def changed(block: Block, drop: str = "", **tensors: torch.Tensor) -> tuple[Any, Any]:
+    weights = {name: tensor for name, tensor in block.stored.items() if name != drop}
+    return weights | {name.replace("__", "."): each for name, each in tensors.items()}, block.config
+
+
+CASES: dict[str, tuple[tuple[Any, Any], str]] = {
+    "no norm": (changed(dflash(), "hidden_norm.weight"), "hidden_norm.weight is missing"),
+    "no key": (changed(dflash(), "layers.1.self_attn.k_proj.weight"), "k_proj.weight is missing"),
+    "no input norm": (changed(dflash(), "layers.0.input_layernorm.weight"), "layernorm.weight is miss"),
+    "narrow fc": (changed(dflash(), fc__weight=torch.ones(HIDDEN, 50)), "fc.weight reads 50 numbers"),
+    "Domino": (changed(dflash(), prefix_gru__weight=torch.ones(2)), "prefix_gru.weight: the DFlash"),
+    "DFlash2": (
+        changed(dflash(), layers__0__attn_conv__weight=torch.ones(2)),
+        "layers.0.attn_conv.weight: the DFlash layout has no place",
+    ),
+    "projector": (dflash(own={"projector_type": "domino"}).files, "projector_type is 'domino'; allowed"),
+    "no mask": (dflash(own={"mask_token_id": None}).files, "mask_token_id is None; allowed"),
+    "mask beyond": (dflash(own={"mask_token_id": 4000}).files, "mask_token_id is 4000; allowed"),
+    "no size": (dflash(block_size=None).files, "block_size is None; allowed: a whole number above 1"),
+    "only the last token": (dflash(block_size=1).files, "block_size is 1; allowed: a whole number above 1"),
+    "verified": (dspark(verification_block_size=8).files, "verification_block_size is 8; allowed: 5"),
+    "offset": (dspark(proposal_hidden_offset=2).files, "proposal_hidden_offset is 2; allowed: 0"),
+    "rotary": (dflash(is_neox_style=False).files, "is_neox_style is False; allowed: True"),
+    "layer kinds": (dflash(layer_types=["full_attention"]).files, "layer_types is .*; allowed: 2 of"),
+    "window": (dflash(own={"use_swa": True}).files, "sliding_window is None; allowed"),
+    "layer beyond": (dflash(own={"target_layer_ids": [0, 1, 3]}).files, r"ids is \[1, 2, 4\]; allow"),
+    "too few layers": (dflash(own={"target_layer_ids": [0, 1]}).files, "names 2 layers; allowed: 3"),
+    "no layers": (dflash(own={"target_layer_ids": None}).files, "target_layer_ids is not set"),
+    "another target": (dflash(target_hidden_size=64).files, "target_hidden_size is 64; allowed: 32"),
+    "anchor": (dflash(sample_from_anchor="no").files, "sample_from_anchor is 'no'; allowed"),
+    "Markov kind": (dspark(markov_head_type="gated").files, "markov_head_type is 'gated'; allowed"),
+    "Markov rows": (
+        changed(speculators("vanilla"), markov_head__markov_w2__weight=torch.ones(VOCAB_SIZE, 6)),
+        r"markov_w2.weight is \[96, 6\]; allowed: \[24, 6\]",
+    ),
+    "Markov tokens": (
+        changed(dspark(), markov_head__markov_w1__weight=torch.ones(24, 6)),
+        r"markov_w1.weight is \[24, 6\]; allowed: \[96, 6\]",
+    ),
+    "confidence": (
+        changed(dspark(), confidence_head__proj__weight=torch.ones(1, 5)),
+        "confidence_head.proj.weight reads 5 numbers; allowed: 32 or 38",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refused_by_name(tmp_path: Path, name: str) -> None:
+    files, message = CASES[name]
+    with pytest.raises(ConfigError, match=message):
+        read_layout(str(write(tmp_path, *files)), TARGET)
+
+
+def test_the_authors_layers_where_none_are_named(tmp_path: Path) -> None:
+    weights = block_weights() | {"fc.weight": torch.ones(HIDDEN, 5 * HIDDEN)}
+    path = str(write(tmp_path, *dflash(weights, own={"target_layer_ids": None}).files))
+    layout = read_layout(path, TargetShape(36, HIDDEN, VOCAB_SIZE))
+    assert layout.feature_layers == (2, 10, 18, 26, 34)
+
+
+def test_a_vocabulary_in_another_order(llama: Path, tmp_path: Path) -> None:
+    block = speculators("vanilla")
+    ids = torch.tensor(tuple(reversed(block.token_ids or ())))
+    order = torch.arange(len(ids)).flip(0)
+    stored = block.stored | {"d2t": ids - torch.arange(len(ids))}
+    for name in ("lm_head.weight", "markov_head.markov_w2.weight"):
+        stored[name] = block.weights[name][order]
+    target = make_target(llama, write(tmp_path, stored, block.config))
+    session = Session("a", list(PROMPT))
+    [verdict] = step(target, [session], [NO_DRAFT], SIZE)
+    assert (
+        list(verdict.draft.token_ids)
+        == drafted(reference_model(llama), block, session.token_ids, SIZE).tokens
+    )
+
+
+def test_the_mask_token_is_seen(llama: Path, tmp_path: Path) -> None:
+    """Were it not, a wrong one would only be accepted less."""
+    drafts = []
+    for mask in (MASK_ID, MASK_ID + 1):
+        path = write(tmp_path / str(mask), *dflash(own={"mask_token_id": mask}).files)
+        [verdict] = step(make_target(llama, path), [Session("a", list(PROMPT))], [NO_DRAFT], SIZE)
+        drafts.append(verdict.draft)
+    assert isinstance(drafts[0], DraftTokens) and drafts[0] != drafts[1]
