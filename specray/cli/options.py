@@ -49,9 +49,7 @@ Draft = Annotated[
 ]
 Drafter = Annotated[
     str | None,
-    typer.Option(
-        help="Directory of a drafter that reads the target's features: EAGLE-1, 2, 3, P-EAGLE, or Medusa."
-    ),
+    typer.Option(help="Directory of a drafter that reads the target's features, or 'mtp'."),
 ]
 Model = Annotated[str, typer.Option(help="Model: path, hub id, or embedded.")]
 Role = Annotated[EngineRole, typer.Option(help="Engine, and which model of the embedded pair.")]

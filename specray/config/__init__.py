@@ -12,6 +12,7 @@ from specray.config.endpoints import (
 from specray.config.engine import (
     EMBEDDED,
     MODEL_FREE_DRAFTS,
+    MTP,
     RANK_OPTIONS,
     DraftConfig,
     Dtype,
@@ -27,6 +28,7 @@ from specray.config.speculation import SpeculationConfig
 __all__ = [
     "EMBEDDED",
     "MODEL_FREE_DRAFTS",
+    "MTP",
     "RANK_OPTIONS",
     "AuthConfig",
     "ChatConfig",

@@ -15,6 +15,8 @@ Dtype = Literal["bfloat16", "float32"]
 WeightFormat = Literal["none", "int8", "int4"]
 VocabularyMode = Literal["auto", "same", "intersect", "retokenize"]
 
+MTP = "mtp"
+"""Value of ``target.drafter`` for the MTP layer inside of the target's checkpoint."""
 EMBEDDED = "embedded"
 """Model name of the pair that ships with the package."""
 
@@ -154,8 +156,9 @@ class TargetConfig(EngineConfig):
     drafter: str | None = Field(
         None,
         min_length=1,
-        description="Directory of a drafter that reads the target's features (EAGLE, P-EAGLE, DFlash, DSpark, Medusa)"
-        "; it is loaded beside the target. Set, and with no draft.model, it drafts for all requests.",
+        description="Directory of a drafter that reads the target's features (EAGLE, P-EAGLE, DFlash, DSpark, "
+        "Medusa), or 'mtp': the MTP layer in the target's own checkpoint; it is loaded beside the target. Set, "
+        "and with no draft.model, it drafts for all requests.",
     )
 
     ray_actor_options: dict[str, Any] = Field(
@@ -166,7 +169,7 @@ class TargetConfig(EngineConfig):
     @classmethod
     def _absolute_drafter(cls, path: str | None) -> str | None:
         """``~`` and relative paths, which other processes would not find as they are."""
-        return None if path is None else str(Path(path).expanduser().absolute())
+        return path if path is None or path == MTP else str(Path(path).expanduser().absolute())
 
     @model_validator(mode="after")
     def _check_options(self) -> TargetConfig:

@@ -21,7 +21,7 @@ from specray.config.endpoints import (
     MetricsConfig,
     TelemetryConfig,
 )
-from specray.config.engine import EMBEDDED, MODEL_FREE_DRAFTS, DraftConfig, TargetConfig
+from specray.config.engine import EMBEDDED, MODEL_FREE_DRAFTS, MTP, DraftConfig, TargetConfig
 from specray.config.router import RouterConfig
 from specray.config.section import Section
 from specray.config.speculation import SpeculationConfig
@@ -135,7 +135,7 @@ def _resolve_model(section: object, key: str, folder: Path) -> None:
     """A relative path of a directory or a GGUF file that is not here may be of one beside the file."""
     if not isinstance(section, dict) or not isinstance(model := section.get(key), str):
         return
-    if model in ("", EMBEDDED, *MODEL_FREE_DRAFTS):
+    if model in ("", EMBEDDED, *MODEL_FREE_DRAFTS) or (key == "drafter" and model == MTP):
         return
     beside = folder / model
     if not Path(model).exists() and (beside.is_dir() or (beside.is_file() and beside.suffix == ".gguf")):

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from specray.config import TargetConfig
+import torch
+
+from specray.config import MTP, TargetConfig
 from specray.engine.features.base import FeatureStore, TargetShape
 from specray.engine.features.drafting import TargetDrafting
 from specray.engine.features.loader import Layout, load_drafter, read_layout
+from specray.engine.features.mtp.layout import MtpLayout, read_mtp
 from specray.engine.features.parts import target_parts, target_shape
 from specray.engine.features.tap import FeatureTap
 from specray.engine.model.description import ModelArgs
@@ -18,6 +21,7 @@ from specray.engine.runner.runner import ModelRunner
 from specray.engine.sampling.grammars import GrammarMasks
 
 _ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,7 @@ class DrafterPlan:
     @property
     def name(self) -> str:
         """Name of the drafter, for people."""
-        return Path(self.layout.path).name
+        return MTP if isinstance(self.layout, MtpLayout) else Path(self.layout.path).name
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -61,7 +65,12 @@ def plan_drafter(config: TargetConfig) -> DrafterPlan | None:
         return None
     args = model_args(config, "target", config.tensor_parallel_size)
     shape = target_shape(args)
-    return DrafterPlan(read_layout(config.drafter, shape), shape, args, _ITEM_BYTES[config.dtype])
+    layout: Layout
+    if config.drafter == MTP:
+        layout = read_mtp(args, shape, _DTYPES[config.dtype])
+    else:
+        layout = read_layout(config.drafter, shape)
+    return DrafterPlan(layout, shape, args, _ITEM_BYTES[config.dtype])
 
 
 def tap_features(

@@ -1,15 +1,5 @@
 """The EAGLE forward: one small decoder behind fused features, that goes on with its own output.
 
-The entry of token j joins the embedding of token j with the feature of token j - 1, and its K/V lie at token
-j's slot, though its rotary position is j - 1. So it depends on tokens 0..j alone, as everything at that slot
-does; slot 0 has none.
-
-::
-
-    slot                 0      1            2            ...
-    features             f0     f1           f2
-    entries, K/V         -      (t1, f0)     (t2, f1)     ...    -> draft token
-
 A drafter with masks (P-EAGLE, arXiv 2602.01469) draws all its tokens in one forward: behind the last entry
 stand masks, a token and a feature that it has learned, each in the place of a draft token.
 """
@@ -17,15 +7,15 @@ stand masks, a token and a feature that it has learned, each in the place of a d
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from specray.engine.attention.sdpa import SdpaStep, sequence_slots
+from specray.engine.attention.sdpa import SdpaStep
 from specray.engine.cache.blocks import BlockCache
 from specray.engine.features.base import Context, Continued, FeatureStore, TargetParts
+from specray.engine.features.chained.drafter import FIRST_ENTRY, ChainedDrafter
 from specray.engine.features.decoder_layers import Lowering
 from specray.engine.features.eagle_layout import EagleLayout
 from specray.engine.features.shared_rows import SharedRows, for_each_row
@@ -35,24 +25,8 @@ from specray.engine.model.operators_torch import rotary_tables
 from specray.engine.model.rotary import cos_sin
 from specray.engine.step import AttentionStep, CacheShape, SequenceRows
 
-_FIRST_ENTRY = 1
-"""KV index of the first entry."""
-_MAX_ROWS = 2048
-"""Rows of one forward, at most, while long prompts are caught up with."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Entries:
-    """Consecutive entries of one sequence: tokens ``first..end - 1``, with the features before them."""
-
-    context: Context
-    first: int
-    end: int
-    num_masks: int = 0
-    """Masks behind them, in the place of draft tokens that are not known yet."""
-
-
-class EagleDrafter:
+class EagleDrafter(ChainedDrafter):
     """Implements ``base.FeatureDrafter``.
 
     Args:
@@ -61,8 +35,8 @@ class EagleDrafter:
     """
 
     def __init__(self, layout: EagleLayout, parts: TargetParts) -> None:
+        super().__init__(parts)
         self._layout = layout
-        self._parts = parts
         self.feature_layers = layout.feature_layers
         self.max_draft_tokens: int | None = None
         self.token_ids: NDArray[np.int64] | None = layout.token_ids
@@ -93,8 +67,6 @@ class EagleDrafter:
         self._first_masks: list[int] = []
         """Index of each sequence's first row in ``_ahead``."""
         self._shared = SharedRows()
-        self._recycled = torch.empty(0)
-        """Outputs of the last step's rows, which stand for the features of their tokens."""
 
     @property
     def feature_size(self) -> int:
@@ -114,52 +86,24 @@ class EagleDrafter:
 
     def start(self, store: FeatureStore, contexts: Sequence[Context]) -> torch.Tensor:
         """See ``base.FeatureDrafter``."""
-        most = max(1, _MAX_ROWS // len(contexts))
-        last: list[_Entries] = []
-        for context in contexts:
-            first, end = max(_FIRST_ENTRY, context.num_valid), len(context.token_ids)
-            while end - first > most:
-                # Alone it has all the rows that a pass takes.
-                size = min(_MAX_ROWS, end - first - most)
-                self._run_entries(store, [_Entries(context, first, first + size)])
-                first += size
-            num_masks = 0 if self._mask_feature is None else context.num_wanted - 1
-            last.append(_Entries(context, min(first, end - 1), end, num_masks))
-        output = self._run_entries(store, last)
-        ends, at = [], -1
-        for entries in last:
-            at += entries.end - entries.first
-            ends.append(at)
-            at += entries.num_masks
+        last = self._catch_up(store, contexts)
+        output, ends = self._run_entries(store, last), self._last_rows(last)
         if self._mask_feature is not None:
-            self._ahead, self._first_masks = output, [end + 1 for end in ends]
+            self._ahead, self._first_masks = output, [end + 1 for end in ends.tolist()]
             self._shared.begin(len(contexts))
-        return self._finish(output[torch.tensor(ends, device=output.device)])
+        return self._finish(output[ends])
 
     def advance(self, continued: Sequence[Continued]) -> torch.Tensor:
         """See ``base.FeatureDrafter``."""
-        if self._mask_feature is not None:
-            return self._draw_ahead(continued)
-        device = self._parts.device
-        rows: list[SequenceRows] = []
-        positions: list[int] = []
-        for each in continued:
-            seen, blocks = each.visibility, each.context.block_ids
-            start = min(row.position for row in seen)
-            # All that is before a chain's next token is what it sees: no mask is needed.
-            masks = () if each.is_chain else seen
-            rows.append(SequenceRows(len(positions), len(seen), start, blocks, masks))
-            positions += [row.position - 1 for row in seen]
-        sources = torch.tensor([source for each in continued for source in each.sources], device=device)
-        tokens = torch.tensor([token for each in continued for token in each.token_ids], device=device)
-        output = self._forward(
-            tokens, self._recycled[sources], tuple(rows), torch.tensor(positions, device=device)
-        )
-        return self._finish(output)
+        return super().advance(continued) if self._mask_feature is None else self._draw_ahead(continued)
 
-    def acceptance(self) -> list[float] | None:
-        """See ``base.FeatureDrafter``."""
-        return None
+    def _num_masks(self, context: Context) -> int:
+        return 0 if self._mask_feature is None else context.num_wanted - 1
+
+    def _mask(self) -> tuple[int, torch.Tensor]:
+        masks = self._layout.masks
+        assert masks is not None and self._mask_feature is not None, "there are masks where any are wanted"
+        return masks.token_id, self._mask_feature
 
     def _draw_ahead(self, continued: Sequence[Continued]) -> torch.Tensor:
         """Logits of the next masks, which are computed."""
@@ -168,29 +112,6 @@ class EagleDrafter:
         output = self._ahead[torch.tensor(masks, device=self._parts.device)]
         return for_each_row(self._finish(output), continued)
 
-    def _run_entries(self, store: FeatureStore, pieces: Sequence[_Entries]) -> torch.Tensor:
-        device, size = self._parts.device, self._cache.block_size
-        features: list[torch.Tensor] = []
-        rows: list[SequenceRows] = []
-        positions: list[int] = []
-        token_ids: list[int] = []
-        for piece in pieces:
-            first, end, blocks = piece.first, piece.end, piece.context.block_ids
-            features.append(store.rows[sequence_slots(blocks, first - 1, end - 1, size, device)])
-            num_masks, masks = piece.num_masks, self._layout.masks
-            rows.append(SequenceRows(len(token_ids), end - first + num_masks, first, blocks))
-            positions.extend(range(first - 1, end - 1 + num_masks))
-            token_ids.extend(piece.context.token_ids[first:end])
-            if num_masks and masks is not None and self._mask_feature is not None:
-                features.append(self._mask_feature.expand(num_masks, -1))
-                token_ids.extend([masks.token_id] * num_masks)
-        return self._forward(
-            torch.tensor(token_ids, device=device),
-            torch.cat(features),
-            tuple(rows),
-            torch.tensor(positions, device=device),
-        )
-
     def _forward(
         self,
         token_ids: torch.Tensor,
@@ -198,9 +119,8 @@ class EagleDrafter:
         rows: tuple[SequenceRows, ...],
         positions: torch.Tensor,
     ) -> torch.Tensor:
-        """What leaves the last layer, ``[num_rows, hidden_size]``."""
         embedded = self._embed(token_ids)
-        attention = SdpaStep(AttentionStep(rows, self._cache), first_index=_FIRST_ENTRY)
+        attention = SdpaStep(AttentionStep(rows, self._cache), first_index=FIRST_ENTRY)
         cos, sin = self._rotary.at(positions)
         hidden = features
         if self._layout.joins_embedding_in_fc:
@@ -226,7 +146,6 @@ class EagleDrafter:
         return hidden
 
     def _finish(self, output: torch.Tensor) -> torch.Tensor:
-        """Logits of rows that left the last layer, which the next step goes on with."""
         normed = output if self._final_norm is None else self._final_norm(output)
         # Later steps may write to their residuals.
         self._recycled = (normed if self._layout.is_output_normed else output).clone()

@@ -9,9 +9,11 @@ from specray.engine.features.eagle import EagleDrafter
 from specray.engine.features.eagle_layout import EagleLayout, is_eagle, read_eagle
 from specray.engine.features.files import DrafterFiles
 from specray.engine.features.medusa import MedusaDrafter, MedusaLayout, is_medusa, read_medusa
+from specray.engine.features.mtp.drafter import MtpDrafter
+from specray.engine.features.mtp.layout import MtpLayout
 from specray.errors import ConfigError
 
-Layout = EagleLayout | MedusaLayout | BlockLayout
+Layout = EagleLayout | MedusaLayout | BlockLayout | MtpLayout
 """A drafter's checkpoint, read and checked, before the target is loaded."""
 
 _MAX_LISTED = 4
@@ -44,4 +46,6 @@ def load_drafter(layout: Layout, parts: TargetParts) -> FeatureDrafter:
         return EagleDrafter(layout, parts)
     if isinstance(layout, BlockLayout):
         return BlockDrafter(layout, parts)
+    if isinstance(layout, MtpLayout):
+        return MtpDrafter(layout, parts)
     return MedusaDrafter(layout, parts)

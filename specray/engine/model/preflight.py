@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from specray.config import Config, DraftConfig, EngineConfig, TargetConfig
+from specray.config import MTP, Config, DraftConfig, EngineConfig, TargetConfig
 from specray.engine.model.checkpoint.headers import weight_files
 from specray.engine.model.checkpoint.vocabulary import stored_head
 from specray.engine.model.description import ModelArgs, ModelDescription, describe, model_path
@@ -88,7 +88,7 @@ def _check_inner(draft: EngineConfig, checked: ModelSummary) -> None:
 def _check_drafter(target: EngineConfig) -> None:
     """Raises ConfigError for a drafter that is not there; what is in it, only the engine reads."""
     path = target.drafter if isinstance(target, TargetConfig) else None
-    if path is not None and not (Path(path) / "config.json").is_file():
+    if path is not None and path != MTP and not (Path(path) / "config.json").is_file():
         raise ConfigError(f"target.drafter is {path!r}; allowed: a directory with config.json and tensors")
 
 

@@ -183,7 +183,7 @@ def test_long_prompts_are_read_in_whole_passes_beside_many_sessions(
     llama: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     target = make_target(llama, write(tmp_path, *official(WEIGHTS)), max_num_seqs=8)
-    monkeypatch.setattr("specray.engine.features.eagle._MAX_ROWS", 16)
+    monkeypatch.setattr("specray.engine.features.chained.drafter._MAX_ROWS", 16)
     passes = list[int]()
     run = EagleDrafter._run_entries
 

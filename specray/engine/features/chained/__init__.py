@@ -1,0 +1,1 @@
+"""Drafters that go on with their own output."""

@@ -1,0 +1,1 @@
+"""Layers inside of a target's checkpoint that predict further tokens (MTP)."""
