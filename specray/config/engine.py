@@ -156,9 +156,9 @@ class TargetConfig(EngineConfig):
     drafter: str | None = Field(
         None,
         min_length=1,
-        description="Directory of a drafter that reads the target's features (EAGLE, P-EAGLE, DFlash, DSpark, "
-        "Medusa), or 'mtp': the MTP layer in the target's own checkpoint; it is loaded beside the target. Set, "
-        "and with no draft.model, it drafts for all requests.",
+        description="Directory of a drafter that reads the target's features (EAGLE, P-EAGLE, DFlash, "
+        "DSpark, Medusa), or 'mtp': the MTP layer in the target's own checkpoint; it is loaded beside the "
+        "target. Set, and with no draft.model, it drafts for all requests.",
     )
 
     ray_actor_options: dict[str, Any] = Field(
