@@ -176,8 +176,8 @@ class Lowering:
         return self._parts.operators.linear(self.cast(weight), None if bias is None else self.cast(bias))
 
     def gate(self, gate: WeightAndBias, up: WeightAndBias) -> Gate:
-        biases = (None if bias is None else self.cast(bias) for _, bias in (gate, up))
-        return self._parts.operators.gate(self.cast(gate[0]), self.cast(up[0]), *biases)
+        first, second = (None if bias is None else self.cast(bias) for _, bias in (gate, up))
+        return self._parts.operators.gate(self.cast(gate[0]), self.cast(up[0]), first, second)
 
     def head_norm(self, weight: torch.Tensor, num_heads: int) -> torch.Tensor:
         """A norm's weight, once for each head."""
