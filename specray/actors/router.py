@@ -23,7 +23,7 @@ from specray.actors.telemetry import SpansElsewhere, begin_logs, begin_traces, w
 from specray.config import Config, parse_config
 from specray.config.live import LiveConfig
 from specray.errors import EngineLostError, SpecrayError
-from specray.grammar import GuidedOutputs
+from specray.grammar import GuidedOutputs, PreparedCompiler
 from specray.interfaces import DrafterSource, RequestTracer
 from specray.requests import GenerateRequest, OutputChunk, ServiceInfo
 from specray.router import Router
@@ -177,6 +177,8 @@ async def _start_router(
     config: Config, target: TargetSource, source: DrafterSource | None, tracer: RequestTracer | None
 ) -> Router:
     tokenizer = await asyncio.to_thread(load_tokenizer, config.target.model)
+    compiler = PreparedCompiler.of(tokenizer)
+    compiler.prepare()
     router = Router(
         target.connect,
         source,
@@ -184,11 +186,7 @@ async def _start_router(
         speculation=config.speculation,
         model=config.model_name,
         stop_matchers=make_stop_matcher(tokenizer),
-        grammars=GuidedOutputs(
-            lambda: tokenizer.backend_json,
-            vocab_size=tokenizer.vocab_size,
-            eos_token_ids=tokenizer.eos_token_ids,
-        ),
+        grammars=GuidedOutputs(compiler),
         tracer=tracer,
         draft=config.draft.kind_in_use,
         draft_on_demand=config.draft.scales_to_none,

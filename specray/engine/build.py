@@ -25,7 +25,7 @@ from specray.engine.runner.runner import ModelRunner, RunnerInfo
 from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.target import TargetEngine
 from specray.errors import ConfigError
-from specray.grammar import GrammarCompiler
+from specray.grammar import GrammarCompiler, PreparedCompiler
 from specray.tokenization import load_tokenizer
 from specray.types import PROTOCOL_VERSION, EngineInfo, StepTime
 
@@ -48,7 +48,8 @@ def build_target_engine(config: Config, *, parallel: ParallelContext | None = No
         if config.target.prefix_cache:
             logger.info("prefixes are not used again: the model has recurrent layers")
     info = _engine_info("target", config.target, runner.info)
-    grammars = GrammarMasks(partial(_grammar_compiler, config.target, "target", runner.info.vocab_size))
+    compiler = _grammar_compiler(config.target, "target", runner.info.vocab_size)
+    grammars = GrammarMasks(compiler)
     make_engine = partial(TargetEngine, runner, device=runner.info.device, grammars=grammars)
     if plan is not None:
         most = config.speculation.max_num_draft_probs
@@ -60,6 +61,7 @@ def build_target_engine(config: Config, *, parallel: ParallelContext | None = No
     speed = profile_target(make_engine(info), budget_s=config.target.profile_s)
     _log("target", speed.step_times)
     info = replace(info, step_times=speed.step_times, context_token_s=speed.context_token_s)
+    compiler.prepare()
     return make_engine(info, prefix_cache=config.target.prefix_cache)
 
 
@@ -82,10 +84,11 @@ def build_draft_engine(config: Config, *, parallel: ParallelContext | None = Non
             "target; allowed: none"
         )
     guesser = None if is_reading else _guesser(config.draft, runner.info, inner_engine)
-    make_grammars = partial(_grammar_compiler, config.draft, "draft", runner.info.vocab_size)
-    if other is not None:
-        make_grammars = partial(_grammar_compiler, config.target, "target", other.vocab_size)
-    grammars = GrammarMasks(make_grammars)
+    if other is None:
+        compiler = _grammar_compiler(config.draft, "draft", runner.info.vocab_size)
+    else:
+        compiler = _grammar_compiler(config.target, "target", other.vocab_size)
+    grammars = GrammarMasks(compiler)
     looped = None
     if guesser is None and not is_reading:
         looped = looped_proposals(
@@ -110,6 +113,7 @@ def build_draft_engine(config: Config, *, parallel: ParallelContext | None = Non
     step_times = profile_draft(make_engine(info, guesser=masks), budget_s=config.draft.profile_s)
     _log("draft", step_times)
     info = replace(info, step_times=step_times)
+    compiler.prepare()
     if is_reading:
         return make_reading_engine(config, runner, info, other, grammars)
     return make_engine(info, prefix_cache=config.draft.prefix_cache, guesser=guesser)
@@ -167,11 +171,16 @@ def build_follower(config: EngineConfig, *, role: str, parallel: ParallelContext
     return _build_runner(config, role=role, parallel=parallel, plan=plan)
 
 
-def _grammar_compiler(config: EngineConfig, role: str, vocab_size: int) -> GrammarCompiler:
-    tokenizer = load_tokenizer(model_path(config, role))
-    return GrammarCompiler(
-        tokenizer.backend_json, vocab_size=vocab_size, eos_token_ids=tokenizer.eos_token_ids
-    )
+def _grammar_compiler(config: EngineConfig, role: str, vocab_size: int) -> PreparedCompiler:
+    """Of a model's tokenizer. To prepare it earlier would disturb the measurement of step times."""
+
+    def make() -> GrammarCompiler:
+        tokenizer = load_tokenizer(model_path(config, role))
+        return GrammarCompiler(
+            tokenizer.backend_json, vocab_size=vocab_size, eos_token_ids=tokenizer.eos_token_ids
+        )
+
+    return PreparedCompiler(make)
 
 
 def _log(role: str, step_times: Sequence[StepTime]) -> None:

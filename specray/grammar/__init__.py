@@ -11,5 +11,14 @@ from specray.grammar.compiler import GrammarCompiler
 from specray.grammar.forms import grammar_of
 from specray.grammar.matcher import GrammarMatcher, TokenMasks
 from specray.grammar.output import GuidedOutputs
+from specray.grammar.prepared import PreparedCompiler
 
-__all__ = ["GrammarCompiler", "GrammarError", "GrammarMatcher", "GuidedOutputs", "TokenMasks", "grammar_of"]
+__all__ = [
+    "GrammarCompiler",
+    "GrammarError",
+    "GrammarMatcher",
+    "GuidedOutputs",
+    "PreparedCompiler",
+    "TokenMasks",
+    "grammar_of",
+]

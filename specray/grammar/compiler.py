@@ -48,7 +48,8 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer_json: str, *, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         self.stats = CompilerStats()
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
+        """Width of the model's logits."""
         self._eos_token_ids = tuple(eos_token_ids)
         self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
         self._limits = _make_limits()
@@ -60,6 +61,11 @@ class GrammarCompiler:
         compiled = self._compile(grammar)
         if isinstance(compiled, str):
             raise InvalidRequestError(f"{field} cannot be enforced: {compiled}", field=field)
+
+    def holds(self, grammar: Grammar) -> bool:
+        """Whether to check it is no work, since it was compiled, or refused, lately."""
+        with self._lock:
+            return grammar in self._kept
 
     def matcher(self, grammar: Grammar, stop_token_ids: Collection[int] = ()) -> GrammarMatcher:
         """A matcher at the start of an output.
@@ -75,7 +81,7 @@ class GrammarCompiler:
             raise InvalidRequestError(f"grammar cannot be enforced: {compiled}", field="grammar")
         return GrammarMatcher(
             compiled,
-            vocab_size=self._vocab_size,
+            vocab_size=self.vocab_size,
             eos_token_ids=self._eos_token_ids,
             stop_token_ids=stop_token_ids,
             stats=self.stats.matchers,

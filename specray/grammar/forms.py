@@ -68,6 +68,16 @@ def grammar_of(fields: Mapping[str, Any]) -> tuple[Grammar, str] | None:
     return found[0] if found else None
 
 
+def asking_field(fields: Mapping[str, Any]) -> str | None:
+    """Name of a field that seems to ask for a grammar, which may take long to read; None: there is none."""
+    return next((name for name in FIELDS if _asks(fields.get(name))), None)
+
+
+def _asks(value: object) -> bool:
+    # Most requests with a ``response_format`` say that they want text.
+    return value is not None and not (isinstance(value, dict) and value.get("type") == "text")
+
+
 def json_grammar(schema: object, *, is_compact: bool = False, whitespace: str | None = None) -> Grammar:
     """The grammar of a JSON schema.
 

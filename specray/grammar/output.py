@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from specray.errors import SpecrayError
-from specray.grammar.compiler import GrammarCompiler
 from specray.grammar.matcher import GrammarMatcher
+from specray.grammar.prepared import PreparedCompiler
 from specray.types import Grammar
 
 
@@ -45,18 +44,11 @@ class GuidedOutputs:
     """Implements ``interfaces.OutputGrammarFactory``, in threads beside the event loop.
 
     Args:
-        tokenizer_json: returns the text of the model's ``tokenizer.json``; called with the first grammar.
-        vocab_size: of the tokenizer.
-        eos_token_ids: every token that ends an output.
+        compiler: of the target's tokenizer.
     """
 
-    def __init__(
-        self, tokenizer_json: Callable[[], str], *, vocab_size: int, eos_token_ids: Sequence[int]
-    ) -> None:
-        self._tokenizer_json = tokenizer_json
-        self._vocab_size, self._eos_token_ids = vocab_size, eos_token_ids
-        self._compiler: GrammarCompiler | None = None
-        self._lock = threading.Lock()
+    def __init__(self, compiler: PreparedCompiler) -> None:
+        self._compiler = compiler
 
     async def __call__(self, grammar: Grammar, stop_token_ids: Sequence[int]) -> GuidedOutput:
         """See OutputGrammarFactory."""
@@ -64,12 +56,6 @@ class GuidedOutputs:
 
     def _make(self, grammar: Grammar, stop_token_ids: Sequence[int]) -> GuidedOutput:
         try:
-            with self._lock:
-                # For a large vocabulary it takes a second, which two first grammars need not both spend.
-                if self._compiler is None:
-                    self._compiler = GrammarCompiler(
-                        self._tokenizer_json(), vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids
-                    )
-            return GuidedOutput(self._compiler.matcher(grammar, stop_token_ids))
+            return GuidedOutput(self._compiler.get().matcher(grammar, stop_token_ids))
         except (SpecrayError, ValueError):
             return GuidedOutput(None)

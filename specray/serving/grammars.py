@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from specray.errors import InvalidRequestError
-from specray.grammar import GrammarCompiler
+from specray.errors import InvalidRequestError, OverloadedError
+from specray.grammar import GrammarCompiler, PreparedCompiler
 from specray.serving.validation import Limits
-from specray.tokenization import Tokenizer
 from specray.types import Grammar
 
 MAX_HOLD_S = 0.5
 """Seconds for which the answer that refuses a grammar is held back at most."""
 _TIMEOUT_S = 10.0
-"""Seconds that a check may take, waiting included; the work itself is bounded by counted steps."""
+"""Seconds to the end of a check, waiting included; the work itself is bounded by counted steps."""
 _REFUSAL_SHARE = 0.05
-"""Share of one processor that refused grammars may cost, as long as their callers wait for their answers."""
+"""Share of one processor that refused grammars cost where one caller sends one after the other."""
 _CALL_S = 0.005
 """Processor seconds of a refused call beside the work on its grammar."""
 _MAX_DEBT_S = 2.0
@@ -57,56 +56,72 @@ class RefusalPace:
 
 
 class GrammarChecker:
-    """Compiles grammars as the target will.
+    """Compiles grammars as the target will, in a thread of its own.
 
     Args:
-        tokenizer: the target's.
+        compiler: of the target's tokenizer.
         pace: holds refusals back.
     """
 
-    def __init__(self, tokenizer: Tokenizer, pace: RefusalPace | None = None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, compiler: PreparedCompiler, pace: RefusalPace | None = None) -> None:
+        self._compiler = compiler
         self._pace = pace or RefusalPace()
-        self._compiler: GrammarCompiler | None = None
-        self._lock = threading.Lock()
-        self._turn = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, "specray-grammar-checks")
 
     async def read(self, read: Callable[[], ResultT], *, field: str) -> ResultT:
-        """Reads the fields of a request that hold a grammar. Raises InvalidRequestError, as ``read`` does."""
-        return await self._in_turn(read, field)
+        """Reads the fields of a request, of which ``field`` holds a grammar.
+
+        Raises:
+            InvalidRequestError: as ``read`` does. OverloadedError: see ``check``.
+        """
+        return await self._apart(read, field)
 
     async def check(self, grammar: Grammar, *, field: str, limits: Limits) -> None:
-        """Raises InvalidRequestError, naming ``field`` and the keyword, for what cannot be enforced."""
-        await self._in_turn(lambda: self._ready_compiler(field, limits).check(grammar, field=field), field)
+        """Returns if the target can enforce it.
 
-    async def _in_turn(self, work: Callable[[], ResultT], field: str) -> ResultT:
+        Raises:
+            InvalidRequestError: it cannot; the message names ``field`` and the keyword.
+            OverloadedError: too many other grammars were to be checked before it.
+        """
+        made = self._compiler.made
+        if made is not None and made.holds(grammar):
+            await self._answer(*_timed(lambda: made.check(grammar, field=field)), field)
+        else:
+            await self._apart(lambda: self._ready_compiler(field, limits).check(grammar, field=field), field)
+
+    async def _apart(self, work: Callable[[], ResultT], field: str) -> ResultT:
+        """Does the work when its turn comes. Whoever gives up waiting leaves the turns as they are."""
+        future = self._thread.submit(_timed, work)
         try:
-            async with asyncio.timeout(_TIMEOUT_S), self._turn:
-                result, work_s = await asyncio.to_thread(_timed, work)
+            async with asyncio.timeout(_TIMEOUT_S):
+                result, work_s = await asyncio.wrap_future(future)
         except TimeoutError:
+            if future.cancel():
+                raise OverloadedError(f"{field} waited {_TIMEOUT_S:g} s behind other grammars") from None
             raise InvalidRequestError(
                 f"{field} could not be checked within {_TIMEOUT_S:g} s; allowed: a simpler one", field=field
             ) from None
+        return await self._answer(result, work_s, field)
+
+    async def _answer(self, result: ResultT | InvalidRequestError, work_s: float, field: str) -> ResultT:
+        """Returns the result, or raises the refusal when its time has come."""
         if isinstance(result, InvalidRequestError):
-            await asyncio.sleep(self._pace.hold_s(work_s))
+            if (result.field or "").startswith(field):
+                await asyncio.sleep(self._pace.hold_s(work_s))
             raise result
         return result
 
     def _ready_compiler(self, field: str, limits: Limits) -> GrammarCompiler:
-        with self._lock:
-            if self._compiler is None:
-                try:
-                    self._compiler = GrammarCompiler(
-                        self._tokenizer.backend_json,
-                        vocab_size=limits.vocab_size,
-                        eos_token_ids=limits.eos_token_ids,
-                    )
-                except ValueError as error:
-                    raise InvalidRequestError(
-                        f"{field} cannot be enforced with this model's tokenizer: {str(error)[:200]}",
-                        field=field,
-                    ) from None
-            return self._compiler
+        reason = f"it has more than the model's {limits.vocab_size} tokens"
+        try:
+            compiler = self._compiler.get()
+            if compiler.vocab_size <= limits.vocab_size:
+                return compiler
+        except ValueError as error:
+            reason = str(error)[:200]
+        raise InvalidRequestError(
+            f"{field} cannot be enforced with this model's tokenizer: {reason}", field=field
+        )
 
 
 def _timed(work: Callable[[], ResultT]) -> tuple[ResultT | InvalidRequestError, float]:

@@ -24,6 +24,7 @@ from specray.actors.router import RouterReplica
 from specray.actors.telemetry import AllMetrics, begin_logs, begin_traces, with_labels
 from specray.config import Config, parse_config
 from specray.config.live import LiveConfig, Served
+from specray.grammar import PreparedCompiler
 from specray.rpc.channel import ChannelOptions, channel_options
 from specray.rpc.inference.server import InferenceServer
 from specray.serving.admission.api_keys import Keyring
@@ -93,6 +94,8 @@ class IngressReplica:
         self._client = with_admission(client, config)
         self._tokenizer = load_tokenizer(config.target.model)
         warm_up(self._tokenizer)
+        self._compiler = PreparedCompiler.of(self._tokenizer)
+        self._compiler.prepare()
         self._keyring = Keyring(config.auth)
         self._has_http_server = config.http.server == "ingress"
 
@@ -108,6 +111,7 @@ class IngressReplica:
             metrics_text=self._all_metrics.text,
             # Serve's proxy sets the header, where there is one.
             names_answers=self._has_http_server,
+            compiler=self._compiler,
         )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -168,7 +172,11 @@ class IngressReplica:
     def _grpc_server(self) -> InferenceServer:
         config = self._config
         handler = GrpcIngress(
-            client=self._client, tokenizer=self._tokenizer, config=self._now, observer=self._observer
+            client=self._client,
+            tokenizer=self._tokenizer,
+            config=self._now,
+            observer=self._observer,
+            compiler=self._compiler,
         )
         return InferenceServer(
             handler,

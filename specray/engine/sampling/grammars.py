@@ -7,11 +7,11 @@ retried or taken over from another router simply gets a new one.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from specray.errors import GrammarError, InvalidRequestError
-from specray.grammar import GrammarCompiler, GrammarMatcher, TokenMasks
+from specray.grammar import GrammarMatcher, PreparedCompiler, TokenMasks
 from specray.types import Grammar, GrammarStats, SamplingParams
 
 _MAX_MATCHERS: Final = 1024
@@ -22,12 +22,11 @@ class GrammarMasks:
     """Matchers of the running sequences.
 
     Args:
-        make_compiler: loads the tokenizer and makes its compiler; called with the first grammar.
+        compiler: of the target's tokenizer.
     """
 
-    def __init__(self, make_compiler: Callable[[], GrammarCompiler]) -> None:
-        self._make_compiler = make_compiler
-        self._compiler: GrammarCompiler | None = None
+    def __init__(self, compiler: PreparedCompiler) -> None:
+        self._compiler = compiler
         self._matchers: OrderedDict[str, tuple[Grammar, GrammarMatcher]] = OrderedDict()
 
     def masks(
@@ -52,10 +51,9 @@ class GrammarMasks:
         assert sampling.grammar is not None
         kept = self._matchers.get(request_id)
         if kept is None or kept[0] != sampling.grammar:
-            if self._compiler is None:
-                self._compiler = self._make_compiler()
+            compiler = self._compiler.get()
             try:
-                matcher = self._compiler.matcher(sampling.grammar, sampling.stop_token_ids)
+                matcher = compiler.matcher(sampling.grammar, sampling.stop_token_ids)
             except InvalidRequestError as error:
                 # Whoever checked it before had another compiler, or another version of it.
                 raise GrammarError(str(error)) from None
@@ -68,9 +66,10 @@ class GrammarMasks:
     @property
     def stats(self) -> GrammarStats:
         """What grammars have cost so far. Any thread may ask."""
-        if self._compiler is None:
+        compiler = self._compiler.made
+        if compiler is None:
             return GrammarStats()
-        compiled, matched = self._compiler.stats, self._compiler.stats.matchers
+        compiled, matched = compiler.stats, compiler.stats.matchers
         return GrammarStats(
             compile_s=compiled.compile_s,
             mask_s=matched.mask_s,

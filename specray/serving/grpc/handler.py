@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, contextmanager
 from specray.config import Config
 from specray.config.live import LiveConfig
 from specray.errors import InvalidRequestError
+from specray.grammar import PreparedCompiler
 from specray.interfaces import RouterClient
 from specray.requests import GenerateRequest, ServiceInfo, TextOptions, sampling_options
 from specray.rpc.inference.server import Admitter, GenerateEvent, GenerateParams, InferenceServer, Usage
@@ -55,6 +56,7 @@ class GrpcIngress:
         config: Config | LiveConfig,
         caller: Caller | None = None,
         observer: CallObserver | None = None,
+        compiler: PreparedCompiler | None = None,
     ) -> None:
         live = LiveConfig.of(config)
         config = live.now
@@ -62,7 +64,7 @@ class GrpcIngress:
         self._caller = caller or Caller()
         self._client = with_admission(client, config)
         self._tokenizer = tokenizer
-        self._grammars = GrammarChecker(tokenizer)
+        self._grammars = GrammarChecker(compiler or PreparedCompiler.of(tokenizer))
         self._planner = ChatPlanner(tokenizer, live)
         self._defaults = load_defaults(config)
         self._limits = ServiceLimits(client, tokenizer, live)

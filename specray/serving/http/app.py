@@ -19,6 +19,7 @@ from specray import __version__
 from specray.config import Config
 from specray.config.live import LiveConfig
 from specray.errors import SpecrayError
+from specray.grammar import PreparedCompiler
 from specray.interfaces import RouterClient
 from specray.serving.admission.api_keys import Caller, Keyring
 from specray.serving.admission.capacity import RouterCapacity, max_requests, with_admission
@@ -66,6 +67,7 @@ def build_http_app(
     observer: CallObserver | None = None,
     metrics_text: TextSource | None = None,
     names_answers: bool = True,
+    compiler: PreparedCompiler | None = None,
 ) -> FastAPI:
     """Builds the application.
 
@@ -78,6 +80,7 @@ def build_http_app(
         observer: records of calls, shared with the gRPC endpoint; default: one of its own, without traces.
         metrics_text: returns the text of /metrics; default: metrics of the router and of this application.
         names_answers: False where a proxy in front puts the request id on every answer.
+        compiler: of grammars, shared with the gRPC endpoint; default: one of its own, made at first need.
     """
     app = FastAPI(
         title="specray", version=__version__, lifespan=lifespan, openapi_url=None, redirect_slashes=False
@@ -90,7 +93,14 @@ def build_http_app(
     keyring = keyring or Keyring(config.auth)
     observer = observer or CallObserver(config.logging)
     identity = identify(config)
-    api = OpenAiApi(client=client, tokenizer=tokenizer, config=live, limits=limits, identity=identity)
+    api = OpenAiApi(
+        client=client,
+        tokenizer=tokenizer,
+        config=live,
+        limits=limits,
+        identity=identity,
+        compiler=compiler or PreparedCompiler.of(tokenizer),
+    )
     add_service_routes(app, client, is_terse=lambda: keyring.asks_for_key)
     metrics_text = metrics_text or _own_metrics(client, observer)
     if config.metrics.vllm_names:

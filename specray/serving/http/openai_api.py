@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from specray.config.live import LiveConfig
+from specray.grammar import PreparedCompiler
 from specray.interfaces import RouterClient
 from specray.requests import GenerateRequest
 from specray.serving.admission.api_keys import Caller, complete_for, stream_for
@@ -90,13 +91,14 @@ class OpenAiApi:
         config: LiveConfig,
         limits: ServiceLimits,
         identity: Identity,
+        compiler: PreparedCompiler,
         now: Callable[[], float] = time.time,
     ) -> None:
         start = config.now
         self._client = with_admission(client, start)
         self._config = config
         self._tokenizer = tokenizer
-        self._grammars = GrammarChecker(tokenizer)
+        self._grammars = GrammarChecker(compiler)
         self._planner = ChatPlanner(tokenizer, config)
         self._limits = limits
         self.fingerprint = identity.system_fingerprint

@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from specray.errors import InvalidRequestError, shown
-from specray.grammar.forms import FIELDS, MODIFIERS, grammar_of
+from specray.grammar.forms import FIELDS, MODIFIERS, asking_field, grammar_of
 from specray.requests import Range, SamplingOptions, TextOptions, sampling_options
 from specray.serving.calls.predictions import parse_prediction
 from specray.serving.http.extras import check_extras
@@ -160,7 +160,7 @@ class SamplingFields(_OptionFields):
     @property
     def grammar_field(self) -> str | None:
         """Name of a field that may ask for structured output; None: the body has none."""
-        return next((name for name in self.model_extra or {} if name in GRAMMAR_FIELDS), None)
+        return asking_field(self.model_extra or {})
 
     def max_tokens_field(self) -> tuple[str, int | None]:
         """Returns the name of the field that bounds the output, and its value."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specray.errors import InvalidRequestError
-from specray.grammar.forms import WHITESPACE, grammar_of
+from specray.grammar.forms import WHITESPACE, asking_field, grammar_of
 from specray.types import Grammar, GrammarKind
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
@@ -129,3 +129,19 @@ def test_a_schema_that_is_nested_without_end_is_refused() -> None:
         schema = {"not": schema}
     with pytest.raises(InvalidRequestError, match="nested too deeply"):
         grammar_of({"guided_json": schema})
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({}, None),
+        ({"response_format": None, "guided_json": None}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"guided_decoding_backend": "xgrammar", "guided_whitespace_pattern": " "}, None),
+        ({"response_format": {"type": "text"}, "guided_regex": "a"}, "guided_regex"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"grammar": 7}, "grammar"),
+    ],
+)
+def test_what_asks_for_text_asks_for_no_grammar(fields: dict[str, Any], name: str | None) -> None:
+    assert asking_field(fields) == name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specray.grammar import GuidedOutputs
+from specray.grammar import GuidedOutputs, PreparedCompiler
 from specray.grammar.forms import json_grammar
 from specray.tokenization import Tokenizer, load_tokenizer
 from specray.types import Grammar, GrammarKind
@@ -20,10 +20,7 @@ def tokenizer() -> Tokenizer:
 
 
 def outputs() -> GuidedOutputs:
-    read = tokenizer()
-    return GuidedOutputs(
-        lambda: read.backend_json, vocab_size=read.vocab_size, eos_token_ids=read.eos_token_ids
-    )
+    return GuidedOutputs(PreparedCompiler.of(tokenizer()))
 
 
 async def test_forced_tokens_spell_what_the_grammar_leaves_no_choice_about() -> None:

@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from specray.errors import InvalidRequestError
+from specray.errors import InvalidRequestError, OverloadedError
+from specray.grammar import PreparedCompiler
 from specray.grammar.compiler import MAX_SOURCE_LEN
 from specray.serving.grammars import MAX_HOLD_S, GrammarChecker, RefusalPace
 from specray.serving.validation import Limits
@@ -62,7 +63,7 @@ class ShownPace(RefusalPace):
 
 async def test_only_what_is_refused_is_held_back() -> None:
     pace = ShownPace()
-    checker = GrammarChecker(TOKENIZER, pace)
+    checker = GrammarChecker(PreparedCompiler.of(TOKENIZER), pace)
     await checker.check(RIGHT, field="f", limits=LIMITS)
     assert await checker.read(lambda: 7, field="f") == 7
     assert pace.asked == []
@@ -83,7 +84,7 @@ async def test_only_what_is_refused_is_held_back() -> None:
 
 async def test_reading_runs_off_the_event_loop_and_its_refusal_is_held_back() -> None:
     pace = RefusalPace()
-    checker = GrammarChecker(TOKENIZER, pace)
+    checker = GrammarChecker(PreparedCompiler.of(TOKENIZER), pace)
     threads: list[int] = []
 
     def read() -> None:
@@ -101,8 +102,81 @@ async def test_reading_runs_off_the_event_loop_and_its_refusal_is_held_back() ->
 
 
 async def test_a_grammar_that_is_too_long_is_refused_and_not_kept() -> None:
-    checker = GrammarChecker(TOKENIZER)
+    checker = GrammarChecker(PreparedCompiler.of(TOKENIZER))
     long = Grammar(GrammarKind.REGEX, "a" * (MAX_SOURCE_LEN + 1))
     with pytest.raises(InvalidRequestError, match="it has 65537 characters; allowed: at most 65536"):
         await checker.check(long, field="f", limits=LIMITS)
-    assert checker._compiler is not None and not checker._compiler._kept
+    assert (compiler := checker._compiler.made) is not None and not compiler._kept
+
+
+class Slow:
+    """Work that goes on until it may end."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+        self.num_begun = 0
+        self.num_ended = 0
+
+    def __call__(self) -> int:
+        self.num_begun += 1
+        assert self.may_end.wait(20)
+        self.num_ended += 1
+        return self.num_ended
+
+
+async def begun(slow: Slow, number: int) -> None:
+    async with asyncio.timeout(20):
+        while slow.num_begun < number:  # noqa: ASYNC110  # A thread has no event of the loop's.
+            await asyncio.sleep(0.001)
+
+
+async def test_who_gives_up_leaves_the_turns_as_they_are() -> None:
+    """The work of a caller that left goes on alone, and what waited with it is never done."""
+    checker, slow = GrammarChecker(PreparedCompiler.of(TOKENIZER)), Slow()
+    calls = [asyncio.create_task(checker.read(slow, field="f")) for _ in range(3)]
+    await begun(slow, 1)
+    calls[0].cancel()
+    calls[1].cancel()
+    await asyncio.wait(calls[:2])
+    await asyncio.sleep(0.02)
+    assert slow.num_begun == 1
+    slow.may_end.set()
+    assert await calls[2] == 2
+    assert slow.num_begun == 2
+
+
+async def test_who_waits_too_long_is_told_of_the_others_and_who_takes_too_long_of_the_grammar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("specray.serving.grammars._TIMEOUT_S", 0.2)
+    checker, slow = GrammarChecker(PreparedCompiler.of(TOKENIZER)), Slow()
+    first = asyncio.create_task(checker.read(slow, field="f"))
+    await begun(slow, 1)
+    with pytest.raises(OverloadedError, match=r"f waited 0\.2 s behind other grammars"):
+        await checker.read(slow, field="f")
+    with pytest.raises(InvalidRequestError, match=r"f could not be checked within 0\.2 s"):
+        await first
+    slow.may_end.set()
+
+
+async def test_what_is_known_waits_for_nobody() -> None:
+    checker, slow = GrammarChecker(PreparedCompiler.of(TOKENIZER)), Slow()
+    await checker.check(RIGHT, field="f", limits=LIMITS)
+    busy = asyncio.create_task(checker.read(slow, field="f"))
+    await begun(slow, 1)
+    await checker.check(RIGHT, field="f", limits=LIMITS)
+    assert not busy.done()
+    slow.may_end.set()
+    await busy
+
+
+async def test_other_mistakes_of_a_request_with_a_grammar_are_not_held() -> None:
+    pace = ShownPace()
+    checker = GrammarChecker(PreparedCompiler.of(TOKENIZER), pace)
+
+    def read() -> None:
+        raise InvalidRequestError("no", field="stop[0]")
+
+    with pytest.raises(InvalidRequestError, match="no"):
+        await checker.read(read, field="response_format")
+    assert pace.asked == []
