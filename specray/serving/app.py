@@ -27,7 +27,6 @@ from specray.actors.router import RouterReplica
 from specray.actors.scaling import draft_replicas, router_replicas
 from specray.actors.targets.placement import actor_options, place_draft, place_group, rank_bundle, ray_nodes
 from specray.config import Config, parse_config
-from specray.environment import rank_environment, thread_environment
 from specray.serving.ingress import ingress_deployment
 
 NUM_CPUS_PER_INGRESS = 0.1
@@ -93,26 +92,15 @@ def _draft_placement(config: Config) -> dict[str, Any]:
     """Returns the options of the Draft deployment for a replica's place and resources."""
     if config.draft.tensor_parallel_size == 1:
         own = {key: amount for key, amount in actor_options(rank_bundle(config.draft)).items() if amount}
-        options = {**own, **config.draft.ray_actor_options}
-        environment = _with_thread_environment(options.get("runtime_env") or {})
-        return {"ray_actor_options": {**options, "runtime_env": environment}}
+        return {"ray_actor_options": {**own, **config.draft.ray_actor_options}}
     group = place_draft(config.draft, nodes=ray_nodes())
-    environment = {"env_vars": rank_environment(config.rpc)}
     return {
         # The replica itself is rank 0.
-        "ray_actor_options": {**actor_options(group.bundles[0]), "runtime_env": environment},
+        "ray_actor_options": actor_options(group.bundles[0]),
         "placement_group_bundles": group.bundles,
         "placement_group_strategy": group.strategy,
         "placement_group_bundle_label_selector": group.label_selectors,
     }
-
-
-def _with_thread_environment(runtime_env: dict[str, Any]) -> dict[str, Any]:
-    """Adds an engine's thread settings to the user's runtime environment, which takes precedence."""
-    given = runtime_env.get("env_vars") or {}
-    # OMP_WAIT_POLICY decides the same thing, and GOMP_SPINCOUNT would override it.
-    own = {} if "OMP_WAIT_POLICY" in given else thread_environment()
-    return {**runtime_env, "env_vars": {**own, **given}}
 
 
 def _router_deployment(config: Config) -> serve.Deployment:

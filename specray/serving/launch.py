@@ -22,9 +22,9 @@ from typing import Any, Final
 from specray.config import EMBEDDED, Config
 from specray.environment import apply_ray_environment, external_ray_address
 from specray.errors import ConfigError
-from specray.serving.agent_ports import chosen_agent_ports
 from specray.serving.live.notes import noted
 from specray.serving.process_end import end_without_destructors
+from specray.serving.ray_nodes import chosen_agent_ports, lean_head
 from specray.tokenization.files import has_chat_template
 
 APP_NAME = "specray"
@@ -214,7 +214,7 @@ def _init_ray(**options: Any) -> Any:
     for is_last in (False, True):
         before = _children()
         try:
-            with chosen_agent_ports():
+            with chosen_agent_ports(), lean_head(log_to_driver=options.get("log_to_driver", True)):
                 return ray.init(**options)
         # Ray raises a plain Exception for this; its subclasses are about something else.
         except Exception as error:

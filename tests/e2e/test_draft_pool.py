@@ -29,8 +29,8 @@ from specray.bench.compare.peers.process import free_port
 from specray.config import Config, parse_config
 from specray.demo.paths import demo_draft_path
 from specray.rpc.inference.client import SpecrayClient
-from specray.serving.agent_ports import chosen_agent_ports
 from specray.serving.launch import APP_NAME
+from specray.serving.ray_nodes import chosen_agent_ports, lean_head
 from tests.e2e.service import DEADLINE_S, Service, complete, is_running
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -64,10 +64,10 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
             "rpc": {"secret_file": str(secret)},
         }
     )
-    with chosen_agent_ports():
+    with chosen_agent_ports(), lean_head(log_to_driver=False):
         # "local": never the cluster of a test beside this one, which leaves a note for all.
         ray.init(
-            "local", num_cpus=8, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False,
+            "local", num_cpus=4, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False,
             logging_level="WARNING",
         )  # fmt: skip
     try:

@@ -20,6 +20,7 @@ from specray.actors.targets.ranks import DraftRank
 from specray.actors.telemetry import begin_logs, with_labels
 from specray.config import Config, parse_config
 from specray.config.live import LiveConfig
+from specray.environment import apply_rank_environment, apply_thread_environment
 from specray.errors import ConfigError, EngineLostError
 from specray.metrics.router import DraftMetrics
 
@@ -58,7 +59,12 @@ class DraftReplica:
 
     def __init__(self, values: dict[str, Any], store: str | None = None) -> None:
         keep_serve_on_loopback()
-        live = LiveConfig(parse_config(values))
+        config = parse_config(values)
+        if config.draft.tensor_parallel_size > 1:
+            apply_rank_environment(config.rpc)
+        else:
+            apply_thread_environment()
+        live = LiveConfig(config)
         begin_logs(live.now)
         live.listen(begin_logs)
         self._live = LiveReplica(live, store=store)

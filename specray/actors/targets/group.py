@@ -18,7 +18,6 @@ from specray.actors.targets.gpus import GpuPlace, check_own_gpus, gpu_places
 from specray.actors.targets.placement import actor_options, rank_bundles
 from specray.actors.targets.ranks import Rank, RankProcess, TargetRank, own_process
 from specray.config import Config
-from specray.environment import rank_environment
 from specray.errors import ConfigError, EngineLostError
 
 THREADS_PER_RANK = 4
@@ -177,7 +176,6 @@ class PlacedRanks:
         return actor_class.options(
             **actor_options(self._placement_group.bundle_specs[bundle]),
             max_restarts=0,
-            runtime_env={"env_vars": rank_environment(self._config.rpc)},
             max_concurrency=THREADS_PER_RANK,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=self._placement_group, placement_group_bundle_index=bundle

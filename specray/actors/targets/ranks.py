@@ -9,6 +9,7 @@ import ray
 
 from specray.actors.node import listen_address, listen_host, meet_on_own_interface
 from specray.config import parse_config
+from specray.environment import apply_rank_environment
 from specray.telemetry.logs import configure_logging
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Rank:
 
     def __init__(self, values: dict[str, Any], rank: int) -> None:
         self._config = parse_config(values)
+        apply_rank_environment(self._config.rpc)
         configure_logging(
             self._config.logging, context={"deployment": self.role.capitalize(), "rank": str(rank)}
         )

@@ -1,8 +1,9 @@
-"""Tests of the ports that a Ray node's agents are given, of which the node need not wait to hear."""
+"""Tests of what a Ray node of our own is told of its agents, and which processes it starts."""
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +14,17 @@ from ray._private.node import Node
 from ray._private.parameter import RayParams
 from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, wait_for_persisted_port
 
-from specray.serving import agent_ports
-from specray.serving.agent_ports import PORTS, choose_ports, chosen_agent_ports
+from specray.serving import ray_nodes
+from specray.serving.ray_nodes import PORTS, choose_ports, chosen_agent_ports, lean_head
 
 NODE_ID = "ab" * 28
-NAMES = ("metrics_agent_port", "dashboard_agent_listen_port", "runtime_env_agent_port", "metrics_export_port")
+PORT_NAMES = (
+    "metrics_agent_port",
+    "dashboard_agent_listen_port",
+    "runtime_env_agent_port",
+    "metrics_export_port",
+)
+STARTS = ("start_gcs_server", "start_monitor", "start_api_server", "start_log_monitor", "start_raylet")
 
 
 @pytest.fixture
@@ -31,7 +38,7 @@ def test_a_port_that_is_taken_is_not_chosen(monkeypatch: pytest.MonkeyPatch, tak
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         free = probe.getsockname()[1]
-    monkeypatch.setattr(agent_ports, "PORTS", _Numbers(taken, free))
+    monkeypatch.setattr(ray_nodes, "PORTS", _Numbers(taken, free))
     assert choose_ports(1) == [free]
     with pytest.raises(OSError, match="fewer than 2 are free"):
         choose_ports(2)
@@ -60,7 +67,7 @@ def test_a_node_knows_its_agents_ports_before_it_starts(
     def start_raylet(node: Any, *args: Any, **kwargs: Any) -> None:
         # What a node waits for when it is not told.
         told = wait_for_persisted_port(str(tmp_path), NODE_ID, DASHBOARD_AGENT_LISTEN_PORT_NAME, timeout_ms=0)
-        seen.append((args, kwargs, told, [getattr(node._ray_params, name) for name in NAMES]))
+        seen.append((args, kwargs, told, [getattr(node._ray_params, name) for name in PORT_NAMES]))
 
     monkeypatch.setattr(Node, "start_raylet", start_raylet)
     node: Any = SimpleNamespace(_ray_params=RayParams(), _session_dir=str(tmp_path), _node_id=NODE_ID)
@@ -69,7 +76,7 @@ def test_a_node_knows_its_agents_ports_before_it_starts(
     ((args, kwargs, told, ports),) = seen
     assert (args, kwargs) == (("plasma",), {"object_store_memory": 1})
     assert len(set(ports)) == 4 and all(port in PORTS for port in ports)
-    assert told == ports[NAMES.index("dashboard_agent_listen_port")]
+    assert told == ports[PORT_NAMES.index("dashboard_agent_listen_port")]
 
 
 def test_other_nodes_of_the_process_start_as_ray_starts_them() -> None:
@@ -85,3 +92,49 @@ def test_a_ray_of_another_version_starts_as_it_does(monkeypatch: pytest.MonkeyPa
     before = Node.start_raylet
     with chosen_agent_ports():
         assert Node.start_raylet is before
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Methods of a node that have started a process."""
+    found: list[str] = []
+
+    def recorded(name: str) -> Any:
+        return lambda node, **options: found.append(name)
+
+    for name in STARTS:
+        monkeypatch.setattr(Node, name, recorded(name))
+    yield found
+
+
+def start_all(node: Any) -> None:
+    """Calls the methods as a node does."""
+    Node.start_gcs_server(node)
+    Node.start_monitor(node)
+    Node.start_api_server(node, include_dashboard=False, raise_on_failure=False)
+    Node.start_log_monitor(node)
+    Node.start_raylet(node)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("log_to_driver", [False, True])
+def test_a_head_has_no_processes_that_nobody_asks(started: list[str], log_to_driver: bool) -> None:
+    with lean_head(log_to_driver=log_to_driver):
+        start_all(None)
+    log_monitor = ["start_log_monitor"] if log_to_driver else []
+    assert started == ["start_gcs_server", *log_monitor, "start_raylet"]
+
+
+def test_other_nodes_of_the_process_have_all_processes(started: list[str]) -> None:
+    with pytest.raises(ZeroDivisionError), lean_head(log_to_driver=False):
+        raise ZeroDivisionError
+    start_all(None)
+    assert started == list(STARTS)
+
+
+def test_a_ray_of_another_version_has_all_processes(
+    started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "__version__", "2.61.0")
+    with lean_head(log_to_driver=False):
+        start_all(None)
+    assert started == list(STARTS)

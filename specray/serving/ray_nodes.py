@@ -1,4 +1,4 @@
-"""Ports of a Ray node's agents, chosen before the node starts, so that it need not wait to learn them."""
+"""Ray nodes of our own: ports of agents chosen before a node starts, and no processes that nobody asks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PORTS = range(20_000, 32_768)
 """Port numbers to choose from: below those that Linux gives to whoever asks for any."""
 
 _KNOWN_RAY = "2.60."
-"""Prefix of the Ray versions whose nodes are known to take the ports so; others choose their own."""
+"""Prefix of the Ray versions whose nodes are known; others start as they do by themselves."""
 
 
 def choose_ports(count: int) -> list[int]:
@@ -31,6 +31,13 @@ def choose_ports(count: int) -> list[int]:
     raise OSError(f"of the ports {PORTS.start} to {PORTS.stop - 1}, fewer than {count} are free")
 
 
+def is_known_ray() -> bool:
+    """True if Ray has the version whose nodes are known to start with what this process changes of them."""
+    import ray
+
+    return ray.__version__.startswith(_KNOWN_RAY)
+
+
 @contextmanager
 def chosen_agent_ports() -> Iterator[None]:
     """Lets the Ray nodes that this process starts in the block have agents on ports that are chosen here.
@@ -43,9 +50,7 @@ def chosen_agent_ports() -> Iterator[None]:
     ``ray.init`` has no parameters for them. One port has none in Ray's own program for a node either: its
     file is written here, before the agent writes the same.
     """
-    import ray
-
-    if not ray.__version__.startswith(_KNOWN_RAY):
+    if not is_known_ray():
         # What is wrapped here is not public.
         yield
         return
@@ -72,3 +77,38 @@ def chosen_agent_ports() -> Iterator[None]:
         yield
     finally:
         node_class.start_raylet = start_raylet
+
+
+@contextmanager
+def lean_head(*, log_to_driver: bool = True) -> Iterator[None]:
+    """Lets the Ray nodes that this process starts in the block have fewer processes.
+
+    Without the dashboard's pages its server only reports usage of Ray, and the node starts after it: 2 s of
+    processor time. The monitor is the autoscaler's, which has no nodes to add here: 1.2 s. The log monitor
+    reads all logs to send them to the process that has started Ray: 1.5 s, and some more for each line.
+
+    ``ray.init`` has no parameters for them.
+
+    Args:
+        log_to_driver: as ``ray.init`` is told; False: no log monitor.
+    """
+    if not is_known_ray():
+        # What is replaced here is not public.
+        yield
+        return
+    from ray._private import node as ray_node
+
+    node_class: Any = ray_node.Node
+    left_out = ["start_api_server", "start_monitor", *([] if log_to_driver else ["start_log_monitor"])]
+    before = {name: getattr(node_class, name) for name in left_out}
+    for name in left_out:
+        setattr(node_class, name, _start_nothing)
+    try:
+        yield
+    finally:
+        for name, start in before.items():
+            setattr(node_class, name, start)
+
+
+def _start_nothing(node: object, **options: object) -> None:
+    """Stands for a method of a node that would start a process."""
