@@ -33,6 +33,9 @@ HTTP_TIMEOUT_MARGIN_S = 30.0
 KEEP_ALIVE_TIMEOUT_S = 90
 START_MARGIN_S = 60.0
 POLL_INTERVAL_S = 0.1
+STATUS_INTERVAL_S = 0.5
+"""Seconds between two looks at Serve's status during a start. Each takes processor time that the start needs:
+with ten a second, this process used a quarter of a core."""
 _END_S = 5.0
 SERVE_LOGS: Final = {"log_level": "WARNING", "enable_access_log": False}
 """Logging of Serve itself: a line for each call in each deployment would cost more than some calls."""
@@ -287,7 +290,7 @@ def wait_running(stop: threading.Event, *, timeout_s: float) -> None:
     from ray.serve.schema import ApplicationStatus
 
     end = time.monotonic() + timeout_s
-    while not stop.wait(POLL_INTERVAL_S):
+    while not stop.wait(STATUS_INTERVAL_S):
         overview = serve.status().applications.get(APP_NAME)
         if overview is None or overview.status in (
             ApplicationStatus.NOT_STARTED,
