@@ -37,6 +37,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 PROMPT = "class Stack:\n    def push(self, item):\n"
 START_TIMEOUT_S = 120.0
+HEALTH = {"health_check_period_s": 1, "health_check_timeout_s": 2}
+"""Health checks in seconds: a draft that hangs is replaced after three, in half the time of users."""
 GREEDY: dict[str, Any] = {"temperature": 0}
 COUPLED: dict[str, Any] = {"temperature": 1, "seed": 3}
 
@@ -91,8 +93,8 @@ def deploy(config: Config, *, user_config: dict[str, Any] | None) -> None:
         "import_path": "specray.serving.app:build_app",
         "args": config.model_dump(mode="json", exclude_unset=True),
     }
-    if user_config is not None:
-        application["deployments"] = [{"name": "Draft", "user_config": user_config}]
+    draft = {"name": "Draft", **HEALTH} | ({} if user_config is None else {"user_config": user_config})
+    application["deployments"] = [draft]
     schema = ServeDeploySchema.model_validate({"applications": [application]})
     client: Any = _get_global_client()
     client.deploy_apps(schema)
@@ -104,7 +106,7 @@ def deploy(config: Config, *, user_config: dict[str, Any] | None) -> None:
             if status.status is ApplicationStatus.RUNNING:
                 return
         assert time.monotonic() < end, status
-        time.sleep(0.1)
+        time.sleep(0.5)
 
 
 @pytest.fixture

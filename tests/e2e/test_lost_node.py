@@ -26,7 +26,9 @@ DEADLINE_S = 90.0
 
 
 @pytest.fixture
-async def bed(tmp_path: Path) -> AsyncIterator[Bed]:
+async def bed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bed]:
+    # A worker for each of a node's eight logical CPUs would be started and never used.
+    monkeypatch.setenv("RAY_prestart_worker_first_driver", "0")
     engine = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "num_threads": 1}
     config = parse_config(
         {

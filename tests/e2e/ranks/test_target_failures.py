@@ -28,8 +28,10 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 DEADLINE_S = 120.0
 PROMPT = "def fibonacci(n):\n"
 FIELDS: dict[str, Any] = {
-    "prompt": PROMPT, "max_tokens": 400, "temperature": 1, "seed": 3, "ignore_eos": True
+    "prompt": PROMPT, "max_tokens": 120, "temperature": 1, "seed": 3, "ignore_eos": True
 }  # fmt: skip
+LONG: dict[str, Any] = {**FIELDS, "max_tokens": 240}
+"""Fields of requests that still run when Serve has begun to replace their Router."""
 SCHEMA = {
     "type": "object",
     "properties": {"names": {"type": "array", "items": {"type": "string"}, "minItems": 40, "maxItems": 40}},
@@ -38,7 +40,7 @@ SCHEMA = {
 }
 STRUCTURED: dict[str, Any] = {
     "prompt": PROMPT,
-    "max_tokens": 120,
+    "max_tokens": 80,
     "temperature": 1,
     "seed": 3,
     "response_format": {"type": "json_schema", "json_schema": {"name": "names", "schema": SCHEMA}},
@@ -55,11 +57,15 @@ async def patient(service: Service) -> Any:
 
 
 async def streamed(
-    http: aiohttp.ClientSession, service: Service, *, midway: Callable[[], object] = lambda: None
+    http: aiohttp.ClientSession,
+    service: Service,
+    *,
+    midway: Callable[[], object] = lambda: None,
+    fields: dict[str, Any] = FIELDS,
 ) -> tuple[str, dict[str, Any] | None]:
     """Returns the text, and the error that ended it; ``midway`` is called after the second chunk."""
     pieces: list[str] = []
-    body = {"model": service.model, "stream": True, **FIELDS}
+    body = {"model": service.model, "stream": True, **fields}
     async with http.post("/v1/completions", json=body) as response:
         async for line in response.content:
             if line.startswith(b"data: {"):
@@ -76,7 +82,7 @@ async def eventually(condition: Callable[[], Any], what: str) -> None:
     end = time.monotonic() + DEADLINE_S
     while not await condition():
         assert time.monotonic() < end, f"not within {DEADLINE_S} s: {what}"
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.3)
 
 
 async def status(http: aiohttp.ClientSession, path: str) -> int:
@@ -84,8 +90,8 @@ async def status(http: aiohttp.ClientSession, path: str) -> int:
         return response.status
 
 
-async def whole(http: aiohttp.ClientSession, service: Service) -> str:
-    answer = await complete(http, service, **FIELDS)
+async def whole(http: aiohttp.ClientSession, service: Service, fields: dict[str, Any] = FIELDS) -> str:
+    answer = await complete(http, service, **fields)
     return str(answer["choices"][0]["text"])
 
 
@@ -164,7 +170,7 @@ async def test_a_lost_router_is_a_pause_and_no_token_changes(
 
     async def over_grpc() -> str:
         text = ""
-        params = GenerateParams(text=PROMPT, max_tokens=480, temperature=1, seed=3, ignore_eos=True)
+        params = GenerateParams(text=PROMPT, max_tokens=240, temperature=1, seed=3, ignore_eos=True)
         async with SpecrayClient(service.grpc_address) as client:
             async for event in client.generate(params, timeout_s=DEADLINE_S):
                 text += event.text
@@ -193,7 +199,7 @@ async def test_a_lost_router_is_a_pause_and_no_token_changes(
 async def test_a_router_that_is_replaced_finishes_its_requests(
     service: Service, patient: aiohttp.ClientSession
 ) -> None:
-    undisturbed, _ = await baselines(patient, service)
+    undisturbed = await whole(patient, service, LONG)
     (router,) = processes(ROUTER_REPLICA)
     changed = service.config.model_copy(
         update={
@@ -210,8 +216,8 @@ async def test_a_router_that_is_replaced_finishes_its_requests(
             wait_for_applications_running=False,
         )
 
-    streams = [asyncio.create_task(streamed(patient, service)) for _ in range(3)]
-    assert await streamed(patient, service, midway=replace) == (undisturbed, None)
+    streams = [asyncio.create_task(streamed(patient, service, fields=LONG)) for _ in range(3)]
+    assert await streamed(patient, service, midway=replace, fields=LONG) == (undisturbed, None)
     assert await asyncio.gather(*streams) == [(undisturbed, None)] * 3
 
     async def is_replaced() -> bool:

@@ -73,7 +73,7 @@ async def eventually(condition: Callable[[], Awaitable[bool]], what: str) -> Non
     end = time.monotonic() + DEADLINE_S
     while not await condition():
         assert time.monotonic() < end, f"not within {DEADLINE_S} s: {what}"
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.3)
 
 
 async def whole(http: aiohttp.ClientSession, service: Service) -> str:
