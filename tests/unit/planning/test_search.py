@@ -53,10 +53,13 @@ def test_as_few_groups_as_the_load_divided_by_the_capacity() -> None:
 
 def test_an_slo_takes_more_groups_than_the_capacity_alone() -> None:
     # Steps take longer the more rows they have, so that an ITL means few sessions at a time.
-    slow = target(verify=[{"num_rows": 1, "seconds": 0.01}, {"num_rows": 11, "seconds": 0.11}])
+    # Few places: the search lets a saturated fleet's requests end, and those of 64 places take long.
+    slow = target(
+        max_num_seqs=12, verify=[{"num_rows": 1, "seconds": 0.01}, {"num_rows": 11, "seconds": 0.11}]
+    )
     profile = Profile(target=slow)
-    load = demand(20, output=20)
-    strict = replace(load, slo=Slo(itl_ms=25))
+    load = demand(14, output=20)
+    strict = replace(load, slo=Slo(itl_ms=12))
     fast = make_plan(offers(profile), [Fraction(0)], load).best
     strict_best = make_plan(offers(profile), [Fraction(0)], strict).best
     assert strict_best.is_enough
@@ -86,7 +89,7 @@ def pair(**changes: Any) -> Profile:
 
 def test_drafts_pay_where_they_are_cheap_and_not_where_they_are_dear() -> None:
     # Plain: 20 ms + 40 tokens of 10 ms; with a draft about 3.4 tokens in 14 ms.
-    load = demand(6, output=41)
+    load = demand(6, output=41, num_requests=30)
     ratios = [Fraction(0), Fraction(1)]
     cheap = make_plan(offers(pair(), costs={"big": 10.0, "little": 1.0}), ratios, load)
     dear = make_plan(offers(pair(), costs={"big": 10.0, "little": 100.0}), ratios, load)
