@@ -140,12 +140,11 @@ def _plan_counting(
         own, num_times = _tallied(of_prefix, block.group.token_ids, vocab_size)
         tokens.append(own)
         times.append(num_times)
-    width = max(map(len, tokens))
-    token_table, count_table = (
-        np.stack([np.pad(own, (0, width - len(own)), mode="edge") for own in each])
-        for each in (tokens, times)
-    )
-    slots = [np.minimum(np.arange(width), len(own) - 1) for own in tokens]
+    lengths = np.array([len(own) for own in tokens])
+    width = int(lengths.max())
+    slots = np.minimum(np.arange(width), lengths[:, None] - 1)
+    indices = (np.cumsum(lengths) - lengths)[:, None] + slots
+    token_table, count_table = np.concatenate(tokens)[indices], np.concatenate(times)[indices]
     added, first = [], 0
     for index, block in enumerate(blocks):
         rows, behind = _pairs(block.group)
@@ -157,7 +156,7 @@ def _plan_counting(
         first += block.group.num_rows
     table, counts = upload.add(token_table), upload.add(count_table)
     more = upload.add(np.concatenate(added)) if any(map(len, added)) else None
-    slot_of_place = upload.add(np.stack(slots))
+    slot_of_place = upload.add(slots)
     block_of_row = upload.add(np.repeat(np.arange(len(blocks)), [len(block.rows) for block in blocks]))
     row_starts = upload.add(_all_rows(blocks) * vocab_size)
 
