@@ -1,5 +1,8 @@
 """Committed tokens against exact probabilities: chi-square over many seeds, all processors on.
 
+The device's sampler has the CPU's noise, so it is compared seed by seed: were it to differ in 0.6 % of
+outputs, 500 seeds would show it with a probability of 95 %. Chi-square over 2,500 finds only larger faults.
+
 A toy target and draft over five tokens, each a table over the last token. Exact probabilities of two output
 tokens come from the naive product of processed target rows; the samples from the real draft sampler and the
 real verification, with as many rounds as it takes. A wrong rule must fail the same test.
@@ -32,6 +35,8 @@ pytestmark = pytest.mark.slow
 
 VOCAB_SIZE = 5
 NUM_SAMPLES = 2500
+NUM_COMPARED = 500
+"""Seeds whose outputs are compared one by one."""
 SIGNIFICANCE = 1e-3
 PROMPT = [2, 0]
 TARGET = 1.2 * torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
@@ -46,6 +51,7 @@ PROCESSED = replace(
     frequency_penalty=0.2,
     logit_bias=((1, 0.5),),
 )
+COUPLED = replace(PROCESSED, verification=Verification.COUPLED)
 Drafts = tuple[list[int], list[SparseProbs]]
 Propose = Callable[[list[list[int]], list[SamplingParams], int], list[Drafts]]
 
@@ -179,40 +185,62 @@ def real(noise: NoiseSource, *, on_device: bool = False) -> Verify:
     return lambda step, rounds: verify_rounds(step.processed, rounds, noise)
 
 
-@pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "device"])
 @pytest.mark.parametrize("sampling", [PLAIN, PROCESSED], ids=["plain", "processed"])
 @pytest.mark.parametrize("num_drafts", [1, 2])
-def test_rejection_with_sampled_drafts(
-    noise: NoiseSource, sampling: SamplingParams, num_drafts: int, on_device: bool
-) -> None:
-    propose, verify = sampled_draft(noise, on_device=on_device), real(noise, on_device=on_device)
-    assert p_value(sampling, num_drafts, propose, verify) > SIGNIFICANCE
+def test_rejection_with_sampled_drafts(noise: NoiseSource, sampling: SamplingParams, num_drafts: int) -> None:
+    assert p_value(sampling, num_drafts, sampled_draft(noise), real(noise)) > SIGNIFICANCE
 
 
-@pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "device"])
-def test_rejection_with_a_truncated_support(noise: NoiseSource, on_device: bool) -> None:
-    propose = sampled_draft(noise, support=2, on_device=on_device)
-    assert p_value(PROCESSED, 2, propose, real(noise, on_device=on_device)) > SIGNIFICANCE
+def test_rejection_with_a_truncated_support(noise: NoiseSource) -> None:
+    assert p_value(PROCESSED, 2, sampled_draft(noise, support=2), real(noise)) > SIGNIFICANCE
 
 
-@pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "device"])
 @pytest.mark.parametrize("sampling", [PLAIN, PROCESSED], ids=["plain", "processed"])
-def test_rejection_with_one_hot_drafts(noise: NoiseSource, sampling: SamplingParams, on_device: bool) -> None:
-    assert p_value(sampling, 2, fixed_draft, real(noise, on_device=on_device)) > SIGNIFICANCE
+def test_rejection_with_one_hot_drafts(noise: NoiseSource, sampling: SamplingParams) -> None:
+    assert p_value(sampling, 2, fixed_draft, real(noise)) > SIGNIFICANCE
 
 
-@pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "device"])
 @pytest.mark.parametrize("num_drafts", [0, 2])
-def test_coupled(noise: NoiseSource, num_drafts: int, on_device: bool) -> None:
-    sampling = replace(PROCESSED, verification=Verification.COUPLED)
-    propose, verify = sampled_draft(noise, on_device=on_device), real(noise, on_device=on_device)
-    assert p_value(sampling, num_drafts, propose, verify) > SIGNIFICANCE
+def test_coupled(noise: NoiseSource, num_drafts: int) -> None:
+    assert p_value(COUPLED, num_drafts, sampled_draft(noise), real(noise)) > SIGNIFICANCE
+
+
+@pytest.mark.parametrize(
+    ("sampling", "num_drafts", "support"),
+    [
+        (PLAIN, 1, 64),
+        (PLAIN, 2, 64),
+        (PROCESSED, 1, 64),
+        (PROCESSED, 2, 64),
+        (PROCESSED, 2, 2),
+        (COUPLED, 0, 64),
+        (COUPLED, 2, 64),
+    ],
+    ids=["plain-1", "plain-2", "processed-1", "processed-2", "truncated", "coupled-0", "coupled-2"],
+)
+def test_device_commits_what_the_cpu_does_with_sampled_drafts(
+    noise: NoiseSource, sampling: SamplingParams, num_drafts: int, support: int
+) -> None:
+    samplings = [replace(sampling, seed=seed) for seed in range(NUM_COMPARED)]
+    on_cpu = generate(samplings, 2, num_drafts, sampled_draft(noise, support=support), real(noise))
+    drafted_there = sampled_draft(noise, support=support, on_device=True)
+    assert generate(samplings, 2, num_drafts, drafted_there, real(noise, on_device=True)) == on_cpu
+    assert len(set(on_cpu)) > 1
+
+
+@pytest.mark.parametrize("sampling", [PLAIN, PROCESSED], ids=["plain", "processed"])
+def test_device_commits_what_the_cpu_does_with_one_hot_drafts(
+    noise: NoiseSource, sampling: SamplingParams
+) -> None:
+    samplings = [replace(sampling, seed=seed) for seed in range(NUM_COMPARED)]
+    on_cpu = generate(samplings, 2, 2, fixed_draft, real(noise))
+    assert generate(samplings, 2, 2, fixed_draft, real(noise, on_device=True)) == on_cpu
+    assert len(set(on_cpu)) > 1
 
 
 def test_coupled_output_equals_target_only_draws(noise: NoiseSource) -> None:
     """Wherever draft and target draw."""
-    sampling = replace(PROCESSED, verification=Verification.COUPLED)
-    samplings = [replace(sampling, seed=seed) for seed in range(200)]
+    samplings = [replace(COUPLED, seed=seed) for seed in range(200)]
     alone = generate(samplings, 6, 0, fixed_draft, real(noise))
     on_cpu, on_device = real(noise), real(noise, on_device=True)
     for num_drafts in (1, 2, 5):
@@ -248,7 +276,7 @@ def test_residual_rule_on_coupled_drafts_would_fail(noise: NoiseSource) -> None:
         return [wrong_of(part, item) for part, item in zip(parts, rounds, strict=True)]
 
     coupled = sampled_draft(noise, verification=Verification.COUPLED)
-    assert p_value(PLAIN, 1, coupled, wrong, num_samples=3 * NUM_SAMPLES) < SIGNIFICANCE
+    assert p_value(PLAIN, 1, coupled, wrong, num_samples=2 * NUM_SAMPLES) < SIGNIFICANCE
 
 
 def test_another_distribution_than_the_drafts_would_fail(noise: NoiseSource) -> None:
@@ -262,4 +290,4 @@ def test_another_distribution_than_the_drafts_would_fail(noise: NoiseSource) -> 
         proposed = propose(token_ids, samplings, num_drafts)
         return [(drafts, [flat] * len(probs)) for drafts, probs in proposed]
 
-    assert p_value(PLAIN, 1, claim_flat, real(noise)) < SIGNIFICANCE
+    assert p_value(PLAIN, 1, claim_flat, real(noise), num_samples=500) < SIGNIFICANCE
