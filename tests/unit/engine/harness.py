@@ -304,9 +304,17 @@ def speculate_item(
 
 
 def propose(draft: DraftEngine, session: Session, num_tokens: int) -> DraftTokens:
-    [reply] = draft.speculate([speculate_item(session, num_tokens)]).replies
-    assert isinstance(reply, Proposal), reply
-    return reply.draft
+    return propose_all(draft, [session], num_tokens)[0]
+
+
+def propose_all(draft: DraftEngine, sessions: Sequence[Session], num_tokens: int) -> list[DraftTokens]:
+    """Proposals of one step."""
+    if not sessions:
+        return []
+    replies = draft.speculate([speculate_item(each, num_tokens) for each in sessions]).replies
+    proposals = [reply for reply in replies if isinstance(reply, Proposal)]
+    assert len(proposals) == len(sessions), replies
+    return [proposal.draft for proposal in proposals]
 
 
 def outcomes(
@@ -347,16 +355,48 @@ def generate_overlapped(
     fanout: Callable[[int], tuple[int, ...]],
 ) -> list[int]:
     """Outcomes are drafted before the verdict is known; a miss is proposed afresh."""
-    num_prompt = len(session.token_ids)
-    drafted = propose(draft, session, num_drafts)
-    while len(session.token_ids) < num_prompt + num_output:
-        branches = outcomes(draft, session, drafted, fanout(len(drafted.token_ids)), num_drafts).branches
-        verdict = verify(target, session, drafted)
-        found = {(branch.num_accepted_tokens, branch.next_token_id): branch.draft for branch in branches}
-        outcome = (verdict.num_accepted_tokens, verdict.next_token_id)
-        session.hits.append(outcome in found)
-        drafted = found[outcome] if outcome in found else propose(draft, session, num_drafts)
-    return session.token_ids[num_prompt : num_prompt + num_output]
+    return generate_together(target, draft, [session], num_output, num_drafts, fanout)[0]
+
+
+def generate_together(
+    target: TargetEngine,
+    draft: DraftEngine,
+    sessions: Sequence[Session],
+    num_output: int,
+    num_drafts: int,
+    fanout: Callable[[int], tuple[int, ...]],
+) -> list[list[int]]:
+    """Overlapped sessions, side by side in every step; those that have their output leave."""
+    starts = [len(session.token_ids) for session in sessions]
+    ends = {id(each): start + num_output for each, start in zip(sessions, starts, strict=True)}
+    drafted = dict(zip(map(id, sessions), propose_all(draft, sessions, num_drafts), strict=True))
+    going = list(sessions)
+    while going:
+        asked = [
+            speculate_item(
+                each,
+                num_drafts,
+                proposed=drafted[id(each)].token_ids,
+                fanout=fanout(len(drafted[id(each)].token_ids)),
+            )
+            for each in going
+        ]
+        answers = draft.speculate(asked).replies
+        verdicts = target.verify([verify_item(each, drafted[id(each)]) for each in going]).replies
+        missed = []
+        for each, answer, verdict in zip(going, answers, verdicts, strict=True):
+            assert isinstance(answer, Outcomes) and isinstance(verdict, Verdict), (answer, verdict)
+            commit(each, drafted[id(each)], verdict)
+            found = {(one.num_accepted_tokens, one.next_token_id): one.draft for one in answer.branches}
+            outcome = (verdict.num_accepted_tokens, verdict.next_token_id)
+            each.hits.append(outcome in found)
+            if outcome in found:
+                drafted[id(each)] = found[outcome]
+            else:
+                missed.append(each)
+        drafted |= zip(map(id, missed), propose_all(draft, missed, num_drafts), strict=True)
+        going = [each for each in going if len(each.token_ids) < ends[id(each)]]
+    return [each.token_ids[start : start + num_output] for each, start in zip(sessions, starts, strict=True)]
 
 
 def random_drafter(vocab_size: int) -> Drafter:

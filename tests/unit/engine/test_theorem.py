@@ -22,6 +22,7 @@ from tests.unit.engine.harness import (
     engine_drafter,
     generate_overlapped,
     generate_serial,
+    generate_together,
     model_logits,
     random_drafter,
     table,
@@ -182,18 +183,20 @@ def test_rejection_keeps_the_distribution_through_both_heads(fanout: str) -> Non
     """Sampled drafts, their distributions and branches drafted before the verdict, over many seeds."""
     sampling = replace(REJECTION, temperature=1.5, top_k=3, presence_penalty=1.0)
     expected = exact_probabilities(sampling, 3)
-    target, _ = toy_target()
-    draft, _ = toy_draft(table(error=1.5))
+    room = {"max_num_seqs": 50, "num_blocks": 2000, "max_num_batched_tokens": 1000}
+    target, _ = toy_target(**room)
+    draft, _ = toy_draft(table(error=1.5), **room)
     seen: Counter[tuple[int, ...]] = Counter()
     accepted, hits = [], []
-    for seed in range(1500):
-        current = session(replace(sampling, seed=seed))
-        output = generate_overlapped(target, draft, current, 3, 1, FANOUTS[fanout])
-        seen[tuple(output)] += 1
-        accepted += current.accepted
-        hits += current.hits
-        target.release(["a"])
-        draft.release(["a"])
+    for first in range(0, 1500, 50):
+        seeds = range(first, first + 50)
+        sessions = [session(replace(sampling, seed=seed), request_id=str(seed)) for seed in seeds]
+        seen.update(map(tuple, generate_together(target, draft, sessions, 3, 1, FANOUTS[fanout])))
+        for current in sessions:
+            accepted += current.accepted
+            hits += current.hits
+        target.release([str(seed) for seed in seeds])
+        draft.release([str(seed) for seed in seeds])
     assert set(accepted) == {0, 1} and set(hits) == {False, True}
     assert set(seen) <= set(expected)
     outputs = list(expected)
