@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import replace
 
@@ -52,6 +53,12 @@ ALL_SAMPLINGS = {
 ROUNDS = st.lists(shapes(), min_size=1, max_size=5)
 
 
+@functools.cache
+def output_after(prompt: tuple[int, ...], sampling: SamplingParams) -> tuple[int, ...]:
+    """The next 60 tokens of the target alone."""
+    return tuple(target_only(lambda prefix: model_logits(TARGET, prefix), prompt, sampling, 60))
+
+
 def assert_cache_holds_its_tokens(target: TargetEngine, runner: SlotRunner) -> None:
     """Every computed token of every sequence lies where the sequence has it, once pending moves are done."""
     moves = runner.pending_moves
@@ -89,26 +96,33 @@ def test_output_is_the_targets_alone_with_any_tree(
 
 def test_rejection_of_trees_keeps_the_distribution() -> None:
     """Trees that were chosen without randomness, of the likeliest tokens and of others, beside chains."""
-    num_seeds = 800
+    num_seeds, num_together = 800, 40
     sampling = replace(REJECTION, temperature=1.5, top_k=3, presence_penalty=1.0)
     exact = exact_probabilities(sampling, 3)
-    target, _ = toy_target()
+    target, _ = toy_target(max_num_seqs=num_together, num_blocks=1000, max_num_batched_tokens=1000)
     seen: Counter[tuple[int, ...]] = Counter()
     accepted: Counter[int] = Counter()
-    for seed in range(num_seeds):
-        current = session(replace(sampling, seed=seed))
-        while len(current.token_ids) < len(PROMPT) + 3:
-            verify(target, current, likely_tree(current.token_ids))
-        seen[tuple(current.token_ids[len(PROMPT) :][:3])] += 1
-        accepted.update(current.accepted)
-        target.release(["a"])
+    for first in range(0, num_seeds, num_together):
+        seeds = range(first, first + num_together)
+        sessions = [session(replace(sampling, seed=seed), request_id=str(seed)) for seed in seeds]
+        while going := [each for each in sessions if len(each.token_ids) < len(PROMPT) + 3]:
+            trees = [likely_tree(tuple(each.token_ids)) for each in going]
+            items = [verify_item(each, tree) for each, tree in zip(going, trees, strict=True)]
+            for each, tree, reply in zip(going, trees, target.verify(items).replies, strict=True):
+                assert isinstance(reply, Verdict), reply
+                commit(each, tree, reply)
+        for each in sessions:
+            seen[tuple(each.token_ids[len(PROMPT) :][:3])] += 1
+            accepted.update(each.accepted)
+        target.release([str(seed) for seed in seeds])
     assert set(accepted) == {0, 1, 2}
     assert set(seen) <= set(exact)
     observed = [seen[output] for output in exact]
     assert chi_square_p_value(observed, [num_seeds * share for share in exact.values()]) > 1e-3
 
 
-def likely_tree(prefix: list[int]) -> DraftTokens:
+@functools.cache
+def likely_tree(prefix: tuple[int, ...]) -> DraftTokens:
     """A function of the prefix alone: its first, third and sixth likeliest tokens, and what follows two."""
     first, second, third = (model_logits(TARGET, prefix).topk(6).indices[i].item() for i in (0, 2, 5))
     below = [int(model_logits(TARGET, [*prefix, token]).argmax()) for token in (first, second)]
@@ -155,10 +169,7 @@ def test_sequences_with_trees_and_chains_share_steps_and_may_be_lost(rounds: lis
         Session(name, (PROMPT * 3)[: 9 + 5 * i], replace(sampling, num_prompt_tokens=9 + 5 * i))
         for i, (name, sampling) in enumerate(zip("abcd", SAMPLINGS.values(), strict=True))
     ]
-    outputs = [
-        target_only(lambda prefix: model_logits(TARGET, prefix), each.token_ids, each.sampling, 60)
-        for each in sessions
-    ]
+    outputs = [list(output_after(tuple(each.token_ids), each.sampling)) for each in sessions]
     drafters: list[Drafter] = [
         shaped_drafter(shape, output, len(each.token_ids), VOCAB_SIZE)
         for shape, output, each in zip(rounds, outputs[:3], sessions[:3], strict=True)
@@ -192,7 +203,7 @@ def test_what_trees_wrote_serves_the_next_request_from_the_prefix_cache(
     """Also when the first is released while K/V of its last verdict are still to be moved."""
     target, runner = toy_target(block_size=block_size, num_blocks=480 // block_size)
     prompt = (PROMPT * 3)[:20]
-    output = target_only(lambda prefix: model_logits(TARGET, prefix), prompt, GREEDY, 60)
+    output = list(output_after(tuple(prompt), GREEDY))
     sampling = replace(GREEDY, num_prompt_tokens=20)
     first = Session("a", list(prompt), sampling)
     drafter = shaped_drafter(rounds, output, 20, VOCAB_SIZE)
