@@ -27,13 +27,14 @@ from specray.engine.runner.runner import ModelRunner
 from specray.engine.target import TargetEngine
 from specray.errors import ConfigError
 from specray.types import SamplingParams
-from tests.unit.engine.harness import Session, engine_info, tree_drafter, verify
+from tests.unit.engine.harness import Session, engine_info, verify
 from tests.unit.engine.model.checkpoints import (
     reference_greedy,
     reference_logits,
     reference_model,
     write_checkpoint,
 )
+from tests.unit.engine.trees.drafters import tree_drafter
 
 ATOL = 2e-5
 CONTEXT = [5, 7, 9, 11, 13, 2, 4, 60, 33]

@@ -19,15 +19,9 @@ from specray.types import SamplingParams, Verdict, Verification, VerifyItem
 from tests.unit.engine.harness import (
     Drafter,
     Session,
-    adversarial_drafter,
-    dying_drafter,
-    empty_drafter,
-    engine_drafter,
     generate_overlapped,
     generate_serial,
-    random_drafter,
     target_only,
-    tree_drafter,
     verify,
 )
 from tests.unit.engine.model.checkpoints import (
@@ -36,6 +30,14 @@ from tests.unit.engine.model.checkpoints import (
     reference_logits,
     reference_model,
     write_checkpoint,
+)
+from tests.unit.engine.trees.drafters import (
+    adversarial_drafter,
+    dying_drafter,
+    empty_drafter,
+    engine_drafter,
+    random_drafter,
+    tree_drafter,
 )
 from tests.unit.engine.trees.random_trees import Shape, num_kept
 

@@ -15,21 +15,15 @@ from tests.unit.engine.harness import (
     VOCAB_SIZE,
     Drafter,
     Session,
-    adversarial_drafter,
     commit,
-    dying_drafter,
-    empty_drafter,
-    engine_drafter,
     generate_overlapped,
     generate_serial,
     generate_together,
     model_logits,
-    random_drafter,
     table,
     target_only,
     toy_draft,
     toy_target,
-    tree_drafter,
     verify_item,
 )
 from tests.unit.engine.p_values import chi_square_p_value
@@ -45,6 +39,14 @@ from tests.unit.engine.samplings import (
     exact_probabilities,
     expected_output,
     session,
+)
+from tests.unit.engine.trees.drafters import (
+    adversarial_drafter,
+    dying_drafter,
+    empty_drafter,
+    engine_drafter,
+    random_drafter,
+    tree_drafter,
 )
 
 pytestmark = pytest.mark.slow

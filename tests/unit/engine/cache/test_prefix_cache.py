@@ -20,7 +20,6 @@ from tests.unit.engine.harness import (
     TARGET,
     Session,
     commit,
-    engine_drafter,
     engine_info,
     generate_overlapped,
     generate_serial,
@@ -32,6 +31,7 @@ from tests.unit.engine.harness import (
     verify_item,
 )
 from tests.unit.engine.model.checkpoints import reference_greedy, reference_model, write_checkpoint
+from tests.unit.engine.trees.drafters import engine_drafter
 
 pytestmark = pytest.mark.slow
 

@@ -10,16 +10,7 @@ from specray.draft_tokens import NO_DRAFT, DraftTokens, LookaheadBudget
 from specray.engine.lookahead import NgramPool, Window
 from specray.engine.target import TargetEngine
 from specray.types import SamplingParams, Verdict
-from tests.unit.engine.harness import (
-    TARGET,
-    Session,
-    commit,
-    model_logits,
-    random_drafter,
-    toy_target,
-    tree_drafter,
-    verify_item,
-)
+from tests.unit.engine.harness import TARGET, Session, commit, model_logits, toy_target, verify_item
 from tests.unit.engine.samplings import (
     COUPLED,
     GREEDY,
@@ -31,6 +22,7 @@ from tests.unit.engine.samplings import (
     expected_output,
     session,
 )
+from tests.unit.engine.trees.drafters import random_drafter, tree_drafter
 
 BUDGETS = [
     LookaheadBudget(),

@@ -25,7 +25,6 @@ from tests.unit.engine.harness import (
     engine_info,
     generate_overlapped,
     target_only,
-    tree_drafter,
     verify,
     verify_item,
 )
@@ -37,6 +36,7 @@ from tests.unit.engine.model.checkpoints import (
     write_family,
 )
 from tests.unit.engine.model.zoo import FAMILIES
+from tests.unit.engine.trees.drafters import tree_drafter
 
 pytestmark = pytest.mark.slow
 

@@ -17,14 +17,7 @@ from specray.engine.runner.runner import ModelRunner
 from specray.engine.target import TargetEngine
 from specray.errors import ConfigError
 from specray.types import SamplingParams
-from tests.unit.engine.harness import (
-    Session,
-    adversarial_drafter,
-    engine_info,
-    generate_serial,
-    target_only,
-    tree_drafter,
-)
+from tests.unit.engine.harness import Session, engine_info, generate_serial, target_only
 from tests.unit.engine.model.checkpoints import (
     reference_greedy,
     reference_logits,
@@ -32,6 +25,7 @@ from tests.unit.engine.model.checkpoints import (
     write_family,
 )
 from tests.unit.engine.model.zoo import FAMILIES, QUICK
+from tests.unit.engine.trees.drafters import adversarial_drafter, tree_drafter
 
 pytestmark = pytest.mark.slow
 

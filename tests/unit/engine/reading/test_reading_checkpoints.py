@@ -24,8 +24,9 @@ from specray.tokenization import load_tokenizer
 from specray.tokenization.fingerprint import fingerprint
 from specray.tokenization.pair import load_partners
 from specray.types import SamplingParams, Verification
-from tests.unit.engine.harness import Session, empty_drafter, engine_drafter, generate_serial
+from tests.unit.engine.harness import Session, generate_serial
 from tests.unit.engine.model.checkpoints import write_checkpoint, write_tokenizer
+from tests.unit.engine.trees.drafters import empty_drafter, engine_drafter
 from tests.unit.tokenization.tiny_pair import byte_level_backend, pieces_backend, write_backend
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

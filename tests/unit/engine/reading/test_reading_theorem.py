@@ -14,7 +14,6 @@ from specray.types import Outcomes, Proposal, SamplingParams, SpeculateItem, Unk
 from tests.unit.engine.harness import (
     TARGET,
     Session,
-    engine_drafter,
     generate_overlapped,
     generate_serial,
     outcomes,
@@ -40,6 +39,7 @@ from tests.unit.engine.samplings import (
     expected_output,
     session,
 )
+from tests.unit.engine.trees.drafters import engine_drafter
 
 NUM_SEEDS = 500
 Mode = Literal["same", "intersect", "retokenize"]

@@ -30,7 +30,7 @@ from specray.engine.runner.wire import SentTables
 from specray.engine.target import TargetEngine
 from specray.errors import ConfigError, EngineLostError
 from specray.types import SamplingParams
-from tests.unit.engine.harness import Session, engine_info, target_only, tree_drafter, verify
+from tests.unit.engine.harness import Session, engine_info, target_only, verify
 from tests.unit.engine.model.checkpoints import (
     reference_greedy,
     reference_logits,
@@ -41,6 +41,7 @@ from tests.unit.engine.model.checkpoints import (
 from tests.unit.engine.model.zoo import GROUPED, SLIDING, Family
 from tests.unit.engine.processes import preloaded_context
 from tests.unit.engine.runner.group_ranks import DEADLINE_S, hang_or_die, join, start_differently
+from tests.unit.engine.trees.drafters import tree_drafter
 
 pytestmark = pytest.mark.slow
 

@@ -32,9 +32,10 @@ from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.parallel import ParallelContext
 from specray.errors import ConfigError
 from specray.types import SamplingParams
-from tests.unit.engine.harness import Session, engine_drafter, generate_serial
+from tests.unit.engine.harness import Session, generate_serial
 from tests.unit.engine.model.checkpoints import write_checkpoint
 from tests.unit.engine.model.quantized.test_formats import CONFIG
+from tests.unit.engine.trees.drafters import engine_drafter
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="no AVX2 here")
 

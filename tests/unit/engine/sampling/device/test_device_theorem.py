@@ -14,11 +14,8 @@ from specray.types import SamplingParams, Verification
 from tests.unit.engine.harness import (
     TARGET,
     VOCAB_SIZE,
-    adversarial_drafter,
-    engine_drafter,
     generate_overlapped,
     generate_serial,
-    random_drafter,
     toy_draft,
     toy_target,
 )
@@ -32,6 +29,7 @@ from tests.unit.engine.samplings import (
     expected_output,
     session,
 )
+from tests.unit.engine.trees.drafters import adversarial_drafter, engine_drafter, random_drafter
 
 pytestmark = pytest.mark.slow
 
