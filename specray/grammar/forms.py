@@ -201,11 +201,11 @@ def _schema(value: Any, field: str) -> object:
             raise _wrong(field, value, "a JSON schema") from None
     if not isinstance(value, (dict, bool)):
         raise _wrong(field, value, "a JSON schema")
-    if _least_length(value) > MAX_SOURCE_LEN:
+    length = _least_length(value)
+    if length > MAX_SOURCE_LEN:
         # Writing it out would hold up other threads.
         raise InvalidRequestError(
-            f"{field} has more than {MAX_SOURCE_LEN} characters; allowed: at most {MAX_SOURCE_LEN}",
-            field=field,
+            f"{field} has at least {length} characters; allowed: at most {MAX_SOURCE_LEN}", field=field
         )
     return value
 

@@ -117,17 +117,18 @@ def test_a_long_grammar_is_refused_unread(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "schema",
+    ("schema", "num_counted"),
     [
-        {"enum": ["a" * 16_381] * 4},
-        {"enum": [1] * 65_529},
-        {"properties": {f"{entry:010}": {} for entry in range(5_461)}},
-        {"properties": {name: {"type": "string"} for name in MANY}},
-        {"a": {"b": {"c": ["x" * 70_000]}}},
+        ({"enum": ["a" * 16_381] * 4}, 65_540),
+        ({"enum": [1] * 65_529}, 65_537),
+        ({"properties": {f"{entry:010}": {} for entry in range(5_461)}}, 65_538),
+        ({"properties": {name: {"type": "string"} for name in MANY}}, 1_388_904),
+        ({"a": {"b": {"c": ["x" * 70_000]}}}, 70_013),
     ],
 )
-def test_a_large_schema_is_refused_unwritten(schema: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequestError, match="more than 65536 characters") as raised:
+def test_a_large_schema_is_refused_unwritten(schema: dict[str, Any], num_counted: int) -> None:
+    words = f"has at least {num_counted} characters; allowed: at most 65536"
+    with pytest.raises(InvalidRequestError, match=words) as raised:
         grammar_of({"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}})
     assert raised.value.field == "response_format.json_schema.schema"
 
