@@ -214,7 +214,7 @@ class DraftLoop:
         self._chosen.clear()
         _log.log(
             logging.INFO if len(self._prepared) >= len(shapes) else logging.WARNING,
-            "%d of %d proposals captured in %.1f s; others are drawn step by step",
+            "%d of %d proposals captured in %.1f s; others take larger ones, shorter ones, or single steps",
             len(self._prepared),
             len(shapes),
             clock() - began,

@@ -68,7 +68,8 @@ def test_shapes_are_captured_in_their_order_within_the_time(
     loop.prepare(shapes, 4.0, clock=lambda: float(next(now)))
     assert loop.shapes == (LoopShape(1, 4), LoopShape(1, 3), LoopShape(1, 5))
     assert caplog.messages == [
-        f"3 of {len(shapes)} proposals captured in 5.0 s; others are drawn step by step"
+        f"3 of {len(shapes)} proposals captured in 5.0 s; "
+        "others take larger ones, shorter ones, or single steps"
     ]
 
 
