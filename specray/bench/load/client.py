@@ -130,6 +130,18 @@ class ServerClient:
         except (ValueError, KeyError, TypeError):
             raise SpecrayError(f"server {self._url}: /v1/models is no list of models") from None
 
+    async def max_model_len(self) -> int | None:
+        """Returns tokens of prompt and output together, at most, of the first served model.
+
+        None: the server does not tell. Raises like ``stream_completion``.
+        """
+        text = await self._get("/v1/models")
+        try:
+            length = json.loads(text)["data"][0].get("max_model_len")
+            return None if length is None else int(length)
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise SpecrayError(f"server {self._url}: /v1/models is no list of models") from None
+
     async def model(self) -> str:
         """Returns the first served model's name. Raises like ``stream_completion``."""
         names = await self.models()

@@ -9,6 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from specray.bench.load.client import ServerClient
+from specray.errors import InvalidRequestError, SpecrayError
+
+
+class NotOfferedError(SpecrayError):
+    """The service refuses the way to speculate that was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +80,23 @@ def agreement(plain: Iterable[Output], others: Iterable[Output]) -> Agreement:
 
 
 async def ask_outputs(
-    client: ServerClient, bodies: Sequence[dict[str, Any]], *, concurrency: int
+    client: ServerClient, bodies: Sequence[dict[str, Any]], *, concurrency: int, may_be_refused: bool = False
 ) -> list[Output]:
     """Asks for all outputs, so many at a time; they come in the order of the bodies.
 
+    Args:
+        may_be_refused: the service may have no way to do this, which its answer to the first body tells.
+
     Raises:
-        InvalidRequestError: the service does not offer what they ask for. SpecrayError: it failed.
+        NotOfferedError: it refused that one. InvalidRequestError: it refused another, or may not.
+        SpecrayError: it failed.
     """
-    answers = await ask_answers(client, bodies, concurrency=concurrency)
+    answers = await ask_answers(client, bodies, concurrency=concurrency, may_be_refused=may_be_refused)
     return [output for answer in answers for output in read_outputs(answer)]
 
 
 async def ask_answers(
-    client: ServerClient, bodies: Sequence[dict[str, Any]], *, concurrency: int
+    client: ServerClient, bodies: Sequence[dict[str, Any]], *, concurrency: int, may_be_refused: bool = False
 ) -> list[dict[str, Any]]:
     """Asks for all answers, like ``ask_outputs``. Raises like it."""
     answers: dict[int, dict[str, Any]] = {}
@@ -97,8 +106,12 @@ async def ask_answers(
         for index, body in waiting:
             answers[index] = await client.complete(body)
 
-    # The first call shows whether the service offers it.
     index, first = next(waiting)
-    answers[index] = await client.complete(first)
+    try:
+        answers[index] = await client.complete(first)
+    except InvalidRequestError as error:
+        if may_be_refused:
+            raise NotOfferedError(str(error)) from None
+        raise
     await asyncio.gather(*(work() for _ in range(concurrency)))
     return [answers[index] for index in range(len(bodies))]

@@ -20,6 +20,11 @@ class Way:
     name: str
     speculation: dict[str, Any]
 
+    @property
+    def may_be_refused(self) -> bool:
+        """Whether a service may lack it: none lacks plain decoding."""
+        return self.speculation is not PLAIN
+
 
 @dataclass(frozen=True, slots=True)
 class Case:

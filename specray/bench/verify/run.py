@@ -14,12 +14,12 @@ from typing import Any
 
 from specray.bench.load.client import ServerClient
 from specray.bench.verify.calibration import Calibration, calibrate
-from specray.bench.verify.outputs import Agreement, agreement, ask_outputs
+from specray.bench.verify.outputs import Agreement, NotOfferedError, agreement, ask_outputs
 from specray.bench.verify.plan import CASES, PLAIN, TASK_WAYS, WAYS, Case, VerifyPlan
 from specray.bench.verify.samples import sampled_outputs
 from specray.bench.verify.statistics import excess_p_value, worse_p_value
 from specray.environment import api_key
-from specray.errors import InvalidRequestError
+from specray.errors import SpecrayError
 
 SIGNIFICANCE = 1e-3
 """Probability at which chance is no explanation any more, over all comparisons of a run together."""
@@ -72,7 +72,8 @@ async def verify(plan: VerifyPlan, on_progress: Callable[[str, int, int], None])
         on_progress: called with what is asked for, comparisons done and comparisons in all.
 
     Raises:
-        EngineLostError: there is no server. SpecrayError: it failed.
+        EngineLostError: there is no server. InvalidRequestError: it refuses plain decoding or scores.
+        SpecrayError: it failed.
     """
     num_all = len(CASES) * len(WAYS) + len(WAYS) * bool(plan.num_samples) + len(TASK_WAYS) * bool(plan.tasks)
     async with ServerClient(plan.url, timeout_s=plan.timeout_s, key=api_key()) as client:
@@ -101,9 +102,12 @@ async def _verify_case(
         on_progress(f"{case.name}: {way.name}")
         try:
             outputs = await ask_outputs(
-                client, _bodies(plan, case, way.speculation), concurrency=plan.concurrency
+                client,
+                _bodies(plan, case, way.speculation),
+                concurrency=plan.concurrency,
+                may_be_refused=way.may_be_refused,
             )
-        except InvalidRequestError as error:
+        except NotOfferedError as error:
             result.comparisons.append(Comparison(case.name, way.name, not_offered=str(error)))
             continue
         found = agreement(plain, outputs)
@@ -126,9 +130,11 @@ async def _verify_samples(
         on_progress(f"rejection: {way.name}")
         try:
             found = calibrate(await sampled_outputs(client, plan, way))
-        except InvalidRequestError as error:
+        except NotOfferedError as error:
             result.comparisons.append(Comparison("rejection", way.name, not_offered=str(error)))
             continue
+        if not found.num_tokens:
+            raise SpecrayError(f"rejection: {way.name}: the server's answers have no sampled token to score")
         result.comparisons.append(Comparison("rejection", way.name, calibration=found, p_value=found.p_value))
 
 

@@ -8,10 +8,13 @@ from typing import Any
 
 from specray.bench.load.client import ServerClient
 from specray.bench.verify.calibration import NUM_LIKELY, ScoredOutput
-from specray.bench.verify.outputs import Output, ask_answers, ask_outputs
+from specray.bench.verify.outputs import ask_answers, ask_outputs
 from specray.bench.verify.plan import PLAIN, VerifyPlan, Way
+from specray.errors import SpecrayError
 
 _CHOICES_PER_CALL = 8
+_NUM_SCORE_TOKENS = 1
+"""Tokens that a request for scores generates: no service generates none."""
 _FIRST_SEED = 1 << 20
 """Distance to the seeds of other outputs: no two share noise."""
 
@@ -20,10 +23,12 @@ async def sampled_outputs(client: ServerClient, plan: VerifyPlan, way: Way) -> l
     """Samples from the model's own distribution, and then lets the service score prompt and output.
 
     The score is a forward of its own without drafts and without the prefix cache: it is right, whatever the
-    tested way did to the cache. And outputs are drawn as most users' are, without logprobs.
+    tested way did to the cache. And outputs are drawn as most users' are, without logprobs. A score generates
+    a token of its own: where the context has no room for it, the last token of an output is left out.
 
     Raises:
-        InvalidRequestError: the service does not offer the way. SpecrayError: it failed.
+        NotOfferedError: the service does not offer the way. InvalidRequestError: it refuses to score.
+        SpecrayError: it failed.
     """
     verification = {} if way.speculation is PLAIN else {"verification": "rejection"}
     outputs = await ask_outputs(
@@ -34,15 +39,15 @@ async def sampled_outputs(client: ServerClient, plan: VerifyPlan, way: Way) -> l
             for start in range(0, plan.num_samples, _CHOICES_PER_CALL)
         ],
         concurrency=plan.concurrency,
+        may_be_refused=way.may_be_refused,
     )
-    answers = await ask_answers(
-        client, [_scoring_body(output) for output in outputs], concurrency=plan.concurrency
-    )
+    max_model_len = await client.max_model_len()
+    most = None if max_model_len is None else max_model_len - _NUM_SCORE_TOKENS
+    texts = [(*output.prompt_token_ids, *output.token_ids)[:most] for output in outputs]
+    answers = await ask_answers(client, [_scoring_body(text) for text in texts], concurrency=plan.concurrency)
     return [
-        ScoredOutput(
-            (*output.prompt_token_ids, *output.token_ids), _read_likely(answer, len(output.token_ids))
-        )
-        for output, answer in zip(outputs, answers, strict=True)
+        ScoredOutput(text, read_likely(answer, text[len(output.prompt_token_ids) :]))
+        for output, text, answer in zip(outputs, texts, answers, strict=True)
     ]
 
 
@@ -67,24 +72,35 @@ def _sampling_body(
     }
 
 
-def _scoring_body(output: Output) -> dict[str, Any]:
+def _scoring_body(text: Sequence[int]) -> dict[str, Any]:
     return {
-        "prompt": [*output.prompt_token_ids, *output.token_ids],
-        "max_tokens": 1,
+        "prompt": list(text),
+        "max_tokens": _NUM_SCORE_TOKENS,
         "temperature": 0,
         "prompt_logprobs": NUM_LIKELY,
         "speculation": PLAIN,
     }
 
 
-def _read_likely(answer: Mapping[str, Any], num_tokens: int) -> tuple[Mapping[int, float], ...]:
-    """The likeliest tokens at the last places of a prompt; one that came and is none of them is left out."""
+def read_likely(answer: Mapping[str, Any], tokens: Sequence[int]) -> tuple[Mapping[int, float], ...]:
+    """The likeliest tokens at the last places of a prompt, which hold these tokens."""
     choice, *_ = answer["choices"]
     places: Sequence[Mapping[str, Any]] = choice["prompt_logprobs"]
-    return tuple(_ranked(place) for place in itertools.islice(places, len(places) - num_tokens, None))
+    last = itertools.islice(places, len(places) - len(tokens), None)
+    return tuple(_ranked(place, token) for place, token in zip(last, tokens, strict=True))
 
 
-def _ranked(place: Mapping[str, Any]) -> dict[int, float]:
-    entries = [(entry["rank"], int(token_id), float(entry["logprob"])) for token_id, entry in place.items()]
+def _ranked(place: Mapping[str, Any], token: int) -> dict[int, float]:
+    """The service's list of a place, without the token that came where it stands beside the list.
+
+    Its rank does not tell: where ranks count ties, it may have one of the list's.
+    """
+    entries = [
+        (entry["rank"], int(token_id), float(entry["logprob"]))
+        for token_id, entry in place.items()
+        if len(place) <= NUM_LIKELY or int(token_id) != token
+    ]
     ranked = sorted(entry for entry in entries if entry[0] is not None and entry[0] <= NUM_LIKELY)
+    if len(entries) > NUM_LIKELY:
+        raise SpecrayError(f"the server lists {len(entries)} likeliest tokens; asked for: {NUM_LIKELY}")
     return {token_id: logprob for _, token_id, logprob in ranked}

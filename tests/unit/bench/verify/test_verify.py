@@ -16,7 +16,8 @@ from specray.bench.verify.outputs import Agreement, Output, agreement
 from specray.bench.verify.plan import CASES, SELF, WAYS, VerifyPlan
 from specray.bench.verify.report import verify_json, verify_table
 from specray.bench.verify.run import VerifyResult, verify
-from specray.errors import EngineLostError, InvalidRequestError
+from specray.bench.verify.samples import read_likely
+from specray.errors import EngineLostError, InvalidRequestError, SpecrayError
 from specray.fakes import FakeRouterClient
 from specray.requests import GenerateRequest, OutputChunk
 from specray.types import DraftKind, TokenLogprobs, Verification
@@ -25,7 +26,7 @@ from tests.unit.serving.http.service import INFO, TOKENIZER, serving
 VOCABULARY = TOKENIZER.encode("hello, a ")
 SHARES = {token: count / len(VOCABULARY) for token, count in Counter(VOCABULARY).most_common()}
 """Probability of each token, at any place, likeliest first."""
-PLAN = {"prompts": ["a", "he", "hello"], "max_tokens": 8, "num_samples": 16}
+PLAN: dict[str, Any] = {"prompts": ["a", "he", "hello"], "max_tokens": 8, "num_samples": 16}
 Reply = Callable[[GenerateRequest], Sequence[int]]
 
 
@@ -58,6 +59,20 @@ class Service(FakeRouterClient):
 async def verified(reply: Reply = honest, **changed: Any) -> VerifyResult:
     async with serving(Service(reply=reply, info=INFO)) as service:
         return await verify(VerifyPlan(url=service.url, **{**PLAN, **changed}), lambda *_: None)
+
+
+async def ended_by(words: str, refuses: Callable[[GenerateRequest], bool]) -> None:
+    """Verifies a service that refuses some requests, and expects that the run ends with this error."""
+
+    class Refusing(Service):
+        def _take(self, request: GenerateRequest) -> None:
+            if refuses(request):
+                raise InvalidRequestError(words, field="prompt_logprobs")
+            super()._take(request)
+
+    async with serving(Refusing(reply=honest, info=INFO)) as service:
+        with pytest.raises(InvalidRequestError, match=f"the server answers 400: {words}"):
+            await verify(VerifyPlan(url=service.url, **PLAN), lambda *_: None)
 
 
 def names(result: VerifyResult) -> set[tuple[str, str]]:
@@ -126,6 +141,40 @@ async def test_a_biased_acceptance_is_found_in_samples() -> None:
     (fault,) = result.faults
     assert fault.calibration is not None and fault.calibration.num_tokens == 3 * 16 * 8
     assert str(list(verify_table(result).columns[-1].cells)).count("FAULT: ") == 1
+
+
+async def test_a_service_that_scores_nothing_is_not_right_but_an_error() -> None:
+    await ended_by("no scores", lambda request: request.sampling.num_prompt_logprobs is not None)
+
+
+async def test_a_service_that_refuses_plain_decoding_is_an_error() -> None:
+    await ended_by("no plain", lambda request: not request.speculation.enabled)
+
+
+async def test_a_way_that_is_refused_after_its_first_request_is_an_error() -> None:
+    last = tuple(TOKENIZER.encode("hello"))
+    await ended_by(
+        "no more",
+        lambda request: request.speculation.draft is DraftKind.NGRAM and request.prompt_token_ids == last,
+    )
+
+
+async def test_outputs_that_fill_the_context_are_scored_but_for_their_last_token() -> None:
+    result = await verified(prompts=["a"], max_tokens=INFO.max_model_len - 1, num_samples=2)
+    found = {one.way: one.calibration for one in result.comparisons if one.case == "rejection"}
+    assert found.pop("draft model, K=4") is None
+    assert [one and one.num_tokens for one in found.values()] == [2 * (INFO.max_model_len - 2)] * 5
+
+
+def test_the_token_that_came_is_not_read_as_a_likely_one_by_a_rank_that_counts_ties() -> None:
+    listed = {str(token): {"rank": token, "logprob": -float(token)} for token in range(1, 21)}
+    for own, rank in ((0, 20), (99, 1), (99, 57), (99, None)):
+        place = {str(own): {"rank": rank, "logprob": -20.0}, **listed}
+        answer = {"choices": [{"prompt_logprobs": [None, listed, place]}]}
+        (first, second) = read_likely(answer, [1, own])
+        assert list(first) == list(second) == list(range(1, 21))
+    with pytest.raises(SpecrayError, match="lists 21 likeliest tokens; asked for: 20"):
+        read_likely({"choices": [{"prompt_logprobs": [place | {"98": place["99"]}]}]}, [99])
 
 
 async def test_samples_are_of_the_model_alone_and_none_shares_its_noise() -> None:
