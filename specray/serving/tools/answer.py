@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from specray.serving.tools.call_stream import CallPart, CallReader, CallStream
-from specray.serving.tools.formats import MAX_CALL_LEN, ToolFormat
+from specray.serving.tools.formats import MAX_CALL_LEN, ToolCall, ToolFormat
 from specray.serving.tools.parameter_stream import ParameterStream
-from specray.serving.tools.python_stream import PythonStream
+from specray.serving.tools.python_stream import PythonStream, read_python_calls
 from specray.serving.tools.request import ToolMode, ToolUse
 from specray.tokenization.regions import Region, RegionEvent, RegionParser
 
@@ -156,12 +156,17 @@ class AnswerParser:
         assert self._format is not None and self._use is not None
         if not self._tells_parts:
             return None
-        limit = None if self._use.is_parallel else 1 - min(self._num_calls, 1)
+        limit = self._limit
         if self._format.writes_parameters:
             return ParameterStream(self._schemas, self._use.allowed, limit)
         if self._format.writes_python:
             return PythonStream(self._use.allowed, limit)
         return None if self._format.head is None else CallStream(self._format.head, self._use.allowed, limit)
+
+    @property
+    def _limit(self) -> int | None:
+        """Calls that may still come; None: any number."""
+        return None if self._use is None or self._use.is_parallel else 1 - min(self._num_calls, 1)
 
     def _deltas(self, parts: Iterator[CallPart]) -> Iterator[CallDelta]:
         for part in parts:
@@ -177,6 +182,8 @@ class AnswerParser:
         """The calls of a region that has ended, but those that were told; or its text when they are none."""
         assert self._format is not None and self._use is not None
         (body, self._body), (stream, self._stream) = (self._body, ""), (self._stream, None)
+        if self._format.read is None:
+            return self._read_python(body, stream)
         opening, unread = self._format.opening, body
         ends = [] if stream is None else list(self._deltas(stream.finish()))
         if stream is not None:
@@ -196,11 +203,22 @@ class AnswerParser:
         except (ValueError, RecursionError):
             close = "" if self._has_ended else self._format.close or ""
             return opening + body + close, []
-        self._content.drop()
-        if not self._use.is_parallel:
-            calls = calls[: 1 - min(self._num_calls, 1)]
+        return "", self._whole(calls[: self._limit])
+
+    def _read_python(self, body: str, stream: CallReader | None) -> tuple[str, list[CallDelta]]:
+        """The same for calls written as Python: complete ones stay calls, whatever is behind them."""
+        assert self._format is not None and self._use is not None
+        if stream is not None:
+            return ("" if stream.num_calls else self._format.opening) + stream.rest, []
+        calls, rest = read_python_calls(body, self._use.allowed, self._limit)
+        return ("" if calls else self._format.opening) + rest, self._whole(calls)
+
+    def _whole(self, calls: list[ToolCall]) -> list[CallDelta]:
+        """Calls that are told whole."""
+        if calls:
+            self._content.drop()
         first, self._num_calls = self._num_calls, self._num_calls + len(calls)
-        return "", [
+        return [
             CallDelta(first + place, make_call_id(), call.name, call.arguments)
             for place, call in enumerate(calls)
         ]

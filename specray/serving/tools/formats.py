@@ -6,7 +6,6 @@ between reasoning markers is reasoning. Patterns are linear: nothing that a mode
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -41,8 +40,9 @@ class ToolFormat:
     """Text that the pattern takes away, to be given back when what follows is no call."""
     close: str | None
     """Text that ends it; None: the end of the answer."""
-    read: Callable[[str, Schemas], Iterator[ToolCall]]
-    """Reads the calls of one such text. Raises ValueError for what is malformed."""
+    read: Callable[[str, Schemas], Iterator[ToolCall]] | None
+    """Reads the calls of one such text. Raises ValueError for what is malformed. None: Python, which
+    ``python_stream`` reads in pieces and whole."""
     begin: str
     """Text before the first forced call."""
     before_name: str
@@ -199,29 +199,6 @@ def _deepseek_calls(text: str, schemas: Schemas) -> Iterator[ToolCall]:
         position = position if tail is None else tail.end()
 
 
-def _python_calls(text: str, schemas: Schemas) -> Iterator[ToolCall]:
-    """A list of Python calls with keyword arguments that are literals."""
-    try:
-        tree = ast.parse("[" + text.strip().removeprefix("[").removesuffix("]") + "]", mode="eval").body
-        calls = tree.elts if isinstance(tree, ast.List) else [tree]
-    except (SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError("not a list of calls") from error
-    for call in calls:
-        if not isinstance(call, ast.Call) or call.args:
-            raise ValueError("not a call with keyword arguments")
-        name = ast.unparse(call.func)
-        yield ToolCall(name, _arguments(dict(map(_keyword, call.keywords))))
-
-
-def _keyword(keyword: ast.keyword) -> tuple[str, Any]:
-    if keyword.arg is None:
-        raise ValueError("an argument has no name")
-    try:
-        return keyword.arg, ast.literal_eval(keyword.value)
-    except (TypeError, SyntaxError, MemoryError) as error:
-        raise ValueError(f"argument {keyword.arg} is no literal") from error
-
-
 FORMATS: Final = (
     ToolFormat(
         name="qwen3_coder",
@@ -321,7 +298,7 @@ FORMATS: Final = (
         open_pattern=r"\A\s{0,64}\[(?=[A-Za-z_][\w.]{0,63}\()",
         opening="[",
         close=None,
-        read=_python_calls,
+        read=None,
         begin="[",
         before_name="",
         after_name="(",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from typing import Any
 
 import pytest
@@ -88,9 +89,12 @@ def test_half_a_surrogate_pair_is_told_as_an_escape() -> None:
     [
         ("get_weather(city='Ro", '{"city": "Ro'),
         ("get_weather(city='Ro\nme')", '{"city": "Ro'),
-        ("get_weather(city='a' 'b')", '{"city": "a"'),
         ("get_weather(city='a', city='b')", '{"city": "a"'),
-        ("get_weather(city='a' days=1)", '{"city": "a"'),
+        ("get_weather(city='a' days=1)", '{"city": "a'),
+        ("get_weather(city='a' % 1)", '{"city": "a'),
+        ("get_weather(city='abc\\U00ffffff')", '{"city": "abc'),
+        ("get_weather(days=,)", '{"days": '),
+        ("get_weather(days=#\n)", '{"days": '),
         ("get_weather(days=other)", '{"days": '),
         ("get_weather(days={1})", '{"days": '),
         ("get_weather(days=float)", '{"days": '),
@@ -104,8 +108,121 @@ def test_a_call_that_breaks_off_has_the_arguments_so_far(body: str, told: str, s
     assert put_together(parts) == [("get_weather", told, False)]
 
 
+AGREED: list[tuple[str, list[dict[str, Any]], str]] = [
+    ("get_weather(from='a', to='b')]", [{"from": "a", "to": "b"}], ""),
+    (
+        "get_weather(city='''it's ''so''\n''', days=\"\"\"a\"b\"\"\")]",
+        [{"city": "it's ''so''\n", "days": 'a"b'}],
+        "",
+    ),
+    ("get_weather(city='''\\'''')]", [{"city": "'"}], ""),
+    ("get_weather(city='a' 'b'\n \"c\" '')]", [{"city": "abc"}], ""),
+    ("get_weather(city='', days=r'\\d' 'e')]", [{"city": "", "days": "\\de"}], ""),
+    ("get_weather(days=['''a']''', '', \"it's\"])]", [{"days": ["a']", "", "it's"]}], ""),
+    (
+        "get_weather( # it's\n city='a', # don't\n days=[1, # it's\n 2] # isn't\n)]",
+        [{"city": "a", "days": [1, 2]}],
+        "",
+    ),
+    ("get_weather(city='a' # it's\n 'b',)]", [{"city": "ab"}], ""),
+    ("get_weather(days=-\n1) , get_weather()\n, ]\n", [{"days": -1}, {}], ""),
+    ("get_weather() get_weather()]", [{}], " get_weather()]"),
+    ("get_weather(), , get_weather()]", [{}], ", , get_weather()]"),
+    ("get_weather(), unknown()]", [{}], ", unknown()]"),
+    ("get_weather()", [{}], ""),
+    ("get_weather(), get_wea", [{}], ", get_wea"),
+    ("get_weather()] and more", [{}], " and more"),
+    (
+        "get_weather(days=(1, 2)), get_weather(days={'a': None})]",
+        [{"days": [1, 2]}, {"days": {"a": None}}],
+        "",
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "arguments", "content"), AGREED)
+def test_an_answer_has_the_same_calls_whole_and_in_any_pieces(
+    body: str, arguments: list[dict[str, Any]], content: str
+) -> None:
+    for size in range(1, len(body) + 2):
+        for tells_parts in (False, True):
+            found, parts = parts_of(stream(tells_parts=tells_parts), f"[{body}", size)
+            calls = put_together(parts)
+            assert [(name, is_complete) for name, _, is_complete in calls] == [("get_weather", True)] * len(
+                calls
+            )
+            assert [json.loads(each) for _, each, _ in calls] == arguments
+            assert found == content
+
+
+PIECES = (
+    "get_weather(",
+    "clock(",
+    ")",
+    ", ",
+    "city=",
+    "days=",
+    "'",
+    '"',
+    "'''",
+    "\\",
+    "\n",
+    "# it's\n",
+    "#",
+    "a",
+    "]",
+    "[",
+    "1",
+    " ",
+    "{",
+    "}",
+    "\\x4",
+)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_any_text_has_the_same_complete_calls_whole_and_in_pieces(seed: int) -> None:
+    rng = random.Random(seed)
+    text = "[get_weather(" + rng.choice(("city='", "days=[", "", "city='''"))
+    text += "".join(rng.choices(PIECES, k=rng.randint(1, 12))) + rng.choice(
+        ("", "')", "]), clock()]", "'''), clock()")
+    )
+    content, parts = parts_of(stream(tells_parts=False), text, len(text))
+    whole = put_together(parts)
+    in_one = parts_of(stream(), text, len(text))
+    streamed = put_together(in_one[1])
+    assert [call for call in streamed if call[2]] == whole
+    if len(streamed) == len(whole):
+        assert content == in_one[0]
+    else:
+        # Where a call was told, the space at the end of an answer is none of its content.
+        assert content.rstrip().endswith(in_one[0])
+    for size in (1, 2, 3, 5, 8):
+        for tells_parts, expected in ((False, (content, whole)), (True, (in_one[0], streamed))):
+            found, parts = parts_of(stream(tells_parts=tells_parts), text, size)
+            assert (found, put_together(parts)) == expected
+
+
 @pytest.mark.parametrize("size", [1, 1000])
-@pytest.mark.parametrize("body", ["unknown(a=1)]", "get_weather(1)]", "get_weather(*x)]", "get_weather"])
+def test_a_call_that_breaks_off_behind_a_complete_one_is_content_of_a_whole_answer(size: int) -> None:
+    content, parts = parts_of(stream(tells_parts=False), "[clock(), get_weather(city='Ro", size)
+    assert (content, put_together(parts)) == (", get_weather(city='Ro", [("clock", "{}", True)])
+
+
+def test_a_whole_answer_of_many_arguments_is_read_in_time() -> None:
+    arguments = {f"a{index}": 1 for index in range(20_000)}
+    answer = "[get_weather(" + ",".join(f"{key}=1" for key in arguments) + ")]"
+    parser = stream(tells_parts=False)
+    started = time.process_time()
+    _, parts = parts_of(parser, answer, len(answer))
+    assert time.process_time() - started < 5
+    assert json.loads(parts[0].arguments) == arguments
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize(
+    "body", ["unknown(a=1)]", "get_weather(1)]", "get_weather(,)]", "get_weather(*x)]", "get_weather"]
+)
 def test_what_is_no_call_is_content(body: str, size: int) -> None:
     assert parts_of(stream(), f"[{body}", size) == (f"[{body}", [])
 
