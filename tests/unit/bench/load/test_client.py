@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
-from specray.bench.load.client import _event
+from specray.bench.load.client import ServerClient, _event
 from specray.errors import SpecrayError
 
 
@@ -31,3 +33,28 @@ def test_an_event_is_its_json() -> None:
 def test_an_error_ends_the_request_and_nothing_else(line: bytes, message: str) -> None:
     with pytest.raises(SpecrayError, match=message):
         _event(line)
+
+
+@pytest.mark.parametrize(
+    ("body", "length"),
+    [
+        ({"data": [{"id": "a", "max_model_len": 64}, {"id": "b", "max_model_len": 32}]}, 64),
+        ({"data": [{"id": "a"}]}, None),
+        ({"data": []}, SpecrayError),
+        ({"data": [{"id": "a", "max_model_len": "long"}]}, SpecrayError),
+    ],
+)
+async def test_the_context_is_that_of_the_first_model_or_is_not_told(
+    body: object, length: int | type[SpecrayError] | None
+) -> None:
+    async def models(_: web.Request) -> web.Response:
+        return web.json_response(body)
+
+    app = web.Application()
+    app.router.add_get("/v1/models", models)
+    async with TestServer(app) as server, ServerClient(str(server.make_url("/"))) as client:
+        if length is SpecrayError:
+            with pytest.raises(SpecrayError, match="/v1/models is no list of models"):
+                await client.max_model_len()
+        else:
+            assert await client.max_model_len() == length
