@@ -75,6 +75,8 @@ class CatchUp:
     count as computed only when the sequence is told which of them are kept. None: a chain."""
     extra_token_ids: Sequence[int] = ()
     """Rows behind the sequence's tokens that never count as computed; nodes of the tree, if it is one."""
+    settled_len: int | None = None
+    """First tokens of the sequence behind which it may go on; None: all that were told."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -216,6 +218,7 @@ def _plan_steps(work: Iterable[CatchUp | BranchStep], budget: int) -> Iterator[l
         start, end = sequence.num_computed_tokens, len(token_ids)
         assert end - start >= item.num_logits, (start, end, item.num_logits)
         visibility, first = item.visibility(), start
+        settled_len = sequence.num_tokens if item.settled_len is None else item.settled_len
         while start < end:
             if left == 0:
                 yield inputs
@@ -230,7 +233,7 @@ def _plan_steps(work: Iterable[CatchUp | BranchStep], budget: int) -> Iterator[l
                     sequence.block_table.block_ids,
                     num_logits,
                     visibility[start - first : stop - first],
-                    sequence.num_tokens,
+                    settled_len,
                 )
             )
             left -= stop - start

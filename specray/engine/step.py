@@ -109,7 +109,7 @@ class SequenceRows:
     visibility: Sequence[Visibility] = ()
     """Visibility of each row, KV indices ascending; empty: a chain from ``start`` on."""
     settled_len: int | None = None
-    """First tokens of the sequence that will not be refused; None: all."""
+    """First tokens of the sequence behind which it may go on; None: all."""
 
     @property
     def num_settled(self) -> int:

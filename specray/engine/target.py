@@ -29,7 +29,6 @@ from specray.engine.sampling.sampler import make_sampler
 from specray.engine.sampling.state import draft_rows
 from specray.engine.sampling.verify import Round, Verified, accept_own
 from specray.engine.schedule import (
-    CatchUp,
     Runner,
     catch_up,
     check_length,
@@ -191,8 +190,7 @@ class TargetEngine(EngineBase):
         groups = [
             draft_rows(entry.sequence.told_state, entry.draft) for entry in scheduled if entry.item.sample
         ]
-        work = [CatchUp(entry.sequence, entry.num_logits, entry.parents) for entry in scheduled]
-        own_token_ids = self._group_draws.run(work, groups)
+        own_token_ids = self._group_draws.run([entry.work for entry in scheduled], groups)
         if own_token_ids is not None:
             self._publish(scheduled)
         return own_token_ids
@@ -210,15 +208,7 @@ class TargetEngine(EngineBase):
             yield entry.index, self._commit(entry, torch.empty(0, 0), verified, ())
 
     def _run(self, scheduled: Sequence[Scheduled]) -> Tensor | None:
-        work = [
-            CatchUp(
-                entry.sequence,
-                entry.num_logits + entry.num_window_rows,
-                entry.parents,
-                () if entry.window is None else entry.window.token_ids,
-            )
-            for entry in scheduled
-        ]
+        work = [entry.work for entry in scheduled]
         output = catch_up(self._runner, work, self._info.max_num_batched_tokens)
         self._publish(scheduled)
         return None if output is None or not len(output.logits) else output.logits

@@ -13,6 +13,7 @@ from specray.draft_tokens import DraftTokens
 from specray.engine.cache.sequences import EngineSequence
 from specray.engine.lookahead import WindowRows
 from specray.engine.sampling.logprobs import token_logprobs
+from specray.engine.schedule import CatchUp
 from specray.types import TokenLogprobs, VerifyItem
 
 T = TypeVar("T")
@@ -66,6 +67,21 @@ class Scheduled:
         if not self.scored:
             return self.num_sampled
         return len(self.sequence.token_ids) - max(1, self.item.base_len) + 1
+
+    @property
+    def work(self) -> CatchUp:
+        """The rows that the step computes of the sequence.
+
+        The next chunk of a prompt that is scored goes on from the row before it, whose logits are its own.
+        """
+        goes_back = self.sequence.sampling.num_prompt_logprobs is not None and not self.item.sample
+        return CatchUp(
+            self.sequence,
+            self.num_logits + self.num_window_rows,
+            self.parents,
+            () if self.window is None else self.window.token_ids,
+            self.sequence.num_tokens - 1 if goes_back else None,
+        )
 
 
 def with_rows(

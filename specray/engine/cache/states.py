@@ -9,7 +9,8 @@ sequence that was cut goes on from the last of them; the tokens from there on ar
     states kept behind        ^                          ^                    ^
 
 If some draft tokens are refused, those accepted are computed again with the next step: fewer than that step
-had. If all or none are, nothing is.
+had. If all or none are, nothing is. Of a prompt that is scored in chunks, all but a chunk's last token count
+as settled: the next chunk begins with the logits of that token, so one is computed again with each chunk.
 """
 
 from __future__ import annotations

@@ -166,6 +166,33 @@ def test_a_prompt_in_chunks_beside_a_running_sequence(runner: ModelRunner, expec
     assert running.token_ids[len(SHORT) :] == expected.of(SHORT, GREEDY)[:3]
 
 
+@pytest.mark.parametrize(("budget", "times"), [(64, 2), (7, 1)])
+def test_a_scored_prompt_in_chunks_is_computed_once_but_for_a_row_of_each(
+    budget: int, times: int, checkpoint: Path, runner: ModelRunner
+) -> None:
+    """Each chunk is sent so many times."""
+    engine = make_engine(runner, max_num_batched_tokens=budget)
+    sampling = replace(GREEDY, num_prompt_tokens=len(LONG), num_prompt_logprobs=1)
+    num_rows, scores = [], []
+    for start in range(0, len(LONG), 8):
+        tokens, is_last = tuple(LONG[start : start + 8]), start + 8 >= len(LONG)
+        item = VerifyItem(
+            "a", start, start, tokens, NO_DRAFT, sample=is_last, sampling=sampling if start == 0 else None
+        )
+        for _ in range(times):
+            replies = engine.verify([item])
+            num_rows.append(replies.num_rows)
+        [reply] = replies.replies
+        assert isinstance(reply, Verdict)
+        scores += reply.prompt_logprobs
+    assert num_rows == [count for count in (8, 9, 9, 9, 9, 6) for _ in range(times)]
+    assert [score.token_id for score in scores] == LONG[1:]
+    logprobs = reference_logits(reference_model(checkpoint), LONG).double().log_softmax(-1)
+    expected = [float(logprobs[place, token]) for place, token in enumerate(LONG[1:])]
+    assert [score.logprob for score in scores] == pytest.approx(expected, abs=1e-3)
+    engine.release(["a"])
+
+
 def test_only_accepted_tokens_before_a_refused_one_are_computed_again(
     runner: ModelRunner, expected: Expected
 ) -> None:
