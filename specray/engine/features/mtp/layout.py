@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +36,8 @@ class _Naming:
 
     layer: str
     """What the names of a layer's own weights begin with; N: its number, behind the target's layers."""
+    root: str
+    """What the names of all that is of MTP begin with."""
     projection: str
     embedding_norm: str
     hidden_norm: str
@@ -51,6 +53,7 @@ class _Naming:
 _NAMINGS = {
     "DeepSeek, GLM": _Naming(
         "model.layers.N.",
+        "model.layers.N.",
         "model.layers.N.eh_proj.weight",
         "model.layers.N.enorm.weight",
         "model.layers.N.hnorm.weight",
@@ -59,6 +62,7 @@ _NAMINGS = {
     ),
     "MiMo": _Naming(
         "model.mtp_layers.0.",
+        "model.mtp_layers.",
         "model.mtp_layers.0.input_proj.weight",
         "model.mtp_layers.0.token_layernorm.weight",
         "model.mtp_layers.0.hidden_layernorm.weight",
@@ -67,6 +71,7 @@ _NAMINGS = {
     ),
     "Qwen3-Next": _Naming(
         "mtp.layers.0.",
+        "mtp.",
         "mtp.fc.weight",
         "mtp.pre_fc_norm_embedding.weight",
         "mtp.pre_fc_norm_hidden.weight",
@@ -142,11 +147,18 @@ class _Reader:
         norms = [self._take(name, size) for name in (naming.embedding_norm, naming.hidden_norm)]
         self._check_copies(naming)
         special = {naming.projection, naming.embedding_norm, naming.hidden_norm, naming.final_norm}
-        names = {
-            _LAYER + name.removeprefix(naming.layer): name
+        rest = [
+            name
             for name in self._weights.shapes
-            if name.startswith(naming.layer) and name not in special and name not in naming.copies
-        }
+            if name.startswith(naming.root) and name not in special and name not in naming.copies
+        ]
+        unknown = [name for name in rest if not name.startswith(naming.layer)]
+        if unknown:
+            raise ConfigError(
+                f"model {path!r}: its MTP layer has no place for {listed(unknown)}; allowed with "
+                f"{naming.root}: {', '.join(sorted({*special, *naming.copies}))} and {naming.layer}*"
+            )
+        names = {_LAYER + name.removeprefix(naming.layer): name for name in rest}
         state = {name: self._weights.take(stored) for name, stored in names.items()}
         state["model.norm.weight"] = self._take(naming.final_norm, size)
         forward = self._load(state, naming)
@@ -161,8 +173,8 @@ class _Reader:
             hidden_size=size,
             forward=forward,
             projection=projection,
-            embedding_norm=_like(norm, norms[0]),
-            hidden_norm=_like(norm, norms[1]),
+            embedding_norm=_like(path, naming.embedding_norm, norm, norms[0]),
+            hidden_norm=_like(path, naming.hidden_norm, norm, norms[1]),
             is_hidden_first=naming.is_hidden_first,
             drops_first=naming.drops_first,
         )
@@ -192,15 +204,15 @@ class _Reader:
         def numbered(name: str) -> str:
             return name.replace(".N.", f".{number}.")
 
-        return _Naming(
-            numbered(naming.layer),
-            numbered(naming.projection),
-            numbered(naming.embedding_norm),
-            numbered(naming.hidden_norm),
-            numbered(naming.final_norm),
-            tuple(map(numbered, naming.copies)),
-            naming.is_hidden_first,
-            naming.drops_first,
+        return replace(
+            naming,
+            layer=numbered(naming.layer),
+            root=numbered(naming.root),
+            projection=numbered(naming.projection),
+            embedding_norm=numbered(naming.embedding_norm),
+            hidden_norm=numbered(naming.hidden_norm),
+            final_norm=numbered(naming.final_norm),
+            copies=tuple(map(numbered, naming.copies)),
         )
 
     def _take(self, name: str, *shape: int) -> torch.Tensor:
@@ -234,7 +246,13 @@ class _Reader:
         generator = torch.Generator().manual_seed(0)
         size = (_NUM_TOKENS, self._target.hidden_size)
         state["model.embed_tokens.weight"] = torch.randn(size, generator=generator).to(self._dtype)
-        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        if kind is None:
+            raise ConfigError(
+                f"target.drafter is {MTP!r}, and transformers has no text model of its own for model type "
+                f"{config.model_type!r} of model {self._path!r}; allowed: a model with one, or the directory "
+                "of a drafter"
+            )
         with quiet_library():
             try:
                 model, report = kind.from_pretrained(
@@ -288,8 +306,14 @@ def _one_layer(text: Any, *, is_dense: bool) -> Any:
     return config
 
 
-def _like(norm: torch.nn.Module, weight: torch.Tensor) -> torch.nn.Module:
-    """A norm of the same kind with another weight."""
+def _like(path: str, name: str, norm: torch.nn.Module, weight: torch.Tensor) -> torch.nn.Module:
+    """A norm of the same kind with the weight of that name. Raises ConfigError: it needs more than that."""
+    held = sorted(norm.state_dict())
+    if held != ["weight"]:
+        raise ConfigError(
+            f"model {path!r}: {name} alone makes no {type(norm).__name__}, the target's kind of norm, which "
+            f"holds {', '.join(held) or 'nothing'}; allowed: norms that hold a weight alone"
+        )
     other = deepcopy(norm)
     other.load_state_dict({"weight": weight})
     return other

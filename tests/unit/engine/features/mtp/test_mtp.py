@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3VLTextConfig
 
 from specray.config import parse_config
 from specray.draft_tokens import NO_DRAFT, DraftTokens, TreeBudget
 from specray.engine.build import build_target_engine
+from specray.engine.features.mtp import layout
 from specray.errors import ConfigError
 from specray.types import SamplingParams
 from tests.unit.engine.features.mtp.checkpoints import FAMILIES, Weights, Written, drafted, write_target
@@ -111,6 +113,16 @@ REFUSED = {
                r"its MTP layer lacks model.mtp_layers.0.self_attn.k_proj.weight"),
     "unknown": ("MiMo", lambda weights: put(weights, f"{LAYER}extra.weight", torch.ones(2)),
                 r"its MTP layer has no place for model.mtp_layers.0.extra.weight"),
+    "unknown beside the layer": (
+        "Qwen3-Next",
+        lambda weights: [put(weights, name, torch.ones(2)) for name in ("mtp.extra.weight", "mtp.fc.bias")],
+        r"its MTP layer has no place for mtp.extra.weight, mtp.fc.bias; allowed with mtp.: mtp.embed_tok",
+    ),
+    "unknown beside the layers": (
+        "MiMo",
+        lambda weights: put(weights, "model.mtp_layers.norm", torch.ones(2)),
+        r"no place for model.mtp_layers.norm; allowed with model.mtp_layers.: model.mtp_layers.0.final_l",
+    ),
     "not finite": ("MiMo", lambda weights: put(weights, f"{LAYER}hidden_layernorm.weight", INFINITE),
                    r"the weight 'model.mtp_layers.0.hidden_layernorm.weight' holds NaN"),
     "own head": ("GLM", lambda weights: weights["model.layers.2.shared_head.head.weight"].add_(1),
@@ -124,6 +136,24 @@ def test_refused_by_name(tmp_path: Path, name: str) -> None:
     path = write_target(tmp_path, family, change).path
     with pytest.raises(ConfigError, match=message):
         make_target(path)
+
+
+def test_a_text_part_without_a_model_of_its_own_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_target(tmp_path, "MiMo").path
+    monkeypatch.setattr(layout, "_one_layer", lambda text, **kwargs: Qwen3VLTextConfig())
+    with pytest.raises(ConfigError, match="has no text model of its own for model type 'qwen3_vl_text' of"):
+        make_target(path)
+
+
+def test_a_norm_that_holds_more_than_a_weight_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        layout._like("/m", "mtp.norm.weight", torch.nn.LayerNorm(4), torch.ones(4))
+    assert str(caught.value) == (
+        "model '/m': mtp.norm.weight alone makes no LayerNorm, the target's kind of norm, which holds bias, "
+        "weight; allowed: norms that hold a weight alone"
+    )
 
 
 def test_a_directory_of_that_name_is_named_by_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
