@@ -93,21 +93,24 @@ def _check_drafter(target: EngineConfig) -> None:
 
 
 def check_chains(config: Config) -> None:
-    """Raises ConfigError for what is not served with a target that has recurrent layers: all but chains.
+    """Raises ConfigError for what is not served with a target that has recurrent layers.
 
-    Their state is one for all tokens before, so rows of two branches cannot go on from it side by side.
+    Their state is one for all tokens before, so rows of two branches cannot go on from it side by side: they
+    verify chains alone. Drafters that read features are not served with them.
     """
     problem = None
     if config.speculation.tree != "off":
-        problem = f"speculation.tree is {config.speculation.tree!r}", "'off'"
+        problem = f"speculation.tree is {config.speculation.tree!r}", "verify chains alone; allowed: 'off'"
     elif config.target.drafter is not None:
-        problem = f"target.drafter is {config.target.drafter!r}", "none"
+        problem = (
+            f"target.drafter is {config.target.drafter!r}",
+            "are served without a drafter; allowed: none (draft.model may be a model, 'ngram' or 'suffix')",
+        )
     elif config.draft.enabled and config.draft.model == DraftKind.LOOKAHEAD:
-        problem = "draft.model is 'lookahead'", "a model, 'ngram' or 'suffix'"
+        problem = "draft.model is 'lookahead'", "verify chains alone; allowed: a model, 'ngram' or 'suffix'"
     if problem is not None:
         raise ConfigError(
-            f"{problem[0]} and target.model {config.target.model!r} has recurrent layers, which verify "
-            f"chains alone; allowed: {problem[1]}"
+            f"{problem[0]} and target.model {config.target.model!r} has recurrent layers, which {problem[1]}"
         )
 
 

@@ -319,8 +319,12 @@ def test_what_is_no_chain_on_one_rank_is_refused_before_weights_load(
 def test_a_drafter_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     config = Config.model_validate(settings(checkpoint, target={"drafter": str(tmp_path)}))
-    with pytest.raises(ConfigError, match=r"target.drafter is .* verify chains alone; allowed: none"):
+    with pytest.raises(ConfigError) as caught:
         check_models(config)
+    assert str(caught.value) == (
+        f"target.drafter is {str(tmp_path)!r} and target.model {str(checkpoint)!r} has recurrent layers, which "
+        "are served without a drafter; allowed: none (draft.model may be a model, 'ngram' or 'suffix')"
+    )
 
 
 def test_trees_are_refused_by_an_engine_that_starts_alone(checkpoint: Path) -> None:
