@@ -94,7 +94,6 @@ def build_runner(
     block_size = _block_size(config, loaded, backend)
     provisional = _info(config, loaded, forward, block_size, 0, tensor_parallel_size, backend)
     wanted_bytes = _cache_bytes(config, provisional, forward, parallel, beside)
-    wanted_bytes -= _state_bytes(config, forward.cache_shape, wanted_bytes)
     num_blocks = _num_blocks(config, loaded, forward.cache_shape, block_size, wanted_bytes, beside)
     info = replace(provisional, num_blocks=num_blocks)
     with naming(lambda: f"cache_memory_gib is {config.cache_memory_gib}; lower it"):
@@ -224,12 +223,13 @@ def _cache_bytes(
 
 def _state_bytes(config: EngineConfig, shape: CacheShape, cache_bytes: int) -> int:
     """Bytes of all states of recurrent layers. Raises ConfigError where they leave the cache no room."""
+    # Who builds an engine has added one sequence to those of the setting, for its check.
     found = config.max_num_seqs * STATES_PER_SEQUENCE * shape.state_bytes
     if found > cache_bytes:
         raise ConfigError(
             f"cache_memory_gib is {config.cache_memory_gib}, {cache_bytes / 2**30:.3f} GiB; the states of "
-            f"recurrent layers of {config.max_num_seqs} sequences take {found / 2**30:.3f} GiB; allowed: "
-            "more memory, or a lower max_num_seqs"
+            f"recurrent layers of {config.max_num_seqs - 1} sequences and one more take {found / 2**30:.3f} GiB; "
+            "allowed: more memory, or a lower max_num_seqs"
         )
     return found
 
@@ -337,12 +337,19 @@ def _num_blocks(
     per_token = beside.bytes_per_token + bytes_per_token(shape, loaded.dtype)
     per_block = block_size * per_token
     per_sequence = -(-loaded.max_model_len // block_size)
-    affordable = num_bytes // per_block
+    state_bytes = _state_bytes(config, shape, num_bytes)
+    affordable = (num_bytes - state_bytes) // per_block
     if affordable < per_sequence:
         needed = per_sequence * per_block / 2**30
         found = f", for which {num_bytes / 2**30:.3f} GiB are left" * (config.cache_memory_gib == "auto")
+        states = "", ""
+        if state_bytes:
+            states = (
+                f", of which the states of recurrent layers take {state_bytes / 2**30:.3f} GiB",
+                "; allowed: more memory, or a lower max_num_seqs or max_model_len",
+            )
         raise ConfigError(
-            f"cache_memory_gib is {config.cache_memory_gib}{found}; one sequence of max_model_len "
-            f"{loaded.max_model_len} needs {needed:.3f} GiB"
+            f"cache_memory_gib is {config.cache_memory_gib}{found}{states[0]}; one sequence of max_model_len "
+            f"{loaded.max_model_len} needs {needed:.3f} GiB{states[1]}"
         )
     return min(affordable, config.max_num_seqs * per_sequence)

@@ -13,6 +13,7 @@ import torch
 from specray.config import Config, DraftConfig, EngineConfig, TargetConfig
 from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.engine.build import build_draft_engine, build_target_engine
+from specray.engine.cache.states import STATES_PER_SEQUENCE
 from specray.engine.model.preflight import check_models
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.runner import ModelRunner
@@ -322,8 +323,8 @@ def test_a_drafter_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         check_models(config)
     assert str(caught.value) == (
-        f"target.drafter is {str(tmp_path)!r} and target.model {str(checkpoint)!r} has recurrent layers, which "
-        "are served without a drafter; allowed: none (draft.model may be a model, 'ngram' or 'suffix')"
+        f"target.drafter is {str(tmp_path)!r} and target.model {str(checkpoint)!r} has recurrent layers, "
+        "which are served without a drafter; allowed: none (draft.model may be a model, 'ngram' or 'suffix')"
     )
 
 
@@ -342,9 +343,21 @@ def test_a_draft_with_recurrent_layers_is_refused(checkpoint: Path) -> None:
     )
 
 
-def test_states_count_as_memory_of_the_cache(checkpoint: Path) -> None:
-    config = settings(checkpoint, target={"cache_memory_gib": 0.001, "max_num_seqs": 200})
-    with pytest.raises(
-        ConfigError, match=r"^cache_memory_gib is 0.001, 0.001 GiB; the states of recurrent layer"
-    ):
-        build_target_engine(Config.model_validate(config))
+def test_states_count_as_memory_of_the_cache(checkpoint: Path, runner: ModelRunner) -> None:
+    """A little less than 200 sequences and one more take, then a little more: no room for a prompt."""
+    taken = 201 * STATES_PER_SEQUENCE * runner.forward.cache_shape.state_bytes
+
+    def refusal(num_bytes: int) -> str:
+        target = {"cache_memory_gib": num_bytes / 2**30, "max_num_seqs": 200}
+        with pytest.raises(ConfigError) as caught:
+            build_target_engine(Config.model_validate(settings(checkpoint, target=target)))
+        return str(caught.value)
+
+    gib = f"take {taken / 2**30:.3f} GiB"
+    assert gib == "take 0.001 GiB"
+    assert f"; the states of recurrent layers of 200 sequences and one more {gib}; allowed" in refusal(
+        taken - 99
+    )
+    assert f", of which the states of recurrent layers {gib}; one sequence of max_model_len 96 needs " in (
+        refusal(taken + 99)
+    )
