@@ -12,6 +12,7 @@ from specray.engine.model.checks.miniature import windows
 _RECURRENT_KINDS = frozenset(
     {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid_mamba", "gdn"}
 )
+_MLP_KINDS = frozenset({"mlp", "moe", "dense", "sparse"})
 _RECURRENT_ALONE = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"})
 _BEGUN_ANEW = frozenset({"jamba", "zamba"})
 """Model types whose recurrent layers go on from a state with one token only (Mamba 1)."""
@@ -52,7 +53,9 @@ def known_refusal(config: Any, *, max_model_len: int) -> str | None:
     kinds = layer_kinds(config)
     if config.model_type in _OWN_STATES:
         return "it has recurrent layers, whose states transformers keeps in a way of this model's own"
-    if config.model_type in _RECURRENT_ALONE or (kinds and not kinds - _RECURRENT_KINDS):
+    if config.model_type in _RECURRENT_ALONE or (
+        kinds & _RECURRENT_KINDS and not kinds - _RECURRENT_KINDS - _MLP_KINDS
+    ):
         return "it has recurrent layers alone; allowed: recurrent layers beside attention"
     if config.model_type in _BEGUN_ANEW:
         return "it has recurrent layers, which transformers begins anew with each chunk of a prompt"

@@ -13,9 +13,11 @@ from transformers import (
 )
 
 from specray.config import EngineConfig
+from specray.engine.model.checks.refusals import known_refusal
 from specray.engine.runner.assembly import build_runner
 from specray.errors import ConfigError
-from tests.unit.engine.model.checkpoints import write_tokenizer
+from tests.unit.engine.model.checkpoints import family_config, write_tokenizer
+from tests.unit.engine.model.zoo import FAMILIES
 
 
 def refused(path: Path, model: Any) -> str:
@@ -31,6 +33,18 @@ def test_state_space_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = MambaConfig(vocab_size=96, hidden_size=16, state_size=4, num_hidden_layers=2)
     assert "it has recurrent layers" in refused(tmp_path, MambaForCausalLM(config))
+
+
+def test_recurrent_layers_and_mlps_without_attention() -> None:
+    """Nemotron-H lists its MLPs and experts as layers of their own."""
+    config = family_config(FAMILIES["nemotron_h"])
+    assert known_refusal(config, max_model_len=128) is None
+    config.layers_block_type = ["linear_attention", "moe", "linear_attention", "mlp"]
+    assert known_refusal(config, max_model_len=128) == (
+        "it has recurrent layers alone; allowed: recurrent layers beside attention"
+    )
+    config.layers_block_type = ["mlp"]
+    assert known_refusal(config, max_model_len=128) is None
 
 
 def test_attention_in_both_directions(tmp_path: Path) -> None:
