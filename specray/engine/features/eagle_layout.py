@@ -162,7 +162,6 @@ class _Reader:
         )
         fc, norms, read = self._fc()
         token_ids, head, _ = read_head(files, hidden, self._target)
-        scale = files.config.get("logit_scale")
         return EagleLayout(
             path=files.path,
             feature_layers=read,
@@ -178,7 +177,7 @@ class _Reader:
             token_ids=token_ids,
             is_residual_normed=not is_first and self._is_residual_normed(),
             is_output_normed=self._flag("norm_output", default=False),
-            logit_scale=1.0 if scale is None else float(scale),
+            logit_scale=files.scale("logit_scale", files.config.get("logit_scale")),
             masks=None if is_first else self._masks(fc[0].shape[1], has_norms=bool(norms)),
         )
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -19,6 +20,8 @@ _TENSOR_FILES = ("*.safetensors", "medusa_lm_head.pt", "pytorch_model*.bin")
 _COMPUTED = re.compile(r"(^|\.)(rotary_emb\.|inv_freq$)")
 """Tables that are computed, once saved with the weights."""
 _MAX_LISTED = 4
+_MAX_SCALE = float(np.finfo(np.float32).max)
+"""Most that a factor may be: logits are float32."""
 
 
 class DrafterFiles:
@@ -97,6 +100,14 @@ class DrafterFiles:
         if type(value) is not int or value < 1:
             raise self.refuse(f"{name} is {value!r}; allowed: a whole number above 0")
         return value
+
+    def scale(self, name: str, value: Any) -> float:
+        """A factor of the configuration, 1 where there is none. Raises ConfigError for what is no factor."""
+        if value is None:
+            return 1.0
+        if type(value) not in (int, float) or not 0 < value <= _MAX_SCALE:
+            raise self.refuse(f"{name} is {value!r}; allowed: a number above 0, at most {_MAX_SCALE:g}")
+        return float(value)
 
     def _read_config(self, directory: Path) -> dict[str, Any]:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from specray.engine.features.files import DrafterFiles
 
@@ -17,6 +17,15 @@ _LEFT_FIELDS = ("target_layer_ids", "dspark_target_layer_ids")
 _FIELDS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 _LEAST_BY_DEFAULT = 6
 """Layers that a target needs so that the usual three are three, one after the other."""
+
+
+class _Named(NamedTuple):
+    """The layers that a configuration names, as it names them."""
+
+    field: str
+    ids: Sequence[Any]
+    is_left: bool = False
+    """Ids are of what leaves layers, one less than those of what enters; -1 is the embedding."""
 
 
 def read_layers(files: DrafterFiles, num_layers: int, num_read: int) -> tuple[int, ...]:
@@ -32,15 +41,15 @@ def read_layers(files: DrafterFiles, num_layers: int, num_read: int) -> tuple[in
     Raises:
         ConfigError: ids are of no such layers, or not as many.
     """
-    field, ids = _find(files.config)
-    if ids is None:
+    found = _find(files.config)
+    if found is None:
         if num_layers < _LEAST_BY_DEFAULT:
             raise files.refuse(
                 f"{_FIELDS[0]} is not set, and the target has {num_layers} layers; allowed without: at least "
                 f"{_LEAST_BY_DEFAULT}"
             )
-        field, ids = "the default", (2, num_layers // 2, num_layers - 3)
-    return _checked(files, field, ids, num_layers, num_read)
+        found = _Named("the default", (2, num_layers // 2, num_layers - 3))
+    return _checked(files, found, num_layers, num_read)
 
 
 def read_block_layers(files: DrafterFiles, num_layers: int, num_read: int) -> tuple[int, ...]:
@@ -48,8 +57,8 @@ def read_block_layers(files: DrafterFiles, num_layers: int, num_read: int) -> tu
 
     Without ids they are spread evenly from 1 to the last but two.
     """
-    field, ids = _find_block(files.config)
-    if ids is None:
+    found = _find_block(files.config)
+    if found is None:
         first, last = 1, num_layers - 3
         steps = max(1, num_read - 1)
         spread = [round(first + index * (last - first) / steps) for index in range(num_read)]
@@ -59,43 +68,47 @@ def read_block_layers(files: DrafterFiles, num_layers: int, num_read: int) -> tu
                 f"target_layer_ids is not set, and the target has {num_layers} layers; allowed without: at "
                 f"least {num_read + 3}"
             )
-        field, ids = "the default", [layer + 1 for layer in left]
-    return _checked(files, field, ids, num_layers, num_read)
+        found = _Named("the default", left, is_left=True)
+    return _checked(files, found, num_layers, num_read)
 
 
-def _checked(
-    files: DrafterFiles, field: str, ids: Sequence[Any], num_layers: int, num_read: int
-) -> tuple[int, ...]:
-    if not all(type(layer) is int and 0 <= layer <= num_layers for layer in ids):
-        raise files.refuse(f"{field} is {list(ids)}; allowed: layers of the target, which has {num_layers}")
+def _checked(files: DrafterFiles, named: _Named, num_layers: int, num_read: int) -> tuple[int, ...]:
+    field, ids, shift = named.field, list(named.ids), int(named.is_left)
+    if not all(type(layer) is int and 0 <= layer + shift <= num_layers for layer in ids):
+        raise files.refuse(
+            f"{field} is {ids}; allowed: numbers {-shift}..{num_layers - shift}, as the target has "
+            f"{num_layers} layers"
+        )
     if len(ids) != num_read:
         raise files.refuse(f"{field} names {len(ids)} layers; allowed: {num_read}, as fc.weight joins")
-    _log.info("drafter %s reads what enters layers %s of the target (%s)", files.path, list(ids), field)
-    return tuple(ids)
+    entered = tuple(layer + shift for layer in ids)
+    _log.info("drafter %s reads what enters layers %s of the target (%s)", files.path, list(entered), field)
+    return entered
 
 
-def _find_block(config: dict[str, Any]) -> tuple[str, Sequence[Any] | None]:
-    """The field that names a block drafter's layers, and what they are in the first convention."""
+def _find_block(config: dict[str, Any]) -> _Named | None:
+    """The ids of a block drafter."""
     nested = config.get(_BLOCK)
     sections = {f"{_BLOCK}.": nested if isinstance(nested, dict) else {}, "": config}
     for prefix, section in sections.items():
         for name in _LEFT_FIELDS:
             if isinstance(ids := section.get(name), list):
-                return f"{prefix}{name}", [each + 1 if type(each) is int else each for each in ids]
-    for name in _FIELDS:
-        if isinstance(ids := config.get(name), list):
-            return name, ids
-    return _LEFT_FIELDS[0], None
+                return _Named(f"{prefix}{name}", ids, is_left=True)
+    return _find_entered(config)
 
 
-def _find(config: dict[str, Any]) -> tuple[str, Sequence[Any] | None]:
-    """The field that names layers, and what they are in the first convention."""
-    for name in _FIELDS:
-        if isinstance(ids := config.get(name), list):
-            return name, ids
-    nested = config.get(_NESTED)
-    if isinstance(nested, dict):
+def _find(config: dict[str, Any]) -> _Named | None:
+    """The ids of an EAGLE drafter."""
+    found, nested = _find_entered(config), config.get(_NESTED)
+    if found is None and isinstance(nested, dict):
         for name in _FIELDS:
             if isinstance(ids := nested.get(name), list):
-                return f"{_NESTED}.{name}", [each + 1 if type(each) is int else each for each in ids]
-    return _FIELDS[0], None
+                return _Named(f"{_NESTED}.{name}", ids, is_left=True)
+    return found
+
+
+def _find_entered(config: dict[str, Any]) -> _Named | None:
+    for name in _FIELDS:
+        if isinstance(ids := config.get(name), list):
+            return _Named(name, ids)
+    return None

@@ -158,7 +158,6 @@ class _Reader:
             # It is stored and not used: masks have the embedding of their token.
             files.pass_over(["mask_embedding"])
         mask = None if has_heads else self._mask_embedding(hidden)
-        scale = self._value("logit_scale", None)
         return BlockLayout(
             path=files.path,
             feature_layers=self._feature_layers(width, num_layers),
@@ -178,7 +177,7 @@ class _Reader:
             mask_embedding=mask,
             markov=markov,
             confidence=confidence,
-            logit_scale=1.0 if scale is None else float(scale),
+            logit_scale=files.scale("logit_scale", self._value("logit_scale", None)),
         )
 
     def _value(self, name: str, default: Any) -> Any:
@@ -229,7 +228,8 @@ class _Reader:
         uses_window = self._value("use_swa", False)
         if kinds is None:
             kinds = [_FULL] * num_layers
-        if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= {_SLIDING, _FULL}:
+        is_known = isinstance(kinds, list) and all(kind in (_SLIDING, _FULL) for kind in kinds)
+        if not is_known or len(kinds) != num_layers:
             raise files.refuse(
                 f"layer_types is {kinds!r}; allowed: {num_layers} of {_FULL!r} and {_SLIDING!r}"
             )

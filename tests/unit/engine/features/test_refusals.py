@@ -67,7 +67,22 @@ CASES: dict[str, tuple[Files, str]] = {
     ),
     "no mask": (changed(speculators_model_type="peagle"), "mask_hidden is missing; allowed"),
     "both names": (changed({"layers.0.hidden_norm.weight": torch.ones(HIDDEN)}), "allowed: one of them"),
-    "layer beyond": (changed(eagle_aux_hidden_state_layer_ids=[1, 2, 4]), r"ids is \[1, 2, 4\]; allowed"),
+    "layer beyond": (
+        changed(eagle_aux_hidden_state_layer_ids=[1, 2, 4]),
+        r"ids is \[1, 2, 4\]; allowed: numbers 0..3",
+    ),
+    "layer beyond, of what leaves": (
+        changed(
+            eagle_aux_hidden_state_layer_ids=None,
+            eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
+        ),
+        r"eagle_config.eagle_aux_hidden_state_layer_ids is \[1, 2, 3\]; allowed: numbers -1..2",
+    ),
+    "scale": (changed(logit_scale="x"), "logit_scale is 'x'; allowed: a number above 0, at most 3.40282e"),
+    "scale that is none": (
+        changed(logit_scale=float("nan")),
+        "logit_scale is nan; allowed: a number above 0",
+    ),
     "too few layers": (changed(eagle_aux_hidden_state_layer_ids=[1, 2]), "names 2 layers; allowed: 3"),
     "no ids": (changed(eagle_aux_hidden_state_layer_ids=None), "is not set, and the target has 3 layers"),
     "vocabulary": (changed(draft_vocab_size=48), "draft_vocab_size is 48; allowed: 24"),
