@@ -228,8 +228,8 @@ def _state_bytes(config: EngineConfig, shape: CacheShape, cache_bytes: int) -> i
     if found > cache_bytes:
         raise ConfigError(
             f"cache_memory_gib is {config.cache_memory_gib}, {cache_bytes / 2**30:.3f} GiB; the states of "
-            f"recurrent layers of {config.max_num_seqs - 1} sequences and one more take {found / 2**30:.3f} GiB; "
-            "allowed: more memory, or a lower max_num_seqs"
+            f"recurrent layers of {config.max_num_seqs - 1} sequences and one more take "
+            f"{found / 2**30:.3f} GiB; allowed: more memory, or a lower max_num_seqs"
         )
     return found
 
