@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -139,9 +138,8 @@ class _Reader:
         self._hidden = hidden_size
         self._is_first = is_first
         """EAGLE-1 or 2."""
-        nested = files.config.get("transformer_layer_config")
-        self._section: dict[str, Any] = nested if isinstance(nested, dict) else files.config
-        self._eagle: dict[str, Any] = files.config.get("eagle_config") or {}
+        self._section = files.section("transformer_layer_config") or files.config
+        self._eagle = files.section("eagle_config")
 
     def read(self) -> EagleLayout:
         files, hidden = self._files, self._hidden
@@ -190,8 +188,7 @@ class _Reader:
             return None
         if has_norms:
             raise files.refuse(f"{name} stands beside norms before fc; allowed: one of both")
-        block = files.config.get("dflash_config")
-        sections = (block if isinstance(block, dict) else {}, files.config, self._section)
+        sections = (files.section("dflash_config"), files.config, self._section)
         token_id = read_mask_id(files, sections, self._target.vocab_size)
         return Masks(token_id, files.take(name, 1, 1, width).reshape(1, width))
 

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from specray.engine.model.checks.messages import one_line
-from specray.errors import ConfigError
+from specray.errors import ConfigError, shown
 
 _TENSOR_FILES = ("*.safetensors", "medusa_lm_head.pt", "pytorch_model*.bin")
 """Names of the files with tensors; the first that is there counts."""
@@ -100,6 +100,13 @@ class DrafterFiles:
         if type(value) is not int or value < 1:
             raise self.refuse(f"{name} is {value!r}; allowed: a whole number above 0")
         return value
+
+    def section(self, name: str) -> dict[str, Any]:
+        """A mapping within the configuration, empty where there is none. Raises ConfigError."""
+        value = self.config.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.refuse(f"{name} is {shown(value)}; allowed: a mapping")
+        return value or {}
 
     def scale(self, name: str, value: Any) -> float:
         """A factor of the configuration, 1 where there is none. Raises ConfigError for what is no factor."""

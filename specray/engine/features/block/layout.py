@@ -105,7 +105,8 @@ class BlockLayout:
 def is_block(files: DrafterFiles) -> bool:
     """Whether the tensors are those of a block drafter, under whichever names, or it is called one."""
     config = files.config
-    names = [config.get("speculators_model_type"), *(config.get("architectures") or [])]
+    named = config.get("architectures")
+    names = [config.get("speculators_model_type"), *(named if isinstance(named, list) else [])]
     is_called = any(each in str(name).lower() for name in names for each in _NAMES)
     return is_called or any(_canonical(name) == "hidden_norm.weight" for name in files.tensors)
 
@@ -134,10 +135,8 @@ class _Reader:
     def __init__(self, files: DrafterFiles, target: TargetShape) -> None:
         self._files = files
         self._target = target
-        nested, block = files.config.get("transformer_layer_config"), files.config.get("dflash_config")
-        self._section: dict[str, Any] = nested if isinstance(nested, dict) else files.config
-        own: dict[str, Any] = block if isinstance(block, dict) else {}
-        self._sections = (own, files.config, self._section)
+        self._section = files.section("transformer_layer_config") or files.config
+        self._sections = (files.section("dflash_config"), files.config, self._section)
         """Sections of the configuration, the surest first."""
 
     def read(self) -> BlockLayout:

@@ -78,6 +78,7 @@ CASES: dict[str, tuple[Files, str]] = {
         ),
         r"eagle_config.eagle_aux_hidden_state_layer_ids is \[1, 2, 3\]; allowed: numbers -1..2",
     ),
+    "section": (changed(eagle_config="x"), "eagle_config is 'x'; allowed: a mapping"),
     "scale": (changed(logit_scale="x"), "logit_scale is 'x'; allowed: a number above 0, at most 3.40282e"),
     "scale that is none": (
         changed(logit_scale=float("nan")),

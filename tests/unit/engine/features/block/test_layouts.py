@@ -96,6 +96,12 @@ CASES: dict[str, tuple[tuple[Any, Any], str]] = {
     "scale in words": (dflash(logit_scale="x").files, "logit_scale is 'x'; allowed: a number above 0, at m"),
     "scale of a list": (dflash(logit_scale=[1.0]).files, r"logit_scale is \[1.0\]; allowed: a number above"),
     "scale beyond floats": (dflash(logit_scale=10**400).files, "logit_scale is 10+; allowed: a number above"),
+    "section in words": (dflash(dflash_config="x").files, "dflash_config is 'x'; allowed: a mapping"),
+    "layers in a list": (
+        dflash(transformer_layer_config=[1]).files,
+        r"transformer_layer_config is \[1\]; allowed: a mapping",
+    ),
+    "architectures by number": (dflash(architectures=7, dflash_config=0.5).files, "dflash_config is 0.5; al"),
     "no scale": (dflash(logit_scale=0).files, "logit_scale is 0; allowed: a number above 0"),
     "window": (dflash(own={"use_swa": True}).files, "sliding_window is None; allowed"),
     "layer beyond": (
