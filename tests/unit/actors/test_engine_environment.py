@@ -24,6 +24,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     values = {name: value for name, value in os.environ.items() if name not in NAMES}
     monkeypatch.setattr(os, "environ", values)
     monkeypatch.setattr(sys, "platform", "linux")
+    # The logs of this process are other tests'.
+    monkeypatch.setattr("specray.actors.targets.ranks.configure_logging", lambda *_, **__: None)
     return values
 
 
