@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes through /proc"),
 ]
 
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 SMALL = ("--dtype=float32", "--max-model-len=128", "--num-threads=1")
 UNMEASURED = ("--set=target.profile_s=0", "--set=draft.profile_s=0")
 PROMPT = (5, 6, 7, 8, 9, 10, 11)
