@@ -172,7 +172,7 @@ def build_follower(config: EngineConfig, *, role: str, parallel: ParallelContext
 
 
 def _grammar_compiler(config: EngineConfig, role: str, vocab_size: int) -> PreparedCompiler:
-    """Of a model's tokenizer. To prepare it earlier would disturb the measurement of step times."""
+    """Compiler for a model's tokenizer. To prepare it earlier would disturb the measurement of step times."""
 
     def make() -> GrammarCompiler:
         tokenizer = load_tokenizer(model_path(config, role))

@@ -137,6 +137,6 @@ class FeatureDrafter(Protocol):
         ...
 
     def acceptance(self) -> list[float] | None:
-        """Of each row of the last logits, the chance that the target draws what is drawn from it; None: the
+        """Chance, for each row of the last logits, that the target draws what is drawn from it; None: the
         scores of each row say it."""
         ...

@@ -1,4 +1,4 @@
-"""From a target to its head: the target writes text, and the head learns from its hidden states over it."""
+"""Trains a head for a target: the target writes text, and the head learns from its hidden states over it."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class BlockReach:
     window: int | None
     """Positions before and behind a row up to which it sees, its own included; None: all."""
     is_causal: bool
-    """Of the block, a row sees itself and those before it."""
+    """True: a row of the block sees itself and those before it; False: the whole block."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ class MarkovKind(Enum):
 
     VANILLA = "vanilla"
     GATED = "gated"
-    """As the row's hidden state lets it through."""
+    """The token before, as the row's hidden state lets it through."""
     RNN = "rnn"
     """Together with those before it, in a state."""
 
@@ -37,7 +37,7 @@ class MarkovTensors:
 
     kind: MarkovKind
     embedding: torch.Tensor
-    """Of the token before, ``[vocab_size, rank]``."""
+    """Vectors of the token before, ``[vocab_size, rank]``."""
     output: torch.Tensor
     """Rows in the order of the logits, ``[num_logits, rank]``."""
     joint: WeightAndBias | None

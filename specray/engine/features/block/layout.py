@@ -214,7 +214,7 @@ class _Reader:
         return first_row, size
 
     def _mask_embedding(self, hidden: int) -> torch.Tensor | None:
-        """Of its own, in whichever shape; None: there is none."""
+        """The mask's own embedding, in whichever shape it is stored; None: there is none."""
         files, name = self._files, "mask_embedding"
         tensor = files.tensors.get(name)
         if tensor is None:

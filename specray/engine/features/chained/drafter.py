@@ -131,8 +131,8 @@ class ChainedDrafter(ABC):
         return 0
 
     def _mask(self) -> tuple[int, torch.Tensor]:
-        """Token and feature of a mask; only of drafters that have them."""
-        raise NotImplementedError
+        """Token and feature of a mask. Drafters with ``_num_masks`` above 0 have them."""
+        raise AssertionError("a drafter without masks wants none")
 
     @abstractmethod
     def _forward(

@@ -227,13 +227,13 @@ class _Watch(DynamicCache):
             hook.remove()
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As the library's."""
+        """Notes the running module, and does what the library's cache does."""
         self._note()
         found: torch.Tensor = super().update_conv_state(*args, **kwargs)
         return found
 
     def update_recurrent_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As the library's."""
+        """Notes the running module, and does what the library's cache does."""
         self._note()
         found: torch.Tensor = super().update_recurrent_state(*args, **kwargs)
         return found
