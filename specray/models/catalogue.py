@@ -91,8 +91,8 @@ DEFAULT_MODEL = SMOLLM2_135M_INSTRUCT
 
 
 def find_known(name: str) -> KnownModel | None:
-    """The known model of this name; None: there is none."""
-    return next((model for model in KNOWN_MODELS if model.name == name), None)
+    """The known model of this name, in capitals or not; None: there is none."""
+    return next((model for model in KNOWN_MODELS if model.name == name.lower()), None)
 
 
 def known_names() -> str:

@@ -51,7 +51,8 @@ def remove_model(name: str, cache: ModelCache, listener: Listener) -> int:
         ConfigError: nothing of this name is kept, or the cache cannot be written.
     """
     known = find_known(name)
-    found = {kept.sha256 for kept in cache.checkpoints() if name in (kept.name, kept.directory.name)}
+    wanted = name if known is None else known.name
+    found = {kept.sha256 for kept in cache.checkpoints() if wanted in (kept.name, kept.directory.name)}
     if known is not None and cache.gguf(known.sha256).is_file():
         found.add(known.sha256)
     if not found:

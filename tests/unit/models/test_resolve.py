@@ -24,6 +24,7 @@ OTHER = "ab" * 32
 def test_a_known_name_unless_there_is_such_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert find_source("smollm2-135m-instruct") is SMOLLM2_135M_INSTRUCT
+    assert find_source("SmolLM2-135M-Instruct") is SMOLLM2_135M_INSTRUCT
     (tmp_path / "smollm2-135m-instruct").mkdir()
     assert find_source("smollm2-135m-instruct") is None
 
@@ -93,7 +94,7 @@ def test_the_list_shows_known_models_and_kept_files(cache: ModelCache) -> None:
 
 
 def test_a_known_model_is_removed_with_its_file(cache: ModelCache) -> None:
-    assert remove_model(DEFAULT_MODEL.name, cache, Recorder()) == 5_000_000
+    assert remove_model("SmolLM2-135M-Instruct", cache, Recorder()) == 5_000_000
     assert not cache.gguf(DEFAULT_MODEL.sha256).exists()
     assert [kept.name for kept in cache.checkpoints()] == ["own"]
     with pytest.raises(ConfigError, match="model 'smollm2-135m-instruct' is not kept; kept: own"):
