@@ -19,7 +19,8 @@ from specray.bench.advise.candidate import Candidate, processes_of, without_draf
 from specray.bench.advise.figures import Likeness, ProposeTime, Times, VerifyTime
 from specray.bench.methods.along import walk_along
 from specray.bench.methods.method import ALL, IN_TARGET, PLAIN, Method, Tally
-from specray.bench.methods.run import LabelledPrompt, started, written_outputs
+from specray.bench.methods.prompts import LabelledPrompt
+from specray.bench.methods.run import started, written_outputs
 from specray.bench.proposals import WrittenOutput
 from specray.config import Config, parse_config
 from specray.errors import SpecrayError

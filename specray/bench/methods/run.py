@@ -6,10 +6,10 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 
 from specray.bench.methods.along import fixed_tree, rows_along, walk_along
 from specray.bench.methods.method import ALL, PLAIN, Method, MethodRow, Tally
+from specray.bench.methods.prompts import LabelledPrompt
 from specray.bench.proposals import WrittenOutput
 from specray.config import Config
 from specray.errors import SpecrayError
@@ -19,14 +19,6 @@ from specray.serving.local.pair import LocalPair, PeerDrafterSource, local_pair
 from specray.types import SamplingParams
 
 _DRAFT_SECONDS = "specray_draft_forward_seconds_sum"
-
-
-@dataclass(frozen=True, slots=True)
-class LabelledPrompt:
-    """A prompt and its category; empty: it has none."""
-
-    token_ids: tuple[int, ...]
-    category: str = ""
 
 
 async def measure_methods(

@@ -17,9 +17,10 @@ Drafts = Annotated[
     list[str] | None,
     typer.Option(
         "--draft",
-        help="Candidate: a model (path, GGUF file, hub id, known name, embedded), ngram, suffix or "
-        "lookahead; MODEL@KEY=VALUE,... sets keys of `draft`, such as small@quantization=int4. "
-        "May be repeated. Default: embedded where the target is, ngram, suffix and lookahead.",
+        help="Candidate: a model (path, GGUF file, hub id, known name, embedded), own (what the package "
+        "brings for a known target), ngram, suffix or lookahead; MODEL@KEY=VALUE,... sets keys of `draft`, "
+        "such as small@quantization=int4. May be repeated. Default: what the package brings for the target, "
+        "ngram, suffix and lookahead.",
     ),
 ]
 Drafters = Annotated[

@@ -7,12 +7,16 @@ from pathlib import Path
 from specray.bench.advise.candidate import short_names, split_keys
 from specray.bench.advise.domains import read_domain
 from specray.bench.load.prompts import Dataset, load_labelled_prompts
-from specray.bench.methods.run import LabelledPrompt
+from specray.bench.methods.prompts import LabelledPrompt, tokenized
 from specray.cli.settings import build_config, pair_options
 from specray.config import EMBEDDED, Config
+from specray.models.catalogue import find_known
+from specray.models.drafts import compact_draft
 from specray.tokenization import load_tokenizer
-from specray.tokenization.chat import ChatMessage
 from specray.types import DraftKind
+
+OWN_DRAFT = "own"
+"""Candidate that the package brings for a known target."""
 
 
 def pairs_of(
@@ -25,12 +29,19 @@ def pairs_of(
 ) -> dict[str, Config]:
     """The configuration of each candidate, by its name. Raises ConfigError."""
     if drafts is None:
-        own = [EMBEDDED] if target in (None, EMBEDDED) else []
-        drafts = [*own, *(kind.value for kind in (DraftKind.NGRAM, DraftKind.SUFFIX, DraftKind.LOOKAHEAD))]
+        drafts = [
+            *_own_drafts(target),
+            *(kind.value for kind in (DraftKind.NGRAM, DraftKind.SUFFIX, DraftKind.LOOKAHEAD)),
+        ]
     found = {}
     for name, one in zip(short_names(drafts), drafts, strict=True):
         model, keys = split_keys(one)
-        values = pair_options(target=target, draft=model, dtype=dtype, max_model_len=max_model_len)
+        values = pair_options(
+            target=target,
+            draft=None if model == OWN_DRAFT else model,
+            dtype=dtype,
+            max_model_len=max_model_len,
+        )
         found[name] = build_config(None, values, [*settings, *(f"draft.{key}" for key in keys)])
     for name, one in zip(short_names(drafters or []), drafters or [], strict=True):
         values = pair_options(
@@ -59,14 +70,11 @@ def prompts_of(
         if files
         else load_labelled_prompts(dataset, dataset_path, num_prompts)
     )
-    tokenizer = load_tokenizer(config.target.model)
-    has_template = is_chat and tokenizer.chat_template is not None
-    return [
-        LabelledPrompt(
-            tokenizer.encode_chat([ChatMessage("user", one.text)])
-            if has_template
-            else tuple(tokenizer.encode(one.text)),
-            one.category,
-        )
-        for one in loaded
-    ]
+    return tokenized(load_tokenizer(config.target.model), loaded, is_chat=is_chat)
+
+
+def _own_drafts(target: str | None) -> list[str]:
+    if target in (None, EMBEDDED):
+        return [EMBEDDED]
+    known = find_known(target)
+    return [OWN_DRAFT] if known is not None and compact_draft(known) is not None else []

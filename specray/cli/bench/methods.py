@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from specray.bench.load.prompts import Dataset
 from specray.bench.methods.method import DEFAULT_METHODS
 from specray.cli import options
+from specray.config import Config
 from specray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from specray.bench.methods.method import Method
+    from specray.bench.methods.prompts import LabelledPrompt
 
 Methods = Annotated[
     list[str] | None,
@@ -48,6 +54,9 @@ SvgPath = Annotated[
     Path | None, typer.Option("--svg", help="File for the chart of acceptance by depth (SVG).")
 ]
 
+_MAX_SEQUENCE_TOKENS = 2048
+"""Most tokens of prompt and output where neither the option nor the configuration says."""
+
 
 def methods(
     target: options.TargetModel = None,
@@ -75,16 +84,11 @@ def methods(
     """Measure every method of drafting for one target in turns, without Ray."""
     from rich.console import Console
 
-    from specray.bench.load.contexts import contexts
-    from specray.bench.load.prompts import load_labelled_prompts
     from specray.bench.methods.drafts import drafts_of
-    from specray.bench.methods.method import PARD, Method
-    from specray.bench.methods.run import LabelledPrompt, measure_acceptance, measure_methods, with_plain
+    from specray.bench.methods.run import measure_acceptance, measure_methods
     from specray.bench.report.methods import methods_chart, methods_tables
     from specray.cli.output import wide_console, write_json, write_text
     from specray.cli.settings import build_config, pair_options
-    from specray.tokenization import load_tokenizer
-    from specray.tokenization.chat import ChatMessage
 
     values = pair_options(
         target=target,
@@ -94,55 +98,34 @@ def methods(
         max_model_len=max_model_len,
         num_speculative_tokens=num_speculative_tokens,
     )
-    config = build_config(None, values, settings or [])
-    names = method or (
-        *DEFAULT_METHODS,
-        *([PARD] if pard else []),
-        *(["features", "features:16"] if drafter else []),
+    parsed = _methods_of(method, pard, drafter)
+    config, other_drafts = drafts_of(build_config(None, values, settings or []), parsed, pard)
+    k = config.speculation.num_speculative_tokens
+    if only_acceptance and not isinstance(k, int):
+        raise ConfigError("--num-speculative-tokens is auto; allowed with --only-acceptance: a number")
+    prompts = _prompts_of(
+        config,
+        dataset,
+        dataset_path,
+        num_prompts,
+        context,
+        context_tokens,
+        is_chat=chat,
+        max_tokens=max_tokens,
     )
-    parsed = with_plain([Method.parse(name) for name in names])
-    config, other_drafts = drafts_of(config, parsed, pard)
-    tokenizer = load_tokenizer(config.target.model)
-    is_chat = chat and tokenizer.chat_template is not None
-    loaded = load_labelled_prompts(dataset, dataset_path, num_prompts)
-    texts = [prompt.text for prompt in loaded]
-    if context is not None:
-        pieces = contexts(context, tokenizer, num_tokens=context_tokens, count=len(loaded))
-        texts = [f"{piece}\n\n{text}" for piece, text in zip(pieces, texts, strict=True)]
-    prompts = [
-        LabelledPrompt(
-            tokenizer.encode_chat([ChatMessage("user", text)]) if is_chat else tokenizer.encode(text),
-            prompt.category,
-        )
-        for prompt, text in zip(loaded, texts, strict=True)
-    ]
-    # An output must have room for itself behind its prompt.
-    longest = (max_model_len or config.target.max_model_len or 2048) - max_tokens
-    prompts = [one for one in prompts if len(one.token_ids) <= longest]
     with Console(stderr=True).status("starting the pair") as status:
-        temperatures = temperature or (0.0, 1.0)
-        k = config.speculation.num_speculative_tokens
-        if only_acceptance and not isinstance(k, int):
-            raise ConfigError("--num-speculative-tokens is auto; allowed with --only-acceptance: a number")
-        rows = asyncio.run(
-            measure_acceptance(
-                config,
-                parsed,
-                prompts,
-                temperatures=temperatures,
-                max_tokens=max_tokens,
-                num_draft_steps=int(k),
-                on_progress=status.update,
-                other_drafts=other_drafts,
-            )
+        measure = (
+            partial(measure_acceptance, num_draft_steps=int(k))
             if only_acceptance
-            else measure_methods(
+            else partial(measure_methods, num_repeats=num_repeats)
+        )
+        rows = asyncio.run(
+            measure(
                 config,
                 parsed,
                 prompts,
-                temperatures=temperatures,
+                temperatures=temperature or (0.0, 1.0),
                 max_tokens=max_tokens,
-                num_repeats=num_repeats,
                 on_progress=status.update,
                 other_drafts=other_drafts,
             )
@@ -153,3 +136,45 @@ def methods(
     write_json([asdict(row) for row in rows], json_path)
     if svg is not None:
         write_text(svg, methods_chart(rows), "--svg")
+
+
+def _methods_of(names: list[str] | None, pard: str | None, drafter: str | None) -> list[Method]:
+    """What is compared, plain decoding first."""
+    from specray.bench.methods.method import PARD, Method
+    from specray.bench.methods.run import with_plain
+
+    default = (
+        *DEFAULT_METHODS,
+        *([PARD] if pard else []),
+        *(["features", "features:16"] if drafter else []),
+    )
+    return with_plain([Method.parse(name) for name in names or default])
+
+
+def _prompts_of(
+    config: Config,
+    dataset: Dataset,
+    path: Path | None,
+    num_prompts: int,
+    context: Path | None,
+    context_tokens: int,
+    *,
+    is_chat: bool,
+    max_tokens: int,
+) -> list[LabelledPrompt]:
+    """The prompts behind which an output has room, each behind its piece of ``context``."""
+    from specray.bench.load.contexts import contexts
+    from specray.bench.load.prompts import load_labelled_prompts
+    from specray.bench.methods.prompts import tokenized
+    from specray.tokenization import load_tokenizer
+
+    tokenizer = load_tokenizer(config.target.model)
+    loaded = load_labelled_prompts(dataset, path, num_prompts)
+    if context is not None:
+        pieces = contexts(context, tokenizer, num_tokens=context_tokens, count=len(loaded))
+        loaded = [
+            replace(prompt, text=f"{piece}\n\n{prompt.text}")
+            for piece, prompt in zip(pieces, loaded, strict=True)
+        ]
+    longest = (config.target.max_model_len or _MAX_SEQUENCE_TOKENS) - max_tokens
+    return [one for one in tokenized(tokenizer, loaded, is_chat=is_chat) if len(one.token_ids) <= longest]

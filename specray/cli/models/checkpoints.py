@@ -32,12 +32,16 @@ def choose_target(values: Values) -> None:
 
 
 def choose_draft(values: Values) -> bool:
-    """Gives a known target its draft where none is named. Returns whether it has."""
+    """Gives a known target its draft where none is named. Returns whether it has.
+
+    The package's own draft stands in until it is completed, so that keys of `draft` are validated for a model.
+    """
     target, draft = section(values, "target"), section(values, "draft")
     known = DEFAULT_MODEL if target.get("model") == AUTO else _source(target)
     if not isinstance(known, KnownModel) or "model" in draft or not draft.get("enabled", True):
         return False
-    draft["model"] = DRAFT_WITHOUT_OWN
+    own = compact_draft(known)
+    draft["model"] = DRAFT_WITHOUT_OWN if own is None else str(own)
     return True
 
 

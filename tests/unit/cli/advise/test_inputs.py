@@ -1,0 +1,51 @@
+"""The candidates of ``specray advise``: a known target is compared with the draft that the package brings for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specray.cli.advise.inputs import pairs_of
+from specray.cli.models import checkpoints
+from specray.models.cache import KeptCheckpoint
+from specray.models.catalogue import SMOLLM2_135M_INSTRUCT, KnownModel
+
+
+@pytest.fixture(autouse=True)
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A known target that is kept already, and its completed draft."""
+    checkpoint = KeptCheckpoint(
+        tmp_path / "kept", SMOLLM2_135M_INSTRUCT.name, SMOLLM2_135M_INSTRUCT.sha256, {}
+    )
+
+    def draft_of(known: KnownModel, target: KeptCheckpoint) -> str:
+        assert (known, target) == (SMOLLM2_135M_INSTRUCT, checkpoint)
+        return str(tmp_path / "own-draft")
+
+    monkeypatch.setattr(checkpoints, "_checkpoint", lambda source: checkpoint)
+    monkeypatch.setattr(checkpoints, "_draft_of", draft_of)
+
+
+def test_a_known_target_is_compared_with_its_own_draft_first(tmp_path: Path) -> None:
+    pairs = pairs_of("SmolLM2-135M-Instruct", None, None, None, None, [])
+    assert {name: pair.draft.model for name, pair in pairs.items()} == {
+        "own": str(tmp_path / "own-draft"),
+        "ngram": "ngram",
+        "suffix": "suffix",
+        "lookahead": "lookahead",
+    }
+    assert {pair.target.model for pair in pairs.values()} == {str(tmp_path / "kept")}
+
+
+def test_keys_of_the_own_draft(tmp_path: Path) -> None:
+    pairs = pairs_of("smollm2-135m-instruct", ["own", "own@quantization=int4"], None, None, None, [])
+    assert {name: (pair.draft.model, pair.draft.quantization) for name, pair in pairs.items()} == {
+        "own": (str(tmp_path / "own-draft"), "none"),
+        "own@quantization=int4": (str(tmp_path / "own-draft"), "int4"),
+    }
+
+
+def test_the_embedded_target_has_the_embedded_draft() -> None:
+    pairs = pairs_of(None, ["own", "ngram"], None, None, None, [])
+    assert [pair.draft.model for pair in pairs.values()] == ["embedded", "ngram"]
