@@ -34,7 +34,7 @@ def choose_target(values: Values) -> None:
 def choose_draft(values: Values) -> bool:
     """Gives a known target its draft where none is named. Returns whether it has.
 
-    The package's own draft stands in until it is completed, so that keys of `draft` are validated for a model.
+    The package's draft stands in until it is completed, so that keys of `draft` are validated for a model.
     """
     target, draft = section(values, "target"), section(values, "draft")
     known = DEFAULT_MODEL if target.get("model") == AUTO else _source(target)

@@ -1,4 +1,4 @@
-"""The candidates of ``specray advise``: a known target is compared with the draft that the package brings for it."""
+"""Candidates of ``specray advise``: a known target is compared with the draft of the package."""
 
 from __future__ import annotations
 
