@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from specray.bench.methods.method import Method
+from specray.bench.methods.method import IN_TARGET, Method
 from specray.config import Config, parse_config
 from specray.errors import ConfigError
 from specray.types import DraftKind
-
-_WITHOUT_TREES: Final = (DraftKind.LOOKAHEAD, DraftKind.FEATURES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Candidate:
     """Configuration of the pair that has the draft."""
     tree: str = "off"
     source: str = ""
-    """Name of the same draft with chains, on which steps are timed; empty: the name."""
+    """Name of the candidate on which steps are timed; empty: this one."""
 
     @property
     def kind(self) -> DraftKind:
@@ -33,7 +33,10 @@ class Candidate:
 
     @property
     def timed_as(self) -> str:
-        """Name under which its steps are timed: trees of a draft need the same steps as its chains."""
+        """Name under which its steps are timed.
+
+        Trees of a draft need the same steps as its chains; those of a drafter on the target have their own.
+        """
         return self.source or self.name
 
     def method(self, process: str = "") -> Method:
@@ -77,10 +80,11 @@ def candidates_of(configs: Mapping[str, Config], trees: Sequence[str]) -> list[C
     for name, config in configs.items():
         chains = Candidate(name, config)
         found.append(chains)
-        if chains.kind in _WITHOUT_TREES:
+        if chains.kind is DraftKind.LOOKAHEAD:
             continue
+        timed_as = "" if chains.kind in IN_TARGET else name
         for tree in trees:
-            one = Candidate(f"{name}:{tree}", config, tree, name)
+            one = Candidate(f"{name}:{tree}", config, tree, timed_as)
             if tree in ("auto", "off") or one.method().budget is None:
                 raise ConfigError(
                     f"--tree is {tree!r}; allowed: a number of nodes, or children such as 4x2x1"
@@ -93,6 +97,12 @@ def processes_of(candidates: Sequence[Candidate]) -> dict[str, str]:
     """Names of the workers of draft models, by the draft with chains: its trees share its worker."""
     models = dict.fromkeys(one.timed_as for one in candidates if one.kind is DraftKind.MODEL)
     return {name: f"draft-{number}" for number, name in enumerate(models)}
+
+
+def on_targets(candidates: Sequence[Candidate]) -> list[tuple[Config, list[Candidate]]]:
+    """The drafters on the target, each with chains and trees: what shares a process of the target."""
+    drafters = (one for one in candidates if one.kind is DraftKind.FEATURES)
+    return [(config, list(group)) for config, group in itertools.groupby(drafters, key=attrgetter("config"))]
 
 
 def without_draft(config: Config) -> Config:

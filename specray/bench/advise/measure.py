@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 from specray.bench.advise.advice import Measured
-from specray.bench.advise.candidate import Candidate, processes_of, without_draft
+from specray.bench.advise.candidate import Candidate, on_targets, processes_of, without_draft
 from specray.bench.advise.figures import Likeness, ProposeTime, Times, VerifyTime
 from specray.bench.methods.along import walk_along
 from specray.bench.methods.method import ALL, IN_TARGET, PLAIN, Method, Tally
@@ -113,16 +113,15 @@ async def measure(
     base = _Bench(without_draft(target), alone, plan, clock, has_plain=True)
     await base.run(worker_command)
     found = {one.candidate.name: one for one in base.measured()}
-    for one in candidates:
-        if one.kind is DraftKind.FEATURES:
-            bench = _Bench(one.config, [one], plan, clock, has_plain=False)
-            await bench.run(worker_command)
-            found[one.name] = bench.measured()[0]
+    for config, group in on_targets(candidates):
+        bench = _Bench(config, group, plan, clock, has_plain=False)
+        await bench.run(worker_command)
+        found |= {one.candidate.name: one for one in bench.measured()}
     return [found[one.name] for one in candidates], base.plain_times(), base.most_sequences
 
 
 def _num_parts(candidates: Sequence[Candidate], plan: MeasurePlan) -> int:
-    num_targets = 1 + sum(one.kind is DraftKind.FEATURES for one in candidates)
+    num_targets = 1 + len(on_targets(candidates))
     num_sources = len({one.timed_as for one in candidates})
     num_loads = plan.num_passes * len(plan.concurrencies) * (num_sources + 1)
     return 1 + len(plan.temperatures) * (num_targets + len(candidates)) + num_loads
@@ -305,9 +304,11 @@ class _Bench:
 
     async def _load(self, pair: LocalPair, one: Candidate | None, k: int, count: int) -> Samples:
         """Serves some short prompts at once, and returns what its steps took."""
-        method = (
-            Method.parse(PLAIN) if one is None else Method(one.timed_as, one.kind, "off", self._process(one))
-        )
+        if one is None:
+            method = Method.parse(PLAIN)
+        else:
+            tree = one.tree if one.timed_as == one.name else "off"
+            method = Method(one.timed_as, one.kind, tree, self._process(one))
         values = method.config(self._config).model_dump(mode="json")
         values["router"]["trace_events"] = _MAX_TRACE_EVENTS
         max_tokens = min(self._plan.max_tokens, _NUM_STEPS * (1 if k == 0 else 2 if k < 6 else 3))

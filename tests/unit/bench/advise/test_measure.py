@@ -66,7 +66,7 @@ def test_embedded_pair_from_prompts_to_a_configuration(
     assert yaml.safe_load(out["advice.yaml"].read_text()) == served
 
 
-def test_drafter_has_a_target_of_its_own_and_its_step_times(
+def test_drafter_has_a_target_of_its_own_and_its_trees_their_own_step_times(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = write_checkpoint(tmp_path / "target", "llama", num_hidden_layers=3)
@@ -78,13 +78,22 @@ def test_drafter_has_a_target_of_its_own_and_its_step_times(
             *("advise", f"--target={target}", f"--drafter={drafter}", "--draft=ngram", "--dtype=float32"),
             *(f"--prompts=letters={prompts}", "--max-tokens=12", "--max-model-len=64", "--k=2"),
             *("--temperature=0", "--concurrency=1", "--num-passes=1", f"--json={out}"),
+            *("--tree=3x1", "--check"),
         ]
     )
     printed = capsys.readouterr()
     assert code == 0, printed.err
-    ngram, eagle = sorted(json.loads(out.read_text())["ranking"], key=lambda one: one["name"], reverse=True)
-    assert (ngram["name"], eagle["name"]) == ("ngram", "eagle")
+    values = json.loads(out.read_text())
+    ranking = {one["name"]: one for one in values["ranking"]}
+    assert (
+        sorted(ranking) == sorted(values["measured_speedups"]) == ["eagle", "eagle:3x1", "ngram", "ngram:3x1"]
+    )
+    eagle, tree = ranking["eagle"], ranking["eagle:3x1"]
     assert [(one["k"], one["num_rounds"] > 0) for one in eagle["likeness"]] == [(2, True)]
-    # Each step of the target has the drafter's work in it.
-    assert eagle["latency_ratio"] is None and eagle["draft_step_s_by_sequences"] == {}
-    assert eagle["verify_s_by_rows"] and eagle["verify_s_by_rows"] != ngram["verify_s_by_rows"]
+    assert tree["likeness"][0]["tokens_per_round"] >= eagle["likeness"][0]["tokens_per_round"]
+    # Each step of the target has the drafter's work in it, and more of it for a tree.
+    for one in (eagle, tree):
+        assert one["latency_ratio"] is None and one["draft_step_s_by_sequences"] == {}
+    assert ranking["ngram"]["verify_s_by_rows"] == ranking["ngram:3x1"]["verify_s_by_rows"]
+    steps = [ranking[name]["verify_s_by_rows"] for name in ("ngram", "eagle", "eagle:3x1")]
+    assert all(steps) and steps[0] != steps[1] != steps[2]
