@@ -18,8 +18,10 @@ from specray.bench.compare.journal import Journal, PassRow
 from specray.bench.compare.peers import PeerArm, Setup, System, running
 from specray.bench.compare.peers.process import free_port
 from specray.bench.load.client import ServerClient
+from specray.bench.load.prompts import Prompt
 from specray.bench.load.run import MAX_KEPT_ERRORS, run_pass
 from specray.bench.load.stats import Percentiles, summarize
+from specray.bench.methods.prompts import tokenized
 from specray.errors import SpecrayError
 from specray.tokenization import Tokenizer, load_tokenizer
 
@@ -44,6 +46,8 @@ class ComparePlan:
     has_fresh_prompts: bool = True
     """True: no prompt comes twice to a server. False: every pass repeats them, so that prefix caches know
     them."""
+    is_chat: bool = False
+    """Prompts are asked in the target's chat template, where it has one."""
     start_timeout_s: float = 600.0
     request_timeout_s: float = 600.0
 
@@ -154,7 +158,8 @@ def cell_prompts(plan: ComparePlan, tokenizer: Tokenizer, label: str, concurrenc
     """
     count = max(plan.num_prompts, concurrency)
     first_line = f"# {label}\n" if plan.has_fresh_prompts else ""
-    return [list(tokenizer.encode(first_line + prompt)) for prompt in plan.prompts[:count]]
+    prompts = [Prompt(first_line + prompt) for prompt in plan.prompts[:count]]
+    return [list(one.token_ids) for one in tokenized(tokenizer, prompts, is_chat=plan.is_chat)]
 
 
 async def _measure(

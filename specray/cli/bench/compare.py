@@ -26,8 +26,9 @@ DEFAULT_ARMS = (
     *("llama.cpp:plain", "llama.cpp:draft:4", "llama.cpp:draft:8", "llama.cpp:ngram:4"),
 )
 _ARM_HELP = (
-    f"SYSTEM:MODE[:K]; may be repeated. Default: {', '.join(DEFAULT_ARMS)}. More: specray:ahead, "
-    "specray:enumerate, specray:ngram, specray:suffix, vllm:draft-probabilistic."
+    f"SYSTEM:MODE[:K][@WEIGHTS]; may be repeated. Default: {', '.join(DEFAULT_ARMS)}. More: specray:ahead, "
+    "specray:enumerate, specray:ngram, specray:suffix, vllm:draft-probabilistic. Weights: bfloat16 if none, "
+    "int8 and int4 of specray, gguf of llama.cpp (--gguf)."
 )
 
 
@@ -36,6 +37,10 @@ Checkpoint = Annotated[str, typer.Option(help="Checkpoint directory, or embedded
 VllmPython = Annotated[Path | None, typer.Option(help="Python interpreter of an environment with vLLM.")]
 LlamaCppSource = Annotated[
     Path | None, typer.Option(help="Source directory of llama.cpp, which is built in its build/.")
+]
+Gguf = Annotated[Path | None, typer.Option(help="GGUF file of the target, for llama.cpp:MODE@gguf.")]
+IsChat = Annotated[
+    bool, typer.Option(help="Ask in the target's chat template, where it has one, or for a continuation.")
 ]
 Arms = Annotated[list[str] | None, typer.Option(help=_ARM_HELP)]
 Concurrencies = Annotated[
@@ -67,9 +72,11 @@ def compare(
     draft: Checkpoint = "embedded",
     vllm_python: VllmPython = None,
     llama_cpp: LlamaCppSource = None,
+    gguf: Gguf = None,
     arm: Arms = None,
     dataset: options.PromptSource = Dataset.BUILTIN,
     dataset_path: options.PromptPath = None,
+    chat: IsChat = False,
     concurrency: Concurrencies = None,
     temperature: Temperatures = None,
     num_turns: Turns = 2,
@@ -91,7 +98,7 @@ def compare(
     from specray.bench.compare.run import ComparePlan
     from specray.bench.load.prompts import load_prompts
 
-    systems = _systems(vllm_python, llama_cpp)
+    systems = _systems(vllm_python, llama_cpp, gguf)
     concurrencies = tuple(sorted(set(concurrency or (1, 4, 8, 16, 32))))
     plan = ComparePlan(
         arms=tuple(dict.fromkeys(parse_arm(text, systems) for text in arm or DEFAULT_ARMS)),
@@ -103,6 +110,7 @@ def compare(
         max_tokens=max_tokens,
         num_warmup=num_warmup,
         has_fresh_prompts=fresh_prompts,
+        is_chat=chat,
         start_timeout_s=start_timeout_s,
         request_timeout_s=timeout_s,
     )
@@ -117,13 +125,13 @@ def compare(
     raise typer.Exit(_run_and_report(plan, systems, setup, _conditions(plan, setup, dataset), time_limit_s))
 
 
-def _systems(vllm_python: Path | None, llama_cpp: Path | None) -> dict[str, System]:
+def _systems(vllm_python: Path | None, llama_cpp: Path | None, gguf: Path | None) -> dict[str, System]:
     from specray.bench.compare.peers.llama_cpp import LlamaCpp
     from specray.bench.compare.peers.own import Specray
     from specray.bench.compare.peers.transformers import Transformers
     from specray.bench.compare.peers.vllm import Vllm
 
-    systems: Sequence[System] = (Specray(), Transformers(), Vllm(vllm_python), LlamaCpp(llama_cpp))
+    systems: Sequence[System] = (Specray(), Transformers(), Vllm(vllm_python), LlamaCpp(llama_cpp, gguf))
     return {system.name: system for system in systems}
 
 
@@ -154,7 +162,13 @@ def _conditions(plan: ComparePlan, setup: Setup, dataset: Dataset) -> dict[str, 
         "dtype": "bfloat16",
         "cores": os.cpu_count(),
         "threads": setup.num_threads,
-        "prompts": f"{dataset.value}, {'new ones in every pass' if plan.has_fresh_prompts else 'repeated'}",
+        "prompts": ", ".join(
+            [
+                dataset.value,
+                *(["chats"] if plan.is_chat else []),
+                "new ones in every pass" if plan.has_fresh_prompts else "repeated",
+            ]
+        ),
         "least requests of a pass": plan.num_prompts,
         "new tokens per prompt": plan.max_tokens,
         "most tokens of a sequence": setup.max_model_len,

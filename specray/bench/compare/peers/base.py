@@ -13,6 +13,8 @@ from specray.types import MAX_SPECULATIVE_TOKENS
 PLAIN = "plain"
 """Name of the mode without speculation; every system has it."""
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
+BFLOAT16 = "bfloat16"
+"""Name of the weights that every system has: the checkpoint's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +25,16 @@ class PeerArm:
     mode: str
     num_speculative_tokens: int | None = None
     """Number of draft tokens K; None leaves it to the system, or takes ``DEFAULT_NUM_SPECULATIVE_TOKENS``."""
+    weights: str = BFLOAT16
+    """Format in which the weights are held."""
 
     @property
     def name(self) -> str:
-        """Name of the arm for people: ``vllm draft K=4``."""
+        """Name of the arm for people: ``vllm draft K=4``, ``specray plain int4``."""
         k = self.num_speculative_tokens
-        return f"{self.system} {self.mode}" + ("" if k is None else f" K={k}")
+        parts = [self.system, self.mode]
+        parts += [] if k is None else [f"K={k}"]
+        return " ".join(parts if self.weights == BFLOAT16 else [*parts, self.weights])
 
     @property
     def k(self) -> int:
@@ -80,6 +86,10 @@ class System(Protocol):
         """Modes of the system; the first is ``plain``."""
 
     @property
+    def weights(self) -> tuple[str, ...]:
+        """Formats of weights that can be asked for; the first is ``bfloat16``."""
+
+    @property
     def max_concurrency(self) -> int | None:
         """Largest number of requests at a time; None: no limit."""
 
@@ -97,8 +107,9 @@ class System(Protocol):
 
 
 def parse_arm(text: str, systems: Mapping[str, System]) -> PeerArm:
-    """Reads ``SYSTEM:MODE`` or ``SYSTEM:MODE:K``. Raises ConfigError, naming what is allowed."""
-    name, _, rest = text.partition(":")
+    """Reads ``SYSTEM:MODE[:K][@WEIGHTS]``. Raises ConfigError, naming what is allowed."""
+    unweighted, _, weights = text.partition("@")
+    name, _, rest = unweighted.partition(":")
     mode, _, k = rest.partition(":")
     if name not in systems:
         raise ConfigError(f"--arm {text}: there is no system {name!r}; allowed: {', '.join(systems)}")
@@ -108,4 +119,9 @@ def parse_arm(text: str, systems: Mapping[str, System]) -> PeerArm:
         )
     if k and not (k.isdecimal() and 1 <= int(k) <= MAX_SPECULATIVE_TOKENS):
         raise ConfigError(f"--arm {text}: K is {k!r}; allowed: 1..{MAX_SPECULATIVE_TOKENS}")
-    return PeerArm(name, mode, int(k) if k else None)
+    weights = weights or BFLOAT16
+    if weights not in systems[name].weights:
+        raise ConfigError(
+            f"--arm {text}: {name} has no weights {weights!r}; allowed: {', '.join(systems[name].weights)}"
+        )
+    return PeerArm(name, mode, int(k) if k else None, weights)

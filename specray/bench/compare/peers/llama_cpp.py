@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from specray.bench.compare.peers.base import PLAIN, Launch, PeerArm, Setup
+from specray.bench.compare.peers.base import BFLOAT16, PLAIN, Launch, PeerArm, Setup
 from specray.bench.compare.peers.process import LOOPBACK
 from specray.errors import ConfigError
 
@@ -15,6 +15,8 @@ CONVERSION_TIMEOUT_S = 900.0
 NGRAM_LEN = 3
 _SERVER = Path("build", "bin", "llama-server")
 _CONVERTER = Path("convert_hf_to_gguf.py")
+_GGUF = "gguf"
+"""Name of the weights of a GGUF file that is given."""
 
 
 class LlamaCpp:
@@ -22,14 +24,20 @@ class LlamaCpp:
 
     Args:
         directory: source of llama.cpp, built in ``build``; None: not installed.
+        gguf: the target in a format of llama.cpp's own, for arms with the weights ``gguf``.
     """
 
     name = "llama.cpp"
     modes = (PLAIN, "draft", "ngram")
     max_concurrency = None
 
-    def __init__(self, directory: Path | None) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path | None, gguf: Path | None = None) -> None:
+        self._directory, self._given = directory, gguf
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """The checkpoint's own, and those of the GGUF file where one is given."""
+        return (BFLOAT16,) if self._given is None else (BFLOAT16, _GGUF)
 
     def absence(self) -> str | None:
         if self._directory is None:
@@ -69,7 +77,9 @@ class LlamaCpp:
     def launch(self, arm: PeerArm, setup: Setup, port: int) -> Launch:
         assert self._directory is not None
         num_threads, num_slots = str(setup.num_threads), str(setup.max_num_seqs)
-        command = [str(self._directory / _SERVER), "--model", str(_gguf(setup.target, setup))]
+        converted = _gguf(setup.target, setup)
+        target = self._given if arm.weights == _GGUF and self._given is not None else converted
+        command = [str(self._directory / _SERVER), "--model", str(target)]
         command += ["--host", LOOPBACK, "--port", str(port)]
         command += ["--threads", num_threads, "--threads-batch", num_threads]
         command += ["--parallel", num_slots, "--ctx-size", str(setup.max_model_len * setup.max_num_seqs)]

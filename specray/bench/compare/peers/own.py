@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from specray.bench.compare.peers.base import PLAIN, Launch, PeerArm, Setup
+from specray.bench.compare.peers.base import BFLOAT16, PLAIN, Launch, PeerArm, Setup
 from specray.bench.compare.peers.process import LOOPBACK
 
 _OVERLAPS = {"serial": "serial", "auto": "auto", "ahead": "ahead", "enumerate": "enumerate"}
 _MODEL_FREE = ("ngram", "suffix")
+_QUANTIZED = ("int8", "int4")
 
 
 class Specray:
@@ -17,6 +18,7 @@ class Specray:
 
     name = "specray"
     modes = (PLAIN, *_OVERLAPS, *_MODEL_FREE)
+    weights = (BFLOAT16, *_QUANTIZED)
     max_concurrency = None
 
     def absence(self) -> str | None:
@@ -38,11 +40,13 @@ class Specray:
             options["--overlap"] = _OVERLAPS[arm.mode]
         if arm.num_speculative_tokens is not None:
             options["--num-speculative-tokens"] = str(arm.num_speculative_tokens)
-        settings = {
+        settings: dict[str, object] = {
             "target.num_threads": setup.num_threads,
             "target.max_num_seqs": setup.max_num_seqs,
             "draft.max_num_seqs": setup.max_num_seqs,
         }
+        if arm.weights in _QUANTIZED:
+            settings["target.quantization"] = arm.weights
         command = [sys.executable, "-m", "specray.cli", "serve"]
         command += [part for option in options.items() for part in option]
         command += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from specray.bench.compare.peers.base import PLAIN, Launch, PeerArm, Setup
+from specray.bench.compare.peers.base import BFLOAT16, PLAIN, Launch, PeerArm, Setup
 from specray.bench.compare.peers.process import LOOPBACK
 
 
@@ -14,6 +14,7 @@ class Transformers:
 
     name = "transformers"
     modes = (PLAIN, "draft", "ngram")
+    weights = (BFLOAT16,)
     max_concurrency = 1
 
     def absence(self) -> str | None:

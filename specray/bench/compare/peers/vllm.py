@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specray.bench.compare.peers.base import PLAIN, Launch, PeerArm, Setup
+from specray.bench.compare.peers.base import BFLOAT16, PLAIN, Launch, PeerArm, Setup
 from specray.bench.compare.peers.process import LOOPBACK
 
 KV_CACHE_GIB = 4
@@ -22,6 +22,7 @@ class Vllm:
 
     name = "vllm"
     modes = (PLAIN, "draft", "draft-probabilistic", "ngram")
+    weights = (BFLOAT16,)
     max_concurrency = None
 
     def __init__(self, python: Path | None) -> None:

@@ -29,6 +29,7 @@ class FakeSystem:
     """Starts ``fake_peer.py``."""
 
     modes = ("plain", "draft")
+    weights = ("bfloat16",)
 
     def __init__(self, name: str, log: Path, *options: str, max_concurrency: int | None = None) -> None:
         self.name = name
@@ -200,6 +201,15 @@ def test_repeated_prompts_are_the_same_in_every_pass(setup: Setup) -> None:
     tokenizer = load_tokenizer(setup.target)
     plan = replace(PLAN, has_fresh_prompts=False)
     assert cell_prompts(plan, tokenizer, "0 1", 2) == [list(tokenizer.encode(text)) for text in PLAN.prompts]
+
+
+def test_chats_stand_in_the_template_behind_the_line_of_their_pass(setup: Setup) -> None:
+    (setup.target / "chat_template.jinja").write_text("<{{ messages[0].content }}>")
+    tokenizer = load_tokenizer(setup.target)
+    plan = replace(PLAN, is_chat=True)
+    assert cell_prompts(plan, tokenizer, "0 1", 2) == [
+        list(tokenizer.encode(f"<# 0 1\n{text}>", add_special_tokens=False)) for text in PLAN.prompts
+    ]
 
 
 # The journal

@@ -24,7 +24,12 @@ from specray.errors import ConfigError, EngineLostError
 SETUP = Setup(Path("/m/target"), Path("/m/draft"), 2, 1024, 32, Path("/w"))
 SYSTEMS: dict[str, System] = {
     system.name: system
-    for system in (Specray(), Transformers(), Vllm(Path("/v/python")), LlamaCpp(Path("/l")))
+    for system in (
+        Specray(),
+        Transformers(),
+        Vllm(Path("/v/python")),
+        LlamaCpp(Path("/l"), Path("/g/q4.gguf")),
+    )
 }
 
 
@@ -61,11 +66,19 @@ LLAMA = (
         ("specray:serial", OWN.format(draft="/m/draft", more="--overlap serial ")),
         ("specray:auto:3", OWN.format(draft="/m/draft", more="--overlap auto --num-speculative-tokens 3 ")),
         ("specray:ngram", OWN.format(draft="ngram", more="")),
+        ("specray:plain@int4", OWN.format(draft="none", more="") + " --set target.quantization=int4"),
+        (
+            "specray:serial:2@int8",
+            OWN.format(draft="/m/draft", more="--overlap serial --num-speculative-tokens 2 ")
+            + " --set target.quantization=int8",
+        ),
         ("transformers:plain", GENERATE),
         ("transformers:draft:5", f"{GENERATE} --draft /m/draft --num-speculative-tokens 5"),
         ("transformers:ngram", f"{GENERATE} --prompt-lookup 4"),
         ("vllm:plain", VLLM),
         ("llama.cpp:plain", LLAMA),
+        ("llama.cpp:plain@bfloat16", LLAMA),
+        ("llama.cpp:plain@gguf", LLAMA.replace("/w/target.gguf", "/g/q4.gguf")),
         (
             "llama.cpp:draft:3",
             f"{LLAMA} --spec-type draft-simple --spec-draft-model /w/draft.gguf --spec-draft-n-max 3 "
@@ -113,6 +126,16 @@ def test_vllm_speculation_is_one_json_value(arm: str, expected: dict[str, Any]) 
     argv = SYSTEMS["vllm"].launch(parsed, SETUP, 1).argv
     assert json.loads(argv[argv.index("--speculative-config") + 1]) == expected
     assert argv[-2:] == ("--per-request-spec-decode-metrics", "summary")
+
+
+def test_weights_that_a_system_does_not_have_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"--arm vllm:plain@int4: vllm has no weights 'int4'; allowed: bfloat16$"
+    ):
+        parse_arm("vllm:plain@int4", SYSTEMS)
+    with pytest.raises(ConfigError, match=r"llama\.cpp has no weights 'gguf'; allowed: bfloat16$"):
+        parse_arm("llama.cpp:plain@gguf", {"llama.cpp": LlamaCpp(Path("/l"))})
+    assert parse_arm("specray:serial:3@int4", SYSTEMS).name == "specray serial K=3 int4"
 
 
 def test_peers_sample_from_the_whole_distribution() -> None:
