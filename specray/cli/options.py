@@ -109,3 +109,7 @@ NumPasses = Annotated[
     int, typer.Option(min=1, max=50, help="Passes over all loads; for each size the median counts.")
 ]
 JsonPath = Annotated[Path | None, typer.Option("--json", help="File for the results (JSON).")]
+ReportPath = Annotated[
+    Path | None,
+    typer.Option("--report", help="File for a page with the results, machine and commit (Markdown)."),
+]

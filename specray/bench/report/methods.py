@@ -8,6 +8,7 @@ from rich.table import Table
 
 from specray.bench.methods.method import ALL, MethodRow
 from specray.bench.report.chart import Panel, Series, draw
+from specray.bench.report.page import page
 
 _DASH = "–"
 _COLORS = ("#222222", "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2")
@@ -22,6 +23,24 @@ def methods_tables(rows: Sequence[MethodRow]) -> list[Table]:
         if any(row.category != ALL for row in here):
             tables.append(_category_table(temperature, here))
     return tables
+
+
+def methods_page(rows: Sequence[MethodRow], *, chart: str | None) -> str:
+    """The tables as a page of Markdown.
+
+    Args:
+        chart: path of the chart from the page; None: there is none.
+    """
+    notes = [
+        "*speedup*: median over the turns of tokens/s over those of plain decoding in the same turn. "
+        "*tokens/round*: output tokens per step of the target. *acceptance length*: 1 + accepted tokens per "
+        "step that had draft tokens, *nodes* how many it had. *draft ms*: of the draft model per step of the "
+        "target. *equal*: outputs that are plain decoding's; products of another number of rows round "
+        "differently, so in bfloat16 not all are."
+    ]
+    if chart is not None:
+        notes.append(f"![acceptance by depth]({chart})")
+    return page("Methods of drafting", "specray bench methods", notes, methods_tables(rows))
 
 
 def methods_chart(rows: Sequence[MethodRow]) -> str:

@@ -98,6 +98,7 @@ def advise(
     json_path: options.JsonPath = None,
     plot: PlotPath = None,
     config_out: ConfigOut = None,
+    report: options.ReportPath = None,
 ) -> None:
     """Measure candidate drafts on one target, and rank them by predicted tokens/s, without Ray."""
     from specray.bench.advise.advice import advise as ranked
@@ -111,6 +112,7 @@ def advise(
         advice_tables,
         check_table,
     )
+    from specray.bench.report.page import page
     from specray.cli.advise.inputs import pairs_of, prompts_of
     from specray.cli.output import counted_progress, wide_console, write_json, write_text
 
@@ -148,10 +150,11 @@ def advise(
     if config_out is not None:
         write_text(config_out, advice_config(advice, own), "--config")
     console = wide_console()
-    for table in advice_tables(advice):
+    tables = [*advice_tables(advice), *([check_table(advice, speedups)] if speedups else [])]
+    for table in tables:
         console.print(table)
-    if speedups:
-        console.print(check_table(advice, speedups))
+    if report is not None:
+        write_text(report, page("Which draft pays", "specray advise", [], tables), "--report")
     write_json({**advice_json(advice), "measured_speedups": speedups}, json_path)
     if plot is not None:
         write_text(plot, advice_chart(advice), "--plot")

@@ -80,13 +80,14 @@ def methods(
     settings: options.Settings = None,
     json_path: options.JsonPath = None,
     svg: SvgPath = None,
+    report: options.ReportPath = None,
 ) -> None:
     """Measure every method of drafting for one target in turns, without Ray."""
     from rich.console import Console
 
     from specray.bench.methods.drafts import drafts_of
     from specray.bench.methods.run import measure_acceptance, measure_methods
-    from specray.bench.report.methods import methods_chart, methods_tables
+    from specray.bench.report.methods import methods_chart, methods_page, methods_tables
     from specray.cli.output import wide_console, write_json, write_text
     from specray.cli.settings import build_config, pair_options
 
@@ -136,6 +137,8 @@ def methods(
     write_json([asdict(row) for row in rows], json_path)
     if svg is not None:
         write_text(svg, methods_chart(rows), "--svg")
+    if report is not None:
+        write_text(report, methods_page(rows, chart=svg.name if svg is not None else None), "--report")
 
 
 def _methods_of(names: list[str] | None, pard: str | None, drafter: str | None) -> list[Method]:
