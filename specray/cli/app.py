@@ -18,7 +18,7 @@ from specray.cli.plan import plan
 from specray.cli.profile import profile
 from specray.cli.reload import reload
 from specray.cli.serve import serve
-from specray.cli.train import app as train_app
+from specray.cli.train.commands import app as train_app
 from specray.cli.verify import verify
 from specray.cli.worker import worker
 from specray.errors import ConfigError, InvalidRequestError, SpecrayError

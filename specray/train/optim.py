@@ -41,8 +41,8 @@ class MasterOptimizer:
             name: nn.Parameter(parameter.detach().float().clone())
             for name, parameter in self._parameters.items()
         }
-        matrices = [p for name, p in self._masters.items() if p.ndim == 2 and "embed" not in name]
-        others = [p for name, p in self._masters.items() if p.ndim != 2 or "embed" in name]
+        matrices = [p for name, p in self._masters.items() if p.ndim == 2 and not _is_table(name)]
+        others = [p for name, p in self._masters.items() if p.ndim != 2 or _is_table(name)]
         self._muon = Muon(
             matrices,
             lr=config.matrix_learning_rate,
@@ -95,3 +95,8 @@ class MasterOptimizer:
     def _set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
+
+
+def _is_table(name: str) -> bool:
+    """Whether a parameter's rows are of tokens."""
+    return "embed" in name or name.startswith("lm_head.")

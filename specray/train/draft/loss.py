@@ -2,12 +2,56 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
+from specray.train.draft.loss_kind import LossKind
+
+_DISTANCE_FROM = 0.6
+"""Share of a run after which the distance joins the divergence."""
+_ADAPTIVITY = 3.0
+"""Factor of the acceptance in the exponent of the divergence's share."""
+
 
 @dataclass(frozen=True, slots=True)
+class LossWeights:
+    """Weights of the parts of a loss."""
+
+    argmax: float = 0.0
+    """Weight of the cross-entropy on the target's most likely token."""
+    distance: float = 0.0
+    """Weight of the total variation distance beside the divergence."""
+    is_adaptive: bool = False
+    """Divergence and distance share a weight of one, as the acceptance has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossConfig:
+    """Options of a loss."""
+
+    kind: LossKind = LossKind.KL_TV
+    argmax_weight: float = 0.3
+    distance_weight: float = 1.0
+    """Weight of the distance, of ``KL_TV`` alone."""
+
+    @property
+    def held_out(self) -> LossWeights:
+        """Weights of a held-out loss, the same all the time."""
+        return LossWeights(self.argmax_weight)
+
+    def at(self, progress: float) -> LossWeights:
+        """Weights after a share of the run."""
+        has_distance = self.kind is LossKind.KL_TV and progress >= _DISTANCE_FROM
+        return LossWeights(
+            self.argmax_weight,
+            self.distance_weight if has_distance else 0.0,
+            is_adaptive=self.kind is LossKind.LK,
+        )
+
+
+@dataclass(slots=True)
 class DraftLoss:
     """Sums over tokens, weighted, and the weights' sum: divide to get means."""
 
@@ -17,6 +61,8 @@ class DraftLoss:
     overlap: torch.Tensor
     """Sum over tokens of ``sum(min(p, q))``: the acceptance of rejection sampling at temperature 1."""
     weight: torch.Tensor
+    row_overlaps: torch.Tensor
+    """``[num_tokens]``: overlap of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,27 +95,21 @@ def draft_loss(
     draft_logits: torch.Tensor,
     draft_ids: torch.Tensor,
     weights: torch.Tensor,
-    *,
-    argmax_weight: float,
-    overlap_weight: float,
+    parts: LossWeights,
 ) -> DraftLoss:
     """:func:`view_loss` against the target's own logits, ``[num_tokens, vocab_size]``."""
-    view = target_view(target_logits, draft_ids)
-    return view_loss(view, draft_logits, weights, argmax_weight=argmax_weight, overlap_weight=overlap_weight)
+    return view_loss(target_view(target_logits, draft_ids), draft_logits, weights, parts)
 
 
 def view_loss(
-    view: TargetView,
-    draft_logits: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    argmax_weight: float,
-    overlap_weight: float,
+    view: TargetView, draft_logits: torch.Tensor, weights: torch.Tensor, parts: LossWeights
 ) -> DraftLoss:
     """KL(target || draft), cross-entropy on the target's argmax, and the total variation distance.
 
     Divergence: Zhou et al., *DistillSpec*, arXiv 2310.08461. The distance is one minus the acceptance, which
-    is what speculation needs, but has hardly a gradient while both are far apart: so it joins late.
+    is what speculation needs, but has hardly a gradient while both are far apart. So it joins late, or its
+    share follows the mean acceptance: the divergence keeps ``exp(-3 acceptance)`` (*LK losses*, arXiv
+    2602.23881).
 
     Args:
         view: the target's distribution.
@@ -81,11 +121,18 @@ def view_loss(
     divergence = (probs * (view.log_probs - draft_log_probs)).sum(-1)
     surprise = -draft_log_probs.gather(1, view.column[:, None])[:, 0] * view.is_known
     overlap = torch.minimum(probs, draft_log_probs.exp()).sum(-1)
-    loss = divergence + argmax_weight * surprise + overlap_weight * (1 - overlap)
+    overlaps = overlap.detach()
+    total, first, second = weights.sum(), 1.0, parts.distance
+    if parts.is_adaptive:
+        acceptance = float((overlaps * weights).sum() / total.clamp(min=1e-6))
+        first = math.exp(-_ADAPTIVITY * acceptance)
+        second = 1.0 - first
+    loss = first * divergence + parts.argmax * surprise + second * (1 - overlap)
     agrees = view.is_known & (draft_logits.argmax(-1) == view.column)
     return DraftLoss(
         loss=(loss * weights).sum(),
         agreement=(agrees * weights).sum().detach(),
-        overlap=(overlap * weights).sum().detach(),
-        weight=weights.sum(),
+        overlap=(overlaps * weights).sum(),
+        weight=total,
+        row_overlaps=overlaps,
     )

@@ -1,24 +1,31 @@
 """Makes the beginnings from which a target writes the text that its draft learns from.
 
-Four kinds, so that the draft meets what a chat model is asked: the user's turn left to the model behind the
-template's marker alone (Xu et al., *Magpie*, arXiv 2406.08464) or behind a few first words, a task over a
-passage, and plain text or code that goes on. Passages are cut from the Python files that are installed here:
-their code, and the prose of their docstrings. No benchmark's questions are used.
+Either prompts of a file, or four kinds, so that the draft meets what a chat model is asked: the user's turn
+left to the model behind the template's marker alone (Xu et al., *Magpie*, arXiv 2406.08464) or behind a few
+first words, a task over a passage, and plain text or code that goes on. Passages are cut from the Python
+files that are installed here: their code, and the prose of their docstrings. No benchmark's questions are
+used.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from specray.errors import ConfigError
 from specray.train.corpus import SourceFile
 from specray.train.draft.markers import TurnMarkers
+from specray.train.draft.prompt_file import Prompts
 
 Encode = Callable[[str], Sequence[int]]
 """Text to token ids."""
+
+OPEN, FIRST, TASK, TEXT = "open", "first-words", "task", "text"
+OWN_MIX = {OPEN: 0.40, FIRST: 0.25, TASK: 0.18, TEXT: 0.17}
+"""Shares of the kinds that need no prompts; their names are domains, as those of a file are."""
 
 FIRST_WORDS = (
     "What is", "What are the main", "Who was", "When did", "Where is", "Why do", "How do I", "How does",
@@ -47,6 +54,8 @@ _MIN_PROSE_CHARS = 300
 _MAX_PASSAGE_CHARS = 6000
 _PASSAGE_TOKENS = (48, 360)
 _PLAIN_TOKENS = (24, 160)
+_HELD_OUT_EVERY, _MAX_HELD_OUT_PLACE = 10, 480
+"""Distance of rows that are held out, and the place from which no more are."""
 _QUESTION_CHARS = 240
 """Characters of a question that is a passage's first paragraph, at most."""
 
@@ -58,6 +67,9 @@ class Beginning:
     token_ids: tuple[int, ...]
     goes_on: str
     """``user``, ``assistant``, or ``text`` where there are no turns."""
+    domain: str = TEXT
+    is_held_out: bool = False
+    """Its row is evaluated on, and never trained on."""
 
 
 class Beginnings:
@@ -69,6 +81,12 @@ class Beginnings:
         markers: what stands around turns; None: there are none, and all is plain text.
         opening: what a plain text begins with, such as the begin of a text.
         ask: a question to token ids, up to where its answer begins, where there is a template but no markers.
+        prompts: prompts of a file; None: there are none.
+        mix: shares of domains, of the file's and of ``OWN_MIX``; None: the file's as its prompts are spread,
+            without a file ``OWN_MIX``.
+
+    Raises:
+        ConfigError: the mix names a domain that is not there, or the file has one of ``OWN_MIX``.
     """
 
     def __init__(
@@ -80,37 +98,58 @@ class Beginnings:
         seed: int,
         opening: tuple[int, ...] = (),
         ask: Encode | None = None,
+        prompts: Prompts | None = None,
+        mix: Mapping[str, float] | None = None,
     ) -> None:
         self._markers = markers
         self._encode = encode
         self._opening = opening
         self._ask = ask
         self._passages = passages
+        self._prompts = prompts
+        self._mix = _checked_mix(mix, prompts)
         self._random = np.random.default_rng(seed)
 
-    def draw(self, count: int) -> list[Beginning]:
-        """Returns that many: 40 % free, 25 % behind first words, 18 % tasks, 17 % plain text.
+    def draw(self, count: int, *, first_place: int = 0) -> list[Beginning]:
+        """Returns that many, of each domain its share.
 
         Without markers, questions take the place of first words and tasks, where a template asks them; all
-        else is plain text.
-        """
-        kinds = self._random.choice(4, size=count, p=(0.40, 0.25, 0.18, 0.17))
-        return [self._one(int(kind)) for kind in kinds]
+        else that is no prompt is plain text.
 
-    def _one(self, kind: int) -> Beginning:
-        if self._markers is None and self._ask is not None and kind in (1, 2):
-            return Beginning(tuple(self._ask(self._question(is_task=kind == 2))), "text")
-        if self._markers is None or kind == 3:
-            return Beginning((*self._opening, *self._passage(_PLAIN_TOKENS)), "text")
+        Args:
+            first_place: rows that were drawn before: one in ten is held out, until there are 48.
+        """
+        names, shares = list(self._mix), np.array(list(self._mix.values()))
+        kinds = self._random.choice(len(names), size=count, p=shares / shares.sum())
+        return [
+            self._one(names[kind], is_held_out=place % _HELD_OUT_EVERY == 0 and place < _MAX_HELD_OUT_PLACE)
+            for place, kind in enumerate(kinds, first_place)
+        ]
+
+    def _one(self, domain: str, *, is_held_out: bool) -> Beginning:
+        if domain not in OWN_MIX:
+            assert self._prompts is not None, "the mix was checked"
+            own = (self._prompts.held_out if is_held_out else self._prompts.train)[domain]
+            token_ids = own[int(self._random.integers(len(own)))]
+            goes_on = "text" if self._markers is None else "assistant"
+        else:
+            token_ids, goes_on = self._own(domain)
+        return Beginning(tuple(token_ids), goes_on, domain, is_held_out)
+
+    def _own(self, kind: str) -> tuple[Sequence[int], str]:
+        if self._markers is None and self._ask is not None and kind in (FIRST, TASK):
+            return self._ask(self._question(is_task=kind == TASK)), "text"
+        if self._markers is None or kind == TEXT:
+            return (*self._opening, *self._passage(_PLAIN_TOKENS)), "text"
         opening = self._markers.opening
-        if kind == 0:
-            return Beginning(opening, "user")
-        if kind == 1:
+        if kind == OPEN:
+            return opening, "user"
+        if kind == FIRST:
             words = FIRST_WORDS[int(self._random.integers(len(FIRST_WORDS)))]
-            return Beginning((*opening, *self._encode(words)), "user")
+            return (*opening, *self._encode(words)), "user"
         task = _TASKS[int(self._random.integers(len(_TASKS)))]
         question = (*self._encode(task + "\n\n"), *self._passage(_PASSAGE_TOKENS))
-        return Beginning((*opening, *question, *self._markers.to_assistant), "assistant")
+        return (*opening, *question, *self._markers.to_assistant), "assistant"
 
     def _question(self, *, is_task: bool) -> str:
         passage = self._text(int(self._random.integers(_QUESTION_CHARS // 4, _QUESTION_CHARS)), 1)
@@ -129,6 +168,18 @@ class Beginnings:
         # A line's or a sentence's beginning, where there is one near.
         start = max(text.rfind("\n", 0, start) + 1, text.rfind(". ", 0, start) + 1, 0)
         return text[start : start + factor * num_chars].lstrip()
+
+
+def _checked_mix(mix: Mapping[str, float] | None, prompts: Prompts | None) -> Mapping[str, float]:
+    shares = {} if prompts is None else prompts.shares()
+    if twice := sorted(shares.keys() & OWN_MIX.keys()):
+        raise ConfigError(
+            f"--prompts has the domain {twice[0]!r}, a name of what the target begins itself; allowed: others"
+        )
+    known = [*shares, *OWN_MIX]
+    if mix is not None and (other := [name for name in mix if name not in known]):
+        raise ConfigError(f"--mix names {other[0]!r}; allowed: {', '.join(known)}")
+    return mix or shares or OWN_MIX
 
 
 def passages_of(files: Iterable[SourceFile], *, max_num_texts: int = 4000) -> list[str]:

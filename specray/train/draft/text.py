@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,12 @@ import numpy as np
 from specray.errors import ConfigError
 from specray.train.corpus import CorpusConfig, training_files
 from specray.train.draft.markers import TurnMarkers
-from specray.train.draft.prompts import Beginnings, Encode, passages_of
+from specray.train.draft.prompt_file import Prompts, parse_mix, read_prompts, split_prompts
+from specray.train.draft.prompts import OWN_MIX, Beginnings, Encode, passages_of
 from specray.train.draft.writing import Written, write_rows
 from specray.train.loop import progress_bar
 
 _log = logging.getLogger(__name__)
-
-_NUM_HELD_OUT_ROWS = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +36,12 @@ class TextConfig:
     row_len: int = 768
     """Tokens of a row."""
     seed: int = 0
+    prompts: str | None = None
+    """File with prompts (``prompt_file.read_prompts``); None: the target begins all text itself."""
+    mix: str | None = None
+    """Shares of domains (``prompt_file.parse_mix``); None: as prompts are spread."""
+    asks: bool = True
+    """Prompts are asked through the target's chat template, where it has one; False: they are continued."""
 
 
 def written_text(
@@ -48,17 +53,12 @@ def written_text(
         markers: of the target's chat template; None: it has none, and writes plain text alone.
 
     Raises:
-        ConfigError: the directory holds rows of another length.
+        ConfigError: the directory holds rows of another length, or the prompts cannot be used.
     """
     directory = work_dir / "written"
     directory.mkdir(parents=True, exist_ok=True)
-    passages = _passages(work_dir / "passages.json")
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=False))
-
+    source = _Source(tokenizer, work_dir, config, markers)
     began = time.monotonic()
-    opening, ask = _plain_opening(tokenizer), None if markers is not None else _asker(tokenizer)
     with progress_bar() as bar:
         task = bar.add_task("writing", total=1000, figures="")
         for index in range(num_batches := -(-config.num_rows // config.rows_per_batch)):
@@ -72,30 +72,28 @@ def written_text(
             )
             if elapsed_s > config.writing_budget_s:
                 break
-            seed = config.seed + index
-            beginnings = Beginnings(markers, encode, passages, seed=seed, opening=opening, ask=ask)
-            drawn = beginnings.draw(config.rows_per_batch)
-            batch = write_rows(model, drawn, markers, row_len=config.row_len, seed=seed)
+            drawn = source.beginnings(index).draw(
+                config.rows_per_batch, first_place=index * config.rows_per_batch
+            )
+            batch = write_rows(model, drawn, source.markers, row_len=config.row_len, seed=config.seed + index)
             partial = file.with_suffix(".partial.npz")
-            np.savez(partial, token_ids=batch.token_ids, is_answer=batch.is_answer)
+            np.savez(partial, **asdict(batch))
             partial.replace(file)
-    batches = list(_batches(directory))
-    lengths = {batch.token_ids.shape[1] for batch in batches}
-    if lengths != {config.row_len}:
-        raise ConfigError(
-            f"row_len is {config.row_len}, but {str(directory)!r} holds rows of {sorted(lengths)} tokens; "
-            "allowed: that length, or another directory"
-        )
-    return Written(
-        *(np.concatenate([getattr(b, name) for b in batches]) for name in ("token_ids", "is_answer"))
-    )
+    return _joined(list(_batches(directory)), directory, config.row_len)
 
 
 def split_held_out(written: Written) -> tuple[Written, Written]:
-    """Rows to train on, and rows to evaluate on: the first ones, a tenth at most."""
-    count = min(_NUM_HELD_OUT_ROWS, max(1, len(written.token_ids) // 10))
-    parts = (slice(count, None), slice(None, count))
-    train, held_out = (Written(written.token_ids[part], written.is_answer[part]) for part in parts)
+    """Rows to train on, and rows to evaluate on.
+
+    Raises:
+        ConfigError: one of both has no answers.
+    """
+    train, held_out = written[~written.is_held_out], written[written.is_held_out]
+    if not (train.is_answer[:, 2:].any() and held_out.is_answer[:, 2:].any()):
+        raise ConfigError(
+            f"num_rows is {len(written.token_ids)}, and they hold no answers to train on or to hold out; "
+            "allowed: more rows, or longer ones"
+        )
     return train, held_out
 
 
@@ -107,6 +105,57 @@ def picked_rows(cursor: int, count: int, *, num_rows: int, seed: int) -> list[in
         order = np.random.default_rng((seed, epoch)).permutation(num_rows)
         picked += order[place : place + count - len(picked)].tolist()
     return picked
+
+
+class _Source:
+    """What the text of a run begins with."""
+
+    def __init__(
+        self, tokenizer: Any, work_dir: Path, config: TextConfig, markers: TurnMarkers | None
+    ) -> None:
+        self.markers = markers if config.asks else None
+        self._tokenizer = tokenizer
+        self._config = config
+        self._opening = _plain_opening(tokenizer)
+        self._ask = _asker(tokenizer) if markers is None and config.asks else None
+        self._mix = None if config.mix is None else parse_mix(config.mix)
+        self._prompts = None if config.prompts is None else self._read(Path(config.prompts))
+        domains = self._mix or ({} if self._prompts else OWN_MIX)
+        self._passages = _passages(work_dir / "passages.json") if OWN_MIX.keys() & domains else []
+        # What is wrong with the mix is said before anything is written.
+        self.beginnings(0)
+
+    def beginnings(self, index: int) -> Beginnings:
+        """Those of a batch."""
+        return Beginnings(
+            self.markers,
+            self._encode,
+            self._passages,
+            seed=self._config.seed + index,
+            opening=self._opening,
+            ask=self._ask,
+            prompts=self._prompts,
+            mix=self._mix,
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _read(self, path: Path) -> Prompts:
+        """The prompts that leave half of a row to the answer."""
+        found: dict[str, Sequence[tuple[int, ...]]] = {}
+        room = self._config.row_len // 2
+        for domain, texts in read_prompts(path).items():
+            asked = [self._asked(text) for text in texts]
+            found[domain] = [ids for ids in asked if len(ids) <= room]
+            if num_long := len(asked) - len(found[domain]):
+                _log.warning("%d prompts of %s have more than %d tokens: left out", num_long, domain, room)
+        return split_prompts(found, seed=self._config.seed)
+
+    def _asked(self, text: str) -> tuple[int, ...]:
+        if self.markers is not None:
+            return (*self.markers.opening, *self._encode(text), *self.markers.to_assistant)
+        return (*self._opening, *self._encode(text)) if self._ask is None else tuple(self._ask(text))
 
 
 def _plain_opening(tokenizer: Any) -> tuple[int, ...]:
@@ -140,4 +189,19 @@ def _passages(file: Path) -> list[str]:
 def _batches(directory: Path) -> Iterator[Written]:
     for file in sorted(directory.glob("[0-9]*[0-9].npz")):
         saved = np.load(file)
-        yield Written(saved["token_ids"], saved["is_answer"])
+        yield Written(**{field.name: saved[field.name] for field in fields(Written)})
+
+
+def _joined(batches: Sequence[Written], directory: Path, row_len: int) -> Written:
+    lengths = {batch.token_ids.shape[1] for batch in batches}
+    if lengths != {row_len}:
+        raise ConfigError(
+            f"row_len is {row_len}, but {str(directory)!r} holds rows of {sorted(lengths)} tokens; allowed: "
+            "that length, or another directory"
+        )
+    return Written(
+        **{
+            field.name: np.concatenate([getattr(batch, field.name) for batch in batches])
+            for field in fields(Written)
+        }
+    )

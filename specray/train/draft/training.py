@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from specray.train.draft.checkpoint import write_compact
-from specray.train.draft.loss import DraftLoss, draft_loss
+from specray.train.draft.loss import DraftLoss, LossConfig, LossWeights, draft_loss
 from specray.train.draft.markers import TurnMarkers, turn_markers
 from specray.train.draft.student import DraftShape, Student
 from specray.train.draft.text import TextConfig, picked_rows, split_held_out, written_text
@@ -26,13 +26,7 @@ class DraftTrainConfig:
     """Options of a run."""
 
     limit: RunLimit
-    writing_budget_s: float = 3600.0
-    """Seconds in which the target writes; a batch that has begun is finished."""
-    num_rows: int = 100_000
-    """Rows of text, at most."""
-    rows_per_batch: int = 32
-    """Rows that are written side by side."""
-    row_len: int = 768
+    text: TextConfig = field(default_factory=TextConfig)
     rows_per_step: int = 16
     rows_per_forward: int = 4
     long_share: float = 0.2
@@ -45,17 +39,10 @@ class DraftTrainConfig:
     )
     vocabulary_share: float = 0.98
     max_draft_vocabulary: int = 12_288
-    argmax_weight: float = 0.3
-    overlap_weight: float = 1.0
-    """Weight of the total variation distance, in the last two fifths of the run."""
+    loss: LossConfig = field(default_factory=LossConfig)
     other_weight: float = 0.1
     """Weight of tokens that no server would generate: what is given, and the user's turns."""
     seed: int = 0
-
-    @property
-    def text(self) -> TextConfig:
-        """Options of the writing."""
-        return TextConfig(self.writing_budget_s, self.num_rows, self.rows_per_batch, self.row_len, self.seed)
 
 
 def train_draft(target: str, work_dir: Path, config: DraftTrainConfig, *, device: str = "cpu") -> Path:
@@ -113,14 +100,13 @@ class _Trainer:
         ids, is_answer = self._ids[rows].long(), self._is_answer[rows]
         if progress >= 1 - self._config.long_share:
             ids, is_answer = (part.reshape(len(rows) // 3, -1) for part in (ids, is_answer))
-        overlap_weight = self._config.overlap_weight if progress >= 0.6 else 0.0
-        per_forward = max(1, self._config.rows_per_forward * self._config.row_len // ids.shape[1])
+        per_forward = max(1, self._config.rows_per_forward * self._config.text.row_len // ids.shape[1])
         weight = self._weights(is_answer).sum()
         parts = []
         for own_ids, own_answers in zip(
             torch.split(ids, per_forward), torch.split(is_answer, per_forward), strict=True
         ):
-            part = self._loss(own_ids, own_answers, overlap_weight)
+            part = self._loss(own_ids, own_answers, self._config.loss.at(progress))
             (part.loss / weight).backward()  # type: ignore[no-untyped-call]
             parts.append(part)
         norm = self.optimizer.step(progress)
@@ -135,7 +121,7 @@ class _Trainer:
         is_answer = torch.from_numpy(held_out.is_answer).to(self._device)
         size = self._config.rows_per_forward
         parts = [
-            self._loss(own, answers, 0.0, other_weight=0.0)
+            self._loss(own, answers, self._config.loss.held_out, other_weight=0.0)
             for own, answers in zip(torch.split(ids, size), torch.split(is_answer, size), strict=True)
         ]
         return {f"held_out_{name}": value for name, value in _means(parts).items()}
@@ -144,7 +130,7 @@ class _Trainer:
         self,
         ids: torch.Tensor,
         is_answer: torch.Tensor,
-        overlap_weight: float,
+        parts: LossWeights,
         *,
         other_weight: float | None = None,
     ) -> DraftLoss:
@@ -155,8 +141,7 @@ class _Trainer:
             self._student(ids[:, :-1]).flatten(0, 1),
             self._student.draft_ids,
             self._weights(is_answer, other_weight).flatten(),
-            argmax_weight=self._config.argmax_weight,
-            overlap_weight=overlap_weight,
+            parts,
         )
 
     def _weights(self, is_answer: torch.Tensor, other_weight: float | None = None) -> torch.Tensor:

@@ -32,6 +32,14 @@ class Written:
     """``[num_rows, row_len]``."""
     is_answer: npt.NDArray[np.bool_]
     """Same shape: drawn by the model as an answer, or as the rest of a plain text."""
+    domains: npt.NDArray[np.str_]
+    """Domain of each row."""
+    is_held_out: npt.NDArray[np.bool_]
+    """Rows that are evaluated on, and never trained on."""
+
+    def __getitem__(self, rows: npt.NDArray[np.bool_]) -> Written:
+        """Some of the rows."""
+        return Written(self.token_ids[rows], self.is_answer[rows], self.domains[rows], self.is_held_out[rows])
 
 
 @torch.no_grad()
@@ -73,7 +81,12 @@ def write_rows(
         is_given = column < lengths
         rows[:, column], is_answer[:, column] = turns.advance(drawn, given[:, column], is_given)
     width = np.uint16 if logits.shape[1] <= 1 << 16 else np.uint32
-    return Written(rows.cpu().numpy().astype(width), is_answer.cpu().numpy())
+    return Written(
+        rows.cpu().numpy().astype(width),
+        is_answer.cpu().numpy(),
+        np.array([beginning.domain for beginning in beginnings]),
+        np.array([beginning.is_held_out for beginning in beginnings]),
+    )
 
 
 class _Turns:

@@ -20,6 +20,11 @@ class DepthCounts:
     num_accepted: int = 0
     """Those whose draft token at this depth is right, too."""
 
+    def add(self, other: DepthCounts) -> None:
+        """Counts the other's anchors, too."""
+        self.num_reached += other.num_reached
+        self.num_accepted += other.num_accepted
+
     @property
     def rate(self) -> float:
         """Share of accepted draft tokens; 0 where there are none."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -11,8 +11,17 @@ from torch import nn
 from specray.errors import ConfigError
 
 
+class DraftRows(NamedTuple):
+    """What a head gives at one depth."""
+
+    logits: torch.Tensor
+    """``[num_rows, num_anchors, draft_vocab_size]``."""
+    confidence: torch.Tensor | None = None
+    """``[num_rows, num_anchors]``: logit of the chance that the target draws what is drawn; None: unknown."""
+
+
 class Head(Protocol):
-    """A head in training. An anchor q is a token; features of tokens 0..q are known, and token q + 1.
+    """A head in training. An anchor q is a token; features of tokens 0..q are known, and tokens 0..q + 1.
 
     Depth s drafts token q + 2 + s, behind the tokens of the text that lie between.
     """
@@ -33,15 +42,27 @@ class Head(Protocol):
         """The parameters."""
         ...
 
-    def unroll(
-        self, features: Mapping[int, torch.Tensor], token_ids: torch.Tensor, num_depths: int
-    ) -> Sequence[torch.Tensor]:
-        """Logits of each depth, ``[num_rows, num_anchors, draft_vocab_size]``.
+    def trained_anchors(self, num_tokens: int, generator: torch.Generator) -> Sequence[torch.Tensor]:
+        """Anchors of each depth that a step computes, int64, ascending; none that an earlier depth lacks.
 
         Args:
-            features: of each layer, ``[num_rows, num_tokens, target_hidden_size]``.
-            token_ids: tokens from 1 on, ``[num_rows, num_known]``; depth s has no more anchors than
-                ``num_known - s``.
+            num_tokens: tokens of a row that are known; depth s has anchors below ``num_tokens - 1 - s``.
+            generator: of the CPU; chooses some where not all are computed.
+        """
+        ...
+
+    def unroll(
+        self,
+        features: Mapping[int, torch.Tensor],
+        token_ids: torch.Tensor,
+        anchors: Sequence[torch.Tensor],
+    ) -> Sequence[DraftRows]:
+        """What it drafts at each depth, at the anchors.
+
+        Args:
+            features: of each layer, ``[num_rows, num_features, target_hidden_size]``, from token 0 on.
+            token_ids: ``[num_rows, num_tokens]``, from token 0 on.
+            anchors: of each depth, as :meth:`trained_anchors` gives them; at most ``num_depths``.
         """
         ...
 
@@ -52,6 +73,16 @@ class Head(Protocol):
     def config(self, target: str) -> dict[str, Any]:
         """The checkpoint's configuration, for the target of that name."""
         ...
+
+
+def all_anchors(num_tokens: int, num_depths: int) -> list[torch.Tensor]:
+    """All anchors of each depth."""
+    return [torch.arange(max(num_tokens - 1 - depth, 0)) for depth in range(num_depths)]
+
+
+def is_range(anchors: torch.Tensor) -> bool:
+    """Whether the anchors are 0, 1, 2 ..., so that rows can be had without a copy."""
+    return len(anchors) == 0 or int(anchors[-1]) == len(anchors) - 1
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from specray.train.draft.writing import Written
+from specray.train.draft.loss import LossConfig
+from specray.train.draft.loss_kind import LossKind
+from specray.train.heads.acceptance import DepthCounts, tokens_per_round
 from specray.train.heads.base import Head
+from specray.train.heads.methods import Method, Target
+from specray.train.heads.trainer import StepConfig
 from specray.train.loop import RunState
 
-_TITLES = {"eagle3": "An EAGLE-3 head", "medusa": "Medusa heads"}
 _PREFIX = "held_out_"
 _CARD = """# {title} for {target}
 
-Drafts for `{target}` alone: `specray serve --target {target} --drafter .` in this directory.
+Drafts for `{target}` alone: `specray serve --target {target} {option} .` in this directory.
 
     {command}
 
 - {num_parameters:,} parameters; {num_ids:,} of the target's {vocab_size:,} tokens can be drafted.
-- Reads layers {layers} of the target: k is what enters layer k, {num_layers} what leaves the last one, and
-  {behind} what is behind its final norm.
+- {reads}
 - Text: {num_rows:,} rows of {row_len:,} tokens that the target wrote, {num_answers:,} of them answers;
-  {num_held_out} rows more were held out.
-- Loss of each place ahead: Kullback-Leibler divergence from the target's distribution, and {argmax_weight}
-  times the cross-entropy on its most likely token; in the last two fifths of the run also {overlap_weight}
-  times the total variation distance. From one place to the next it counts {depth_decay} times as much.
+  {num_held_out} rows more were held out, and so were the prompts that they begin with.
+- Loss of each place ahead: {loss}. From one place to the next it counts {depth_decay} times as much.
 
 ## Acceptance
 
@@ -33,13 +34,14 @@ On held-out answers, after {step:,} steps: the share of places where the head's 
 target's, of those whose earlier draft tokens all were. At these rates a greedy round with a chain of
 {num_depths} gives {tokens_per_round:.2f} tokens.
 
-| place ahead | {places} |
-|---|{rules}|
-| accepted | {accepted} |
+| place ahead | {places} | tokens per round |
+|---|{rules}|---|
+{accepted}
 
 ## Training
 
-Tokens per second are those of wall time, with saving and evaluation. Loss is that on held-out answers.
+Tokens per second are those of wall time, with saving and evaluation. Loss is that on held-out answers:
+divergence and cross-entropy.
 
 | steps | tokens | wall time | tokens/s | loss | tokens per round |
 |---|---|---|---|---|---|
@@ -47,61 +49,107 @@ Tokens per second are those of wall time, with saving and evaluation. Loss is th
 """
 
 
-def card_text(
-    head: Head,
-    *,
-    target: str,
-    command: str,
-    vocab_size: int,
-    num_layers: int,
-    written: Written,
-    num_held_out: int,
-    weights: Mapping[str, float],
-    log: Path,
-    state: RunState,
-    figures: Mapping[str, float],
-) -> str:
-    """The card's text.
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What a card says whenever it is written."""
 
-    Args:
-        num_layers: of the target.
-        weights: ``argmax_weight``, ``overlap_weight`` and ``depth_decay`` of the loss.
-        log: the run's log so far, with earlier evaluations.
-        state: of the run, now.
-        figures: of the evaluation, now.
-    """
-    places = range(1, head.num_depths + 1)
-    rate = state.num_tokens / max(state.elapsed_s, 1e-9)
-    now = {
-        "step": state.step,
-        "num_tokens": state.num_tokens,
-        "elapsed_s": state.elapsed_s,
-        "tokens_per_s": rate,
-        **figures,
-    }
-    return _CARD.format(
-        title=_TITLES[head.name],
-        target=target,
-        command=command,
-        num_parameters=sum(parameter.numel() for parameter in head.module.parameters()),
-        num_ids=len(head.draft_ids),
-        vocab_size=vocab_size,
-        layers=", ".join(map(str, head.feature_layers)),
-        num_layers=num_layers,
-        behind=num_layers + 1,
-        num_rows=len(written.token_ids),
-        row_len=written.token_ids.shape[1],
-        num_answers=int(written.is_answer.sum()),
-        num_held_out=num_held_out,
-        step=state.step,
-        num_depths=head.num_depths,
-        tokens_per_round=figures[f"{_PREFIX}tokens_per_round"],
-        places=" | ".join(map(str, places)),
-        rules="|".join("---" for _ in places),
-        accepted=" | ".join(f"{figures[f'{_PREFIX}accepted_{place}']:.3f}" for place in places),
-        rows="\n".join(_row(figures) for figures in [*_evaluations(log, before=state.step), now]),
-        **weights,
+    method: Method
+    steps: StepConfig
+    target: Target
+    target_name: str
+    command: str
+    num_held_out: int
+
+    def text(
+        self,
+        head: Head,
+        state: RunState,
+        figures: Mapping[str, float],
+        domains: Mapping[str, Sequence[DepthCounts]],
+    ) -> str:
+        """The card's text.
+
+        Args:
+            state: of the run, now.
+            figures: of the evaluation, now.
+            domains: acceptance by domain and depth, of the same.
+        """
+        written, places = self.target.written, range(1, head.num_depths + 1)
+        rate = state.num_tokens / max(state.elapsed_s, 1e-9)
+        now = {
+            "step": state.step,
+            "num_tokens": state.num_tokens,
+            "elapsed_s": state.elapsed_s,
+            "tokens_per_s": rate,
+            **figures,
+        }
+        log = self.target.work_dir / f"{self.method.name}.log.jsonl"
+        return _CARD.format(
+            title=self.method.title,
+            target=self.target_name,
+            option="--draft" if self.method.is_draft else "--drafter",
+            command=self.command,
+            num_parameters=sum(parameter.numel() for parameter in head.module.parameters()),
+            num_ids=len(head.draft_ids),
+            vocab_size=self.target.vocab_size,
+            reads=_reads(head, self.target.num_layers),
+            num_rows=len(written.token_ids),
+            row_len=written.token_ids.shape[1],
+            num_answers=int(written.is_answer.sum()),
+            num_held_out=self.num_held_out,
+            loss=_loss(self.steps.loss),
+            depth_decay=self.steps.depth_decay,
+            step=state.step,
+            num_depths=head.num_depths,
+            tokens_per_round=figures[f"{_PREFIX}tokens_per_round"],
+            places=" | ".join(map(str, places)),
+            rules="|".join("---" for _ in places),
+            accepted="\n".join(_accepted(figures, places, domains)),
+            rows="\n".join(_row(figures) for figures in [*_evaluations(log, before=state.step), now]),
+        )
+
+
+def _reads(head: Head, num_layers: int) -> str:
+    if not head.feature_layers:
+        return "Reads token ids alone, and nothing of the target's."
+    layers = ", ".join(map(str, head.feature_layers))
+    return (
+        f"Reads layers {layers} of the target: k is what enters layer k, {num_layers} what leaves the last\n"
+        f"  one, and {num_layers + 1} what is behind its final norm."
     )
+
+
+def _loss(loss: LossConfig) -> str:
+    parts = {
+        LossKind.KL: "the Kullback-Leibler divergence from the target's distribution",
+        LossKind.KL_TV: (
+            "the Kullback-Leibler divergence from the target's distribution, and in the last two fifths of\n"
+            f"  the run {loss.distance_weight} times the total variation distance"
+        ),
+        LossKind.LK: (
+            "the Kullback-Leibler divergence from the target's distribution with the weight\n"
+            "  exp(-3 acceptance), and the total variation distance with the rest (LK)"
+        ),
+    }
+    return f"{parts[loss.kind]}; and {loss.argmax_weight} times the\n  cross-entropy on its most likely token"
+
+
+def _accepted(
+    figures: Mapping[str, float], places: Sequence[int], domains: Mapping[str, Sequence[DepthCounts]]
+) -> list[str]:
+    """Rows of the table: all, then each domain where there are several."""
+    together = [figures[f"{_PREFIX}accepted_{place}"] for place in places]
+    rows = [_cells("accepted", together, figures[f"{_PREFIX}tokens_per_round"])]
+    if len(domains) > 1:
+        rows += [
+            _cells(domain, [each.rate for each in counts], tokens_per_round(counts))
+            for domain, counts in domains.items()
+        ]
+    return rows
+
+
+def _cells(name: str, rates: Sequence[float], num_tokens: float) -> str:
+    return f"| {name} | {' | '.join(f'{rate:.3f}' for rate in rates)} | {num_tokens:.2f} |"
 
 
 def _evaluations(log: Path, *, before: int) -> Sequence[Mapping[str, float]]:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from specray.train.heads.base import text_section, whole_number
+from specray.train.heads.base import DraftRows, all_anchors, is_range, text_section, whole_number
 
 RANK_ACCEPTANCE = "medusa_rank_acceptance"
 """Key of the configuration for the chance of each rank of each head, by which the engine chooses nodes."""
@@ -50,16 +50,23 @@ class MedusaHeads(nn.Module):
         """See ``base.Head``."""
         return self
 
+    def trained_anchors(self, num_tokens: int, generator: torch.Generator) -> Sequence[torch.Tensor]:
+        """See ``base.Head``: all of them."""
+        return all_anchors(num_tokens, self.num_depths)
+
     def unroll(
-        self, features: Mapping[int, torch.Tensor], token_ids: torch.Tensor, num_depths: int
-    ) -> Sequence[torch.Tensor]:
+        self,
+        features: Mapping[int, torch.Tensor],
+        token_ids: torch.Tensor,
+        anchors: Sequence[torch.Tensor],
+    ) -> Sequence[DraftRows]:
         """See ``base.Head``; the tokens between are unknown to the heads."""
         last = features[self.feature_layers[0]].to(self.output.dtype)
-        logits = []
-        for depth in range(num_depths):
-            rows = last[:, : min(last.shape[1], token_ids.shape[1] - depth)]
-            logits.append(F.linear(rows + F.silu(self.blocks[depth](rows)), self.output))
-        return logits
+        found = []
+        for block, own in zip(self.blocks, anchors, strict=False):
+            rows = last[:, : len(own)] if is_range(own) else last[:, own]
+            found.append(DraftRows(F.linear(rows + F.silu(block(rows)), self.output)))
+        return found
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """See ``base.Head``; heads without an output of their own share the target's."""

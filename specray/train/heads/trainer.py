@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
-from specray.train.draft.loss import DraftLoss, TargetView, target_view, view_loss
+from specray.train.draft.loss import DraftLoss, LossConfig, LossWeights, TargetView, target_view, view_loss
 from specray.train.draft.text import picked_rows
 from specray.train.draft.writing import Written
 from specray.train.heads.acceptance import (
@@ -19,13 +20,13 @@ from specray.train.heads.acceptance import (
     rank_rates,
     tokens_per_round,
 )
-from specray.train.heads.base import Head
+from specray.train.heads.base import DraftRows, Head, all_anchors, is_range
 from specray.train.heads.target import FeatureReader
 from specray.train.loop import RunState
-from specray.train.optim import MasterOptimizer, OptimizerConfig
+from specray.train.optim import MasterOptimizer
 
-_OVERLAP_FROM = 0.6
-"""Share of the run after which the overlap joins the loss."""
+_IN_BAR = "held_out_tokens_per_round"
+"""Name of the held-out figure that a step's figures repeat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +34,12 @@ class StepConfig:
     """Options of training steps."""
 
     rows_per_step: int = 16
-    rows_per_forward: int = 2
+    rows_per_forward: int = 1
     depth_decay: float = 0.8
     """Factor of the loss from one depth to the next."""
-    optimizer: OptimizerConfig = field(
-        default_factory=lambda: OptimizerConfig(
-            matrix_learning_rate=4e-3, learning_rate=6e-4, weight_decay=0.02
-        )
-    )
-    argmax_weight: float = 0.3
-    """Weight of the cross-entropy on the target's most likely token."""
-    overlap_weight: float = 1.0
-    """Weight of the total variation distance, in the last two fifths of the run."""
+    loss: LossConfig = field(default_factory=LossConfig)
+    confidence_weight: float = 1.0
+    """Weight of a confidence head's cross-entropy with the acceptance."""
     other_weight: float = 0.1
     """Weight of tokens that no server would generate: what is given, and the user's turns."""
     seed: int = 0
@@ -56,10 +51,17 @@ class HeadTrainer:
     Args:
         reader: the target; reads the head's layers.
         written: rows to train on.
+        optimizer: of the head.
     """
 
     def __init__(
-        self, reader: FeatureReader, head: Head, written: Written, config: StepConfig, device: torch.device
+        self,
+        reader: FeatureReader,
+        head: Head,
+        written: Written,
+        config: StepConfig,
+        optimizer: MasterOptimizer,
+        device: torch.device,
     ) -> None:
         self._reader = reader
         self._head = head
@@ -68,64 +70,95 @@ class HeadTrainer:
         self._ids = torch.from_numpy(written.token_ids.astype(np.int32)).to(device)
         self._is_answer = torch.from_numpy(written.is_answer).to(device)
         self._decays = [config.depth_decay**depth for depth in range(head.num_depths)]
-        self.optimizer = MasterOptimizer(head.module, config.optimizer)
+        self._optimizer = optimizer
         self.held_out: dict[str, float] = {}
         """Figures of the last evaluation."""
+        self.domains: dict[str, list[DepthCounts]] = {}
+        """Acceptance of the last evaluation, by domain and depth."""
 
     def step(self, state: RunState, progress: float) -> dict[str, float]:
         """One step; returns its figures, and the last held-out tokens of a round."""
         config = self._config
         picked = picked_rows(state.cursor, config.rows_per_step, num_rows=len(self._ids), seed=config.seed)
+        # What is chosen follows from the place in the text: a run that goes on chooses the same.
+        seed = int(np.random.default_rng((config.seed, state.cursor)).integers(1 << 62))
+        generator = torch.Generator().manual_seed(seed)
         rows = torch.tensor(picked, device=self._device)
         ids, is_answer = self._ids[rows].long(), self._is_answer[rows]
-        overlap_weight = config.overlap_weight if progress >= _OVERLAP_FROM else 0.0
-        scale = 1.0 / max(float(self._weights(is_answer, config.other_weight)[:, 2:].sum()), 1e-6)
+        anchors = [
+            [each.to(self._device) for each in self._head.trained_anchors(ids.shape[1] - 1, generator)]
+            for _ in range(0, len(ids), config.rows_per_forward)
+        ]
+        weights = self._weights(is_answer, config.other_weight)
+        totals = self._totals(weights, anchors)
         parts = []
-        for own_ids, own_answers in zip(
+        for own_ids, own_weights, own_anchors in zip(
             torch.split(ids, config.rows_per_forward),
-            torch.split(is_answer, config.rows_per_forward),
+            torch.split(weights, config.rows_per_forward),
+            anchors,
             strict=True,
         ):
-            weights = self._weights(own_answers, config.other_weight)
-            losses = self._losses(own_ids, weights, overlap_weight)[0]
-            self._joined([each.loss for each in losses]).mul(scale).backward()  # type: ignore[no-untyped-call]
+            losses, _ = self._losses(own_ids, own_weights, own_anchors, config.loss.at(progress))
+            means = [each.loss / total for each, total in zip(losses, totals, strict=True)]
+            self._joined(means).backward()  # type: ignore[no-untyped-call]
             parts.append(losses)
-        norm = self.optimizer.step(progress)
+        norm = self._optimizer.step(progress)
         state.cursor += len(picked)
         state.num_tokens += ids.numel()
-        last = {name: self.held_out[name] for name in ("held_out_tokens_per_round",) if name in self.held_out}
+        last = {_IN_BAR: self.held_out[_IN_BAR]} if _IN_BAR in self.held_out else {}
         return {**self._means(parts), "grad_norm": norm, **last}
 
     @torch.no_grad()
     def evaluate(self, held_out: Written) -> dict[str, float]:
         """Loss, and acceptance by depth, on answers that were not trained on."""
-        all_ids = torch.from_numpy(held_out.token_ids.astype(np.int64)).to(self._device)
-        all_answers = torch.from_numpy(held_out.is_answer).to(self._device)
-        size = self._config.rows_per_forward
         parts: list[list[DraftLoss]] = []
-        totals = [DepthCounts() for _ in self._decays]
         ranks: list[torch.Tensor] = []
-        for ids, is_answer in zip(torch.split(all_ids, size), torch.split(all_answers, size), strict=True):
-            losses, seen = self._losses(ids, self._weights(is_answer, 0.0), 0.0)
-            parts.append(losses)
-            for total, found in zip(totals, count_accepted(seen.hits, seen.follows, is_answer), strict=True):
-                total.num_reached += found.num_reached
-                total.num_accepted += found.num_accepted
-            if self._head.rank_acceptance is not None:
-                places = places_of(seen.follows, is_answer, len(self._decays))
-                ranks.append(count_ranks(seen.logits, seen.columns, places))
+        self.domains = {}
+        for domain in sorted(set(held_out.domains.tolist())):
+            totals = self.domains[domain] = [DepthCounts() for _ in self._decays]
+            own = held_out[held_out.domains == domain]
+            all_ids = torch.from_numpy(own.token_ids.astype(np.int64)).to(self._device)
+            all_answers = torch.from_numpy(own.is_answer).to(self._device)
+            size = self._config.rows_per_forward
+            for ids, is_answer in zip(
+                torch.split(all_ids, size), torch.split(all_answers, size), strict=True
+            ):
+                losses, seen = self._evaluated(ids, is_answer)
+                parts.append(losses)
+                for total, found in zip(
+                    totals, count_accepted(seen.hits, seen.follows, is_answer), strict=True
+                ):
+                    total.add(found)
+                if self._head.rank_acceptance is not None:
+                    places = places_of(seen.follows, is_answer, len(self._decays))
+                    ranks.append(count_ranks([rows.logits for rows in seen.drafted], seen.columns, places))
         if ranks:
             self._head.rank_acceptance = rank_rates(torch.stack(ranks).sum(0))
-        figures = {
+        self.held_out = {f"held_out_{name}": value for name, value in self._figures(parts).items()}
+        return self.held_out
+
+    def _evaluated(self, ids: torch.Tensor, is_answer: torch.Tensor) -> tuple[list[DraftLoss], _Seen]:
+        anchors = [each.to(self._device) for each in all_anchors(ids.shape[1] - 1, len(self._decays))]
+        return self._losses(ids, self._weights(is_answer, 0.0), anchors, self._config.loss.held_out)
+
+    def _figures(self, parts: list[list[DraftLoss]]) -> dict[str, float]:
+        """Figures of all domains together, then of each."""
+        totals = [DepthCounts() for _ in self._decays]
+        for counts in self.domains.values():
+            for total, found in zip(totals, counts, strict=True):
+                total.add(found)
+        by_domain = {
+            f"tokens_per_round_{domain}": tokens_per_round(counts) for domain, counts in self.domains.items()
+        }
+        return {
             **self._means(parts),
             **{f"accepted_{depth}": total.rate for depth, total in enumerate(totals, 1)},
             "tokens_per_round": tokens_per_round(totals),
+            **by_domain,
         }
-        self.held_out = {f"held_out_{name}": value for name, value in figures.items()}
-        return self.held_out
 
     def _losses(
-        self, ids: torch.Tensor, weights: torch.Tensor, overlap_weight: float
+        self, ids: torch.Tensor, weights: torch.Tensor, anchors: Sequence[torch.Tensor], loss: LossWeights
     ) -> tuple[list[DraftLoss], _Seen]:
         """The loss of each depth, and where the head and the text agree with the target.
 
@@ -137,27 +170,33 @@ class HeadTrainer:
         target = self._reader.read(ids[:, :-1])
         best = target.logits.argmax(-1)
         features = {layer: rows[:, :-1] for layer, rows in target.features.items()}
-        drafted = self._head.unroll(features, ids[:, 1:-1], self._head.num_depths)
+        drafted = self._head.unroll(features, ids[:, :-1], anchors)
         views = [target_view(rows, draft_ids) for rows in target.logits]
         losses, hits, columns = [], [], []
-        for depth, logits in enumerate(drafted):
+        for depth, (rows, own) in enumerate(zip(drafted, anchors, strict=True)):
             # Depth s of anchor q drafts token q + 2 + s.
-            behind = 1 + depth
-            view = _joined_view([_from(each, behind) for each in views])
-            losses.append(
-                view_loss(
-                    view,
-                    logits.flatten(0, 1),
-                    weights[:, behind + 1 :].flatten(),
-                    argmax_weight=self._config.argmax_weight,
-                    overlap_weight=overlap_weight,
-                )
-            )
-            hits.append(draft_ids[logits.detach().argmax(-1)] == best[:, behind:])
-            column = torch.where(view.is_known, view.column, -1)
-            columns.append(column.view(num_rows, -1))
+            places = _Places(own, 1 + depth)
+            view = _joined_view([places.view(each) for each in views])
+            own_weights = places.of(weights[:, 1:]).flatten()
+            found = view_loss(view, rows.logits.flatten(0, 1), own_weights, loss)
+            if rows.confidence is not None:
+                judged = _judged(rows.confidence.flatten(), found.row_overlaps, own_weights)
+                found.loss = found.loss + self._config.confidence_weight * judged
+            losses.append(found)
+            hits.append(draft_ids[rows.logits.detach().argmax(-1)] == places.of(best))
+            columns.append(torch.where(view.is_known, view.column, -1).view(num_rows, -1))
         follows = torch.cat((ids.new_zeros(num_rows, 1, dtype=torch.bool), best == ids[:, 1:]), 1)
-        return losses, _Seen(hits, follows, [rows.detach() for rows in drafted], columns)
+        return losses, _Seen(hits, follows, drafted, columns)
+
+    def _totals(self, weights: torch.Tensor, anchors: Sequence[Sequence[torch.Tensor]]) -> list[float]:
+        """The weight of all tokens that are drafted at each depth of a step."""
+        totals = [0.0] * len(self._decays)
+        for part, by_depth in zip(
+            torch.split(weights[:, 1:], self._config.rows_per_forward), anchors, strict=True
+        ):
+            for depth, own in enumerate(by_depth):
+                totals[depth] += float(_Places(own, 1 + depth).of(part).sum())
+        return [max(total, 1e-6) for total in totals]
 
     def _joined(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """The mean over depths, each with its weight."""
@@ -184,14 +223,32 @@ class _Seen:
 
     hits: list[torch.Tensor]
     follows: torch.Tensor
-    logits: list[torch.Tensor]
-    """Logits of each depth."""
+    drafted: Sequence[DraftRows]
     columns: list[torch.Tensor]
     """Column of the target's most likely token in each depth's logits; -1: it has none."""
 
 
-def _from(view: TargetView, first: int) -> TargetView:
-    return TargetView(view.log_probs[first:], view.column[first:], view.is_known[first:])
+class _Places:
+    """Rows of the target that anchors are compared with; without a copy where they lie side by side."""
+
+    def __init__(self, anchors: torch.Tensor, shift: int) -> None:
+        self._rows: slice | torch.Tensor = anchors + shift
+        if is_range(anchors):
+            self._rows = slice(shift, shift + len(anchors))
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """Columns of ``[num_rows, num_tokens]``."""
+        return values[:, self._rows]
+
+    def view(self, view: TargetView) -> TargetView:
+        rows = self._rows
+        return TargetView(view.log_probs[rows], view.column[rows], view.is_known[rows])
+
+
+def _judged(confidence: torch.Tensor, overlaps: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Sum of the cross-entropies of the confidence with the acceptance."""
+    each = F.binary_cross_entropy_with_logits(confidence.float(), overlaps, reduction="none")
+    return (each * weights).sum()
 
 
 def _joined_view(views: Sequence[TargetView]) -> TargetView:

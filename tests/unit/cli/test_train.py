@@ -1,4 +1,4 @@
-"""``specray train eagle3`` and ``medusa``: from a target to a head that is served, and what is refused."""
+"""``specray train``: from a target to a head that is served, and what is refused."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import torch
 from safetensors import safe_open
 
 from specray.cli.app import run
-from specray.cli.train import has_bfloat16
+from specray.cli.train.commands import has_bfloat16
 from specray.engine.cpu import isa
 from specray.engine.cpu.isa import Isa
 from specray.engine.features.base import TargetShape
+from specray.engine.features.block.layout import BlockLayout
 from specray.engine.features.loader import read_layout
 from tests.unit.train.heads.runs import TARGET, begin, write_target
 
@@ -48,11 +49,54 @@ def test_one_command_makes_a_head_that_the_engine_reads(
     assert layout.feature_layers == (1, 2, 3)
     assert json.loads((head / "config.json").read_text())["draft_vocab_size"] <= 80
     assert f"    specray {' '.join(arguments)}\n" in (head / "README.md").read_text("utf-8")
-    assert "| place ahead | 1 | 2 |\n" in (head / "README.md").read_text("utf-8")
+    assert "| place ahead | 1 | 2 | tokens per round |\n" in (head / "README.md").read_text("utf-8")
     written = (work_dir / "written/00000.npz").stat().st_mtime_ns
     assert run(["train", "medusa", *where, "--num-heads", "2"]) == 0
     assert (work_dir / "written/00000.npz").stat().st_mtime_ns == written, "the text is written once"
     assert read_layout(str(work_dir / "medusa"), SHAPE).feature_layers == (4,)
+
+
+def test_block_drafters_and_drafts_with_masks_are_made_by_the_same_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, work_dir = write_target(tmp_path), begin(tmp_path / "run")
+    prompts = [{"prompt": f"{domain} {each}", "domain": domain} for domain in ("aa", "bb") for each in (1, 2)]
+    (tmp_path / "prompts").write_text("\n".join(map(json.dumps, prompts)), "utf-8")
+    where = [str(target), "--work-dir", str(work_dir), *TEXT, *TRAIN, "--loss", "lk", "--no-chat"]
+    where += ["--prompts", str(tmp_path / "prompts"), "--mix", "aa=1,bb=3"]
+    assert run(["train", "block", *where, "--num-depths", "4", "--num-layers", "1", "--confidence"]) == 0
+    assert f"specray serve --target {target} --drafter {work_dir / 'block'}\n" in capsys.readouterr().out
+    layout = read_layout(str(work_dir / "block"), SHAPE)
+    assert isinstance(layout, BlockLayout)
+    assert (layout.block_size, layout.first_row, len(layout.layers)) == (4, 0, 1)
+    assert layout.confidence is not None and layout.feature_layers == (1, 2, 3)
+    draft = str(tmp_path / "draft")
+    assert run(["train", "pard", *where, "--draft", draft, "--num-depths", "3", "--mask-token", "258"]) == 0
+    assert f"specray serve --target {target} --draft {work_dir / 'pard'}\n" in capsys.readouterr().out
+    assert json.loads((work_dir / "pard/config.json").read_text())["pard_token"] == 258
+    card = (work_dir / "pard/README.md").read_text("utf-8")
+    assert "| place ahead | 1 | 2 | 3 | tokens per round |\n" in card and "(LK)" in card
+    # Of two rows that are held out, both may be of one domain.
+    assert {*np.load(work_dir / "written/00000.npz")["domains"]} == {"aa", "bb"}
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (["--mask-token", "259"], "mask_token is 259; allowed: 0..258 but"),
+        (["--mask-token", "2"], "mask_token is 2; allowed"),
+        (["--mix", "cc=1"], "--mix names 'cc'; allowed: open, first-words, task, text"),
+        (["--prompts", "/nowhere"], "--prompts is '/nowhere', which cannot be read"),
+        (["--draft", "embedded"], "has another tokenizer than the target"),
+    ],
+)
+def test_what_a_draft_with_masks_cannot_be_made_of_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], problem: str
+) -> None:
+    target, work_dir = write_target(tmp_path), begin(tmp_path / "run")
+    where = [str(target), "--work-dir", str(work_dir), *TEXT, *TRAIN, "--draft", str(tmp_path / "draft")]
+    assert run(["train", "pard", *where, *given]) == 2
+    assert problem in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_embedded_target_is_trained_for_by_its_name(tmp_path: Path) -> None:

@@ -15,8 +15,10 @@ from transformers import LlamaForCausalLM
 from specray.errors import ConfigError
 from specray.train.draft.checkpoint import write_compact
 from specray.train.draft.completion import complete_draft
-from specray.train.draft.loss import draft_loss
+from specray.train.draft.loss import LossConfig, LossWeights, draft_loss
+from specray.train.draft.loss_kind import LossKind
 from specray.train.draft.student import DraftShape, Student
+from specray.train.draft.text import TextConfig
 from specray.train.draft.training import DraftTrainConfig, train_draft
 from specray.train.loop import RunLimit
 from specray.train.shapes import ModelShape, new_model, save_model
@@ -58,8 +60,8 @@ def test_the_loss_is_the_divergence_and_the_acceptance_that_it_says() -> None:
     draft_ids = torch.tensor([0, 1, 2])
     draft_probs = torch.tensor([[0.5, 0.25, 0.25], [0.2, 0.2, 0.6]])
     weights = torch.tensor([1.0, 0.5])
-    options = {"argmax_weight": 0.3, "overlap_weight": 2.0}
-    found = draft_loss(target_logits, draft_probs.log(), draft_ids, weights, **options)
+    parts = LossWeights(argmax=0.3, distance=2.0)
+    found = draft_loss(target_logits, draft_probs.log(), draft_ids, weights, parts)
     overlaps = [0.5 + 0.25 + 0.125, 0.1 + 0.1 + 0.1]
     assert found.overlap == pytest.approx(overlaps[0] + 0.5 * overlaps[1])
     # The second row's best token is none that the draft knows.
@@ -71,6 +73,29 @@ def test_the_loss_is_the_divergence_and_the_acceptance_that_it_says() -> None:
         divergences[1] + 2 * (1 - overlaps[1]),
     ]
     assert found.loss == pytest.approx(rows[0] + 0.5 * rows[1], rel=1e-5)
+    assert found.row_overlaps.tolist() == pytest.approx(overlaps)
+    # The mean acceptance is (0.875 + 0.5 * 0.3) / 1.5.
+    share = np.exp(-3 * 1.025 / 1.5)
+    rows = [share * divergences[row] + (1 - share) * (1 - overlaps[row]) for row in (0, 1)]
+    adaptive = LossWeights(is_adaptive=True)
+    found = draft_loss(target_logits, draft_probs.log(), draft_ids, weights, adaptive)
+    assert found.loss == pytest.approx(rows[0] + 0.5 * rows[1], rel=1e-5)
+
+
+def test_the_kind_of_a_loss_says_when_the_distance_counts() -> None:
+    weights = [
+        (loss.argmax, loss.distance, loss.is_adaptive)
+        for kind in ("kl", "kl+tv", "lk")
+        for loss in (LossConfig(LossKind(kind)).at(0.59), LossConfig(LossKind(kind)).at(0.6))
+    ]
+    assert weights == [
+        (0.3, 0.0, False),
+        (0.3, 0.0, False),
+        (0.3, 0.0, False),
+        (0.3, 1.0, False),
+        (0.3, 0.0, True),
+        (0.3, 0.0, True),
+    ]
 
 
 def test_a_completed_draft_computes_what_the_student_did(target: Path, tmp_path: Path) -> None:
@@ -105,9 +130,7 @@ def test_training_goes_on_where_it_was_and_learns(target: Path, tmp_path: Path) 
     def config(steps: int) -> DraftTrainConfig:
         return DraftTrainConfig(
             limit=RunLimit(num_steps=steps),
-            num_rows=40,
-            rows_per_batch=20,
-            row_len=128,
+            text=TextConfig(num_rows=40, rows_per_batch=20, row_len=128),
             rows_per_step=3,
             rows_per_forward=3,
             shape=SHAPE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from specray.train.draft.text import TextConfig
+from specray.train.heads.methods import Block, Eagle3, Medusa, Method, Pard
 from specray.train.heads.trainer import StepConfig
 from specray.train.heads.training import HeadTrainConfig
 from specray.train.loop import RunLimit
@@ -31,12 +33,19 @@ TARGET = ModelShape(
 ROW_LEN = 112
 
 
+DRAFT = replace(TARGET, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1)
+
+
 def write_target(directory: Path) -> Path:
-    """A random Llama of three layers; without a chat template, so that it writes plain text."""
+    """A random Llama of three layers, and a smaller one beside it as its draft.
+
+    Without a chat template, so that it writes plain text.
+    """
     tokenizer = directory / "tokenizer"
     save_toy_tokenizer(tokenizer)
     (tokenizer / "chat_template.jinja").unlink()
     save_model(varied_model(), tokenizer, directory / "target")
+    save_model(new_model(DRAFT, seed=1), tokenizer, directory / "draft")
     return directory / "target"
 
 
@@ -53,10 +62,21 @@ def varied_model() -> Any:
     return model
 
 
-def config(num_steps: int, *, seed: int = 0) -> HeadTrainConfig:
+def methods(pair: Path) -> dict[str, Method]:
+    """Each method for the target of a pair, all with three places ahead."""
+    spark = Block(num_depths=3, num_layers=2, has_confidence=True, anchor_share=0.3)
+    return {
+        "eagle3": Eagle3(num_depths=3, max_draft_vocabulary=200),
+        "medusa": Medusa(num_depths=3),
+        "block": spark,
+        "pard": Pard(str(pair / "draft"), num_depths=3, keep_rate=0.6, min_kept=0.1),
+    }
+
+
+def config(num_steps: int, *, seed: int = 0, rows_per_forward: int = 2) -> HeadTrainConfig:
     text = TextConfig(num_rows=24, rows_per_batch=12, row_len=ROW_LEN, seed=0)
-    steps = StepConfig(rows_per_step=3, rows_per_forward=2, seed=seed)
-    return HeadTrainConfig(RunLimit(num_steps=num_steps), text, steps, num_depths=3, max_draft_vocabulary=200)
+    steps = StepConfig(rows_per_step=3, rows_per_forward=rows_per_forward, seed=seed)
+    return HeadTrainConfig(RunLimit(num_steps=num_steps), text, steps)
 
 
 def begin(work_dir: Path, *, text_of: Path | None = None) -> Path:

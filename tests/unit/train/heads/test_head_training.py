@@ -7,25 +7,32 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
+from specray.config import Config, DraftConfig
 from specray.draft_tokens import NO_DRAFT
+from specray.engine.build import build_draft_engine
 from specray.engine.features import medusa as layout
 from specray.errors import ConfigError
+from specray.train.draft.writing import Written
 from specray.train.heads import medusa
 from specray.train.heads.base import Head
-from specray.train.heads.eagle import EagleHead
-from specray.train.heads.medusa import MedusaHeads
+from specray.train.heads.methods import Medusa, Target
 from specray.train.heads.target import FeatureReader
-from specray.train.heads.training import Method, train_head
-from tests.unit.engine.features.targets import Session, make_target, step
-from tests.unit.train.heads.runs import begin, config, held_out, target_model, write_target
+from specray.train.heads.training import train_head
+from specray.types import Proposal, SpeculateItem
+from tests.unit.engine.features.targets import GREEDY, Session, make_target, step
+from tests.unit.train.heads.runs import ROW_LEN, begin, config, held_out, methods, target_model, write_target
 
-FILES = {"eagle3": "model.safetensors", "medusa": "medusa_lm_head.safetensors"}
+PROMPT = [1, 60, 70, 80, 90, 100, 110, 61, 62, 63]
+NO = np.zeros(1, bool)
+FILES = {"medusa": "medusa_lm_head.safetensors"}
 NUM_STEPS = 8
-METHODS: list[Method] = ["eagle3", "medusa"]
+METHODS = ["eagle3", "medusa", "block", "pard"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,73 +51,86 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory in which both heads were trained, EAGLE-3 with a pause."""
+    """A directory in which all were trained, with a pause but for Medusa."""
     work_dir = begin(tmp_path_factory.mktemp("run"))
-    train_head("eagle3", str(target), work_dir, config(NUM_STEPS), stop_after=2)
-    train_head("eagle3", str(target), work_dir, config(NUM_STEPS), command="specray train eagle3 toy")
-    train_head("medusa", str(target), work_dir, config(NUM_STEPS), command="specray train medusa toy")
+    for name, method in methods(target.parent).items():
+        if name != "medusa":
+            train_head(method, str(target), work_dir, config(NUM_STEPS), stop_after=2)
+        command = f"specray train {name} toy"
+        train_head(method, str(target), work_dir, config(NUM_STEPS), command=command)
     return work_dir
 
 
-def load(head: Head, directory: Path) -> None:
-    """Gives a head in training what was written, under its own names."""
-    tensors = load_file(directory / FILES[head.name])
-    own = head.module.state_dict()
-    renamed = {"lm_head.weight": "unembedding"}
+def weights(directory: Path, method: str) -> dict[str, torch.Tensor]:
+    return load_file(directory / method / FILES.get(method, "model.safetensors"))
+
+
+def loaded_head(target: Path, trained: Path, model: Any, method: str) -> Head:
+    """The head in training with the weights that were written, under its own names."""
+    train = Written(np.zeros((1, ROW_LEN), np.uint16), np.ones((1, ROW_LEN), bool), np.array(["text"]), NO)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    # What a run keeps beside its checkpoint (ids and mask) is in its directory.
+    head = methods(target.parent)[method].make(Target(model, tokenizer, None, train, trained, seed=5))
+    renamed = {"lm_head.weight": "unembedding"} if method == "eagle3" else {}
     renamed |= {f"{k}.0.linear.{part}": f"blocks.{k}.{part}" for k in range(9) for part in ("weight", "bias")}
-    named = {renamed.get(name, name): tensor for name, tensor in tensors.items()}
-    head.module.load_state_dict({name: named[name] for name in own})
+    named = {renamed.get(name, name): tensor for name, tensor in weights(trained, method).items()}
+    own = {name for name, _ in head.module.named_parameters()}
+    assert named.keys() - {"d2t", "t2d"} == own
+    head.module.load_state_dict({name: named[name] for name in own}, strict=False)
+    return head
 
 
+@torch.no_grad()
 def drafted(head: Head, model: Any, token_ids: list[int], num_tokens: int) -> tuple[int, ...]:
     """What the training forward drafts behind the last token, whose features are unknown."""
     reader = FeatureReader(model, head.feature_layers)
     features = reader.read(torch.tensor([token_ids[:-1]])).features
-    known, tokens = token_ids[1:], []
+    known, tokens = list(token_ids), []
+    anchor = torch.tensor([len(token_ids) - 2])
     for depth in range(num_tokens):
-        logits = head.unroll(features, torch.tensor([known]), depth + 1)[depth]
-        tokens.append(int(head.draft_ids[logits[0, len(token_ids) - 2].argmax()]))
+        rows = head.unroll(features, torch.tensor([known]), [anchor] * (depth + 1))
+        tokens.append(int(head.draft_ids[rows[depth].logits[0, 0].argmax()]))
         known = [*known, tokens[-1]]
     return tuple(tokens)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_held_out_loss_falls(trained: Path, target: Path, tmp_path: Path, method: Method) -> None:
+@pytest.mark.parametrize("name", METHODS)
+def test_the_held_out_loss_falls(trained: Path, target: Path, tmp_path: Path, name: str) -> None:
+    method = methods(target.parent)[name]
     train_head(method, str(target), begin(tmp_path, text_of=trained), config(NUM_STEPS), stop_after=1)
-    first, last = held_out(tmp_path, method)[0], held_out(trained, method)[-1]
+    first, last = held_out(tmp_path, name)[0], held_out(trained, name)[-1]
     assert (first["step"], last["step"]) == (1, NUM_STEPS)
     assert last["held_out_loss"] < first["held_out_loss"]
 
 
+@pytest.mark.parametrize("name", ["eagle3", "block", "pard"])
 def test_a_run_that_was_resumed_ends_with_the_weights_of_one_that_was_not(
-    trained: Path, target: Path, tmp_path: Path
+    trained: Path, target: Path, tmp_path: Path, name: str
 ) -> None:
+    method = methods(target.parent)[name]
     work_dir = begin(tmp_path / "whole", text_of=trained)
-    whole = load_file(train_head("eagle3", str(target), work_dir, config(NUM_STEPS)) / FILES["eagle3"])
-    resumed = load_file(trained / "eagle3" / FILES["eagle3"])
+    train_head(method, str(target), work_dir, config(NUM_STEPS))
+    whole, resumed = weights(work_dir, name), weights(trained, name)
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
-    work_dir = begin(tmp_path / "other", text_of=trained)
-    seeded = train_head("eagle3", str(target), work_dir, config(NUM_STEPS, seed=1), stop_after=1)
-    other = load_file(seeded / FILES["eagle3"])
-    assert not torch.equal(whole["fc.weight"], other["fc.weight"])
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_engine_drafts_what_the_training_forward_drafts(
-    trained: Path, target: Path, method: Method
-) -> None:
+@pytest.mark.parametrize("name", ["eagle3", "pard"])
+def test_another_seed_trains_other_weights(trained: Path, target: Path, tmp_path: Path, name: str) -> None:
+    method = methods(target.parent)[name]
+    runs = [begin(tmp_path / str(seed), text_of=trained) for seed in (0, 1)]
+    for seed, run in enumerate(runs):
+        train_head(method, str(target), run, config(1, seed=seed))
+    first, second = (weights(run, name) for run in runs)
+    assert any(not torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "medusa", "block"])
+def test_the_engine_drafts_what_the_training_forward_drafts(trained: Path, target: Path, name: str) -> None:
     model = target_model(target)
-    head: Any
-    if method == "medusa":
-        head = MedusaHeads(model, num_depths=3)
-    else:
-        d2t = load_file(trained / "eagle3" / FILES["eagle3"])["d2t"]
-        ids = d2t + torch.arange(len(d2t))
-        head = EagleHead(model, ids, feature_layers=(1, 2, 3), num_depths=3, seed=5)
-    load(head, trained / method)
-    engine = make_target(target, trained / method)
-    session = Session("a", [1, 60, 70, 80, 90, 100, 110, 61, 62, 63])
+    head = loaded_head(target, trained, model, name)
+    engine = make_target(target, trained / name)
+    session = Session("a", list(PROMPT))
     draft, seen = NO_DRAFT, set()
     for _ in range(4):
         [verdict] = step(engine, [session], [draft], 3)
@@ -118,6 +138,25 @@ def test_the_engine_drafts_what_the_training_forward_drafts(
         draft = verdict.draft
         seen.update(draft.token_ids)
     assert len(seen) > 3
+
+
+def test_the_draft_engine_proposes_what_the_training_forward_of_a_draft_with_masks_drafts(
+    trained: Path, target: Path
+) -> None:
+    model = target_model(target)
+    head = loaded_head(target, trained, model, "pard")
+    options = {"dtype": "float32", "num_threads": 1, "profile_s": 0, "max_model_len": 64, "max_num_seqs": 2}
+    engine = build_draft_engine(Config(draft=DraftConfig(model=str(trained / "pard"), **options)))
+    tokens, told, seen = list(PROMPT), 0, set()
+    for round_id in range(4):
+        item = SpeculateItem("a", round_id, told, tuple(tokens[told:]), 3, sampling=GREEDY)
+        [proposal] = engine.speculate([item]).replies
+        assert isinstance(proposal, Proposal)
+        assert proposal.draft.token_ids == drafted(head, model, tokens, 3)
+        told = len(tokens)
+        tokens += [*proposal.draft.token_ids[: round_id % 3], 40 + round_id]
+        seen.update(proposal.draft.token_ids)
+    assert len(seen) > 1
 
 
 def test_the_card_has_the_command_and_the_acceptance_of_each_depth(trained: Path) -> None:
@@ -133,7 +172,7 @@ def test_the_card_has_the_command_and_the_acceptance_of_each_depth(trained: Path
 
 
 def test_medusas_configuration_has_the_chance_of_each_rank(trained: Path) -> None:
-    files = [json.loads((trained / method / "config.json").read_text("utf-8")) for method in METHODS]
+    files = [json.loads((trained / name / "config.json").read_text("utf-8")) for name in METHODS]
     assert "medusa_rank_acceptance" not in files[0], "EAGLE's rows know the tokens before them"
     assert medusa.RANK_ACCEPTANCE == layout.RANK_ACCEPTANCE == "medusa_rank_acceptance"
     rates, last = files[1]["medusa_rank_acceptance"], held_out(trained, "medusa")[-1]
@@ -147,4 +186,4 @@ def test_text_of_another_length_is_refused(trained: Path, target: Path) -> None:
     other = config(NUM_STEPS)
     other = type(other)(other.limit, type(other.text)(num_rows=24, rows_per_batch=12, row_len=64))
     with pytest.raises(ConfigError, match="row_len is 64"):
-        train_head("medusa", str(target), trained, other)
+        train_head(Medusa(), str(target), trained, other)

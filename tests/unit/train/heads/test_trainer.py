@@ -8,12 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
+from specray.train.draft.loss import LossConfig
 from specray.train.draft.writing import Written
 from specray.train.heads.acceptance import DepthCounts, count_accepted, tokens_per_round
+from specray.train.heads.base import DraftRows, all_anchors
 from specray.train.heads.target import FeatureReader
 from specray.train.heads.trainer import HeadTrainer, StepConfig
+from specray.train.optim import MasterOptimizer, OptimizerConfig
 from tests.unit.train.heads.runs import varied_model
 
 IDS = torch.tensor([[1, 40, 50, 60, 70, 80, 90, 91]])
@@ -48,18 +52,25 @@ class Oracle(nn.Module):
     def module(self) -> nn.Module:
         return self
 
+    def trained_anchors(self, num_tokens: int, generator: torch.Generator) -> Sequence[torch.Tensor]:
+        return all_anchors(num_tokens, self.num_depths)
+
     def unroll(
-        self, features: Mapping[int, torch.Tensor], token_ids: torch.Tensor, num_depths: int
-    ) -> Sequence[torch.Tensor]:
-        length = token_ids.shape[1]
-        starts = [1 + depth - self._late for depth in range(num_depths)]
-        return [self._logits[:, at : at + length - depth] for depth, at in enumerate(starts)]
+        self, features: Mapping[int, torch.Tensor], token_ids: torch.Tensor, anchors: Sequence[torch.Tensor]
+    ) -> Sequence[DraftRows]:
+        shift = 1 - self._late
+        return [DraftRows(self._logits[:, own + depth + shift]) for depth, own in enumerate(anchors)]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {}
 
     def config(self, target: str) -> dict[str, Any]:
         return {}
+
+
+def written_of(ids: torch.Tensor, answers: NDArray[np.bool_]) -> Written:
+    rows = len(ids)
+    return Written(ids.numpy().astype(np.uint16), answers, np.array(["text"] * rows), np.zeros(rows, bool))
 
 
 def evaluated(*, late: int) -> tuple[dict[str, float], Oracle]:
@@ -70,11 +81,12 @@ def evaluated(*, late: int) -> tuple[dict[str, float], Oracle]:
             IDS[0, column] = model(input_ids=IDS[:, :column]).logits[0, -1].argmax()
     assert len(set(IDS[0].tolist())) > 5
     answers = np.array([[False, False, True, True, True, True, True, True]])
-    written = Written(IDS.numpy().astype(np.uint16), answers)
+    written = written_of(IDS, answers)
     reader = FeatureReader(model, (1,))
-    config = StepConfig(argmax_weight=0.0)
+    config = StepConfig(loss=LossConfig(argmax_weight=0.0))
     head = Oracle(model, late=late)
-    trainer = HeadTrainer(reader, head, written, config, torch.device("cpu"))
+    optimizer = MasterOptimizer(head, OptimizerConfig())
+    trainer = HeadTrainer(reader, head, written, config, optimizer, torch.device("cpu"))
     return trainer.evaluate(written), head
 
 

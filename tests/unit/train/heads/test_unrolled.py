@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specray.errors import ConfigError
-from specray.train.heads.base import default_layers
+from specray.train.heads.base import all_anchors, default_layers
 from specray.train.heads.eagle import EagleHead
 from specray.train.heads.target import FeatureReader
 from tests.unit.engine.features.checkpoints import DRAFT_IDS, LLAMA
@@ -70,7 +70,7 @@ def test_every_depth_of_every_anchor_is_what_is_drafted_step_by_step(model: Any)
     head = new_head(model)
     ids = torch.tensor([TOKENS, TOKENS[::-1]])
     features = FeatureReader(model, head.feature_layers).read(ids[:, :-1]).features
-    unrolled = head.unroll(features, ids[:, 1:], NUM_DEPTHS)
+    unrolled = [each.logits for each in head.unroll(features, ids, all_anchors(10, NUM_DEPTHS))]
     assert [tuple(each.shape) for each in unrolled] == [(2, count, len(DRAFT_IDS)) for count in (9, 8, 7, 6)]
     for anchor in range(9):
         num_depths = min(NUM_DEPTHS, 9 - anchor)

@@ -1,0 +1,1 @@
+"""``specray train``: trains drafts and heads for a target."""

@@ -1,0 +1,173 @@
+"""A draft model in training to predict all draft tokens in one forward, behind masks.
+
+An et al., *PARD*, arXiv 2504.18583. Behind the last token of a prefix stand masks, at the positions of the
+tokens that they are to predict from. All prefixes of a row are trained in one forward: its tokens, and masks
+behind some of them. A mask sees the tokens of its prefix and the masks before it in its own chain::
+
+    tokens           t0   t1   ...  ta   t(a+1) ...     causal, as ever
+    masks behind ta                      m1  m2 ...     see t0..ta and m1, m2 ... up to themselves
+
+Of each depth but the first only some masks are computed, and none without those before it (conditional drop):
+depth s keeps ``keep_rate ** s`` of all prefixes, at least ``min_kept``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from specray.errors import ConfigError
+from specray.train.heads.base import DraftRows, is_range, text_section
+
+_MAX_MASKS = 2048
+"""Masks that are computed at once."""
+
+
+class PardDraft:
+    """Implements ``base.Head``; reads no features.
+
+    Args:
+        draft: the draft, a causal language model of transformers; trained in place.
+        vocab_size: of the target.
+        num_depths: tokens that are drafted in one forward.
+        mask_id: token of the draft that stands for one to be drafted.
+        keep_rate: share of the masks of a depth that the next one keeps, in (0, 1].
+        min_kept: least share of all prefixes that a depth keeps.
+        row_len: tokens of a row.
+
+    Raises:
+        ConfigError: the draft has windows that are shorter than a row, or takes no positions.
+    """
+
+    name = "pard"
+    feature_layers: tuple[int, ...] = ()
+    rank_acceptance: list[list[float]] | None = None
+
+    def __init__(
+        self,
+        draft: Any,
+        *,
+        vocab_size: int,
+        num_depths: int,
+        mask_id: int,
+        keep_rate: float,
+        min_kept: float,
+        row_len: int,
+    ) -> None:
+        if "position_ids" not in inspect.signature(draft.forward).parameters:
+            raise ConfigError(
+                f"draft {draft.config.model_type!r} takes no position_ids; allowed: models that do"
+            )
+        window = getattr(text_section(draft.config), "sliding_window", None)
+        if window is not None and window < row_len + num_depths:
+            raise ConfigError(
+                f"draft has a sliding_window of {window}; allowed: at least {row_len + num_depths}, a row "
+                "and its masks"
+            )
+        self._draft = draft
+        self.num_depths = num_depths
+        self._mask_id = mask_id
+        self._keep_rate, self._min_kept = keep_rate, min_kept
+        num_ids = min(vocab_size, len(draft.get_output_embeddings().weight))
+        self.draft_ids = torch.arange(num_ids, device=draft.device)
+
+    @property
+    def module(self) -> nn.Module:
+        """See ``base.Head``."""
+        module: nn.Module = self._draft
+        return module
+
+    def trained_anchors(self, num_tokens: int, generator: torch.Generator) -> Sequence[torch.Tensor]:
+        """See ``base.Head``: all of the first depth, and of each later one some of those before."""
+        count = num_tokens - 1
+        order = torch.randperm(count, generator=generator)
+        found = [torch.arange(count)]
+        for depth in range(1, self.num_depths):
+            share = max(self._keep_rate**depth, self._min_kept)
+            kept = order[: max(1, math.ceil(share * count))]
+            found.append(kept[kept < count - depth].sort().values)
+        return found
+
+    def unroll(
+        self,
+        features: Mapping[int, torch.Tensor],
+        token_ids: torch.Tensor,
+        anchors: Sequence[torch.Tensor],
+    ) -> Sequence[DraftRows]:
+        """See ``base.Head``; the first depth is drafted by the tokens themselves."""
+        parts = [self._forward(token_ids, group) for group in _groups(anchors)]
+        # Token q + 1 drafts what comes behind it.
+        tokens = parts[0][0][:, 1:]
+        first = tokens[:, : len(anchors[0])] if is_range(anchors[0]) else tokens[:, anchors[0]]
+        later = [torch.cat(rows, 1) for rows in zip(*(masks for _, masks in parts), strict=True)]
+        return [DraftRows(rows[..., : len(self.draft_ids)]) for rows in (first, *later)]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """See ``base.Head``; of tensors that are tied, one."""
+        return {name: parameter.detach() for name, parameter in self._draft.named_parameters()}
+
+    def config(self, target: str) -> dict[str, Any]:
+        """See ``base.Head``: the draft's own, and the mask's token."""
+        own: dict[str, Any] = json.loads(self._draft.config.to_json_string())
+        own.pop("_name_or_path", None)
+        return {**own, "dtype": "bfloat16", "pard_token": self._mask_id}
+
+    def _forward(
+        self, token_ids: torch.Tensor, anchors: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Logits of the tokens, and of the masks of each depth from 1 on.
+
+        Args:
+            anchors: of each depth from 1 on.
+        """
+        num_rows, num_tokens = token_ids.shape
+        device, counts = token_ids.device, [len(own) for own in anchors]
+        # A token is the end of its own prefix, and a mask of the prefix that it stands behind.
+        ends = torch.cat((torch.arange(num_tokens, device=device), *(own + 1 for own in anchors)))
+        depths = torch.repeat_interleave(
+            torch.arange(len(counts) + 1, device=device),
+            torch.tensor([num_tokens, *counts], device=device),
+        )
+        masks = token_ids.new_full((num_rows, sum(counts)), self._mask_id)
+        output = self._draft(
+            input_ids=torch.cat((token_ids, masks), 1),
+            attention_mask=chain_mask(ends, depths, self._draft.dtype).expand(num_rows, 1, -1, -1),
+            position_ids=(ends + depths)[None].expand(num_rows, -1),
+            use_cache=False,
+        )
+        tokens, *later = torch.split(output.logits, [num_tokens, *counts], 1)
+        return tokens, later
+
+
+def chain_mask(ends: torch.Tensor, depths: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to the scores of rows that are tokens or masks, ``[1, 1, size, size]``.
+
+    Args:
+        ends: ``[size]``: the last token that each row sees.
+        depths: ``[size]``: 0 of a token, s of the mask number s behind one.
+    """
+    is_token = depths == 0
+    sees_token = is_token & (ends <= ends[:, None])
+    sees_mask = ~is_token & (ends == ends[:, None]) & (depths <= depths[:, None])
+    hidden = torch.finfo(dtype).min
+    mask = torch.zeros(sees_mask.shape, dtype=dtype, device=ends.device)
+    return mask.masked_fill_(~(sees_token | sees_mask), hidden)[None, None]
+
+
+def _groups(anchors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The anchors of depths from 1 on, in pieces with a bounded number of masks."""
+    later = list(anchors[1:])
+    num_groups = -(-sum(map(len, later)) // _MAX_MASKS)
+    if num_groups <= 1:
+        return [later]
+    ends = [int(part[-1]) for part in later[0].tensor_split(num_groups) if len(part)]
+    firsts = [-1, *ends[:-1]]
+    return [
+        [own[(own > first) & (own <= end)] for own in later] for first, end in zip(firsts, ends, strict=True)
+    ]
