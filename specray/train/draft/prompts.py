@@ -130,7 +130,7 @@ class Beginnings:
         if domain not in OWN_MIX:
             assert self._prompts is not None, "the mix was checked"
             own = (self._prompts.held_out if is_held_out else self._prompts.train)[domain]
-            token_ids = own[int(self._random.integers(len(own)))]
+            token_ids: Sequence[int] = own[int(self._random.integers(len(own)))]
             goes_on = "text" if self._markers is None else "assistant"
         else:
             token_ids, goes_on = self._own(domain)

@@ -208,5 +208,5 @@ def block_attention(
     first = (probs[..., :num_tokens].reshape(num_rows, num_kv_heads, -1, num_tokens) @ values).view(
         *shape, head_dim
     )
-    attended = first + torch.einsum("nkgaqs,nkasd->nkgaqd", probs[..., num_tokens:], own[1])
+    attended: torch.Tensor = first + torch.einsum("nkgaqs,nkasd->nkgaqd", probs[..., num_tokens:], own[1])
     return attended.flatten(1, 2).permute(0, 2, 3, 1, 4).flatten(3)

@@ -130,7 +130,7 @@ def test_training_goes_on_where_it_was_and_learns(target: Path, tmp_path: Path) 
     def config(steps: int) -> DraftTrainConfig:
         return DraftTrainConfig(
             limit=RunLimit(num_steps=steps),
-            text=TextConfig(num_rows=40, rows_per_batch=20, row_len=128),
+            text=TextConfig(num_rows=40, rows_per_batch=20, row_len=128, mix="task=1,text=1"),
             rows_per_step=3,
             rows_per_forward=3,
             shape=SHAPE,
