@@ -32,9 +32,13 @@ def check_case(
     query = torch.randn(sum(item.num_rows for item in rows), shape.num_heads, shape.head_dim).to(dtype)
     options = {"block_size": case.block_size, "scale": shape.scale, "window": case.window}
     layer = cache.layers[0]
+    if case.has_sinks:
+        options["sinks"] = torch.linspace(-3.0, 5.0, shape.num_heads)
     batch = make_batch(rows, case.block_size, query.device)
     expected = attend_gathered(query.double(), layer.double(), batch, **options)  # type: ignore[arg-type]
     batch = make_batch(rows, case.block_size, device)
+    if case.has_sinks:
+        options["sinks"] = torch.linspace(-3.0, 5.0, shape.num_heads, device=device)
     output = attend(query.to(device), layer.to(device), batch, **options)  # type: ignore[arg-type]
     torch.testing.assert_close(output.double().cpu(), expected, atol=atol, rtol=0)
 

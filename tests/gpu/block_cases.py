@@ -29,6 +29,7 @@ class Case:
     shape: HeadShape
     window: int | None = None
     with_branches: bool = False
+    has_sinks: bool = False
 
 
 GQA = HeadShape(6, 2, 32)
@@ -63,6 +64,9 @@ EDGES = [
         for window in (1, 2, 31, 32, 33, 72, 73, 74)
     ),
     Case("parts without anything to see", ((330, 1), (0, 1), (33, 4)), 16, HeadShape(4, 1, 16)),
+    Case("sinks", ((16, 2), (3, 1)), 16, HeadShape(6, 2, 16), has_sinks=True),
+    Case("sinks over parts", ((150, 3), (0, 1)), 16, HeadShape(4, 2, 16), has_sinks=True),
+    Case("sinks over parts of a window", ((150, 3), (0, 1)), 16, HeadShape(4, 2, 16), 70, has_sinks=True),
     Case("parts without anything in a window", ((330, 2), (0, 1)), 16, HeadShape(4, 1, 16), window=40),
 ]
 """Around the sizes of blocks, tiles and parts; all heads of a group in one program."""

@@ -39,7 +39,7 @@ def start() -> None:
     # The interpreter cannot compute with bfloat16.
     for dtype in (torch.float32, torch.float16):
         operators_triton.check_gate(CPU, dtype)
-        model = Model(HeadShape(6, 2, 32), dtype, CPU)
+        model = Model(HeadShape(6, 2, 32), dtype, CPU, has_sinks=dtype == torch.float32)
         check_backend(Backend("triton", TritonAttend(64), operators_triton.store_rows, 16), model)
 
 

@@ -97,12 +97,18 @@ class CpuAttentionStep:
         return replace(self, block_ids=block_ids) if self.call.advance(kept) else None
 
     def attend(
-        self, layer: int, qkv: torch.Tensor, head_norm: HeadNorm | None, window: int | None
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        head_norm: HeadNorm | None,
+        window: int | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if self.layer_tables is not None:
             self.call.rotate_by(*self.layer_tables[layer])
         heads = qkv.view(len(qkv), -1, self.head_dim)
-        return self.call(heads, self.cache.layers[layer], _norm(head_norm), window).view(len(qkv), -1)
+        out = self.call(heads, self.cache.layers[layer], _norm(head_norm), window, sinks)
+        return out.view(len(qkv), -1)
 
     def attend_packed(
         self, layer: int, qkv: PackedRows, head_norm: HeadNorm | None, window: int | None

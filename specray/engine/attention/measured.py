@@ -87,10 +87,13 @@ class MeasuredAttend:
         block_size: int,
         scale: float,
         window: int | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``paged.AttendPaged``."""
         kernel = self.kernel_for(StepShape(batch.lengths.shape[0], batch.max_rows))
-        return kernel.attend(query, layer, batch, block_size=block_size, scale=scale, window=window)
+        return kernel.attend(
+            query, layer, batch, block_size=block_size, scale=scale, window=window, sinks=sinks
+        )
 
 
 @torch.inference_mode()

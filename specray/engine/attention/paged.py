@@ -36,6 +36,7 @@ class AttendPaged(Protocol):
         block_size: int,
         scale: float,
         window: int | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attends.
 
@@ -44,6 +45,7 @@ class AttendPaged(Protocol):
             layer: ``[num_slots, 2 * num_kv_heads, head_dim]``, a slot's keys before its values.
             scale: factor on the dot products.
             window: sliding window: a row sees itself and the ``window - 1`` positions before it.
+            sinks: score of each query head's sink, ``[num_heads]``, float32; None: there are none.
 
         Returns:
             ``[num_rows, num_heads * head_dim]``; rows that belong to nobody hold anything.
@@ -278,7 +280,12 @@ class _PagedStep:
     sin: torch.Tensor
 
     def attend(
-        self, layer: int, qkv: torch.Tensor, head_norm: HeadNorm | None, window: int | None
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        head_norm: HeadNorm | None,
+        window: int | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         shape, stored = self.attention.shape, self.cache.layers[layer]
         heads = qkv.view(len(qkv), -1, shape.head_dim)
@@ -290,6 +297,7 @@ class _PagedStep:
             block_size=self.cache.block_size,
             scale=shape.scale,
             window=window,
+            sinks=sinks,
         )
 
 
@@ -301,6 +309,7 @@ def attend_gathered(
     block_size: int,
     scale: float,
     window: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Implements :class:`AttendPaged` with torch's operators: gathers every sequence's blocks.
 
@@ -319,12 +328,14 @@ def attend_gathered(
     keys, values = both[:, :num_kv_heads], both[:, num_kv_heads:]
     group_size = num_heads // num_kv_heads
     grouped = query[index].view(num_sequences, max_rows, num_kv_heads, group_size, head_dim)
-    is_visible = _visible(batch, index, keys.shape[2], window)
+    mask = _visible(batch, index, keys.shape[2], window).repeat(1, group_size, 1)[:, None]
+    if sinks is not None:
+        keys, values, mask = _with_sinks(keys, values, mask, sinks.to(query.dtype))
     output = F.scaled_dot_product_attention(
         grouped.permute(0, 2, 3, 1, 4).reshape(num_sequences, num_kv_heads, group_size * max_rows, head_dim),
         keys,
         values,
-        attn_mask=is_visible.repeat(1, group_size, 1)[:, None],
+        attn_mask=mask,
         scale=scale,
     )
     dense = output.view(num_sequences, num_kv_heads, group_size, max_rows, head_dim).permute(0, 3, 1, 2, 4)
@@ -332,6 +343,24 @@ def attend_gathered(
     owners = torch.searchsorted(batch.first_rows[1:], rows, right=True).clamp(max=num_sequences - 1)
     places_in_owner = (rows - first_rows[owners]).clamp(0, max_rows - 1)
     return dense[owners, places_in_owner].reshape(num_rows, num_heads * head_dim)
+
+
+def _with_sinks(
+    keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys, values and additive mask with the sink as one key more: it and its value are zero.
+
+    Args:
+        keys, values: ``[num_sequences, num_kv_heads, num_keys, head_dim]``.
+        mask: of what is visible, ``[num_sequences, 1, group_size * max_rows, num_keys]``.
+        sinks: ``[num_heads]``.
+    """
+    num_kv_heads, num_rows = keys.shape[1], mask.shape[2]
+    by_row = sinks.view(num_kv_heads, -1, 1)
+    by_row = by_row.expand(-1, -1, num_rows // by_row.shape[1]).reshape(1, num_kv_heads, num_rows, 1)
+    hidden = torch.zeros_like(mask, dtype=sinks.dtype).masked_fill_(~mask, float("-inf"))
+    both = (each.expand(len(mask), num_kv_heads, -1, -1) for each in (hidden, by_row))
+    return F.pad(keys, (0, 0, 0, 1)), F.pad(values, (0, 0, 0, 1)), torch.cat(tuple(both), -1)
 
 
 def _gather(layer: torch.Tensor, tables: torch.Tensor, block_size: int) -> torch.Tensor:

@@ -1,10 +1,10 @@
 """Chooses the paged attention of a device; kernels are tried before they are trusted.
 
 ``varlen``: torch's own, FlashAttention with block tables (``torch.nn.attention.varlen``): 16-bit numbers on
-CUDA, blocks of a multiple of 256 tokens, chains only. ``triton``: our kernel, any number format and block
-size. ``gather``: torch's plain operators, anywhere. Each kernel first computes small steps beside ``gather``:
-one that does not compile on this device, or gives other numbers, is not used. Of those that are left, each
-step goes to the one that is fastest for its shape (``measured``).
+CUDA, blocks of a multiple of 256 tokens, chains only, no attention sinks. ``triton``: our kernel, any number
+format and block size. ``gather``: torch's plain operators, anywhere. Each kernel first computes small steps
+beside ``gather``: one that does not compile on this device, or gives other numbers, is not used. Of those
+that are left, each step goes to the one that is fastest for its shape (``measured``).
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ class Model:
     device: torch.device
     max_model_len: int = _MEASURED_MODEL_LEN
     """Most tokens of a sequence."""
+    has_sinks: bool = False
+    """Some layers have attention sinks."""
 
 
 class VarlenAttend:
@@ -94,8 +96,10 @@ class VarlenAttend:
         block_size: int,
         scale: float,
         window: int | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``paged.AttendPaged``."""
+        assert sinks is None, "models with sinks attend in another way"
         if batch.has_masks:
             return self._others(query, layer, batch, block_size=block_size, scale=scale, window=window)
         num_kv_heads = layer.shape[1] // 2
@@ -178,6 +182,8 @@ def _make(name: str, model: Model, block_size: int | None) -> Backend:
         raise ConfigError(f"the device is {model.device.type!r}; allowed: 'cuda'")
     if name == "triton":
         return _triton(model.device, block_size or DEFAULT_BLOCK_SIZE)
+    if model.has_sinks:
+        raise ConfigError("the model has attention sinks; allowed: 'triton' or 'gather'")
     if model.dtype not in (torch.bfloat16, torch.float16):
         raise ConfigError(f"the numbers are {model.dtype}; allowed: bfloat16")
     size = block_size or VARLEN_BLOCK_SIZE
@@ -225,8 +231,12 @@ def check_backend(backend: Backend, model: Model) -> None:
             )
         )
         batch = make_batch(rows, backend.block_size, model.device)
+        # From one that hardly weighs to one that outweighs all keys.
+        sinks = torch.linspace(-4.0, 8.0, model.shape.num_heads, device=model.device)
         for window in _CHECKED_WINDOWS:
             options = {"block_size": backend.block_size, "scale": model.shape.scale, "window": window}
+            if model.has_sinks:
+                options["sinks"] = sinks
             output, expected = (
                 attend(query, layer, batch, **options)  # type: ignore[arg-type]
                 for attend in (backend.attend, attend_gathered)

@@ -85,6 +85,7 @@ def _attend(
     prefix_lens,
     first_indices,
     ancestors,
+    sinks,
     query_stride,
     slot_stride,
     table_stride,
@@ -93,6 +94,7 @@ def _attend(
     scale,
     WINDOW: tl.constexpr,
     HAS_MASKS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
@@ -141,6 +143,11 @@ def _attend(
         highest = tl.full([TILE], float("-inf"), tl.float32)
         total = tl.zeros([TILE], tl.float32)
         mixed = tl.zeros([TILE, PADDED_DIM], tl.float32)
+        if HAS_SINKS:
+            # The first part has seen the sink, which has no value.
+            sink = tl.load(sinks + head, mask=is_row, other=0.0) * 1.4426950408889634
+            highest = tl.where(split == 0, sink, highest)
+            total = tl.where(split == 0, 1.0, total)
         table = tables + sequence.to(tl.int64) * table_stride
         masked_from = low
         if WINDOW == 0:
@@ -241,6 +248,7 @@ class TritonAttend:
         block_size: int,
         scale: float,
         window: int | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``paged.AttendPaged``."""
         num_rows, num_heads, head_dim = query.shape
@@ -270,6 +278,7 @@ class TritonAttend:
             batch.prefix_lens,
             batch.first_indices,
             within_window(batch.ancestors, window) if batch.has_masks else batch.ancestors,
+            query if sinks is None else sinks,
             query.stride(0),
             layer.stride(0),
             batch.block_tables.stride(0),
@@ -278,6 +287,7 @@ class TritonAttend:
             scale * _LOG2_E,
             WINDOW=window or 0,
             HAS_MASKS=batch.has_masks,
+            HAS_SINKS=sinks is not None,
             IS_SPLIT=num_splits > 1,
             NUM_KV_HEADS=num_kv_heads,
             GROUP_SIZE=group_size,

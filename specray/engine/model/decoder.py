@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 import torch.nn.functional as F
 
+from specray.engine.attention.scores import ScoreRule
 from specray.engine.attention.sdpa import SdpaStep
 from specray.engine.model.layers.experts import ExpertLayer
 from specray.engine.model.layers.normed import NormedProjection
@@ -95,12 +96,20 @@ class StepAttention(Protocol):
     """The attention of one step, called layer after layer."""
 
     def attend(
-        self, layer: int, qkv: torch.Tensor, head_norm: HeadNorm | None, window: int | None
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        head_norm: HeadNorm | None,
+        window: int | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Norms and rotates queries and keys, stores keys and values, and attends.
 
         Args:
             qkv: ``[num_rows, (num_heads + 2 * num_kv_heads) * head_dim]``; its contents are lost.
+            sinks: score of each query head's sink, ``[num_heads]``, float32, which takes weight and has no
+                value (Xiao et al.: *Efficient streaming language models with attention sinks*, 2023; learned
+                as in gpt-oss); None: there are none.
 
         Returns:
             ``[num_rows, num_heads * head_dim]``.
@@ -134,9 +143,14 @@ class _LayeredStep:
     of_layers: tuple[int, ...]
 
     def attend(
-        self, layer: int, qkv: torch.Tensor, head_norm: HeadNorm | None, window: int | None
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        head_norm: HeadNorm | None,
+        window: int | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self.kinds[self.of_layers[layer]].attend(layer, qkv, head_norm, window)
+        return self.kinds[self.of_layers[layer]].attend(layer, qkv, head_norm, window, sinks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +204,12 @@ class _PlainStep:
     sin: torch.Tensor
 
     def attend(
-        self, layer: int, qkv: torch.Tensor, head_norm: HeadNorm | None, window: int | None
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        head_norm: HeadNorm | None,
+        window: int | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         attention = self.attention
         num_heads, num_kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
@@ -202,6 +221,7 @@ class _PlainStep:
             heads.narrow(1, num_heads, 2 * num_kv_heads),
             scale=attention.scale,
             window=window,
+            rule=None if sinks is None else ScoreRule(sinks=sinks),
         )
 
 
@@ -217,6 +237,8 @@ class Layer:
     gate: Gate | ExpertLayer
     down: Projection
     window: int | None
+    sinks: torch.Tensor | None = None
+    """Score of each query head's sink, ``[num_heads]``, float32; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +299,7 @@ class DecoderForward:
                 is_safe = self.keeps_residuals or self.residual_scale != 1.0
                 features[index] = _scaled(hidden if is_safe else hidden.clone(), self.residual_scale)
             qkv = layer.qkv(layer.input_norm(hidden))
-            attended = attention.attend(index, qkv, layer.head_norm, layer.window)
+            attended = attention.attend(index, qkv, layer.head_norm, layer.window, layer.sinks)
             if index == last and is_cut and step.logit_rows is not None:
                 # Nothing after the last attention is needed of rows whose logits nobody wants.
                 attended, hidden = attended[step.logit_rows], hidden[step.logit_rows]

@@ -83,6 +83,8 @@ def packed(forward: DecoderForward) -> AmxDecoderForward | None:
     assert isinstance(attention, CpuAttention), "attention is a kernel"
     if not attention.kernel.can_be_packed or forward.feature_layers:
         return None
+    if any(layer.sinks is not None for layer in forward.layers):
+        return None
     layers = tuple(
         _Layer(
             cast("FusedRMSNorm", layer.input_norm),

@@ -59,7 +59,18 @@ class Experts:
     """The weights of the chosen ones are made to add up to one."""
     layers: tuple[bool, ...]
     """Which layers have them; the others have one MLP."""
-    names: ExpertNames
+    names: ExpertNames | StackedNames
+    clamp: Clamp | None = None
+    """How gate and up are joined where that is not the model's activation; None: it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clamp:
+    """``clamp(gate) * sigmoid(gain * clamp(gate)) * (clamp(up) + 1)``, as gpt-oss joins gate and up."""
+
+    gain: float
+    limit: float
+    """Largest gate, and largest absolute up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +81,18 @@ class ExpertNames:
     """What they begin with: the router's name goes on with ``gate``, an expert's with ``experts.N``."""
     gate: str
     up: str
+    down: str
+
+
+@dataclass(frozen=True, slots=True)
+class StackedNames:
+    """Names where one tensor holds a weight of all experts, ``[num_experts, in_features, out_features]``.
+
+    The outputs of gate and up lie in turn. Everything has a bias, whose name ends so.
+    """
+
+    router: str
+    gate_up: str
     down: str
 
 
@@ -122,6 +145,8 @@ class DecoderConfig:
     has_joined_weights: bool = False
     """Queries, keys and values are one weight of the checkpoint, and so are both halves of a gated pair."""
     experts: Experts | None = None
+    has_sinks: bool = False
+    """Each query head has a score that takes weight and has no value."""
 
     @property
     def moe_intermediate_size(self) -> int | None:
@@ -164,7 +189,9 @@ class DecoderConfig:
             shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (self.head_dim,)
         for name in norm_names(self):
             shapes[f"{name}.weight"] = (self.hidden_size,)
-        return shapes
+        if self.has_sinks:
+            shapes[SINKS] = (self.num_attention_heads,)
+        return shapes | self._stacked_experts(layer)
 
     def _attention(self) -> dict[str, tuple[int, int, bool]]:
         """Rows, columns and whether there is a bias."""
@@ -180,11 +207,32 @@ class DecoderConfig:
             **output,
         }
 
+    def _stacked_experts(self, layer: int) -> dict[str, tuple[int, ...]]:
+        experts = self.experts
+        if experts is None or not experts.layers[layer] or not isinstance(experts.names, StackedNames):
+            return {}
+        names, count, hidden, inner = (
+            experts.names,
+            experts.num_experts,
+            self.hidden_size,
+            experts.intermediate_size,
+        )
+        return {
+            f"{names.router}.weight": (count, hidden),
+            f"{names.router}.bias": (count,),
+            names.gate_up: (count, hidden, 2 * inner),
+            f"{names.gate_up}_bias": (count, 2 * inner),
+            names.down: (count, inner, hidden),
+            f"{names.down}_bias": (count, hidden),
+        }
+
     def _mlp(self, layer: int) -> dict[str, tuple[int, int, bool]]:
         hidden, inner, has_bias = self.hidden_size, self.intermediate_size, self.has_mlp_bias
         experts = self.experts
         if experts is not None and experts.layers[layer]:
             names, inner = experts.names, experts.intermediate_size
+            if isinstance(names, StackedNames):
+                return {}
             linears = {f"{names.prefix}gate": (experts.num_experts, hidden, False)}
             for expert in range(experts.num_experts):
                 prefix = f"{names.prefix}experts.{expert}."
@@ -216,9 +264,11 @@ MODEL_TYPES = frozenset(
         "granite",
         "qwen3_moe",
         "mixtral",
+        "gpt_oss",
     }
 )
 """Types of which the decoder covers what the readers in ``families`` say."""
+SINKS = "self_attn.sinks"
 INPUT_NORM = "input_layernorm"
 ATTENTION_NORM = "post_attention_layernorm"
 """Norm behind attention; before the MLP, unless there is a norm of that name."""

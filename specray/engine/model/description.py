@@ -148,7 +148,7 @@ def _describe_through_library(args: ModelArgs, directory: Path | None) -> ModelD
 
     config = library.load_config(args.path, directory)
     max_model_len = _max_model_len(args, config.max_model_len)
-    if args.tensor_parallel_size > 1 and not config.can_be_shared:
+    if args.tensor_parallel_size > 1 and not config.can_be_shared(args.forward):
         raise ConfigError(
             f"{_size_setting(args)} is {args.tensor_parallel_size}; "
             f"model type {config.model_type!r} allows only 1"

@@ -91,9 +91,18 @@ class LibraryConfig:
         numbers = [getattr(layer, name, None) for layer in self.text.per_layer_config]
         return [number for number in numbers if number is not None]
 
-    @property
-    def can_be_shared(self) -> bool:
-        """Whether several ranks can compute it together."""
+    def has_decoder(self, forward: str) -> bool:
+        """Whether the decoder runs it.
+
+        Args:
+            forward: the setting.
+        """
+        return forward != "hf" and self.whole is self.text and can_lower(self.text)
+
+    def can_be_shared(self, forward: str) -> bool:
+        """Whether several ranks can compute it together; ``forward`` as of :meth:`has_decoder`."""
+        if self.has_decoder(forward):
+            return True
         model_type = self.text.model_type
         if self.has_recurrent_layers:
             return False
@@ -148,7 +157,7 @@ def check_served(
     refusal = refusal_of(config.text, max_model_len=max_model_len)
     if refusal is not None:
         raise ConfigError(f"model {path!r}: {refusal}")
-    if forward != "hf" and config.whole is config.text and can_lower(config.text):
+    if config.has_decoder(forward):
         try:
             return decoder_config_of(config.text, max_model_len=max_model_len)
         except (KeyError, TypeError, ValueError) as error:  # Of rotary embeddings, as the library's model.

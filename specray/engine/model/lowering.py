@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specray.engine.model.checkpoint.source import Part
+from specray.engine.model.checkpoint.rank_weights import RankWeights
 from specray.engine.model.decoder import DecoderForward, HeadNorm, Layer
 from specray.engine.model.decoder_config import (
     ATTENTION_NORM,
@@ -21,11 +21,12 @@ from specray.engine.model.decoder_config import (
     INPUT_NORM,
     MLP_NORM,
     MLP_OUTPUT_NORM,
+    SINKS,
     DecoderConfig,
-    Experts,
     layer_prefix,
 )
-from specray.engine.model.layers.experts import Expert, ExpertLayer, Router, Sum
+from specray.engine.model.layers.expert_lowering import lower_experts
+from specray.engine.model.layers.experts import ExpertLayer, Sum
 from specray.engine.model.layers.normed import NormedProjection
 from specray.engine.model.layers.vocabulary import (
     GatheredHead,
@@ -81,7 +82,7 @@ def lower(
     if parallel is not None and parallel.rank > 0:
         # Others need not keep any, but where the last layer computes all rows, it does so on every rank.
         feature_layers = tuple(layer for layer in feature_layers if layer >= config.num_hidden_layers)
-    taken = _Taken(weights, parallel)
+    taken = RankWeights(weights, parallel)
     if not isinstance(operators, OperatorSet):
         operators = OperatorSet(operators, operators)
     embedding, head, device = _embedding_and_head(config, taken, operators, head_rows)
@@ -122,51 +123,8 @@ class ReducedLinear:
         return self(rows).add_(summand)
 
 
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """This rank's part of each weight."""
-
-    weights: WeightSource
-    parallel: ParallelContext | None
-
-    def whole(self, name: str) -> torch.Tensor:
-        """A small weight that stays as it is."""
-        return self.weights.take(name).clone()
-
-    def share(self, name: str, total: int, *, dim: int, first: int | None = None) -> torch.Tensor:
-        """One rank's equal run of ``total`` rows or columns; the last ranks' may be shorter.
-
-        Args:
-            first: where they begin in a weight that holds others, too; None: they are the whole weight.
-        """
-        start, stop = (0, total) if self.parallel is None else self._run(total, self.parallel)
-        if self.parallel is None and first is None:
-            return self.weights.take(name)
-        begin = first or 0
-        return self.weights.take(name, Part(dim, begin + start, begin + stop))
-
-    def key_heads(self, name: str, config: DecoderConfig, first: int | None = None) -> torch.Tensor:
-        """Rows of one rank's key or value heads: an equal run, or the one head that its queries share."""
-        num_heads, head_dim = config.num_key_value_heads, config.head_dim
-        if self.parallel is None or self.parallel.world_size <= num_heads:
-            return self.share(name, num_heads * head_dim, dim=0, first=first)
-        start = self.parallel.rank * num_heads // self.parallel.world_size * head_dim + (first or 0)
-        return self.weights.take(name, Part(0, start, start + head_dim))
-
-    def chosen(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """One rank's equal run of some rows of a weight."""
-        weight = self.weights.take(name)
-        if self.parallel is not None:
-            rows = rows[slice(*self._run(len(rows), self.parallel))]
-        return weight[rows.to(weight.device)]
-
-    def _run(self, total: int, parallel: ParallelContext) -> tuple[int, int]:
-        start = min(parallel.first_row(total), total)
-        return start, min(start + -(-total // parallel.world_size), total)
-
-
 def _lower_layer(
-    index: int, config: DecoderConfig, shape: HeadShape, taken: _Taken, operators: Operators
+    index: int, config: DecoderConfig, shape: HeadShape, taken: RankWeights, operators: Operators
 ) -> Layer:
     prefix, is_sandwich = layer_prefix(index), config.has_sandwich_norms
     num_queries = config.num_attention_heads * config.head_dim
@@ -176,6 +134,9 @@ def _lower_layer(
     def norm(name: str) -> Norm:
         return _norm(f"{prefix}{name}.weight", config, taken, operators)
 
+    sinks = None
+    if config.has_sinks:
+        sinks = taken.share(f"{prefix}{SINKS}", config.num_attention_heads, dim=0).float().clone()
     return Layer(
         input_norm=norm(INPUT_NORM),
         qkv=_qkv(f"{prefix}self_attn.", config, taken, operators),
@@ -185,11 +146,12 @@ def _lower_layer(
         gate=gate,
         down=NormedProjection(down, norm(MLP_OUTPUT_NORM)) if is_sandwich else down,
         window=config.windows[index],
+        sinks=sinks,
     )
 
 
 def _norm(
-    name: str, config: DecoderConfig, taken: _Taken, operators: Operators, *, factor: float = 1.0
+    name: str, config: DecoderConfig, taken: RankWeights, operators: Operators, *, factor: float = 1.0
 ) -> Norm:
     """A norm over the hidden size, and a factor of what it gives.
 
@@ -202,13 +164,13 @@ def _norm(
     return operators.norm(weight, config.rms_norm_eps / config.residual_scale**2)
 
 
-def _norm_weight(name: str, config: DecoderConfig, taken: _Taken) -> torch.Tensor:
+def _norm_weight(name: str, config: DecoderConfig, taken: RankWeights) -> torch.Tensor:
     """In float32 where rounding the sum would lose what the checkpoint says."""
     weight = taken.whole(name)
     return 1.0 + weight.float() if config.has_shifted_norms else weight
 
 
-def _qkv(prefix: str, config: DecoderConfig, taken: _Taken, operators: Operators) -> Linear:
+def _qkv(prefix: str, config: DecoderConfig, taken: RankWeights, operators: Operators) -> Linear:
     """One linear layer of queries, keys and values, one after the other."""
     num_queries = config.num_attention_heads * config.head_dim
     num_keys, order = config.num_key_value_heads * config.head_dim, rotated_first(config)
@@ -235,34 +197,18 @@ def _reordered(weight: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def _mlp(
-    index: int, config: DecoderConfig, taken: _Taken, operators: Operators
+    index: int, config: DecoderConfig, taken: RankWeights, operators: Operators
 ) -> tuple[Gate | ExpertLayer, Linear | ReducedLinear | Sum]:
     prefix = layer_prefix(index)
     if config.experts is not None and config.experts.layers[index]:
-        return _experts(prefix, config.experts, config, taken, operators), Sum(taken.parallel)
+        return lower_experts(prefix, config.experts, config, taken, operators), Sum(taken.parallel)
     down = _projection(
         f"{prefix}mlp.down_proj", config.intermediate_size, config.has_mlp_bias, taken, operators
     )
     return _gate(f"{prefix}mlp.", config, taken, operators), down
 
 
-def _experts(
-    prefix: str, experts: Experts, config: DecoderConfig, taken: _Taken, operators: Operators
-) -> ExpertLayer:
-    names, size = experts.names, experts.intermediate_size
-
-    def lowered(number: int) -> Expert:
-        before = f"{prefix}{names.prefix}experts.{number}."
-        gate, up = (taken.share(f"{before}{name}.weight", size, dim=0) for name in (names.gate, names.up))
-        down = taken.share(f"{before}{names.down}.weight", size, dim=1)
-        gated = operators.gate(gate, up, None, None, config.activation)
-        return Expert(gated, operators.linear(down, None))
-
-    router = Router(taken.whole(f"{prefix}{names.prefix}gate.weight"), experts.num_chosen, experts.is_normed)
-    return ExpertLayer(router, [lowered(number) for number in range(experts.num_experts)])
-
-
-def _gate(prefix: str, config: DecoderConfig, taken: _Taken, operators: Operators) -> Gate:
+def _gate(prefix: str, config: DecoderConfig, taken: RankWeights, operators: Operators) -> Gate:
     size = config.intermediate_size
 
     def both(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -282,7 +228,7 @@ def _gate(prefix: str, config: DecoderConfig, taken: _Taken, operators: Operator
 
 
 def _projection(
-    name: str, in_features: int, has_bias: bool, taken: _Taken, operators: Operators
+    name: str, in_features: int, has_bias: bool, taken: RankWeights, operators: Operators
 ) -> Linear | ReducedLinear:
     weight = taken.share(f"{name}.weight", in_features, dim=1)
     bias = taken.whole(f"{name}.bias") if has_bias else None
@@ -291,7 +237,7 @@ def _projection(
     return ReducedLinear(operators.linear(weight, None), bias, taken.parallel)
 
 
-def _head_norm(prefix: str, config: DecoderConfig, shape: HeadShape, taken: _Taken) -> HeadNorm:
+def _head_norm(prefix: str, config: DecoderConfig, shape: HeadShape, taken: RankWeights) -> HeadNorm:
     query, key = (_norm_weight(f"{prefix}{name}_norm.weight", config, taken) for name in "qk")
     order = rotated_first(config)
     if order is not None:
@@ -332,7 +278,7 @@ def _embedding_scale(config: DecoderConfig, dtype: torch.dtype) -> float:
 
 
 def _embedding_and_head(
-    config: DecoderConfig, taken: _Taken, operators: OperatorSet, head_rows: torch.Tensor | None
+    config: DecoderConfig, taken: RankWeights, operators: OperatorSet, head_rows: torch.Tensor | None
 ) -> tuple[Embedding, Head, torch.device]:
     """Both, and the device that they are on; a group's ranks share the vocabulary in equal runs."""
     vocab_size, parallel, is_tied = config.vocab_size, taken.parallel, config.tie_word_embeddings

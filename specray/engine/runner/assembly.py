@@ -296,7 +296,13 @@ def _attention_backend(
     if loaded.device.type == "cpu" and config.attention == "auto":
         return None
     shape = head_shape(loaded.source.config, parallel)
-    model = Model(shape, loaded.dtype, loaded.device, loaded.max_model_len)
+    model = Model(
+        shape,
+        loaded.dtype,
+        loaded.device,
+        loaded.max_model_len,
+        has_sinks=loaded.source.config.has_sinks,
+    )
     return choose_backend(config.attention, model, config.block_size)
 
 

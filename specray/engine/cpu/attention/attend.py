@@ -18,6 +18,8 @@ from specray.engine.cpu.thread_pool import as_pointer
 
 MAX_QUERIES = 32
 """Maximum query heads times rows at once, so that their scores stay in L2."""
+NO_SINK = np.float32(-1e30)
+"""Score that weighs nothing beside any other."""
 _LINE = 64
 """Bytes of a cache line."""
 
@@ -55,6 +57,16 @@ def seen(args: Any, span: Any, row: int) -> tuple[int, int, int, int, int]:
         for _ in range(own[fields.POSITION] + 1 - highest - window):
             ancestors &= ancestors - 1
     return lowest, highest, first, last + 1, ~ancestors & ((1 << (last - first)) - 1)
+
+
+@kernel()
+def sink_of(args: Any, head: int) -> float:
+    """Score of a query head's sink; without sinks the lowest."""
+    if args[fields.SINKS] == 0:
+        return NO_SINK
+    sinks = carray(as_pointer(args[fields.SINKS]), (head + 1,), np.float32)
+    score: float = sinks[head]
+    return score
 
 
 def attend_kernel(head_dim: int, dtype: str) -> Any:
@@ -133,7 +145,8 @@ def attend_kernel(head_dim: int, dtype: str) -> Any:
         for index in range(num_all):
             places = seen(args, span, first_row + index % num_queries // group_size)
             row = weights_address + index * weights_size * 4
-            softmax(weights, row, index, first_position, places)
+            head = (first_head + index // num_queries) * group_size + index % group_size
+            softmax(weights, row, index, first_position, places, sink_of(args, head))
             keep(sums, index * head_dim, splat(zero))
 
         for run in range(span[fields.FIRST_RUN], last_run):

@@ -106,7 +106,7 @@ class AttentionCall:
                 num_query_numbers,
                 0,
                 masks.ctypes.data,
-                *(0, 0, 0, 0),
+                *(0, 0, 0, 0, 0),
             ],
             dtype=np.int64,
         )
@@ -125,6 +125,7 @@ class AttentionCall:
         cache: torch.Tensor,
         norm: tuple[torch.Tensor, float] | None,
         window: int | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Runs one layer.
 
@@ -133,12 +134,14 @@ class AttentionCall:
             cache: ``[num_slots, 2 * num_kv_heads, head_dim]``, contiguous.
             norm: weights of the q/k norm, ``[num_heads + num_kv_heads, head_dim]``, and its eps.
             window: a row sees itself and the ``window - 1`` positions before it; None: all before it.
+            sinks: score of each query head's sink, ``[num_heads]``, float32; the caller keeps it. None: none.
 
         Returns:
             ``[num_rows, num_heads, head_dim]``.
         """
         out = self._thread_pool.empty((qkv.shape[0], self._num_heads, qkv.shape[2]), qkv.dtype)
-        self._attend(FlatRows(qkv.view(len(qkv), -1)), FlatRows(out.view(len(out), -1)), cache, norm, window)
+        rows = FlatRows(qkv.view(len(qkv), -1)), FlatRows(out.view(len(out), -1))
+        self._attend(*rows, cache, norm, window, sinks)
         return out
 
     def packed(
@@ -150,7 +153,7 @@ class AttentionCall:
     ) -> PackedRows:
         """Runs one layer on packed rows; the kernel must accept them (``can_be_packed``)."""
         out = PackedRows.empty(self._thread_pool, qkv.num_rows, self._num_heads * cache.shape[-1])
-        self._attend(qkv, out, cache, norm, window)
+        self._attend(qkv, out, cache, norm, window, None)
         return out
 
     def _attend(
@@ -160,11 +163,13 @@ class AttentionCall:
         cache: torch.Tensor,
         norm: tuple[torch.Tensor, float] | None,
         window: int | None,
+        sinks: torch.Tensor | None,
     ) -> None:
         args = self._args
         args[fields.QKV], args[fields.CACHE], args[fields.OUT] = qkv.address, cache.data_ptr(), out.address
         args[fields.QKV_STEP : fields.BLOCK_STEP + 1] = qkv.row_step, out.row_step, qkv.block_step
         args[fields.WINDOW] = window or 0
+        args[fields.SINKS] = 0 if sinks is None else sinks.data_ptr()
         if norm is not None:
             args[fields.NORM], self._scale_eps[1] = norm[0].data_ptr(), norm[1]
             args[fields.IS_NORM_WIDE] = norm[0].dtype == torch.float32

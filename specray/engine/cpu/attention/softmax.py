@@ -14,7 +14,7 @@ _ONE = np.float32(1.0)
 
 
 def softmax_kernel() -> Any:
-    """Makes ``(weights, address, index, first, seen)``, which turns row ``index`` of scores into weights.
+    """Makes ``(weights, address, index, first, seen, sink)``: row ``index`` of scores becomes weights.
 
     ``address`` is the row's. Its length is a multiple of 16, plus 16; columns before ``first`` are not read.
     """
@@ -25,11 +25,12 @@ def softmax_kernel() -> Any:
 
     @kernel()
     def softmax(
-        weights: Any, address: int, index: int, first: int, seen: tuple[int, int, int, int, int]
+        weights: Any, address: int, index: int, first: int, seen: tuple[int, int, int, int, int], sink: float
     ) -> None:
         """Turns the scores of what a row sees (``attend.seen``) into unnormalised weights.
 
-        Hidden tokens get about 0. The normalising factor is written behind the row.
+        Hidden tokens get about 0. The normalising factor is written behind the row; the sink, a further score
+        without a value, is a part of it.
         """
         begin = first // TILE * TILE
         stride = weights.shape[1] - TILE
@@ -48,12 +49,13 @@ def softmax_kernel() -> Any:
         most = load(address, begin)
         for position in range(begin + TILE, stride, TILE):
             most = larger(most, load(address, position))
-        most = splat(largest(most))
+        sinks = splat(sink)
+        most = larger(splat(largest(most)), sinks)
         summed = sub(most, most)
         for position in range(begin, stride, TILE):
             weight = exp(sub(load(address, position), most))
             store(address, position, weight)
             summed = add(summed, weight)
-        weights[index, stride] = _ONE / total(summed)
+        weights[index, stride] = _ONE / (total(summed) + largest(exp(sub(sinks, most))))
 
     return softmax

@@ -14,6 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from specray.engine.activation import Activation
 from specray.engine.model.decoder_config import (
     MODEL_TYPES,
+    Clamp,
     DecoderConfig,
     ExpertNames,
     Experts,
@@ -22,10 +23,13 @@ from specray.engine.model.decoder_config import (
     Rope,
     RopeFormula,
     RopeTable,
+    StackedNames,
 )
 
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
-_WITH_ATTENTION_BIAS = frozenset({"llama", "qwen3", "qwen3_moe", "gemma3_text", "smollm3", "granite"})
+_WITH_ATTENTION_BIAS = frozenset(
+    {"llama", "qwen3", "qwen3_moe", "gemma3_text", "smollm3", "granite", "gpt_oss"}
+)
 """Types in which ``attention_bias`` means something."""
 _WITH_MLP_BIAS = frozenset({"llama", "smollm3", "granite"})
 _WITH_HEAD_NORM = frozenset({"qwen3", "qwen3_moe", "gemma3_text"})
@@ -33,6 +37,7 @@ _PARTLY_ROTATED = frozenset({"phi3"})
 """Types that may rotate a part of each head."""
 _QWEN_NAMES = ExpertNames("mlp.", "gate_proj", "up_proj", "down_proj")
 _MIXTRAL_NAMES = ExpertNames("block_sparse_moe.", "w1", "w3", "w2")
+_GPT_OSS_NAMES = StackedNames("mlp.router", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
 def can_lower(config: Any) -> bool:
@@ -51,7 +56,7 @@ def can_lower(config: Any) -> bool:
         return bool(config.residual_multiplier > 0 and config.logits_scaling != 0)
     if config.model_type == "qwen3_moe" and config.decoder_sparse_step < 1:
         return False
-    if config.model_type in ("qwen3_moe", "mixtral"):
+    if config.model_type in ("qwen3_moe", "mixtral", "gpt_oss"):
         return bool(1 <= config.num_experts_per_tok <= config.num_experts)
     return True
 
@@ -143,12 +148,27 @@ def _mixtral(config: Any) -> dict[str, Any]:
     return {"experts": experts}
 
 
+def _gpt_oss(config: Any) -> dict[str, Any]:
+    experts = Experts(
+        num_experts=config.num_local_experts,
+        num_chosen=config.num_experts_per_tok,
+        intermediate_size=config.intermediate_size,
+        # A softmax over the chosen ones is one over all of them, normed.
+        is_normed=True,
+        layers=(True,) * config.num_hidden_layers,
+        names=_GPT_OSS_NAMES,
+        clamp=Clamp(float(config.swiglu_alpha), float(config.swiglu_limit)),
+    )
+    return {"experts": experts, "has_sinks": True}
+
+
 _SWITCHES = {
     "gemma3_text": _gemma3,
     "granite": _granite,
     "phi3": _phi3,
     "qwen3_moe": _qwen3_moe,
     "mixtral": _mixtral,
+    "gpt_oss": _gpt_oss,
 }
 """What types have that Llama has not."""
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
+    from specray.engine.model.decoder_config import Clamp
     from specray.engine.model.linear import Gate, Linear
     from specray.engine.runner.parallel import ParallelContext
 
@@ -26,19 +27,34 @@ class Router:
     num_chosen: int
     is_normed: bool
     """Probabilities of the chosen ones are made to add up to one."""
+    bias: torch.Tensor | None = None  # [num_experts]
 
     def __call__(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights, float32, and numbers of the chosen experts, ``[num_rows, num_chosen]`` each."""
-        probabilities = F.linear(rows, self.weight).softmax(-1, dtype=torch.float32)
+        probabilities = F.linear(rows, self.weight, self.bias).softmax(-1, dtype=torch.float32)
         weights, chosen = probabilities.topk(self.num_chosen, -1)
         return (weights / weights.sum(-1, keepdim=True) if self.is_normed else weights), chosen
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """``clamp(gate) * sigmoid(gain * clamp(gate)) * (clamp(up) + 1)`` of two linear layers, as in gpt-oss."""
+
+    both: Linear
+    """The gate's outputs before those of up."""
+    clamp: Clamp
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        gate, up = self.both(rows).chunk(2, -1)
+        gate, up = gate.clamp(max=self.clamp.limit), up.clamp(-self.clamp.limit, self.clamp.limit)
+        return gate * torch.sigmoid(gate * self.clamp.gain) * (up + 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Expert:
     """A gated MLP."""
 
-    gate: Gate
+    gate: Gate | ClampedGate
     down: Linear
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:

@@ -80,7 +80,7 @@ class WeightFormats:
                 bits = self._bits(self.head, plain) if self.has_quantized_embedding else plain
             elif name == HEAD:
                 bits = self._bits(self.head, plain)
-            elif len(shape) == 2:
+            elif len(shape) > 1 and not name.endswith("bias"):
                 bits = self._bits(self.layers, plain)
             total += math.prod(shape) * bits / 8
         if decoder.tie_word_embeddings and self.head is not Quantization.NONE:

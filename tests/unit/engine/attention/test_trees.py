@@ -59,6 +59,7 @@ def attend(
     dtype: torch.dtype,
     block_size: int,
     device: torch.device = torch.device("cpu"),  # noqa: B008
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The nodes' attention, then that of the other sequence's only row."""
     cache = BlockCache(
@@ -73,7 +74,7 @@ def attend(
     for step, positions, taken in steps:
         rows = torch.cat((qkv[taken], qkv[:1])) if len(step.rows) > 1 else qkv[taken]
         prepared = attention.prepare(step, torch.tensor(positions, device=device))
-        out = prepared.attend(0, rows.clone().flatten(1), None, tree.window)
+        out = prepared.attend(0, rows.clone().flatten(1), None, tree.window, sinks)
     return out
 
 
@@ -86,6 +87,24 @@ def check(
     alone = qkv[0, SHAPE.num_heads + SHAPE.num_kv_heads :].repeat_interleave(3, 0).flatten()
     torch.testing.assert_close(out[:-1], expected(tree, qkv, SHAPE), atol=atol, rtol=0)
     torch.testing.assert_close(out[-1], alone.double(), atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("tree", [TREES[-2], TREES[5]], ids=lambda tree: tree.name)
+@pytest.mark.parametrize("path", ["sdpa", "gather", "float32", "bfloat16", "amx"])
+def test_sinks_take_weight(monkeypatch: pytest.MonkeyPatch, amx: None, path: str, tree: Tree) -> None:
+    """Of each head its own: sinks that weigh nothing, as much as a key, and more than all keys."""
+    sinks = torch.tensor([-40.0, -2.0, 0.0, 1.5, 6.0, 120.0])
+    if path in ("float32", "bfloat16"):
+        monkeypatch.setattr(tiles, "is_usable", lambda: False)
+    dtype = torch.bfloat16 if path in ("bfloat16", "amx") else torch.float32
+    attention = {"sdpa": sdpa, "gather": gather}.get(path, lambda: kernel(dtype))()
+    out = attend(attention, tree, dtype, 16, sinks=sinks)[:-1].double()
+    reference = expected(tree, random_rows(tree, SHAPE, dtype), SHAPE, sinks)
+    assert float(reference[:, -SHAPE.head_dim :].abs().max()) < 1e-30
+    atol = {"bfloat16": 0.02, "amx": 0.03}.get(path, 1e-5)
+    torch.testing.assert_close(out, reference, atol=atol, rtol=0)
+    without = attend(attention, tree, dtype, 16)[:-1].double()
+    torch.testing.assert_close(without[:, : SHAPE.head_dim], out[:, : SHAPE.head_dim], atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize("block_size", [16, 5, MAX_LEN])

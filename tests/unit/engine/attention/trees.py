@@ -115,8 +115,14 @@ def random_rows(tree: Tree, shape: HeadShape, dtype: torch.dtype = torch.float32
     return torch.randn(*size, generator=generator).to(dtype)
 
 
-def expected(tree: Tree, qkv: torch.Tensor, shape: HeadShape) -> torch.Tensor:
-    """Attention of told rows and nodes, ``[rows, num_heads * head_dim]``, float64."""
+def expected(
+    tree: Tree, qkv: torch.Tensor, shape: HeadShape, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Attention of told rows and nodes, ``[rows, num_heads * head_dim]``, float64.
+
+    Args:
+        sinks: of each query head, a score more, without a value; None: there are none.
+    """
     num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
     heads, group_size = qkv.double(), num_heads // num_kv_heads
     rotated = rotate(heads[:, : num_heads + num_kv_heads], tree.positions)
@@ -129,7 +135,12 @@ def expected(tree: Tree, qkv: torch.Tensor, shape: HeadShape) -> torch.Tensor:
         mask[row, max(0, index + 1 - (tree.window or index + 1)) : index + 1] = 0.0
     for node in range(len(tree.parents)):
         mask[tree.num_told + node, tree.seen(node)] = 0.0
-    return torch.einsum("hqk,khd->qhd", (scores + mask).softmax(-1), values).flatten(1)
+    scores = scores + mask
+    if sinks is not None:
+        own = sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)
+        scores = torch.cat((scores, own), -1)
+    weights = scores.softmax(-1)[..., : len(values)]
+    return torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
 
 
 def tree_steps(tree: Tree, cache: KVCache) -> list[tuple[AttentionStep, list[int], slice]]:

@@ -91,12 +91,30 @@ DECODER: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
     },
     "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_hidden_layers": 3,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 7,
+        "swiglu_limit": 2.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
+        },
+    },
 }
 HF: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
     "olmo2": {"num_key_value_heads": 2},
-    **{name: FAMILIES[name].values for name in ("deepseek_v3", "gpt_oss", "mimo_v2_flash")},
+    **{name: FAMILIES[name].values for name in ("deepseek_v3", "mimo_v2_flash")},
 }
 SHARED = {name: FAMILIES[name].values for name in ("gemma2", "minicpm3")}
 """More of the library's, for ranks."""

@@ -164,6 +164,7 @@ CASES = [
     ("gemma3", "decoder", 97),
     ("phi3", "decoder", 96),
     ("qwen3_moe", "decoder", 96),
+    ("gpt_oss", "decoder", 97),
     ("gemma2", "hf", 96),
     # Of the first all ranks have the whole latents; of the second too, but each only its own heads.
     ("deepseek_v3", "hf", 96),

@@ -23,6 +23,7 @@ from specray.engine.cpu.attention.amx.work import (
     runs_at,
     slot,
 )
+from specray.engine.cpu.attention.attend import sink_of
 from specray.engine.cpu.gemm import tiles
 from specray.engine.cpu.gemm.rows import row_place
 from specray.engine.cpu.gemm.transpose import deinterleave, interleave
@@ -125,6 +126,7 @@ def _make_sums(head_dim: int) -> Any:
 def finish_kernel(head_dim: int) -> Any:
     single, half = vectors(32, "float32"), vectors(32, "bfloat16")
     load, splat, mul, store = single.load, single.splat, single.mul, half.store
+    sub, larger, exp, largest = single.sub, single.max, single.exp, single.largest
 
     @kernel()
     def finish(args: Any, span: Any, work: Work, first_row: int) -> None:
@@ -132,6 +134,7 @@ def finish_kernel(head_dim: int) -> Any:
         group_size, step = args[fields.GROUP_SIZE], args[fields.BLOCK_STEP]
         size = args[fields.NUM_KV_HEADS] * group_size * head_dim
         totals = carray(as_pointer(work.totals), (work.num_groups * COLUMNS,), np.float32)
+        highest = carray(as_pointer(work.most), (work.num_groups * COLUMNS,), np.float32)
         for head in range(work.num_heads):
             for index in range(work.num_queries):
                 group, column = place_of(work, head, index)
@@ -140,10 +143,14 @@ def finish_kernel(head_dim: int) -> Any:
                 member = (work.first_head + head) * group_size + index % group_size
                 out, sums = row_place(row, size, args[fields.OUT_STEP]), work.sums + place * head_dim * 4
                 out += member * head_dim // 32 * step
+                most, total, sink = splat(highest[place]), totals[place], splat(sink_of(args, member))
+                # Sums are relative to the highest score; the sink's may be higher.
+                anchor = larger(most, sink)
+                kept, own = largest(exp(sub(most, anchor))), largest(exp(sub(sink, anchor)))
+                factor = splat(kept / (total * kept + own))
                 for first in range(0, head_dim, 32):
                     deinterleave(sums + first * 4)
-                    share = mul(splat(_ONE / totals[place]), load(sums, first))
-                    store(args[fields.OUT], out, share)
+                    store(args[fields.OUT], out, mul(factor, load(sums, first)))
                     out += step
 
     return finish

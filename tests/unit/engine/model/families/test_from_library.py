@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from specray.engine.model.decoder_config import RopeFormula
+from specray.engine.model.decoder_config import Clamp, RopeFormula
 from specray.engine.model.families.from_library import can_lower, decoder_config_of
 from specray.engine.model.library import LibraryConfig
 from specray.engine.model.rotary import rotated_first
@@ -41,6 +41,8 @@ def config_of(model_type: str, **values: Any) -> Any:
         ("qwen3_moe", {"decoder_sparse_step": 0}),
         ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 5}),
         ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 0}),
+        ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 5}),
+        ("gpt_oss", {"num_local_experts": 4, "hidden_act": "gelu"}),
         ("olmo2", {}),
     ],
 )
@@ -95,6 +97,23 @@ def test_experts_of_mixtral_are_as_wide_as_its_mlp() -> None:
     assert shapes["model.layers.3.block_sparse_moe.experts.3.w2.weight"] == (32, 48)
     assert shapes["model.layers.0.block_sparse_moe.gate.weight"] == (4, 32)
     assert not [name for name in shapes if ".mlp." in name]
+
+
+def test_gpt_oss_has_sinks_clamps_and_windows_in_turn() -> None:
+    config = config_of("gpt_oss", num_local_experts=6, swiglu_limit=5.0, sliding_window=8)
+    decoder = decoder_config_of(config, max_model_len=64)
+    experts = decoder.experts
+    assert experts is not None and decoder.has_sinks
+    assert (experts.num_experts, experts.num_chosen, experts.is_normed) == (6, 4, True)
+    assert experts.clamp == Clamp(gain=1.702, limit=5.0)
+    assert decoder.windows == (8, None, 8, None)
+    assert decoder.has_qkv_bias and decoder.has_output_bias and not decoder.has_mlp_bias
+    shapes = decoder.weight_shapes()
+    assert shapes["model.layers.3.self_attn.sinks"] == (decoder.num_attention_heads,)
+    assert shapes["model.layers.3.mlp.experts.gate_up_proj"] == (6, 32, 96)
+    assert shapes["model.layers.3.mlp.experts.gate_up_proj_bias"] == (6, 96)
+    assert shapes["model.layers.3.mlp.experts.down_proj"] == (6, 48, 32)
+    assert shapes["model.layers.3.mlp.router.bias"] == (6,)
 
 
 def test_the_shortest_original_context_of_any_layer_limits_the_length() -> None:

@@ -1,0 +1,82 @@
+"""Builds a layer's experts from a source of weights, in each of the layouts that checkpoints have them in.
+
+Of a group's ranks each has a part of every expert: some of what lies between its two layers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from specray.engine.model.checkpoint.source import Part
+from specray.engine.model.decoder_config import DecoderConfig, ExpertNames, Experts, StackedNames
+from specray.engine.model.layers.experts import ClampedGate, Expert, ExpertLayer, Router
+
+if TYPE_CHECKING:
+    import torch
+
+    from specray.engine.model.checkpoint.rank_weights import RankWeights
+    from specray.engine.model.operators import Operators
+
+
+def lower_experts(
+    prefix: str, experts: Experts, config: DecoderConfig, taken: RankWeights, operators: Operators
+) -> ExpertLayer:
+    """The experts of the layer whose weights' names begin with ``prefix``."""
+    if isinstance(experts.names, StackedNames):
+        return _stacked(prefix, experts.names, experts, taken, operators)
+    return _apart(f"{prefix}{experts.names.prefix}", experts.names, experts, config, taken, operators)
+
+
+def _apart(
+    prefix: str,
+    names: ExpertNames,
+    experts: Experts,
+    config: DecoderConfig,
+    taken: RankWeights,
+    operators: Operators,
+) -> ExpertLayer:
+    size = experts.intermediate_size
+
+    def lowered(number: int) -> Expert:
+        before = f"{prefix}experts.{number}."
+        gate, up = (taken.share(f"{before}{name}.weight", size, dim=0) for name in (names.gate, names.up))
+        down = taken.share(f"{before}{names.down}.weight", size, dim=1)
+        gated = operators.gate(gate, up, None, None, config.activation)
+        return Expert(gated, operators.linear(down, None))
+
+    router = Router(taken.whole(f"{prefix}gate.weight"), experts.num_chosen, experts.is_normed)
+    return ExpertLayer(router, [lowered(number) for number in range(experts.num_experts)])
+
+
+def _stacked(
+    prefix: str, names: StackedNames, experts: Experts, taken: RankWeights, operators: Operators
+) -> ExpertLayer:
+    first, last = taken.run(experts.intermediate_size)
+    clamp = experts.clamp
+    assert clamp is not None, "stacked experts join gate and up so"
+
+    def part(name: str, number: int) -> torch.Tensor:
+        return taken.weights.take(f"{prefix}{name}", Part(0, number, number + 1))[0]
+
+    def lowered(number: int) -> Expert:
+        both = _in_halves(part(names.gate_up, number)[:, 2 * first : 2 * last].T)
+        both_bias = _in_halves(part(f"{names.gate_up}_bias", number)[2 * first : 2 * last])
+        down = part(names.down, number)[first:last].T.contiguous()
+        # The ranks' results are summed.
+        down_bias = part(f"{names.down}_bias", number).clone() if taken.is_first else None
+        return Expert(
+            ClampedGate(operators.linear(both, both_bias), clamp), operators.linear(down, down_bias)
+        )
+
+    router = Router(
+        taken.whole(f"{prefix}{names.router}.weight"),
+        experts.num_chosen,
+        experts.is_normed,
+        taken.whole(f"{prefix}{names.router}.bias"),
+    )
+    return ExpertLayer(router, [lowered(number) for number in range(experts.num_experts)])
+
+
+def _in_halves(both: torch.Tensor) -> torch.Tensor:
+    """Rows of gate and up, which come in turn, one after the other; a copy."""
+    return both.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1).contiguous()
