@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from specray.engine.model.checkpoint.headers import read_headers
 from specray.engine.model.checkpoint.location import find_weights
+from specray.engine.model.checkpoint.mxfp4_weights import Mxfp4Weights
 from specray.engine.model.checkpoint.safetensors_files import SafetensorsWeights
 from specray.engine.model.checkpoint.source import WeightSource
-from specray.engine.model.checkpoint.stored_format import StoredFormat
+from specray.engine.model.checkpoint.stored_format import MXFP4, StoredFormat
 from specray.engine.model.checkpoint.stored_weights import StoredWeights
 from specray.engine.model.checkpoint.vocabulary import TrimmedHead, stored_head, trimmed_shapes
 from specray.engine.model.checks.formats import check_tensors
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _BASE_PREFIX = "model."
+NamedWeights = SafetensorsWeights | StoredWeights | Mxfp4Weights
+"""Sources of weights from files, whose names can be changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +161,16 @@ def _weights(
     dtype: torch.dtype,
     device: torch.device,
     entry: str | None,
-) -> SafetensorsWeights | StoredWeights:
+) -> NamedWeights:
     check_tensors(path, read_headers(directory), stored)
     if stored is None:
         return SafetensorsWeights(path, directory, dtype=dtype, device=device, entry=entry)
+    if stored.method == MXFP4:
+        return Mxfp4Weights(path, directory, dtype=dtype, device=device, entry=entry)
     return StoredWeights(path, directory, stored, dtype=dtype, device=device, entry=entry)
 
 
-def match_names(weights: SafetensorsWeights | StoredWeights, config: DecoderConfig) -> DecoderConfig:
+def match_names(weights: NamedWeights, config: DecoderConfig) -> DecoderConfig:
     """Gives the files' tensors the names that the decoder knows, as the library does.
 
     Returns:
@@ -189,7 +194,7 @@ def _known_name(stored: str, known: set[str]) -> str:
     return f"{_BASE_PREFIX}{stored}" if f"{_BASE_PREFIX}{stored}" in known else stored
 
 
-def _is_tied(weights: SafetensorsWeights | StoredWeights) -> bool:
+def _is_tied(weights: NamedWeights) -> bool:
     """Whether the files' head, which need not be there, is the embedding."""
     if weights.shapes[HEAD] != weights.shapes[EMBEDDING]:
         return False

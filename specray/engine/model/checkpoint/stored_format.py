@@ -45,14 +45,22 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "awq": NEEDED["awq"],
 }
 """Names of the tensors of which a layer's weight is made."""
-KNOWN_PARTS = UNUSED | {name for names in PARTS.values() for name in names}
+BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
+"""Ends of the names of both parts of a tensor in MXFP4."""
+_MXFP4_BLOCKS = frozenset(f"{name}{BLOCKS_SUFFIX}" for name in ("gate_up_proj", "down_proj"))
+_MXFP4_SCALES = frozenset(f"{name}{SCALES_SUFFIX}" for name in ("gate_up_proj", "down_proj"))
+KNOWN_PARTS = UNUSED | _MXFP4_BLOCKS | _MXFP4_SCALES | {name for names in PARTS.values() for name in names}
 """Names of tensors that a quantised layer may have."""
-_MARKS = frozenset({*SCALES, "weight_packed", "qweight"})
+_MARKS = frozenset({*SCALES, "weight_packed", "qweight"}) | _MXFP4_BLOCKS
 
 
 def is_mark(name: str) -> bool:
     """Whether a tensor tells a quantised layer from a plain one."""
     return name.rpartition(".")[2] in _MARKS
+
+
+MXFP4 = "mxfp4"
+"""Method that :mod:`mxfp4_weights` reads."""
 
 
 class UnreadFormatError(Exception):
@@ -127,12 +135,18 @@ def _awq(values: Mapping[str, Any]) -> StoredFormat:
     return StoredFormat("awq", bits=4)
 
 
+def _mxfp4(values: Mapping[str, Any]) -> StoredFormat:
+    """gpt-oss's own: experts in MXFP4, everything else in bfloat16."""
+    return StoredFormat(MXFP4)
+
+
 READERS = {
     "fp8": _fp8,
     "modelopt": _modelopt,
     "compressed-tensors": _compressed,
     "gptq": _gptq,
     "awq": _awq,
+    MXFP4: _mxfp4,
 }
 """Readers of a method's section, by its name."""
 

@@ -132,7 +132,8 @@ def check_adapter(path: str, directory: Path) -> None:
 def _unread(path: str, method: str) -> ConfigError:
     return ConfigError(
         f"model {path!r} is quantised ({method}), and its weights cannot be read; allowed: bfloat16, float16 "
-        "or float32 weights, fp8, ModelOpt FP8, and compressed-tensors, GPTQ and AWQ of 4 or 8 bits"
+        "or float32 weights, fp8, ModelOpt FP8, gpt-oss's MXFP4, and compressed-tensors, GPTQ and AWQ of 4 "
+        "or 8 bits"
     )
 
 

@@ -1,0 +1,105 @@
+"""Checkpoints of gpt-oss in MXFP4 are read as the numbers that they mean, and computed with them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specray.engine.model.checkpoint.source import Part
+from specray.engine.model.description import ModelArgs, check_loadable
+from specray.engine.model.loader import DecoderSource, load_model
+from specray.engine.model.lowering import lower
+from specray.engine.model.operators_torch import TorchOperators
+from specray.errors import ConfigError
+from tests.unit.engine.model.checkpoints import write_checkpoint
+
+CPU = torch.device("cpu")
+NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+GATE_UP, DOWN = (f"model.layers.1.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj"))
+
+
+def quantise(directory: Path) -> dict[str, torch.Tensor]:
+    """Replaces a checkpoint's experts by random ones in MXFP4; returns the weights that they mean."""
+    file = directory / "model.safetensors"
+    tensors, random = load_file(file), torch.Generator().manual_seed(1)
+    meant: dict[str, torch.Tensor] = {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), generator=random).to(torch.uint8)
+        scales = torch.randint(120, 126, blocks.shape[:3], generator=random).to(torch.uint8)
+        weight = torch.empty(experts, columns, rows)
+        for expert, row, group in torch.cartesian_prod(*map(torch.arange, blocks.shape[:3])).tolist():
+            scale = math.ldexp(1.0, int(scales[expert, row, group]) - 127)
+            for place, byte in enumerate(blocks[expert, row, group].tolist()):
+                for half, code in enumerate((byte & 15, byte >> 4)):
+                    number = NUMBERS[code & 7] * (-scale if code & 8 else scale)
+                    weight[expert, 32 * group + 2 * place + half, row] = number
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
+        meant[name] = weight
+    save_file(tensors, file)
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (directory / "config.json").write_text(json.dumps(config))
+    return meant
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    sizes = {"num_hidden_layers": 2, "intermediate_size": 32, "num_local_experts": 2}
+    return write_checkpoint(tmp_path / "model", "gpt_oss", **sizes)
+
+
+def source(path: Path) -> DecoderSource:
+    args = ModelArgs(str(path), role="target")
+    check_loadable(args)
+    loaded = load_model(args, dtype=torch.float32, device=CPU)
+    assert isinstance(loaded.source, DecoderSource)
+    return loaded.source
+
+
+def test_experts_are_what_their_blocks_mean(checkpoint: Path) -> None:
+    plain = load_file(checkpoint / "model.safetensors")
+    meant = quantise(checkpoint)
+    found = source(checkpoint)
+    for name, expected in meant.items():
+        assert torch.equal(found.weights.take(name), expected)
+    for part in (Part(0, 1, 2), Part(1, 3, 20), Part(2, 5, 6)):
+        expected = meant[GATE_UP].narrow(part.dim, part.start, part.stop - part.start)
+        assert torch.equal(found.weights.take(GATE_UP, part), expected)
+    for name in ("model.layers.1.self_attn.sinks", f"{DOWN}_bias", "lm_head.weight"):
+        assert torch.equal(found.weights.take(name), plain[name])
+    lower(found.config, found.weights, TorchOperators(torch.float32), max_model_len=16)
+
+
+def test_a_scale_that_is_no_number_is_refused(checkpoint: Path) -> None:
+    quantise(checkpoint)
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors[f"{DOWN}_scales"][1, 4, 0] = 255
+    save_file(tensors, checkpoint / "model.safetensors")
+    found = source(checkpoint)
+    with pytest.raises(ConfigError, match=f"the weight '{DOWN}' holds NaN or infinite values"):
+        found.weights.take(DOWN)
+
+
+def test_parts_that_do_not_fit_are_refused(checkpoint: Path) -> None:
+    quantise(checkpoint)
+    whole = load_file(checkpoint / "model.safetensors")
+    scales = f"{GATE_UP}_scales"
+    for tensors, problem in (
+        ({name: tensor for name, tensor in whole.items() if name != scales}, f"lacks weights: {scales}"),
+        ({**whole, scales: whole[scales][:, 1:].clone()}, r"has blocks of shape \[2, 64, 1, 16\] and scales"),
+    ):
+        save_file(tensors, checkpoint / "model.safetensors")
+        with pytest.raises(ConfigError, match=problem):
+            source(checkpoint)
+
+
+def test_forward_hf_does_not_read_them(checkpoint: Path) -> None:
+    quantise(checkpoint)
+    with pytest.raises(ConfigError, match="is quantised \\('mxfp4'\\), which only forward decoder reads"):
+        check_loadable(ModelArgs(str(checkpoint), role="target", forward="hf"))
