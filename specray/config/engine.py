@@ -161,13 +161,20 @@ class TargetConfig(EngineConfig):
         "target. Set, and with no draft.model, it drafts for all requests.",
     )
 
+    adapter: str | None = Field(
+        None,
+        min_length=1,
+        description="Directory of a LoRA adapter (adapter_config.json, adapter_model.safetensors), which is "
+        "merged into the target's weights when they are loaded.",
+    )
+
     ray_actor_options: dict[str, Any] = Field(
         default_factory=dict, description=f"Ray options of each rank: {', '.join(RANK_OPTIONS)}."
     )
 
-    @field_validator("drafter")
+    @field_validator("drafter", "adapter")
     @classmethod
-    def _absolute_drafter(cls, path: str | None) -> str | None:
+    def _absolute_directory(cls, path: str | None) -> str | None:
         """``~`` and relative paths, which other processes would not find as they are."""
         return path if path is None or path == MTP else str(Path(path).expanduser().absolute())
 
@@ -180,7 +187,8 @@ class TargetConfig(EngineConfig):
     @property
     def checkpoint(self) -> str:
         """Identity of the model that outputs depend on, by configured names, not by file contents."""
-        return f"{self.model} in {self.number_format}"
+        adapted = "" if self.adapter is None else f" with {self.adapter}"
+        return f"{self.model}{adapted} in {self.number_format}"
 
 
 class DraftConfig(EngineConfig):

@@ -126,7 +126,12 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(f"configuration file {path} must hold a mapping, not a {type(values).__name__}")
-    for role, key in (("target", "model"), ("draft", "model"), ("target", "drafter")):
+    for role, key in (
+        ("target", "model"),
+        ("draft", "model"),
+        ("target", "drafter"),
+        ("target", "adapter"),
+    ):
         _resolve_model(values.get(role), key, Path(path).parent)
     return values
 

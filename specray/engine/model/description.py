@@ -16,13 +16,14 @@ from specray.demo.paths import demo_draft_path, demo_target_path
 from specray.engine.model.checkpoint.location import find_description, read_config
 from specray.engine.model.checkpoint.stored_format import StoredFormat, check_forward
 from specray.engine.model.checkpoint.vocabulary import TrimmedHead, read_head
-from specray.engine.model.checks.formats import CONFIG_KEYS, check_format
-from specray.engine.model.decoder_config import MODEL_TYPES, DecoderConfig
+from specray.engine.model.checks.formats import CONFIG_KEYS, check_adapter, check_format
+from specray.engine.model.decoder_config import HEAD, MODEL_TYPES, DecoderConfig
 from specray.engine.model.families.config_json import read_decoder_config
 from specray.engine.model.quantized.formats import PLAIN, WeightFormats
 from specray.errors import ConfigError
 
 if TYPE_CHECKING:
+    from specray.engine.model.checkpoint.adapter import Adapter
     from specray.engine.model.library import LibraryConfig
 
 DEFAULT_MAX_MODEL_LEN = 4096
@@ -50,6 +51,8 @@ class ModelArgs:
     """``auto``, ``decoder`` or ``hf``: which forward will run the model."""
     formats: WeightFormats = PLAIN
     """Formats of the weights."""
+    adapter: str | None = None
+    """Directory of a LoRA adapter that is merged into the weights; None: there is none."""
     vocabulary_ids: str | None = None
     """File with the token ids that the head keeps; None: all that it has."""
 
@@ -70,6 +73,8 @@ class ModelDescription:
     """What transformers says; None: it was not asked."""
     head: TrimmedHead | None = None
     """What ``ModelArgs.vocabulary_ids`` leaves of the head; None: nothing is cut."""
+    adapter: Adapter | None = None
+    """What is merged into the weights; None: nothing."""
     stored: StoredFormat | None = None
     """Format of the files' quantised weights; None: they are plain."""
     mask_token_id: int | None = None
@@ -101,9 +106,11 @@ def describe(args: ModelArgs) -> ModelDescription:
         ConfigError: the path or hub id does not exist, holds no safetensors or quantised ones, is no
             decoder-only language model or one that is not computed rightly over the cache, wants remote code,
             cannot serve ``max_model_len``, cannot have weights in ``formats``, or has a head with wrong ids
-            or a mask that is no token; the message names the value and what is allowed.
+            or a mask that is no token, or the adapter cannot be merged; the message names the value and what
+            is allowed.
     """
     described = _describe_model(args)
+    described = replace(described, adapter=_adapter(args, described))
     args.formats.check(args.path, described.decoder, args.tensor_parallel_size)
     _check_trimmed(args, described)
     described = replace(described, mask_token_id=_mask(args, described))
@@ -114,6 +121,8 @@ def describe(args: ModelArgs) -> ModelDescription:
 
 def _describe_model(args: ModelArgs) -> ModelDescription:
     directory = find_description(args.path)
+    if directory is not None and (args.adapter is None or Path(args.adapter) != directory):
+        check_adapter(args.path, directory)
     values = None if directory is None else read_config(directory)
     if values is not None:
         stored = check_format(args.path, directory, values)
@@ -171,6 +180,25 @@ def _describe_through_library(args: ModelArgs, directory: Path | None) -> ModelD
         stored=config.stored,
         has_recurrent_layers=config.has_recurrent_layers,
     )
+
+
+def _adapter(args: ModelArgs, described: ModelDescription) -> Adapter | None:
+    """The adapter, which has a place in the model as far as that can be said without its weights."""
+    if args.adapter is None:
+        return None
+    from specray.engine.model.checkpoint.adapter import read_adapter
+
+    adapter = read_adapter(args.adapter)
+    if described.decoder is not None:
+        decoder = described.decoder
+        # The files may have a head of its own where the configuration says that it is tied.
+        adapter.placed({HEAD: (decoder.num_logits, decoder.hidden_size), **decoder.weight_shapes()})
+    elif args.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"target.adapter is {args.adapter!r} and {_size_setting(args)} {args.tensor_parallel_size}; "
+            f"model type {described.model_type!r}, which forward hf runs, allows them one at a time"
+        )
+    return adapter
 
 
 def _check_trimmed(args: ModelArgs, described: ModelDescription) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from specray.engine.model.checkpoint.adapter import AdaptedWeights
 from specray.engine.model.checkpoint.headers import read_headers
 from specray.engine.model.checkpoint.location import find_weights
 from specray.engine.model.checkpoint.mxfp4_weights import Mxfp4Weights
@@ -120,6 +121,8 @@ def _library_model(
         device=device,
         tensor_parallel_size=args.tensor_parallel_size,
     )
+    if described.adapter is not None:
+        described.adapter.merge(model)
     if described.head is not None:
         library.trim_head(args.path, model, torch.from_numpy(described.head.rows))
     return model
@@ -150,7 +153,9 @@ def _decoder_source(
     check_places(path, found, expected, config if library is None else library.text)
     if head is not None:
         config = replace(config, draft_vocab_size=len(head.token_ids))
-    return DecoderSource(config, weights, head)
+    adapter = described.adapter
+    adapted = weights if adapter is None else AdaptedWeights(weights, adapter, expected)
+    return DecoderSource(config, adapted, head)
 
 
 def _weights(

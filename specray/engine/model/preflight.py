@@ -47,6 +47,7 @@ def check_model(config: EngineConfig, role: str) -> ModelSummary:
         forward=config.forward,
         formats=WeightFormats.of(config),
         vocabulary_ids=config.vocabulary_ids if isinstance(config, DraftConfig) else None,
+        adapter=config.adapter if isinstance(config, TargetConfig) else None,
     )
     try:
         described = describe(args)

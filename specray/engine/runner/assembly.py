@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import torch
 
-from specray.config import DraftConfig, EngineConfig
+from specray.config import DraftConfig, EngineConfig, TargetConfig
 from specray.engine.attention.select import DEFAULT_BLOCK_SIZE, Backend, Model, choose_backend
 from specray.engine.cache.blocks import BlockCache, bytes_per_token
 from specray.engine.cache.states import STATES_PER_SEQUENCE
@@ -157,6 +157,7 @@ def model_args(config: EngineConfig, role: str, tensor_parallel_size: int) -> Mo
         forward=config.forward,
         formats=WeightFormats.of(config),
         vocabulary_ids=config.vocabulary_ids if isinstance(config, DraftConfig) else None,
+        adapter=config.adapter if isinstance(config, TargetConfig) else None,
     )
 
 

@@ -30,10 +30,17 @@ def read_headers(directory: Path) -> dict[str, TensorHeader]:
     """
     headers: dict[str, TensorHeader] = {}
     for file in weight_files(directory):
-        for name, entry in _read_header(file).items():
-            if isinstance(entry, dict) and name != "__metadata__":
-                headers[name] = TensorHeader(str(entry.get("dtype")), tuple(entry.get("shape") or ()))
+        headers |= file_headers(file)
     return headers
+
+
+def file_headers(file: Path) -> dict[str, TensorHeader]:
+    """The tensors of one file; none where it is damaged."""
+    return {
+        name: TensorHeader(str(entry.get("dtype")), tuple(entry.get("shape") or ()))
+        for name, entry in _read_header(file).items()
+        if isinstance(entry, dict) and name != "__metadata__"
+    }
 
 
 def weight_files(directory: Path, entry: str | None = None) -> list[Path]:

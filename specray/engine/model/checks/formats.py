@@ -58,10 +58,9 @@ def check_format(path: str, directory: Path | None, config: Mapping[str, Any]) -
         The format of quantised weights; None: they are plain.
 
     Raises:
-        ConfigError: with one sentence, for a format that is not read, or a LoRA adapter.
+        ConfigError: with one sentence, for a format that is not read, or an adapter's tensors among the
+            weights.
     """
-    if directory is not None:
-        check_adapter(path, directory)
     section = _section_in_config(config)
     if section is None and directory is not None:
         section = _section_in_files(directory)
@@ -114,7 +113,7 @@ def _check_stored(path: str, headers: Mapping[str, TensorHeader], stored: Stored
         )
 
 
-_MERGED = "a model into which its adapter is merged, without adapter files"
+_MERGED = "the base as target.model and the adapter's directory as target.adapter, or both merged"
 
 
 def check_adapter(path: str, directory: Path) -> None:
