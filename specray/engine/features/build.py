@@ -9,6 +9,7 @@ import torch
 
 from specray.config import MTP, TargetConfig
 from specray.engine.features.base import FeatureStore, TargetShape
+from specray.engine.features.block.layout import BlockLayout
 from specray.engine.features.drafting import TargetDrafting
 from specray.engine.features.loader import Layout, load_drafter, read_layout
 from specray.engine.features.mtp.layout import MtpLayout, read_mtp
@@ -34,6 +35,8 @@ class DrafterPlan:
     """Description of the target's checkpoint."""
     item_bytes: int
     """Bytes of a number of the target's data type."""
+    max_num_seqs: int
+    """Sequences for which it drafts at once, at most."""
 
     @property
     def name(self) -> str:
@@ -52,7 +55,10 @@ class DrafterPlan:
         # A group's leader has a shard of the target's embedding and head, and reads both once more.
         num_again = 2 * shape.vocab_size * shape.hidden_size if self.args.tensor_parallel_size > 1 else 0
         num_bytes = (layout.num_weights + num_again) * self.item_bytes
-        return Beside(num_bytes, layout.bytes_per_token(self.item_bytes))
+        step_bytes = 0
+        if isinstance(layout, BlockLayout):
+            step_bytes = layout.logit_bytes(self.max_num_seqs, shape.vocab_size)
+        return Beside(num_bytes, layout.bytes_per_token(self.item_bytes), step_bytes)
 
 
 def plan_drafter(config: TargetConfig) -> DrafterPlan | None:
@@ -70,7 +76,7 @@ def plan_drafter(config: TargetConfig) -> DrafterPlan | None:
         layout = read_mtp(args, shape, _DTYPES[config.dtype])
     else:
         layout = read_layout(config.drafter, shape)
-    return DrafterPlan(layout, shape, args, _ITEM_BYTES[config.dtype])
+    return DrafterPlan(layout, shape, args, _ITEM_BYTES[config.dtype], config.max_num_seqs)
 
 
 def tap_features(

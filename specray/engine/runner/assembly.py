@@ -217,7 +217,10 @@ def _cache_bytes(
 ) -> int:
     memory = CudaMemory(info.device) if info.device.type == "cuda" else None
     peak_step = partial(_run_peak_step, config, info, forward)
-    found = cache_bytes(config, memory, info.vocab_size, peak_step, beside.weight_bytes)
+    # While a step runs, a sequence has a state more than those that are kept.
+    states = config.max_num_seqs * forward.cache_shape.state_bytes
+    reserved = beside.weight_bytes + beside.step_bytes + states
+    found = cache_bytes(config, memory, info.vocab_size, peak_step, reserved)
     # Ranks must have equally many blocks, and the leader's own memory is not the others'.
     return found if parallel is None or memory is None else parallel.least(found)
 

@@ -35,6 +35,8 @@ class Beside(NamedTuple):
     weight_bytes: int = 0
     bytes_per_token: int = 0
     """Bytes of each token that the block cache holds."""
+    step_bytes: int = 0
+    """Bytes of the largest tensors of one of its steps."""
 
 
 NOTHING_BESIDE = Beside()

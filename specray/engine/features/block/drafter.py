@@ -26,7 +26,7 @@ from specray.engine.cache.blocks import BlockCache
 from specray.engine.features.base import Context, Continued, FeatureStore, TargetParts
 from specray.engine.features.block.attention import BlockReach, BlockStep
 from specray.engine.features.block.heads import MarkovHead
-from specray.engine.features.block.layout import BlockLayout
+from specray.engine.features.block.layout import HEAD_ROWS, BlockLayout
 from specray.engine.features.decoder_layers import LayerTensors, Lowering
 from specray.engine.features.shared_rows import SharedRows
 from specray.engine.features.vocabulary import make_embedding, make_head
@@ -38,8 +38,6 @@ from specray.engine.step import CacheShape
 
 _MAX_ROWS = 2048
 """Rows of one forward, at most, while long prompts are caught up with."""
-_HEAD_ROWS = 128
-"""Rows that the head computes at once, so that its weights are read once for several draft tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +192,10 @@ class BlockDrafter:
         """Logits of all sequences at a depth, without the Markov head's."""
         first, logits = self._drawn_from
         if depth >= first + logits.shape[1]:
-            count = max(1, min(self._num_depths - depth, _HEAD_ROWS // len(self._hidden)))
+            # Nothing is drawn from these any more; their memory is for the next.
+            del logits
+            self._drawn_from = depth, self._hidden[:, :0]
+            count = max(1, min(self._num_depths - depth, HEAD_ROWS // len(self._hidden)))
             rows = self._hidden[:, depth : depth + count]
             logits = self._logits(rows.reshape(-1, rows.shape[-1])).view(len(rows), rows.shape[1], -1)
             self._drawn_from = first, logits = depth, logits

@@ -43,6 +43,8 @@ _RENAMED = (
 )
 """Beginnings of names, and what others call them."""
 _NAMES = ("dflash", "dspark")
+HEAD_ROWS = 128
+"""Rows that the head computes at once, so that its weights are read once for several draft tokens."""
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _ONLY: dict[str, tuple[Any, ...]] = {
     "is_neox_style": (True,),
@@ -87,6 +89,15 @@ class BlockLayout:
     markov: MarkovTensors | None
     confidence: WeightAndBias | None
     logit_scale: float
+
+    def logit_bytes(self, max_num_seqs: int, vocab_size: int) -> int:
+        """Bytes of the float32 logits that it computes at once.
+
+        Args:
+            vocab_size: of the target.
+        """
+        num_logits = vocab_size if self.token_ids is None else len(self.token_ids)
+        return 4 * max(HEAD_ROWS, max_num_seqs) * num_logits
 
     def bytes_per_token(self, item_bytes: int) -> int:
         """Bytes of features and K/V that one token takes."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ import torch
 from specray.config import EngineConfig
 from specray.engine.runner import assembly
 from specray.engine.runner.cuda_graphs import MAX_ROWS
-from specray.engine.runner.memory import Usage, cache_bytes
+from specray.engine.runner.memory import Beside, Usage, cache_bytes
+from specray.engine.step import CacheShape
 from specray.errors import ConfigError
 from tests.unit.engine.model.checkpoints import write_checkpoint
 
@@ -58,6 +61,16 @@ def test_auto_keeps_to_its_part_of_a_shared_gpu() -> None:
     found = cache_bytes(config, FakeMemory(free=3 * GIB, own=5 * GIB), VOCAB_SIZE, lambda: None)
     assert found == int(0.92 * (2 * GIB - LOGITS))
     assert cache_bytes(config, FakeMemory(free=GIB), VOCAB_SIZE, lambda: None) == 0
+
+
+def test_auto_leaves_room_for_a_drafter_and_for_the_states_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "CudaMemory", lambda device: FakeMemory(free=60 * GIB))
+    monkeypatch.setattr(assembly, "_run_peak_step", lambda *arguments: None)
+    info: Any = SimpleNamespace(device=torch.device("cuda"), vocab_size=VOCAB_SIZE)
+    forward: Any = SimpleNamespace(cache_shape=CacheShape(1, 1, 8, state_bytes=2_000_000))
+    config = EngineConfig(max_num_seqs=10)
+    found = assembly._cache_bytes(config, info, forward, None, Beside(GIB, 7, step_bytes=78_000_000))
+    assert found == int(0.92 * (58 * GIB - LOGITS - 78_000_000 - 10 * 2_000_000))
 
 
 def test_a_largest_step_without_room_names_the_setting() -> None:

@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+from specray.config import parse_config
 from specray.draft_tokens import NO_DRAFT, DraftTokens, TreeBudget
 from specray.engine.features.block.drafter import BlockDrafter
+from specray.engine.features.build import plan_drafter
+from specray.engine.runner.memory import Beside
 from specray.types import SamplingParams, Verdict, Verification, VerifyItem
-from tests.unit.engine.features.block.checkpoints import LAYOUTS, SIZE, dflash, dspark
+from tests.unit.engine.features.block.checkpoints import LAYOUTS, SIZE, dflash, dspark, speculators
 from tests.unit.engine.features.block.reference import drafted
 from tests.unit.engine.features.checkpoints import write
 from tests.unit.engine.features.targets import GREEDY, Session, generate, make_target, step, watch
-from tests.unit.engine.model.checkpoints import reference_model, write_checkpoint
+from tests.unit.engine.model.checkpoints import VOCAB_SIZE, reference_model, write_checkpoint
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 30]
 LONG = [(7 * index) % 90 + 3 for index in range(70)]
@@ -110,12 +113,28 @@ def test_the_head_reads_rows_of_several_depths_at_once_as_far_as_they_are_wanted
     step(target, sessions, [NO_DRAFT] * 2, 3)
     assert rows == [2 * 3]
     rows.clear()
-    monkeypatch.setattr("specray.engine.features.block.drafter._HEAD_ROWS", 5)
+    monkeypatch.setattr("specray.engine.features.block.drafter.HEAD_ROWS", 5)
     verdicts = step(target, sessions, [NO_DRAFT] * 2, 3)
     assert rows == [2 * 2, 2]
     assert [each.draft.token_ids for each in verdicts] == [
         fresh(llama, each.token_ids, 3) for each in sessions
     ]
+
+
+@pytest.mark.parametrize(("max_num_seqs", "num_rows"), [(4, 128), (200, 200)])
+def test_the_plan_of_memory_has_the_logits_of_those_rows(
+    llama: Path, windowed: Path, tmp_path: Path, max_num_seqs: int, num_rows: int
+) -> None:
+    def plan(drafter: Path) -> Beside:
+        settings = {"model": str(llama), "drafter": str(drafter), "max_num_seqs": max_num_seqs}
+        found = plan_drafter(parse_config({"target": settings}).target)
+        assert found is not None
+        return found.beside
+
+    assert plan(windowed).step_bytes == 4 * num_rows * VOCAB_SIZE
+    some = speculators("vanilla")
+    assert some.token_ids is not None and len(some.token_ids) < VOCAB_SIZE
+    assert plan(write(tmp_path, *some.files)).step_bytes == 4 * num_rows * len(some.token_ids)
 
 
 def test_a_block_may_reach_beyond_the_models_length(llama: Path, windowed: Path) -> None:
