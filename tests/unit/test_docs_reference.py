@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from specray.config import Config
-from specray.engine.model.families.from_library import can_lower
+from specray.engine.model.library import LibraryConfig
 from specray.metrics.router import DraftMetrics, RouterMetrics
 from specray.serving.metrics import IngressMetrics
 from tests.unit.engine.model.checkpoints import family_config
@@ -114,12 +114,15 @@ def test_metrics_in_documents_exist_and_all_are_there() -> None:
 
 def test_models_page_has_a_row_for_every_family_of_the_zoo() -> None:
     text = (DOCS / "models.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `([\w-]+)` \| `(\w+)` \| (.+?) \|", text, re.M)
+    rows = re.findall(r"^\| `([\w-]+)` \| `(\w+)` \| (.+?) \|(?: (one|several) \|)?", text, re.M)
     assert len(rows) == len(FAMILIES)
-    for name, model_type, told in rows:
+    for name, model_type, told, ranks in rows:
         family = FAMILIES[name]
         assert model_type == family.model_type, name
         if family.refusal is not None:
             assert family.refusal in told, name
-        else:
-            assert told == ("`decoder`" if can_lower(family_config(family)) else "`hf`"), name
+            continue
+        whole = family_config(family)
+        config = LibraryConfig(whole, whole.get_text_config())
+        assert told == ("`decoder`" if config.has_decoder("auto") else "`hf`"), name
+        assert ranks == ("several" if config.can_be_shared("auto") else "one"), name
