@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from specray.config import EngineConfig
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
+from specray.engine.model.library import LibraryConfig
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner
@@ -19,12 +21,15 @@ from specray.errors import ConfigError
 from specray.types import SamplingParams
 from tests.unit.engine.harness import Session, engine_info, generate_serial, target_only
 from tests.unit.engine.model.checkpoints import (
+    family_config,
     reference_greedy,
     reference_logits,
     reference_model,
     write_family,
 )
 from tests.unit.engine.model.zoo import FAMILIES, QUICK
+from tests.unit.engine.runner.group_ranks import DEADLINE_S, join
+from tests.unit.engine.runner.test_parallel import running_ranks
 from tests.unit.engine.trees.drafters import adversarial_drafter, tree_drafter
 
 pytestmark = pytest.mark.slow
@@ -65,6 +70,43 @@ def test_family(name: str, tmp_path: Path) -> None:
         logits = runner.run([SequenceInput(prompt, 0, table.block_ids, len(prompt))]).logits
         assert float((logits - reference_logits(model, prompt)).abs().max()) < ATOL
     check_speculation(runner, model)
+
+
+def serve_ranks(rank: int, meeting: Queue[str], answers: Queue[Any], paths: list[str]) -> None:
+    """One group per family, one after the other in the same processes."""
+    for path in paths:
+        group = join(rank, meeting, silence_timeout_s=60)
+        config = EngineConfig(
+            model=path, dtype="float32", device="cpu", max_model_len=128, max_num_seqs=2, num_threads=1
+        )
+        runner = build_runner(config, role="target", parallel=group)
+        if rank > 0:
+            runner.follow()
+        else:
+            middle = len(LONG) // 2
+            chunks = ((0, LONG[:middle]), (middle, LONG[middle:]))
+            logits = [runner.run([SequenceInput(new, at, [0], len(new))]).logits for at, new in chunks]
+            answers.put((torch.cat(logits).tolist(), greedy(runner, LONG, NUM_TOKENS)))
+        runner.close()
+
+
+@pytest.mark.zoo
+def test_two_ranks(tmp_path: Path) -> None:
+    """Of every family for which docs/models.md says that several ranks serve it."""
+    paths = []
+    for name, family in FAMILIES.items():
+        config = family_config(family)
+        is_shared = LibraryConfig(config, config.get_text_config()).can_be_shared("auto")
+        if family.refusal is None and is_shared:
+            paths.append(str(write_family(tmp_path / name, family)))
+    assert len(paths) > 20
+    with running_ranks(serve_ranks, paths) as (_, answers):
+        for path in paths:
+            logits, tokens = answers.get(timeout=DEADLINE_S)
+            model = reference_model(Path(path))
+            assert tokens == reference_greedy(model, LONG, NUM_TOKENS), path
+            difference = torch.tensor(logits) - reference_logits(model, LONG)
+            assert float(difference.abs().max()) < ATOL, path
 
 
 def check_speculation(runner: ModelRunner, model: Any) -> None:
