@@ -234,12 +234,14 @@ def check_backend(backend: Backend, model: Model) -> None:
         # From one that hardly weighs to one that outweighs all keys.
         sinks = torch.linspace(-4.0, 8.0, model.shape.num_heads, device=model.device)
         for window in _CHECKED_WINDOWS:
-            options = {"block_size": backend.block_size, "scale": model.shape.scale, "window": window}
-            if model.has_sinks:
-                options["sinks"] = sinks
+            options: dict[str, Any] = {
+                "block_size": backend.block_size,
+                "scale": model.shape.scale,
+                "window": window,
+                "sinks": sinks if model.has_sinks else None,
+            }
             output, expected = (
-                attend(query, layer, batch, **options)  # type: ignore[arg-type]
-                for attend in (backend.attend, attend_gathered)
+                attend(query, layer, batch, **options) for attend in (backend.attend, attend_gathered)
             )
             _check_equal(output, expected, tolerance)
 

@@ -60,13 +60,12 @@ def seen(args: Any, span: Any, row: int) -> tuple[int, int, int, int, int]:
 
 
 @kernel()
-def sink_of(args: Any, head: int) -> float:
+def sink_of(args: Any, head: int) -> Any:
     """Score of a query head's sink; without sinks the lowest."""
     if args[fields.SINKS] == 0:
         return NO_SINK
     sinks = carray(as_pointer(args[fields.SINKS]), (head + 1,), np.float32)
-    score: float = sinks[head]
-    return score
+    return sinks[head]
 
 
 def attend_kernel(head_dim: int, dtype: str) -> Any:

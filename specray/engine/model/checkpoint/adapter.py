@@ -112,7 +112,8 @@ class Adapter:
             up = up[part.start : part.stop]
         elif part is not None:
             down = down[:, part.start : part.stop]
-        return (up @ down).mul_(self._scale(name, layer.rank))
+        product: torch.Tensor = up @ down
+        return product.mul_(self._scale(name, layer.rank))
 
     def merge(self, model: HasParameters) -> None:
         """Adds every layer's difference to a model's parameters.

@@ -79,4 +79,4 @@ def _stacked(
 
 def _in_halves(both: torch.Tensor) -> torch.Tensor:
     """Rows of gate and up, which come in turn, one after the other; a copy."""
-    return both.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1).contiguous()
+    return both.reshape(-1, 2, *both.shape[1:]).transpose(0, 1).flatten(0, 1).contiguous()
