@@ -1,7 +1,7 @@
 """The vocabulary that crosses boundaries: what the router says to the two engines, and what they answer.
 
-Everything here is plain, frozen and free of imports but that of draft tokens, so that router, engines, RPC
-and fakes can share it. A message is an *item* (router to engine) or a *reply* (engine to router).
+Everything here is plain, frozen and free of imports but those of draft tokens and features, so that router,
+engines, RPC and fakes can share it. A message is an *item* (router to engine) or a *reply* (engine to router).
 
 Every item says: *keep your first* ``base_len`` *tokens, append* ``token_ids``, *compute what is missing, then
 propose (draft) or verify (target)*. Prefill is ``base_len = 0`` plus the prompt; rollback is a smaller
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens, LookaheadBudget, TreeBudget
+from specray.feature_rows import FeatureRows
 
 MAX_SPECULATIVE_TOKENS: Final = 32
 """Largest K: most draft tokens per round that a configuration or a request may ask for."""
@@ -177,6 +178,8 @@ class SpeculateItem:
     tree: TreeBudget | None = None
     """Answer a Proposal with a tree, whose paths have at most ``num_speculative_tokens``; None: with a chain,
     as always under rejection."""
+    features: FeatureRows | None = None
+    """Of tokens that the draft holds with this item; for a draft that reads features. None: no new ones."""
 
     @property
     def is_prefill_chunk(self) -> bool:
@@ -273,6 +276,10 @@ class VerifyItem:
     """Least chance that all of a chain of the drafter's is accepted, in [0, 1): see ``SpeculateItem``."""
     next_tree: TreeBudget | None = None
     """What a tree of the drafter's may have; None: a chain. Rejection gets a chain."""
+    num_features: int = 0
+    """Most rows of features that the verdict is to bring; 0: none. A target may give fewer, or none."""
+    first_feature: int = 0
+    """Token of the first of these rows."""
 
     @property
     def max_next_nodes(self) -> int:
@@ -306,6 +313,8 @@ class Verdict:
     tree's first chain."""
     draft: DraftTokens = NO_DRAFT
     """What the target itself proposes behind ``next_token_id``, where the item asked for it."""
+    features: FeatureRows | None = None
+    """Features of kept tokens, from the item's ``first_feature`` on; None: there are none."""
 
 
 DraftReply = Proposal | Outcomes | UnknownSequence | ItemFailed
@@ -396,3 +405,8 @@ class EngineInfo:
     grammar: GrammarStats = GrammarStats()
     drafter: str = ""
     """Target: name of its own drafter, which reads its features; empty: it has none."""
+    feature_drafter: str = ""
+    """Draft: name of the drafter that it runs, which reads the target's features. Target: name of the drafter
+    for which it gives them. Empty: neither; draft and target must agree."""
+    feature_size: int = 0
+    """Numbers of that drafter's row of features; 0: there is none."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens, LookaheadBudget, SparseProbs, TreeBudget
 from specray.errors import ProtocolError
+from specray.feature_rows import FeatureRows
 from specray.rpc.codec import engine as codec
 from specray.rpc.codec.engine import RequestBatch
 from specray.rpc.pb import draft_pb2, target_pb2, types_pb2
@@ -83,6 +84,13 @@ TREES = st.builds(
 )
 
 
+@st.composite
+def feature_rows(draw: st.DrawFn) -> FeatureRows:
+    num_rows, size = draw(st.integers(1, 3)), 2 * draw(st.integers(1, 3))
+    data = draw(st.binary(min_size=num_rows * size, max_size=num_rows * size))
+    return FeatureRows(draw(U32), num_rows, data)
+
+
 LOOKAHEADS = (LookaheadBudget(), LookaheadBudget(1, 2, 1), LookaheadBudget(3, 4, 5))
 
 
@@ -93,7 +101,15 @@ def speculate_items(draw: st.DrawFn) -> SpeculateItem:
     sampling = draw(st.none() | SAMPLING)
     max_branches = draw(U32) if fanout else 0
     head = (draw(TEXT), draw(U64), draw(U32), draw(IDS), draw(U32))
-    return SpeculateItem(*head, proposed, fanout, sampling, max_branches, tree=draw(st.none() | TREES))
+    return SpeculateItem(
+        *head,
+        proposed,
+        fanout,
+        sampling,
+        max_branches,
+        tree=draw(st.none() | TREES),
+        features=draw(st.none() | feature_rows()),
+    )
 
 
 @st.composite
@@ -103,7 +119,10 @@ def verify_items(draw: st.DrawFn) -> VerifyItem:
     lookahead = draw(st.none() | st.sampled_from(LOOKAHEADS))
     drawn = draw(IDS), draw(draft_tokens()), draw(st.booleans())
     asked = draw(st.integers(1, 1 << 31)), draw(st.sampled_from((0.0, 0.25))), draw(st.none() | TREES)
-    return VerifyItem(*head, *drawn, sampling, limit, lookahead, *(asked if draw(st.booleans()) else ()))
+    item = VerifyItem(*head, *drawn, sampling, limit, lookahead, *(asked if draw(st.booleans()) else ()))
+    if draw(st.booleans()):
+        return item
+    return replace(item, num_features=draw(st.integers(1, 1 << 31)), first_feature=draw(U32))
 
 
 UNKNOWN = st.builds(UnknownSequence, *HEAD)
@@ -123,6 +142,7 @@ VERDICTS = st.builds(
     prompt_logprobs=LOGPROBS,
     last_accepted_node=st.none() | U32,
     draft=draft_tokens(),
+    features=st.none() | feature_rows(),
 )
 INFOS = st.builds(
     EngineInfo,
@@ -135,6 +155,8 @@ INFOS = st.builds(
     step_times=tuples_of(st.builds(StepTime, U32, st.floats(allow_nan=False))),
     context_token_s=st.floats(allow_nan=False),
     drafter=TEXT,
+    feature_drafter=TEXT,
+    feature_size=U32,
     grammar=st.builds(GrammarStats, st.floats(allow_nan=False), st.floats(allow_nan=False), U64, U64, U64),
 )
 
@@ -274,6 +296,18 @@ UNPAIRED_LOGPROBS = types_pb2.TokenLogprobs(top_token_ids=[1], top_logprobs=[-0.
             codec.decode_target_replies,
             target_reply(verdict=target_pb2.Verdict(logprobs=[UNPAIRED_LOGPROBS])),
             "TokenLogprobs has 1 top_token_ids and 2 top_logprobs",
+        ),
+        (
+            codec.decode_target_replies,
+            target_reply(
+                verdict=target_pb2.Verdict(features=types_pb2.FeatureRows(num_rows=2, data=b"1" * 6))
+            ),
+            "Verdict: features.data has 6 bytes for 2 rows; allowed: a multiple of 4, above 0",
+        ),
+        (
+            codec.decode_speculate_request,
+            speculate_item(features=types_pb2.FeatureRows(first=3, data=b"12")),
+            "SpeculateItem: features has first 3 and num_rows 0; allowed: 0 or more, 1 or more",
         ),
     ],
 )

@@ -14,12 +14,13 @@ PACKAGE = REPOSITORY / "specray"
 MAX_FILES_IN_FOLDER = 16
 
 # Layer -> layers of specray that it may import. A layer may always import itself.
-VOCABULARY = {"draft_tokens", "types", "round_reports", "requests", "errors"}
+VOCABULARY = {"draft_tokens", "feature_rows", "types", "round_reports", "requests", "errors"}
 SEAMS = VOCABULARY | {"interfaces", "config", "environment", "metrics"}
 SERVICE = {"engine", "rpc", "router", "drafting", "grammar", "tokenization", "demo"}
 ALLOWED: dict[str, set[str]] = {
     "draft_tokens": set(),
-    "types": {"draft_tokens"},
+    "feature_rows": set(),
+    "types": {"draft_tokens", "feature_rows"},
     "round_reports": set(),
     "requests": {"types", "round_reports"},
     "errors": set(),

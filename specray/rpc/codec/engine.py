@@ -16,12 +16,14 @@ from specray.errors import ProtocolError
 from specray.rpc.codec.values import (
     decode_draft_tokens,
     decode_engine_info,
+    decode_features,
     decode_item_failed,
     decode_sampling,
     decode_token_logprobs,
     decode_unknown_sequence,
     encode_draft_tokens,
     encode_engine_info,
+    encode_features,
     encode_item_failed,
     encode_sampling,
     encode_token_logprobs,
@@ -81,6 +83,8 @@ def encode_speculate_request(items: Sequence[SpeculateItem], release_request_ids
             _encode_tree(out.tree, item.tree)
         if item.sampling is not None:
             encode_sampling(out.sampling, item.sampling)
+        if item.features is not None:
+            encode_features(out.features, item.features)
     return message.SerializeToString()
 
 
@@ -111,6 +115,7 @@ def _decode_speculate_item(item: draft_pb2.SpeculateItem) -> SpeculateItem:
         item.max_branches,
         item.min_acceptance,
         _decode_tree(item.tree, "SpeculateItem") if item.HasField("tree") else None,
+        decode_features(item.features, "SpeculateItem") if item.HasField("features") else None,
     )
 
 
@@ -230,6 +235,8 @@ def encode_verify_request(items: Sequence[VerifyItem], release_request_ids: Sequ
             out.next_min_acceptance = item.next_min_acceptance
             if item.next_tree is not None:
                 _encode_tree(out.next_tree, item.next_tree)
+        if item.num_features:
+            out.num_features, out.first_feature = item.num_features, item.first_feature
     return message.SerializeToString()
 
 
@@ -254,6 +261,8 @@ def _decode_verify_item(item: target_pb2.VerifyItem) -> VerifyItem:
         item.num_next_draft_tokens,
         item.next_min_acceptance,
         _decode_tree(item.next_tree, "VerifyItem") if item.HasField("next_tree") else None,
+        item.num_features,
+        item.first_feature,
     )
 
 
@@ -323,6 +332,8 @@ def _encode_verdict(out: target_pb2.Verdict, verdict: Verdict) -> None:
         out.last_accepted_node = verdict.last_accepted_node
     if verdict.draft.token_ids:
         encode_draft_tokens(out, verdict.draft)
+    if verdict.features is not None:
+        encode_features(out.features, verdict.features)
 
 
 def _decode_verdict(verdict: target_pb2.Verdict) -> Verdict:
@@ -338,6 +349,7 @@ def _decode_verdict(verdict: target_pb2.Verdict) -> Verdict:
         tuple(map(decode_token_logprobs, verdict.prompt_logprobs)) if verdict.prompt_logprobs else (),
         verdict.last_accepted_node if verdict.HasField("last_accepted_node") else None,
         decode_draft_tokens(verdict) if verdict.draft_token_ids else NO_DRAFT,
+        decode_features(verdict.features, "Verdict") if verdict.HasField("features") else None,
     )
 
 

@@ -10,6 +10,7 @@ from google.protobuf.message import DecodeError, Message
 
 from specray.draft_tokens import DraftTokens, SparseProbs
 from specray.errors import ProtocolError
+from specray.feature_rows import FeatureRows
 from specray.rpc.pb import draft_pb2, target_pb2, types_pb2
 from specray.types import (
     EngineInfo,
@@ -199,6 +200,18 @@ def decode_item_failed(reply: types_pb2.ItemFailed) -> ItemFailed:
     )
 
 
+def encode_features(out: types_pb2.FeatureRows, rows: FeatureRows) -> None:
+    out.first, out.num_rows, out.data = rows.first, rows.num_rows, rows.data
+
+
+def decode_features(rows: types_pb2.FeatureRows, of: str) -> FeatureRows:
+    """Raises ProtocolError for rows that are none."""
+    try:
+        return FeatureRows(rows.first, rows.num_rows, rows.data)
+    except ValueError as error:
+        raise ProtocolError(f"{of}: {error}") from None
+
+
 _GRAMMAR_STATS = tuple(each.name for each in fields(GrammarStats))
 """Names of figures that message and type share."""
 
@@ -225,6 +238,8 @@ def encode_engine_info(out: types_pb2.EngineInfo, info: EngineInfo) -> None:
         out.step_times.add(num_rows=step_time.num_rows, seconds=step_time.seconds)
     out.context_token_s = info.context_token_s
     out.drafter = info.drafter
+    out.feature_drafter = info.feature_drafter
+    out.feature_size = info.feature_size
     for name in _GRAMMAR_STATS:
         setattr(out.grammar, name, getattr(info.grammar, name))
 
@@ -250,6 +265,8 @@ def decode_engine_info(info: types_pb2.EngineInfo) -> EngineInfo:
         context_token_s=info.context_token_s,
         num_routers=info.num_routers,
         drafter=info.drafter,
+        feature_drafter=info.feature_drafter,
+        feature_size=info.feature_size,
         busy_share=info.busy_share,
         grammar=GrammarStats(**{name: getattr(info.grammar, name) for name in _GRAMMAR_STATS}),
     )

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class VerifyItem(_message.Message):
-    __slots__ = ("request_id", "round_id", "base_len", "token_ids", "draft_token_ids", "draft_probs", "sample", "sampling", "max_new_tokens", "draft_parents", "lookahead", "num_next_draft_tokens", "next_min_acceptance", "next_tree")
+    __slots__ = ("request_id", "round_id", "base_len", "token_ids", "draft_token_ids", "draft_probs", "sample", "sampling", "max_new_tokens", "draft_parents", "lookahead", "num_next_draft_tokens", "next_min_acceptance", "next_tree", "num_features", "first_feature")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +23,8 @@ class VerifyItem(_message.Message):
     NUM_NEXT_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NEXT_MIN_ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     NEXT_TREE_FIELD_NUMBER: _ClassVar[int]
+    NUM_FEATURES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FEATURE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     round_id: int
     base_len: int
@@ -37,7 +39,9 @@ class VerifyItem(_message.Message):
     num_next_draft_tokens: int
     next_min_acceptance: float
     next_tree: _types_pb2.TreeBudget
-    def __init__(self, request_id: _Optional[str] = ..., round_id: _Optional[int] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., draft_probs: _Optional[_Iterable[_Union[_types_pb2.SparseProbs, _Mapping]]] = ..., sample: _Optional[bool] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., draft_parents: _Optional[_Iterable[int]] = ..., lookahead: _Optional[_Union[LookaheadBudget, _Mapping]] = ..., num_next_draft_tokens: _Optional[int] = ..., next_min_acceptance: _Optional[float] = ..., next_tree: _Optional[_Union[_types_pb2.TreeBudget, _Mapping]] = ...) -> None: ...
+    num_features: int
+    first_feature: int
+    def __init__(self, request_id: _Optional[str] = ..., round_id: _Optional[int] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., draft_probs: _Optional[_Iterable[_Union[_types_pb2.SparseProbs, _Mapping]]] = ..., sample: _Optional[bool] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., draft_parents: _Optional[_Iterable[int]] = ..., lookahead: _Optional[_Union[LookaheadBudget, _Mapping]] = ..., num_next_draft_tokens: _Optional[int] = ..., next_min_acceptance: _Optional[float] = ..., next_tree: _Optional[_Union[_types_pb2.TreeBudget, _Mapping]] = ..., num_features: _Optional[int] = ..., first_feature: _Optional[int] = ...) -> None: ...
 
 class LookaheadBudget(_message.Message):
     __slots__ = ("width", "ngram_len", "num_guesses")
@@ -58,7 +62,7 @@ class VerifyRequest(_message.Message):
     def __init__(self, items: _Optional[_Iterable[_Union[VerifyItem, _Mapping]]] = ..., release_request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("request_id", "round_id", "base_len", "num_accepted_tokens", "next_token_id", "logprobs", "held_len", "num_cached_tokens", "prompt_logprobs", "last_accepted_node", "draft_token_ids", "draft_parents", "draft_probs")
+    __slots__ = ("request_id", "round_id", "base_len", "num_accepted_tokens", "next_token_id", "logprobs", "held_len", "num_cached_tokens", "prompt_logprobs", "last_accepted_node", "draft_token_ids", "draft_parents", "draft_probs", "features")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +76,7 @@ class Verdict(_message.Message):
     DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_PARENTS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_PROBS_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     round_id: int
     base_len: int
@@ -85,7 +90,8 @@ class Verdict(_message.Message):
     draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
     draft_parents: _containers.RepeatedScalarFieldContainer[int]
     draft_probs: _containers.RepeatedCompositeFieldContainer[_types_pb2.SparseProbs]
-    def __init__(self, request_id: _Optional[str] = ..., round_id: _Optional[int] = ..., base_len: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., next_token_id: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., held_len: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., last_accepted_node: _Optional[int] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., draft_parents: _Optional[_Iterable[int]] = ..., draft_probs: _Optional[_Iterable[_Union[_types_pb2.SparseProbs, _Mapping]]] = ...) -> None: ...
+    features: _types_pb2.FeatureRows
+    def __init__(self, request_id: _Optional[str] = ..., round_id: _Optional[int] = ..., base_len: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., next_token_id: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., held_len: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., last_accepted_node: _Optional[int] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., draft_parents: _Optional[_Iterable[int]] = ..., draft_probs: _Optional[_Iterable[_Union[_types_pb2.SparseProbs, _Mapping]]] = ..., features: _Optional[_Union[_types_pb2.FeatureRows, _Mapping]] = ...) -> None: ...
 
 class TargetReply(_message.Message):
     __slots__ = ("verdict", "unknown_sequence", "item_failed")
