@@ -1,7 +1,8 @@
 """The vocabulary that crosses boundaries: what the router says to the two engines, and what they answer.
 
 Everything here is plain, frozen and free of imports but those of draft tokens and features, so that router,
-engines, RPC and fakes can share it. A message is an *item* (router to engine) or a *reply* (engine to router).
+engines, RPC and fakes can share it. A message is an *item* (router to engine) or a *reply* (engine to
+router).
 
 Every item says: *keep your first* ``base_len`` *tokens, append* ``token_ids``, *compute what is missing, then
 propose (draft) or verify (target)*. Prefill is ``base_len = 0`` plus the prompt; rollback is a smaller

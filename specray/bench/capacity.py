@@ -90,7 +90,7 @@ async def measure_profile(
         ConfigError: a model or a setting is wrong.
         EngineLostError: a worker did not start or was lost.
     """
-    if config.draft.enabled and not config.draft.has_model:
+    if config.draft.enabled and (not config.draft.has_model or config.draft.reads_features):
         raise ConfigError(f"draft.model is {config.draft.model!r}; allowed here: a model, or no draft")
     tokenizer = load_tokenizer(config.target.model)
     token_ids = [tuple(tokenizer.encode(prompt)) for prompt in prompts]

@@ -13,6 +13,7 @@ from specray.cli.models.checkpoints import choose_draft, choose_target, use_chec
 from specray.config import (
     EMBEDDED,
     MODEL_FREE_DRAFTS,
+    REMOTE_FEATURES,
     Config,
     parse_config,
     prefer_drafter,
@@ -161,7 +162,7 @@ def _check_draft_name(name: object) -> None:
     """Refuses a single word that is neither a path nor a known name: hub ids have an owner."""
     if not isinstance(name, str) or "/" in name or Path(name).exists() or find_known(name) is not None:
         return
-    known = (EMBEDDED, *MODEL_FREE_DRAFTS)
+    known = (EMBEDDED, *MODEL_FREE_DRAFTS, REMOTE_FEATURES)
     if name not in known:
         raise ConfigError(
             f"draft.model is {name!r}, which is no directory; allowed: {', '.join(known)}, the path or hub id"

@@ -20,6 +20,9 @@ MTP = "mtp"
 EMBEDDED = "embedded"
 """Model name of the pair that ships with the package."""
 
+REMOTE_FEATURES = "remote-features"
+"""Value of ``draft.model`` for ``target.drafter`` in the draft's own process."""
+
 MODEL_FREE_DRAFTS = (
     DraftKind.NGRAM.value,
     DraftKind.SUFFIX.value,
@@ -27,6 +30,9 @@ MODEL_FREE_DRAFTS = (
     DraftKind.FEATURES.value,
 )
 """Names of drafts without a model of their own; write a directory of such a name with its path."""
+
+NO_CHECKPOINTS = ("", EMBEDDED, REMOTE_FEATURES, *MODEL_FREE_DRAFTS)
+"""Values of ``model`` that are no path or hub id."""
 
 INNER_CACHE_GIB = 1.0
 """GiB of the block cache of a model that drafts for the draft, where nothing is said."""
@@ -128,7 +134,7 @@ class EngineConfig(Section):
         value = getattr(self, named)
         if value != "none" and self.forward == "hf":
             raise ValueError(f"{named} is {value!r} with forward 'hf'; allowed with it: 'none'")
-        if value != "none" and self.model in MODEL_FREE_DRAFTS:
+        if value != "none" and self.model in (*MODEL_FREE_DRAFTS, REMOTE_FEATURES):
             raise ValueError(f"{named} is {value!r} with model {self.model!r}; allowed with it: 'none'")
         if self.quantize_embedding and self.device == "cuda":
             raise ValueError("quantize_embedding is true with device 'cuda'; allowed with it: false")
@@ -144,7 +150,7 @@ class EngineConfig(Section):
     @classmethod
     def _absolute(cls, model: str | None) -> str | None:
         """``~`` and relative paths of directories, which other processes would not find as they are."""
-        if model is None or model in ("", EMBEDDED, *MODEL_FREE_DRAFTS):
+        if model is None or model in NO_CHECKPOINTS:
             return model
         path = Path(model).expanduser() if model.startswith("~") else Path(model)
         return str(path.absolute()) if model.startswith("~") or path.is_dir() else model
@@ -197,7 +203,8 @@ class DraftConfig(EngineConfig):
     model: str = Field(
         EMBEDDED,
         description="As for the target; or 'ngram' or 'suffix', which draft in the Router without a model, "
-        "or 'lookahead' or 'features' (target.drafter), which draft in the target.",
+        "or 'lookahead' or 'features' (target.drafter), which draft in the target; or 'remote-features': "
+        "target.drafter in the draft's own process.",
     )
     enabled: bool = Field(True, description="False: plain decoding.")
     vocabulary_ids: str | None = Field(
@@ -245,7 +252,7 @@ class DraftConfig(EngineConfig):
         self._check_formats()
         if self.tensor_parallel_size > 1:
             self._check_rank_options()
-        if self.draft in ("", EMBEDDED, *(set(MODEL_FREE_DRAFTS) - {DraftKind.NGRAM.value})):
+        if self.draft in set(NO_CHECKPOINTS) - {DraftKind.NGRAM.value}:
             raise ValueError(
                 f"draft.draft is {self.draft!r}; allowed: 'ngram', path or hub id of a model, or none"
             )
@@ -253,7 +260,30 @@ class DraftConfig(EngineConfig):
             raise ValueError(
                 f"draft.draft is {self.draft!r} with model {self.model!r}; allowed: with a model"
             )
+        self._check_features()
         return self
+
+    def _check_features(self) -> None:
+        """Raises ValueError for what a drafter in the draft's process has not."""
+        if self.model != REMOTE_FEATURES:
+            return
+        for name, plain in (
+            ("draft", None),
+            ("window", None),
+            ("vocabulary_ids", None),
+            ("tensor_parallel_size", 1),
+            ("forward", "auto"),
+        ):
+            if (value := getattr(self, name)) != plain:
+                raise ValueError(
+                    f"{name} is {value!r} with model {REMOTE_FEATURES!r}; allowed with it: "
+                    f"{'none' if plain is None else repr(plain)}"
+                )
+
+    @property
+    def reads_features(self) -> bool:
+        """Whether the draft runs the target's drafter, which reads features that the target sends."""
+        return self.enabled and self.model == REMOTE_FEATURES
 
     @property
     def inner_model(self) -> DraftConfig | None:

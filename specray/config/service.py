@@ -21,12 +21,19 @@ from specray.config.endpoints import (
     MetricsConfig,
     TelemetryConfig,
 )
-from specray.config.engine import EMBEDDED, MODEL_FREE_DRAFTS, MTP, DraftConfig, TargetConfig
+from specray.config.engine import (
+    EMBEDDED,
+    MTP,
+    NO_CHECKPOINTS,
+    REMOTE_FEATURES,
+    DraftConfig,
+    TargetConfig,
+)
 from specray.config.router import RouterConfig
 from specray.config.section import Section
 from specray.config.speculation import SpeculationConfig
 from specray.errors import ConfigError
-from specray.types import DraftKind
+from specray.types import DraftKind, Overlap
 
 
 class Config(Section):
@@ -51,9 +58,22 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_drafter(self) -> Config:
-        if self.draft.model == DraftKind.FEATURES and self.draft.enabled and self.target.drafter is None:
+        draft, drafter = self.draft, self.target.drafter
+        if draft.enabled and draft.model in (DraftKind.FEATURES, REMOTE_FEATURES) and drafter is None:
             raise ValueError(
-                "draft.model is 'features' without target.drafter; allowed: both, or another model"
+                f"draft.model is {draft.model!r} without target.drafter; allowed: both, or another model"
+            )
+        if not draft.reads_features:
+            return self
+        if drafter == MTP:
+            raise ValueError(
+                f"target.drafter is {MTP!r} with draft.model {REMOTE_FEATURES!r}; allowed: a directory of "
+                "EAGLE-1, 2, 3 or P-EAGLE (the MTP layer drafts in the target: draft.model 'features')"
+            )
+        if self.speculation.overlap is not Overlap.SERIAL:
+            raise ValueError(
+                f"speculation.overlap is {self.speculation.overlap!s} with draft.model {REMOTE_FEATURES!r}; "
+                "allowed: serial (outcomes would need features of tokens that are not verified yet)"
             )
         return self
 
@@ -140,7 +160,7 @@ def _resolve_model(section: object, key: str, folder: Path) -> None:
     """A relative path of a directory or a GGUF file that is not here may be of one beside the file."""
     if not isinstance(section, dict) or not isinstance(model := section.get(key), str):
         return
-    if model in ("", EMBEDDED, *MODEL_FREE_DRAFTS) or (key == "drafter" and model == MTP):
+    if model in NO_CHECKPOINTS or (key == "drafter" and model == MTP):
         return
     beside = folder / model
     if not Path(model).exists() and (beside.is_dir() or (beside.is_file() and beside.suffix == ".gguf")):

@@ -9,7 +9,7 @@ from functools import partial
 
 from specray.config import Config, DraftConfig, EngineConfig, TargetConfig
 from specray.engine.draft import DraftEngine
-from specray.engine.features.build import DrafterPlan, plan_drafter, tap_features
+from specray.engine.features.build import DrafterPlan, plan_drafter, send_features, tap_features
 from specray.engine.guesses import Guesser, Masks, ModelGuesses, NgramGuesses
 from specray.engine.model.description import model_path
 from specray.engine.model.preflight import check_chains
@@ -41,7 +41,7 @@ def build_target_engine(config: Config, *, parallel: ParallelContext | None = No
     Raises:
         ConfigError: names the setting, its value and what is allowed.
     """
-    plan = plan_drafter(config.target)
+    plan = plan_drafter(config.target, is_remote=config.draft.reads_features)
     runner = _build_runner(config.target, role="target", parallel=parallel, plan=plan)
     if runner.states is not None:
         check_chains(config)
@@ -51,7 +51,13 @@ def build_target_engine(config: Config, *, parallel: ParallelContext | None = No
     compiler = _grammar_compiler(config.target, "target", runner.info.vocab_size)
     grammars = GrammarMasks(compiler)
     make_engine = partial(TargetEngine, runner, device=runner.info.device, grammars=grammars)
-    if plan is not None:
+    if plan is not None and plan.is_remote:
+        sending, sender = send_features(runner, plan)
+        make_engine = partial(
+            TargetEngine, sending, device=runner.info.device, grammars=grammars, features=sender
+        )
+        info = replace(info, feature_drafter=plan.name, feature_size=sender.feature_size)
+    elif plan is not None:
         most = config.speculation.max_num_draft_probs
         tap, drafting = tap_features(runner, plan, grammars=grammars, max_num_draft_probs=most)
         make_engine = partial(
@@ -161,13 +167,19 @@ def _build_inner(config: DraftConfig) -> DraftEngine:
     )
 
 
-def build_follower(config: EngineConfig, *, role: str, parallel: ParallelContext) -> ModelRunner:
+def build_follower(
+    config: EngineConfig, *, role: str, parallel: ParallelContext, sends_features: bool = False
+) -> ModelRunner:
     """Loads the shard of a follower rank, with as many blocks as the leader, which chooses among them.
+
+    Args:
+        sends_features: of a target whose drafter runs in the draft's process.
 
     Raises:
         ConfigError: names the setting, its value and what is allowed.
     """
-    plan = plan_drafter(config) if isinstance(config, TargetConfig) else None
+    is_target = isinstance(config, TargetConfig)
+    plan = plan_drafter(config, is_remote=sends_features) if is_target else None
     return _build_runner(config, role=role, parallel=parallel, plan=plan)
 
 

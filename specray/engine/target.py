@@ -20,6 +20,7 @@ from specray.engine.base import EngineBase
 from specray.engine.cache.prefix import UNIT_TOKENS
 from specray.engine.features.drafting import TargetDrafting
 from specray.engine.features.growing import DraftRequest, draft_request
+from specray.engine.features.remote.sending import FeatureSender
 from specray.engine.lookahead import Lookahead, WindowRows
 from specray.engine.on_device.group_draws import group_draws
 from specray.engine.sampling.draws import best_tokens
@@ -56,6 +57,7 @@ class TargetEngine(EngineBase):
         device: device of the runner's logits.
         grammars: masks for requests with a grammar; None: these are refused.
         drafting: with a drafter of the target's own, over a runner that feeds it; None: there is none.
+        features: sends features to a drafter elsewhere, over a runner that keeps them; None: there is none.
     """
 
     def __init__(
@@ -67,13 +69,15 @@ class TargetEngine(EngineBase):
         prefix_cache: bool = True,
         grammars: GrammarMasks | None = None,
         drafting: TargetDrafting | None = None,
+        features: FeatureSender | None = None,
     ) -> None:
         super().__init__(runner, info, can_evict=False, prefix_cache=prefix_cache, grammars=grammars)
         self._drafting = drafting
+        self._features = features
         self._num_shared_tokens = _SHARED_TOKENS if self._allocator.index is not None else None
         self._sampler = make_sampler(info.vocab_size, device)
         # What drafts from features needs those of the leader's own forward.
-        self._group_draws = None if drafting else group_draws(runner, info.max_num_batched_tokens)
+        self._group_draws = None if drafting or features else group_draws(runner, info.max_num_batched_tokens)
         self._lookaheads: dict[str, Lookahead] = {}
 
     def release(self, request_ids: Sequence[str]) -> None:
@@ -99,6 +103,8 @@ class TargetEngine(EngineBase):
                 answers.update(self._commit_own(scheduled, own_token_ids))
             if self._drafting is not None:
                 answers.update(self._draft(self._drafting, scheduled, answers))
+            if self._features is not None:
+                answers.update(self._with_features(self._features, scheduled, answers))
         replies = tuple(answers[index] for index in range(len(items)))
         return TargetReplies(replies, time.perf_counter_ns() - started_ns, num_rows)
 
@@ -281,6 +287,20 @@ class TargetEngine(EngineBase):
             verdict = answers[index]
             assert isinstance(verdict, Verdict), "nothing else is drafted behind"
             yield index, replace(verdict, draft=draft)
+
+    def _with_features(
+        self, features: FeatureSender, scheduled: Sequence[Scheduled], answers: Mapping[int, TargetReply]
+    ) -> Iterator[Answer]:
+        """Adds the rows of features that items ask for to their verdicts."""
+        asked = [
+            (entry, verdict)
+            for entry in scheduled
+            if entry.item.num_features and isinstance(verdict := answers[entry.index], Verdict)
+        ]
+        found = features.rows([(entry.item, entry.sequence) for entry, _ in asked]) if asked else []
+        for (entry, verdict), rows in zip(asked, found, strict=True):
+            if rows is not None:
+                yield entry.index, replace(verdict, features=rows)
 
     def _verify(self, sampled: Sequence[Scheduled], logits: Tensor) -> list[Verified]:
         rounds = [

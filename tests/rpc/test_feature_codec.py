@@ -15,8 +15,8 @@ def test_features_cost_their_bytes_and_a_few_more() -> None:
     rows = FeatureRows(4000, 9, bytes(9 * 2 * 4096))
     verdict = Verdict("r" * 36, 1000, 4000, 8, 4009)
     item = SpeculateItem("r" * 36, 1000, 4000, tuple(range(4000, 4009)), 8)
-    # Tags and numbers: 3 + 2 of first and num_rows, 4 of data, 4 of the rows; and two more for the length of each
-    # message around them.
+    # Tags and numbers: 3 + 2 of first and num_rows, 4 of data, 4 of the rows; and two more for the length of
+    # each message around them.
     sizes = [
         len(codec.encode_target_replies(TargetReplies((each,), 1)))
         for each in (verdict, replace(verdict, features=rows))

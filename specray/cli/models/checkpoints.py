@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from specray.config import EMBEDDED, MODEL_FREE_DRAFTS
+from specray.config import MODEL_FREE_DRAFTS, NO_CHECKPOINTS, REMOTE_FEATURES
 from specray.environment import external_ray_address
 from specray.errors import ConfigError
 from specray.models.cache import KeptCheckpoint, user_cache
@@ -26,7 +26,11 @@ def choose_target(values: Values) -> None:
     cluster that is joined, whose other machines have no such cache.
     """
     target, draft = section(values, "target"), section(values, "draft")
-    has_draft_model = draft.get("enabled", True) and draft.get("model") not in (None, *MODEL_FREE_DRAFTS)
+    has_draft_model = draft.get("enabled", True) and draft.get("model") not in (
+        None,
+        REMOTE_FEATURES,
+        *MODEL_FREE_DRAFTS,
+    )
     if "model" not in target and not has_draft_model and external_ray_address() is None:
         target["model"] = AUTO
 
@@ -92,7 +96,7 @@ def _name(values: Values, name: str) -> None:
 
 def _source(engine: Values) -> Source | None:
     model = engine.get("model")
-    if not isinstance(model, str) or model in ("", AUTO, EMBEDDED, *MODEL_FREE_DRAFTS):
+    if not isinstance(model, str) or model in (AUTO, *NO_CHECKPOINTS):
         return None
     return find_source(model)
 

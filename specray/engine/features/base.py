@@ -95,8 +95,32 @@ class FeatureStore:
         self.rows[destinations] = self.rows[sources].clone()
 
 
-class FeatureDrafter(Protocol):
-    """A loaded drafter. It drafts for many sequences side by side; not for two threads at once."""
+class Placed(Protocol):
+    """Where the tensors of a drafter go."""
+
+    @property
+    def operators(self) -> Operators:
+        """What its linear layers and norms are made of."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Implements :class:`Placed`."""
+
+    operators: Operators
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Fuser(Protocol):
+    """Makes what is stored of a token out of its features."""
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -107,6 +131,14 @@ class FeatureDrafter(Protocol):
     def feature_size(self) -> int:
         """Numbers that are stored of each token."""
         ...
+
+    def fuse(self, features: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """What is stored of the features of some rows, ``[num_rows, feature_size]``."""
+        ...
+
+
+class FeatureDrafter(Fuser, Protocol):
+    """A loaded drafter. It drafts for many sequences side by side; not for two threads at once."""
 
     @property
     def max_draft_tokens(self) -> int | None:
@@ -122,10 +154,6 @@ class FeatureDrafter(Protocol):
     def rank_acceptance(self) -> tuple[tuple[float, ...], ...]:
         """By depth, the chance that the target draws the best, the second best ... of its row; empty: the
         scores of each row say it."""
-        ...
-
-    def fuse(self, features: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """What is stored of the features of some rows, ``[num_rows, feature_size]``."""
         ...
 
     def start(self, store: FeatureStore, contexts: Sequence[Context]) -> torch.Tensor:

@@ -8,12 +8,16 @@ from pathlib import Path
 import torch
 
 from specray.config import MTP, TargetConfig
-from specray.engine.features.base import FeatureStore, TargetShape
+from specray.engine.features.base import FeatureStore, Place, TargetShape
 from specray.engine.features.block.layout import BlockLayout
 from specray.engine.features.drafting import TargetDrafting
+from specray.engine.features.eagle import EagleFuser
+from specray.engine.features.eagle_layout import EagleLayout
 from specray.engine.features.loader import Layout, load_drafter, read_layout
 from specray.engine.features.mtp.layout import MtpLayout, read_mtp
-from specray.engine.features.parts import target_parts, target_shape
+from specray.engine.features.parts import choose_operators, target_parts, target_shape
+from specray.engine.features.remote.layout import read_remote
+from specray.engine.features.remote.sending import FeatureSender
 from specray.engine.features.tap import FeatureTap
 from specray.engine.model.description import ModelArgs
 from specray.engine.runner.assembly import model_args
@@ -37,6 +41,8 @@ class DrafterPlan:
     """Bytes of a number of the target's data type."""
     max_num_seqs: int
     """Sequences for which it drafts at once, at most."""
+    is_remote: bool = False
+    """It runs in the draft's process, to which features are sent."""
 
     @property
     def name(self) -> str:
@@ -52,6 +58,9 @@ class DrafterPlan:
     def beside(self) -> Beside:
         """Memory that it will take."""
         layout, shape = self.layout, self.shape
+        if isinstance(layout, EagleLayout) and self.is_remote:
+            num_bytes = sum(tensor.nbytes for tensor in layout.fc if tensor is not None)
+            return Beside(num_bytes, layout.feature_size * self.item_bytes)
         # A group's leader has a shard of the target's embedding and head, and reads both once more.
         num_again = 2 * shape.vocab_size * shape.hidden_size if self.args.tensor_parallel_size > 1 else 0
         num_bytes = (layout.num_weights + num_again) * self.item_bytes
@@ -61,8 +70,11 @@ class DrafterPlan:
         return Beside(num_bytes, layout.bytes_per_token(self.item_bytes), step_bytes)
 
 
-def plan_drafter(config: TargetConfig) -> DrafterPlan | None:
+def plan_drafter(config: TargetConfig, *, is_remote: bool = False) -> DrafterPlan | None:
     """Reads the target's drafter; None: it has none.
+
+    Args:
+        is_remote: the drafter runs in the draft's process.
 
     Raises:
         ConfigError: the drafter cannot be read or does not fit; names the tensor or field.
@@ -72,11 +84,13 @@ def plan_drafter(config: TargetConfig) -> DrafterPlan | None:
     args = model_args(config, "target", config.tensor_parallel_size)
     shape = target_shape(args)
     layout: Layout
-    if config.drafter == MTP:
+    if is_remote:
+        layout = read_remote(config.drafter, shape)
+    elif config.drafter == MTP:
         layout = read_mtp(args, shape, _DTYPES[config.dtype])
     else:
         layout = read_layout(config.drafter, shape)
-    return DrafterPlan(layout, shape, args, _ITEM_BYTES[config.dtype], config.max_num_seqs)
+    return DrafterPlan(layout, shape, args, _ITEM_BYTES[config.dtype], config.max_num_seqs, is_remote)
 
 
 def tap_features(
@@ -107,3 +121,17 @@ def tap_features(
         grammars=grammars,
     )
     return FeatureTap(runner, drafter, store, info.device), drafting
+
+
+def send_features(runner: ModelRunner, plan: DrafterPlan) -> tuple[FeatureTap, FeatureSender]:
+    """Loads what the target computes for a drafter in the draft's process.
+
+    Returns:
+        The runner that keeps the features, to take the other's place, and what sends them.
+    """
+    layout, info = plan.layout, runner.info
+    assert isinstance(layout, EagleLayout), "no other is read for a draft's process"
+    fuser = EagleFuser(layout, Place(choose_operators(runner), info.dtype, info.device))
+    cache = runner.cache
+    store = FeatureStore(cache.num_blocks, info.block_size, fuser.feature_size, like=cache.layers[0])
+    return FeatureTap(runner, fuser, store, info.device), FeatureSender(store)

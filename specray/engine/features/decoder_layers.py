@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from specray.engine.features.base import TargetParts
+from specray.engine.features.base import Placed
 from specray.engine.features.files import DrafterFiles
 from specray.engine.model.decoder import HeadNorm, Norm
 from specray.engine.model.decoder_config import DecoderConfig
@@ -156,11 +156,11 @@ class Lowering:
     """Makes a drafter's parts out of its tensors.
 
     Args:
-        parts: of the target.
+        parts: where they go; those of the target, where the drafter is beside it.
         attention: of the drafter's layers.
     """
 
-    def __init__(self, parts: TargetParts, attention: DecoderConfig) -> None:
+    def __init__(self, parts: Placed, attention: DecoderConfig) -> None:
         self._parts = parts
         self._attention = attention
 

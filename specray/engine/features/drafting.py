@@ -1,10 +1,10 @@
-"""Drafting on the target: right after a verify, what goes on from what it has just accepted."""
+"""Drafting from features: many sequences side by side; on the target, behind what it has just accepted."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -33,11 +33,11 @@ _LEAST_CHANCE = 1e-9
 """Chance of acceptance in the place of none, which has no logarithm."""
 
 
-class TargetDrafting:
-    """Drafts with the target's own drafter, in the vocabulary and with the noise of the target's draws.
+class FeatureDrafting:
+    """Drafts with a drafter that reads features, in the vocabulary and with the noise of the target's draws.
 
     Args:
-        drafter: loaded on the leader.
+        drafter: loaded; on the target, on the leader.
         store: features of what the target has computed.
         vocab_size, device: of the target.
         max_model_len: most tokens of a sequence.
@@ -70,33 +70,22 @@ class TargetDrafting:
             token_ids=drafter.token_ids,
         )
 
-    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTokens]:
-        """What follows each request, all side by side; nothing where there is no room. Never raises."""
-        try:
-            return self._draft(requests)
-        except Exception:
-            # Verdicts are worth more than what might follow them.
-            _log.exception("nothing was drafted for %d requests", len(requests))
-            for request in requests:
-                request.sequence.num_drafted_for = 0
-            return [NO_DRAFT] * len(requests)
-
-    def _draft(self, requests: Sequence[DraftRequest]) -> list[DraftTokens]:
-        begun = [self._begin(request) for request in requests]
+    def grow(self, growing: Iterable[Growing]) -> None:
+        """Continues chains and trees until each has its tokens; every token before them has its features."""
         # The chains first: their rows are drawn from together, as are those of trees.
-        started = sorted(
-            (each for each in begun if each is not None), key=lambda each: isinstance(each, GrowingTree)
-        )
+        started = sorted(growing, key=lambda each: isinstance(each, GrowingTree))
         if started:
             self._grow(started, self._drafter.start(self._store, [each.context for each in started]))
-        for request, each in zip(requests, begun, strict=True):
-            if each is not None:
-                sequence = request.sequence
-                # Up to the last token that is told: the next one's entry may be in a block that is given up.
-                sequence.num_drafted_for = len(sequence.token_ids)
-                if not request.is_moved:
-                    sequence.block_table.truncate(len(sequence.token_ids))
-        return [NO_DRAFT if each is None else each.drawn for each in begun]
+
+    @property
+    def max_draft_tokens(self) -> int | None:
+        """Most draft tokens of a path; None: any number."""
+        return self._drafter.max_draft_tokens
+
+    @property
+    def rank_acceptance(self) -> tuple[tuple[float, ...], ...]:
+        """See ``base.FeatureDrafter``."""
+        return self._drafter.rank_acceptance
 
     def _grow(self, growing: Sequence[Growing], logits: torch.Tensor) -> None:
         """Continues all until each has its tokens; the rows of logits are theirs, one after the other."""
@@ -113,20 +102,6 @@ class TargetDrafting:
             growing = [each for each, continued in going if continued is not None]
             if growing:
                 logits = self._drafter.advance([rows for _, rows in going if rows is not None])
-
-    def _begin(self, request: DraftRequest) -> Growing | None:
-        """Gives a chain or a tree its room; None: it has none, or would be empty."""
-        sequence, most = request.sequence, self._drafter.max_draft_tokens
-        length = len(sequence.token_ids)
-        num_wanted = min(request.num_tokens, self._max_model_len - length - 1)
-        num_wanted = num_wanted if most is None else min(num_wanted, most)
-        if num_wanted < 1 or sequence.num_computed_tokens < length:
-            return None
-        try:
-            sequence.block_table.reserve(length + num_wanted)
-        except OutOfBlocksError:
-            return None
-        return begin(request, num_wanted, self._drafter.rank_acceptance)
 
     def _draw(self, logits: torch.Tensor, chains: Sequence[Chain]) -> None:
         groups = [self._masked(chain) for chain in chains]
@@ -156,3 +131,44 @@ class TargetDrafting:
         except SpecrayError:
             return group
         return replace(group, token_masks=masks)
+
+
+class TargetDrafting(FeatureDrafting):
+    """Drafts with the target's own drafter, right after a verify."""
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTokens]:
+        """What follows each request, all side by side; nothing where there is no room. Never raises."""
+        try:
+            return self._draft(requests)
+        except Exception:
+            # Verdicts are worth more than what might follow them.
+            _log.exception("nothing was drafted for %d requests", len(requests))
+            for request in requests:
+                request.sequence.num_drafted_for = 0
+            return [NO_DRAFT] * len(requests)
+
+    def _draft(self, requests: Sequence[DraftRequest]) -> list[DraftTokens]:
+        begun = [self._begin(request) for request in requests]
+        self.grow(each for each in begun if each is not None)
+        for request, each in zip(requests, begun, strict=True):
+            if each is not None:
+                sequence = request.sequence
+                # Up to the last token that is told: the next one's entry may be in a block that is given up.
+                sequence.num_drafted_for = len(sequence.token_ids)
+                if not request.is_moved:
+                    sequence.block_table.truncate(len(sequence.token_ids))
+        return [NO_DRAFT if each is None else each.drawn for each in begun]
+
+    def _begin(self, request: DraftRequest) -> Growing | None:
+        """Gives a chain or a tree its room; None: it has none, or would be empty."""
+        sequence, most = request.sequence, self._drafter.max_draft_tokens
+        length = len(sequence.token_ids)
+        num_wanted = min(request.num_tokens, self._max_model_len - length - 1)
+        num_wanted = num_wanted if most is None else min(num_wanted, most)
+        if num_wanted < 1 or sequence.num_computed_tokens < length:
+            return None
+        try:
+            sequence.block_table.reserve(length + num_wanted)
+        except OutOfBlocksError:
+            return None
+        return begin(request, num_wanted, self._drafter.rank_acceptance)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from specray.engine.attention.sdpa import SdpaStep
 from specray.engine.cache.blocks import BlockCache
-from specray.engine.features.base import Context, Continued, FeatureStore, TargetParts
+from specray.engine.features.base import Context, Continued, FeatureStore, Placed, TargetParts
 from specray.engine.features.chained.drafter import FIRST_ENTRY, ChainedDrafter
 from specray.engine.features.decoder_layers import Lowering
 from specray.engine.features.eagle_layout import EagleLayout
@@ -24,6 +24,34 @@ from specray.engine.model.decoder import Rotary, rotate_heads
 from specray.engine.model.operators_torch import rotary_tables
 from specray.engine.model.rotary import cos_sin
 from specray.engine.step import AttentionStep, CacheShape, SequenceRows
+
+
+class EagleFuser:
+    """Implements ``base.Fuser``: joins the residuals that EAGLE-3 reads; EAGLE-1's are kept as they are.
+
+    Args:
+        layout: the checkpoint.
+        parts: where ``fc`` goes.
+    """
+
+    def __init__(self, layout: EagleLayout, parts: Placed) -> None:
+        lowering = Lowering(parts, layout.attention)
+        self.feature_layers = layout.feature_layers
+        self.feature_size = layout.feature_size
+        self.fc = lowering.linear(layout.fc)
+        self._norms = [lowering.norm(weight) for weight in layout.fc_norms]
+        self._joins_embedding = layout.joins_embedding_in_fc
+        self._dtype = parts.dtype
+
+    def fuse(self, features: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """See ``base.Fuser``."""
+        rows = [features[layer].to(self._dtype) for layer in self.feature_layers]
+        if self._joins_embedding:
+            return rows[0]
+        if len(self._norms) > 1:
+            rows = [norm(each.contiguous()) for norm, each in zip(self._norms, rows, strict=True)]
+        joined = torch.cat(rows, -1)
+        return self.fc(self._norms[0](joined) if len(self._norms) == 1 else joined)
 
 
 class EagleDrafter(ChainedDrafter):
@@ -37,7 +65,8 @@ class EagleDrafter(ChainedDrafter):
     def __init__(self, layout: EagleLayout, parts: TargetParts) -> None:
         super().__init__(parts)
         self._layout = layout
-        self.feature_layers = layout.feature_layers
+        self._fuser = EagleFuser(layout, parts)
+        self.feature_layers, self.feature_size = layout.feature_layers, layout.feature_size
         self.max_draft_tokens: int | None = None
         self.token_ids: NDArray[np.int64] | None = layout.token_ids
         self.rank_acceptance: tuple[tuple[float, ...], ...] = ()
@@ -45,8 +74,6 @@ class EagleDrafter(ChainedDrafter):
         self._num_heads, self._num_kv_heads = attention.num_attention_heads, attention.num_key_value_heads
         self._head_dim = attention.head_dim
         lowering = Lowering(parts, attention)
-        self._fc = lowering.linear(layout.fc)
-        self._fc_norms = [lowering.norm(weight) for weight in layout.fc_norms]
         self._final_norm = None if layout.norm is None else lowering.norm(layout.norm)
         self._layers = tuple(lowering.layer(layer) for layer in layout.layers)
         self._embed = make_embedding(layout.embedding, parts)
@@ -61,28 +88,18 @@ class EagleDrafter(ChainedDrafter):
             dtype=parts.dtype,
             device=parts.device,
         )
-        self._mask_feature = None if layout.masks is None else self._fc(lowering.cast(layout.masks.features))
+        self._mask_feature = (
+            None if layout.masks is None else self._fuser.fc(lowering.cast(layout.masks.features))
+        )
         self._ahead = torch.empty(0)
         """Outputs of the masks, sequence after sequence."""
         self._first_masks: list[int] = []
         """Index of each sequence's first row in ``_ahead``."""
         self._shared = SharedRows()
 
-    @property
-    def feature_size(self) -> int:
-        """Numbers that are stored of each token."""
-        layout = self._layout
-        return layout.target_hidden_size if layout.joins_embedding_in_fc else layout.hidden_size
-
     def fuse(self, features: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """See ``base.FeatureDrafter``."""
-        rows = [features[layer].to(self._parts.dtype) for layer in self.feature_layers]
-        if self._layout.joins_embedding_in_fc:
-            return rows[0]
-        if len(self._fc_norms) > 1:
-            rows = [norm(each.contiguous()) for norm, each in zip(self._fc_norms, rows, strict=True)]
-        joined = torch.cat(rows, -1)
-        return self._fc(self._fc_norms[0](joined) if len(self._fc_norms) == 1 else joined)
+        return self._fuser.fuse(features)
 
     def start(self, store: FeatureStore, contexts: Sequence[Context]) -> torch.Tensor:
         """See ``base.FeatureDrafter``."""
@@ -124,7 +141,7 @@ class EagleDrafter(ChainedDrafter):
         cos, sin = self._rotary.at(positions)
         hidden = features
         if self._layout.joins_embedding_in_fc:
-            hidden = self._fc(torch.cat((embedded, features), -1))
+            hidden = self._fuser.fc(torch.cat((embedded, features), -1))
         for index, layer in enumerate(self._layers):
             if layer.hidden_norm is not None and layer.input_norm is not None:
                 normed = layer.hidden_norm(hidden)

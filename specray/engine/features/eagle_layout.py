@@ -80,11 +80,15 @@ class EagleLayout:
         """EAGLE-1 and 2: ``fc`` makes a layer's input of embedding and feature."""
         return self.norm is None
 
+    @property
+    def feature_size(self) -> int:
+        """Numbers that are stored of each token's features."""
+        return self.target_hidden_size if self.joins_embedding_in_fc else self.hidden_size
+
     def bytes_per_token(self, item_bytes: int) -> int:
         """Bytes of features and K/V that one token takes."""
         keys_values = 2 * self.attention.num_key_value_heads * self.attention.head_dim
-        size = self.target_hidden_size if self.joins_embedding_in_fc else self.hidden_size
-        return item_bytes * (size + len(self.layers) * keys_values)
+        return item_bytes * (self.feature_size + len(self.layers) * keys_values)
 
     @property
     def num_weights(self) -> int:

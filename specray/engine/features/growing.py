@@ -1,4 +1,4 @@
-"""What a drafter on the target lets grow behind a verdict: chains, and trees of the likeliest nodes."""
+"""What a drafter of features lets grow behind a sequence: chains, and trees of the likeliest nodes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class DraftRequest:
 
     sequence: EngineSequence
     """All of its tokens are accepted."""
-    next_token_id: int
-    """Token that the target has drawn behind them."""
+    next_token_id: int | None
+    """Token that the target has drawn behind them; None: the sequence holds it, too."""
     num_tokens: int
     """Most draft tokens; of a tree, of a path."""
     min_acceptance: float = 0.0
@@ -126,8 +126,9 @@ def begin(request: DraftRequest, num_wanted: int, rank_acceptance: Sequence[Sequ
         num_wanted: most tokens of a path, at least 1.
         rank_acceptance: of the drafter.
     """
-    sequence, next_token_id = request.sequence, request.next_token_id
-    token_ids = [*sequence.token_ids, next_token_id]
+    sequence = request.sequence
+    behind = () if request.next_token_id is None else (request.next_token_id,)
+    token_ids = [*sequence.token_ids, *behind]
     blocks, num_valid = sequence.block_table.block_ids, sequence.num_drafted_for
     context = Context(token_ids.copy(), blocks, num_valid, num_wanted)
     if request.tree is not None and not sequence.sampling.draws_by_rejection:
@@ -136,12 +137,12 @@ def begin(request: DraftRequest, num_wanted: int, rank_acceptance: Sequence[Sequ
             request.tree,
             num_wanted,
             min_acceptance=request.min_acceptance,
-            behind=(next_token_id,),
+            behind=behind,
             rank_acceptance=rank_acceptance,
         )
         return GrowingTree(context, tree)
     state = sequence.told_state.fork()
-    state.advance((next_token_id,))
+    state.advance(behind)
     # Log of 0 is minus infinity: no bound.
     min_logprob = math.log(request.min_acceptance) if request.min_acceptance > 0 else -math.inf
     chain = Chain(state, token_ids, num_wanted, sequence=sequence, min_logprob=min_logprob)

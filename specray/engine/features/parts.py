@@ -40,7 +40,7 @@ def target_parts(runner: ModelRunner, layout: Layout, shape: TargetShape, args: 
         ConfigError: a group's target is not covered by the decoder, or its weights cannot be read.
     """
     info, forward = runner.info, runner.forward
-    operators = _operators(runner)
+    operators = choose_operators(runner)
     embed: TokenRows
     logits: TokenRows
     if info.tensor_parallel_size > 1:
@@ -74,7 +74,8 @@ def _model_embedding(forward: DecoderForward) -> TokenRows:
     return embedding if scale == 1.0 else lambda token_ids: embedding(token_ids) / scale
 
 
-def _operators(runner: ModelRunner) -> Operators:
+def choose_operators(runner: ModelRunner) -> Operators:
+    """What a drafter beside the target is made of."""
     info, forward = runner.info, runner.forward
     if info.device.type != "cpu":
         return cuda_operators(info.dtype, info.device)

@@ -8,7 +8,7 @@ import torch
 
 from specray.engine.attention.sdpa import sequence_slots
 from specray.engine.cache.states import StateCache
-from specray.engine.features.base import FeatureDrafter, FeatureStore
+from specray.engine.features.base import FeatureStore, Fuser
 from specray.engine.runner.inputs import Moves, SequenceInput
 from specray.engine.schedule import Runner
 from specray.engine.step import ForwardOutput
@@ -22,16 +22,14 @@ class FeatureTap:
 
     Args:
         runner: of the leader.
-        drafter: fuses features.
+        fuser: of the drafter that reads them.
         store: of the runner's blocks.
         device: of the features.
     """
 
-    def __init__(
-        self, runner: Runner, drafter: FeatureDrafter, store: FeatureStore, device: torch.device
-    ) -> None:
+    def __init__(self, runner: Runner, fuser: Fuser, store: FeatureStore, device: torch.device) -> None:
         self._runner = runner
-        self._drafter = drafter
+        self._fuser = fuser
         self._device = device
         self.store = store
 
@@ -49,7 +47,7 @@ class FeatureTap:
         """See ``schedule.Runner``; features are stored, and no part of the output."""
         output = self._runner.run(inputs)
         assert output.features is not None, "the forward was built for the drafter"
-        fused = self._drafter.fuse(output.features)
+        fused = self._fuser.fuse(output.features)
         first = 0
         for item in inputs:
             count = len(item.token_ids)

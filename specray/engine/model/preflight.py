@@ -121,7 +121,8 @@ def check_models(config: Config) -> None:
     Raises:
         ConfigError: as :func:`check_pair` and :func:`check_chains`.
     """
-    if check_pair(config.target, config.draft if config.draft.has_model else None).has_recurrent_layers:
+    has_checkpoint = config.draft.has_model and not config.draft.reads_features
+    if check_pair(config.target, config.draft if has_checkpoint else None).has_recurrent_layers:
         check_chains(config)
 
 

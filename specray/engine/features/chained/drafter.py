@@ -57,6 +57,12 @@ class ChainedDrafter(ABC):
         last = self._catch_up(store, contexts)
         return self._finish(self._run_entries(store, last)[self._last_rows(last)])
 
+    def read(self, store: FeatureStore, context: Context) -> None:
+        """Catches up with a sequence's tokens and draws nothing, so that what is drawn next begins sooner."""
+        first, end = max(FIRST_ENTRY, context.num_valid), len(context.token_ids)
+        for start in range(first, end, _MAX_ROWS):
+            self._run_entries(store, [Entries(context, start, min(end, start + _MAX_ROWS))])
+
     def advance(self, continued: Sequence[Continued]) -> torch.Tensor:
         """See ``base.FeatureDrafter``."""
         device = self._parts.device

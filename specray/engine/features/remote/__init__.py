@@ -1,0 +1,1 @@
+"""Drafters in the draft's process: features go there, and it drafts from them."""
