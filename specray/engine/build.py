@@ -10,6 +10,9 @@ from functools import partial
 from specray.config import Config, DraftConfig, EngineConfig, TargetConfig
 from specray.engine.draft import DraftEngine
 from specray.engine.features.build import DrafterPlan, plan_drafter, send_features, tap_features
+from specray.engine.features.drafting import FeatureDrafting
+from specray.engine.features.remote.build import load_drafter_alone
+from specray.engine.features.remote.engine import FeatureDraftEngine
 from specray.engine.guesses import Guesser, Masks, ModelGuesses, NgramGuesses
 from specray.engine.model.description import model_path
 from specray.engine.model.preflight import check_chains
@@ -71,12 +74,41 @@ def build_target_engine(config: Config, *, parallel: ParallelContext | None = No
     return make_engine(info, prefix_cache=config.target.prefix_cache)
 
 
-def build_draft_engine(config: Config, *, parallel: ParallelContext | None = None) -> DraftEngine:
+def build_draft_engine(
+    config: Config, *, parallel: ParallelContext | None = None
+) -> DraftEngine | FeatureDraftEngine:
     """Loads the draft; with ``parallel``, as the leader of its group.
 
     Raises:
         ConfigError: names the setting, its value and what is allowed.
     """
+    return _build_feature_draft(config) if config.draft.reads_features else _build_draft(config, parallel)
+
+
+def _build_feature_draft(config: Config) -> FeatureDraftEngine:
+    """Loads the target's drafter as the draft, in the target's vocabulary."""
+    loaded = load_drafter_alone(config)
+    compiler = _grammar_compiler(config.target, "target", loaded.info.vocab_size)
+    grammars = GrammarMasks(compiler)
+    drafting = FeatureDrafting(
+        loaded.drafter,
+        loaded.store,
+        vocab_size=loaded.info.vocab_size,
+        device=loaded.device,
+        max_model_len=loaded.info.max_model_len,
+        num_token_ids=loaded.num_token_ids,
+        max_num_draft_probs=config.speculation.max_num_draft_probs,
+        grammars=grammars,
+    )
+    make_engine = partial(FeatureDraftEngine, loaded.drafter, loaded.store, drafting, grammars=grammars)
+    step_times = profile_draft(make_engine(loaded.info), budget_s=config.draft.profile_s)
+    _log("draft", step_times)
+    compiler.prepare()
+    return make_engine(replace(loaded.info, step_times=step_times))
+
+
+def _build_draft(config: Config, parallel: ParallelContext | None) -> DraftEngine:
+    """Loads a draft that is a model of its own."""
     inner = config.draft.inner_model
     # Before the draft, whose cache takes the memory that is left.
     inner_engine = None if inner is None else _build_inner(inner)

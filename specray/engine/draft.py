@@ -34,8 +34,7 @@ from specray.engine.schedule import (
     CatchUp,
     Runner,
     catch_up,
-    check_length,
-    check_token_ids,
+    check_speculation,
     failure_reply,
     split_waves,
 )
@@ -176,20 +175,8 @@ class DraftEngine(EngineBase):
 
     def _admit(self, item: SpeculateItem) -> _Task:
         """Gives the sequence its tokens and its room; raises before anything changed."""
-        limit, length = self._info.max_model_len, item.base_len + len(item.token_ids)
-        check_length(item.base_len, length, limit)
-        check_token_ids("token_ids", item.token_ids, self._info.vocab_size)
-        check_token_ids("proposed_token_ids", item.proposed_token_ids, self._num_told_ids)
-        if not 0.0 <= item.min_acceptance < 1.0:
-            raise InvalidRequestError(
-                f"min_acceptance is {item.min_acceptance}; allowed: 0 or more, below 1",
-                field="min_acceptance",
-            )
-        if item.num_speculative_tokens < 0:
-            raise InvalidRequestError(
-                f"num_speculative_tokens is {item.num_speculative_tokens}; allowed: 0 or more",
-                field="num_speculative_tokens",
-            )
+        length = item.base_len + len(item.token_ids)
+        check_speculation(item, self._info, num_told_ids=self._num_told_ids)
         if item.fanout and item.num_speculative_tokens > MAX_TREE_ROWS:
             raise InvalidRequestError(
                 f"num_speculative_tokens is {item.num_speculative_tokens}; allowed with fanout: at most "

@@ -13,6 +13,7 @@ from statistics import median
 from typing import Final, NamedTuple, Protocol
 
 from specray.draft_tokens import DraftTokens
+from specray.feature_rows import ITEM_BYTES, FeatureRows
 from specray.interfaces import SyncDraftEngine, SyncTargetEngine
 from specray.types import (
     DraftReply,
@@ -310,5 +311,8 @@ class _DraftWorkload:
 
     def _fill(self, index: int, base_len: int, num_tokens: int) -> None:
         tokens = _tokens(base_len, num_tokens, self._info)
-        sampling = _sampling(base_len == 0)
-        self._engine.speculate([SpeculateItem(str(index), 0, base_len, tokens, 0, sampling=sampling)])
+        sampling, size = _sampling(base_len == 0), ITEM_BYTES * self._info.feature_size
+        # Whatever a drafter of features reads, it takes as long.
+        features = FeatureRows(base_len, num_tokens, bytes(size * num_tokens)) if size else None
+        item = SpeculateItem(str(index), 0, base_len, tokens, 0, sampling=sampling, features=features)
+        self._engine.speculate([item])

@@ -14,7 +14,7 @@ from specray.engine.cache.states import StateCache
 from specray.engine.runner.inputs import Moves, SequenceInput
 from specray.engine.step import ForwardOutput
 from specray.errors import GrammarError, InvalidRequestError, OutOfBlocksError, OverloadedError, SpecrayError
-from specray.types import ItemFailed, SpeculateItem, UnknownSequence, VerifyItem
+from specray.types import EngineInfo, ItemFailed, SpeculateItem, UnknownSequence, VerifyItem
 
 
 class Runner(Protocol):
@@ -160,6 +160,26 @@ def check_length(base_len: int, length: int, max_model_len: int) -> None:
     if not 1 <= length <= max_model_len:
         raise InvalidRequestError(
             f"the sequence would have {length} tokens; allowed: 1..{max_model_len}", field="token_ids"
+        )
+
+
+def check_speculation(item: SpeculateItem, info: EngineInfo, *, num_told_ids: int) -> None:
+    """Raises InvalidRequestError for what no draft can do.
+
+    Args:
+        num_told_ids: token ids of what is proposed.
+    """
+    check_length(item.base_len, item.base_len + len(item.token_ids), info.max_model_len)
+    check_token_ids("token_ids", item.token_ids, info.vocab_size)
+    check_token_ids("proposed_token_ids", item.proposed_token_ids, num_told_ids)
+    if not 0.0 <= item.min_acceptance < 1.0:
+        raise InvalidRequestError(
+            f"min_acceptance is {item.min_acceptance}; allowed: 0 or more, below 1", field="min_acceptance"
+        )
+    if item.num_speculative_tokens < 0:
+        raise InvalidRequestError(
+            f"num_speculative_tokens is {item.num_speculative_tokens}; allowed: 0 or more",
+            field="num_speculative_tokens",
         )
 
 

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from specray.engine.attention.mask import Visibility
+from specray.engine.attention.sdpa import sequence_slots
 from specray.engine.model.operators import Operators
 
 TokenRows = Callable[[torch.Tensor], torch.Tensor]
@@ -89,6 +90,15 @@ class FeatureStore:
     def write(self, slots: slice | torch.Tensor, features: torch.Tensor) -> None:
         """Stores features ``[num_rows, size]``."""
         self.rows[slots] = features
+
+    def write_tokens(self, block_ids: Sequence[int], first: int, features: torch.Tensor) -> None:
+        """Stores features of consecutive tokens of a sequence, from the token ``first`` on."""
+        end = first + len(features)
+        self.write(sequence_slots(block_ids, first, end, self.block_size, self.rows.device), features)
+
+    def read_tokens(self, block_ids: Sequence[int], first: int, end: int) -> torch.Tensor:
+        """Features of the tokens ``first..end - 1`` of a sequence."""
+        return self.rows[sequence_slots(block_ids, first, end, self.block_size, self.rows.device)]
 
     def copy(self, sources: slice | torch.Tensor, destinations: slice | torch.Tensor) -> None:
         """Copies between slots; all are read before any is written."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from specray.config import MTP, TargetConfig
 from specray.engine.features.base import FeatureStore, Place, TargetShape
 from specray.engine.features.block.layout import BlockLayout
@@ -20,13 +18,12 @@ from specray.engine.features.remote.layout import read_remote
 from specray.engine.features.remote.sending import FeatureSender
 from specray.engine.features.tap import FeatureTap
 from specray.engine.model.description import ModelArgs
-from specray.engine.runner.assembly import model_args
+from specray.engine.runner.assembly import DTYPES, model_args
 from specray.engine.runner.memory import Beside
 from specray.engine.runner.runner import ModelRunner
 from specray.engine.sampling.grammars import GrammarMasks
 
 _ITEM_BYTES = {"bfloat16": 2, "float32": 4}
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +84,7 @@ def plan_drafter(config: TargetConfig, *, is_remote: bool = False) -> DrafterPla
     if is_remote:
         layout = read_remote(config.drafter, shape)
     elif config.drafter == MTP:
-        layout = read_mtp(args, shape, _DTYPES[config.dtype])
+        layout = read_mtp(args, shape, DTYPES[config.dtype])
     else:
         layout = read_layout(config.drafter, shape)
     return DrafterPlan(layout, shape, args, _ITEM_BYTES[config.dtype], config.max_num_seqs, is_remote)

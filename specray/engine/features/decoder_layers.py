@@ -44,6 +44,11 @@ class LayerTensors:
         linears = (self.qkv, self.output, self.gate, self.up, self.down)
         return sum(tensor.numel() for both in linears for tensor in both if tensor is not None)
 
+    @property
+    def num_columns(self) -> int:
+        """Numbers that the linear layers give for a row, all together."""
+        return sum(len(weight) for weight, _ in (self.qkv, self.output, self.gate, self.up, self.down))
+
 
 def count_layers(files: DrafterFiles) -> int:
     """Number of layers that the tensors are of."""

@@ -93,9 +93,19 @@ def _read_again(
             f"target.drafter is {layout.path!r} with tensor_parallel_size {args.tensor_parallel_size} and "
             "forward 'hf'; allowed: forward 'decoder', or one rank"
         )
+    return read_embedding(source, dtype), read_head(source, operators)
+
+
+def read_embedding(source: DecoderSource, dtype: torch.dtype) -> TokenRows:
+    """Look-ups in the embedding of a target's files, as the model gives them. Reads no other tensor."""
     table = source.weights.take(EMBEDDING).clone()
-    weight = table if source.config.tie_word_embeddings else source.weights.take(HEAD)
     scale = rounded_scale(source.config, dtype)
     if scale != 1.0:
         table = table * scale
-    return (lambda token_ids: F.embedding(token_ids, table)), operators.linear(weight, None).precise
+    return lambda token_ids: F.embedding(token_ids, table)
+
+
+def read_head(source: DecoderSource, operators: Operators) -> TokenRows:
+    """The head of a target's files. Reads no other tensor."""
+    name = EMBEDDING if source.config.tie_word_embeddings else HEAD
+    return operators.linear(source.weights.take(name), None).precise

@@ -44,7 +44,7 @@ from specray.engine.runner.runner import ModelRunner, RunnerInfo
 from specray.engine.step import CacheShape, Forward
 from specray.errors import ConfigError
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _POPULATED_SHARE = 4
 """Divisor of the available memory: the share populated at start, since other engines do the same."""
 _CAPTURE_LIMIT_S = 30.0
@@ -82,7 +82,7 @@ def build_runner(
         warn_of_turns(config, role)
     tensor_parallel_size = 1 if parallel is None else parallel.world_size
     args = model_args(config, role, tensor_parallel_size)
-    loaded = load_model(args, dtype=_DTYPES[config.dtype], device=device)
+    loaded = load_model(args, dtype=DTYPES[config.dtype], device=device)
     torch.set_num_threads(config.num_threads or num_threads_for(loaded.num_weight_bytes))
     backend = _attention_backend(config, loaded, parallel)
     with naming(lambda: _too_large(loaded)):

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 import torch
 
-from specray.engine.attention.sdpa import sequence_slots
 from specray.engine.features.base import Context, Continued, FeatureStore, TargetParts
 from specray.engine.step import SequenceRows
 
@@ -110,14 +109,14 @@ class ChainedDrafter(ABC):
         return torch.tensor(ends, device=self._parts.device)
 
     def _run_entries(self, store: FeatureStore, pieces: Sequence[Entries]) -> torch.Tensor:
-        device, size = self._parts.device, self._parts.block_size
+        device = self._parts.device
         features: list[torch.Tensor] = []
         rows: list[SequenceRows] = []
         positions: list[int] = []
         token_ids: list[int] = []
         for piece in pieces:
             first, end, blocks = piece.first, piece.end, piece.context.block_ids
-            features.append(store.rows[sequence_slots(blocks, first - 1, end - 1, size, device)])
+            features.append(store.read_tokens(blocks, first - 1, end - 1))
             rows.append(SequenceRows(len(token_ids), end - first + piece.num_masks, first, blocks))
             positions.extend(range(first - 1, end - 1 + piece.num_masks))
             token_ids.extend(piece.context.token_ids[first:end])

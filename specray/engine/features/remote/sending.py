@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from specray.engine.attention.sdpa import sequence_slots
 from specray.engine.cache.sequences import EngineSequence
 from specray.engine.features.base import FeatureStore
+from specray.engine.features.remote.wire import write_rows
 from specray.feature_rows import ITEM_BYTES, MAX_FEATURE_BYTES, FeatureRows
 from specray.types import VerifyItem
 
@@ -55,9 +55,14 @@ class FeatureSender:
         shared = self._shared_out(asked)
         if not shared:
             return found
-        pieces = [self._piece(asked[each.index][1], each) for each in shared]
+        pieces = [
+            self._store.read_tokens(
+                asked[each.index][1].block_table.block_ids, each.first, each.first + each.num_rows
+            )
+            for each in shared
+        ]
         # One copy to the host for all.
-        joined = torch.cat(pieces).to(torch.bfloat16).cpu().view(torch.uint8).numpy()
+        joined = write_rows(torch.cat(pieces))
         start = 0
         for each in shared:
             data = joined[start : start + each.num_rows].tobytes()
@@ -81,10 +86,3 @@ class FeatureSender:
             if each.num_rows:
                 shared.append(each)
         return shared
-
-    def _piece(self, sequence: EngineSequence, each: _Wanted) -> torch.Tensor:
-        store, end = self._store, each.first + each.num_rows
-        slots = sequence_slots(
-            sequence.block_table.block_ids, each.first, end, store.block_size, store.rows.device
-        )
-        return store.rows[slots]

@@ -1,0 +1,193 @@
+"""The draft engine that runs a drafter of features: what the target has computed comes with the items.
+
+A sequence holds the tokens that it was told, and features of the first of them: features of a token depend on
+it and those before, as K/V do, so ``num_computed_tokens`` counts them. The last told token is drawn and has
+none yet. Its entry needs those of the token before::
+
+    told tokens      t0   t1   t2   t3   t4
+    features         f0   f1   f2   f3
+    entries          -    e1   e2   e3   e4   -> draft tokens
+
+Entries are computed from the target's features alone, whatever was drafted in between. Where some are missing
+nothing is drafted: the answer is empty, and the next item may bring them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from specray.draft_tokens import NO_DRAFT
+from specray.engine.cache.blocks import BlockAllocator, BlockTable
+from specray.engine.cache.sequences import EngineSequence, SequenceTable
+from specray.engine.features.base import Context, FeatureStore
+from specray.engine.features.drafting import FeatureDrafting
+from specray.engine.features.eagle import EagleDrafter
+from specray.engine.features.growing import DraftRequest, Growing, begin
+from specray.engine.features.remote.wire import read_rows
+from specray.engine.sampling.grammars import GrammarMasks
+from specray.engine.schedule import check_speculation, failure_reply, split_waves
+from specray.errors import EngineLostError, InvalidRequestError, SpecrayError
+from specray.types import DraftReplies, DraftReply, EngineInfo, GrammarStats, Proposal, SpeculateItem
+
+_CHECK_TOKENS = 2
+"""Tokens of the health check: one for an entry, and the one before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """An item whose sequence has its tokens, its features and its room."""
+
+    item: SpeculateItem
+    sequence: EngineSequence
+    growing: Growing | None
+    """None: nothing is to be drafted, or features are missing."""
+
+
+class FeatureDraftEngine:
+    """Implements ``interfaces.SyncDraftEngine`` over a drafter.
+
+    Args:
+        drafter: loaded in this process.
+        store: takes the features of its tokens.
+        drafting: draws with the drafter, from the store.
+        info: description of the engine, whose limits hold here; a block or two are kept for ``check``.
+        grammars: of the requests; None: their draft tokens are drawn without.
+    """
+
+    def __init__(
+        self,
+        drafter: EagleDrafter,
+        store: FeatureStore,
+        drafting: FeatureDrafting,
+        info: EngineInfo,
+        *,
+        grammars: GrammarMasks | None = None,
+    ) -> None:
+        self._drafter = drafter
+        self._store = store
+        self._drafting = drafting
+        self._info = info
+        self._grammars = grammars
+        self._allocator = BlockAllocator(info.num_blocks, info.block_size)
+        self._check_table = BlockTable(self._allocator)
+        self._check_table.reserve(_CHECK_TOKENS)
+        self._num_blocks = self._allocator.num_free
+        self._table = SequenceTable(self._allocator, max_num_seqs=info.max_num_seqs, can_evict=True)
+
+    @property
+    def info(self) -> EngineInfo:
+        """See ``interfaces.SyncDraftEngine``."""
+        return replace(
+            self._info,
+            num_blocks_in_use=self._num_blocks - self._allocator.num_free,
+            grammar=GrammarStats() if self._grammars is None else self._grammars.stats,
+        )
+
+    @torch.inference_mode()
+    def speculate(self, items: Sequence[SpeculateItem]) -> DraftReplies:
+        """One batch to completion: catches up with what was accepted, then a step per further draft token."""
+        started_ns = time.perf_counter_ns()
+        replies: dict[int, DraftReply] = {}
+        for wave in split_waves(items):
+            replies.update(self._speculate_wave(wave))
+        ordered = tuple(replies[index] for index in range(len(items)))
+        return DraftReplies(ordered, time.perf_counter_ns() - started_ns)
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """Frees the sequences; unknown ids are ignored."""
+        self._table.release(request_ids)
+        if self._grammars is not None:
+            self._grammars.release(request_ids)
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Drafts a token in the room kept for it. Raises EngineLostError for broken logits."""
+        context = Context((0,) * _CHECK_TOKENS, self._check_table.block_ids, _CHECK_TOKENS - 1)
+        self._store.rows[self._check_table.block_ids[0] * self._info.block_size] = 0.0
+        logits = self._drafter.start(self._store, [context])
+        if logits.shape[0] != 1 or bool(logits.isnan().any()):
+            raise EngineLostError("a one-token step gives logits that are not numbers")
+
+    def close(self) -> None:
+        """Nothing is held beyond the process."""
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when a block is lost or owned twice, or lengths do not fit together."""
+        self._table.check_integrity([self._check_table])
+
+    # ---- schedule
+
+    def _speculate_wave(self, wave: Sequence[tuple[int, SpeculateItem]]) -> dict[int, DraftReply]:
+        replies: dict[int, DraftReply] = {}
+        tasks: dict[int, _Task] = {}
+        self._table.begin_step()
+        for index, item in wave:
+            try:
+                tasks[index] = self._admit(item)
+            except SpecrayError as error:
+                replies[index] = failure_reply(item, error)
+        self._work(list(tasks.values()))
+        for index, task in tasks.items():
+            drawn = NO_DRAFT if task.growing is None else task.growing.drawn
+            item = task.item
+            replies[index] = Proposal(item.request_id, item.round_id, item.base_len, drawn)
+        return replies
+
+    def _admit(self, item: SpeculateItem) -> _Task:
+        """Gives the sequence its tokens, features and room; raises before anything changed."""
+        check_speculation(item, self._info, num_told_ids=self._info.vocab_size)
+        if item.fanout:
+            raise InvalidRequestError(
+                f"fanout is {item.fanout}; allowed for a drafter that reads features: none", field="fanout"
+            )
+        rows = None
+        if item.features is not None:
+            rows = read_rows(item.features, self._info.feature_size, like=self._store.rows)
+        length = item.base_len + len(item.token_ids)
+        num_wanted = min(item.num_speculative_tokens, self._info.max_model_len - length)
+        sequence = self._table.keep_and_append(
+            item.request_id, item.base_len, item.token_ids, item.sampling, num_extra_tokens=num_wanted
+        )
+        sequence.set_tail(())
+        if rows is not None:
+            assert item.features is not None
+            self._take(sequence, item.features.first, rows)
+        if num_wanted < 1 or length < _CHECK_TOKENS or sequence.num_computed_tokens < length - 1:
+            return _Task(item, sequence, None)
+        request = DraftRequest(sequence, None, num_wanted, item.min_acceptance, item.tree)
+        return _Task(item, sequence, begin(request, num_wanted, self._drafting.rank_acceptance))
+
+    def _take(self, sequence: EngineSequence, first: int, rows: torch.Tensor) -> None:
+        """Stores features that come next, of tokens that are told; behind a gap they are of no use."""
+        start, end = sequence.num_computed_tokens, min(first + len(rows), sequence.num_tokens)
+        if first > start or start >= end:
+            return
+        self._store.write_tokens(sequence.block_table.block_ids, start, rows[start - first : end - first])
+        sequence.num_computed_tokens = end
+
+    # ---- run
+
+    def _work(self, tasks: Sequence[_Task]) -> None:
+        for task in tasks:
+            if task.growing is None:
+                self._read(task.sequence)
+        self._drafting.grow(task.growing for task in tasks if task.growing is not None)
+        for task in tasks:
+            sequence = task.sequence
+            if task.growing is not None:
+                sequence.num_drafted_for = sequence.num_tokens
+            sequence.block_table.truncate(sequence.num_tokens)
+
+    def _read(self, sequence: EngineSequence) -> None:
+        """Catches up with a sequence for which nothing is drafted now, as far as its features go."""
+        end = min(sequence.num_tokens, sequence.num_computed_tokens + 1)
+        if sequence.num_computed_tokens and end > sequence.num_drafted_for:
+            context = Context(
+                sequence.token_ids[:end], sequence.block_table.block_ids, sequence.num_drafted_for
+            )
+            self._drafter.read(self._store, context)
+            sequence.num_drafted_for = end
