@@ -330,6 +330,7 @@ class Rounds:
         num_rows = num_context_tokens = 0
         has_prompt = any(live.session.is_prefilling for live, _ in batch)
         for live, room in batch:
+            self.proposers.model.ask_features(live)
             item = live.session.verify_item(room)
             pending.add((item.request_id, item.round_id))
             num_new = min(room, len(item.token_ids) + len(item.draft.token_ids))

@@ -23,6 +23,7 @@ from specray.requests import FinishReason, GenerateRequest
 from specray.router.output.guide import Guide
 from specray.router.output.stops import StopConditions
 from specray.router.session_branches import Branches, Outcome
+from specray.router.session_features import FeatureQueue
 from specray.router.session_values import (
     NOTHING_NEXT,
     Commit,
@@ -67,6 +68,8 @@ class Session:
         self.num_prompt_tokens = len(self.committed)
         self.target = TargetView()
         self.draft = DraftView()
+        self.features = FeatureQueue()
+        """Features for a draft that reads them."""
         self.drafted: DraftTokens | None = None
         """Draft tokens of the next Verify; None: not decided yet. Set by ``take_draft`` and by replies."""
         self._next = NOTHING_NEXT
@@ -138,6 +141,11 @@ class Session:
         )
 
     @property
+    def has_features(self) -> bool:
+        """A draft that reads features can draft: those of all tokens but the last have come."""
+        return self.features.end >= len(self.committed) - 1 > 0
+
+    @property
     def has_open_verdict(self) -> bool:
         """A verdict came before the outcomes that the draft was asked for."""
         return self._open_verdict is not None
@@ -182,6 +190,8 @@ class Session:
             num_next_draft_tokens=following.num_tokens,
             next_min_acceptance=following.min_acceptance,
             next_tree=following.tree,
+            num_features=self.features.num_wanted,
+            first_feature=self.features.end if self.features.num_wanted else 0,
         )
         view.in_flight, view.lookahead = item, view.lookahead if is_chunk else None
         return item
@@ -213,8 +223,12 @@ class Session:
         return item
 
     def prefill_chunk_item(self, num_tokens: int) -> SpeculateItem:
-        """Lets the draft prefill the next of the tokens that it was not told; it is asked nothing."""
-        assert self.draft.in_flight is None and num_tokens >= 1
+        """Lets the draft prefill the next of the tokens that it was not told; it is asked nothing.
+
+        Args:
+            num_tokens: 0: it is given features alone.
+        """
+        assert self.draft.in_flight is None and (num_tokens >= 1 or self.features.waiting is not None)
         return self._speculate_item(0, end=self.draft.synced_len + num_tokens)
 
     def _speculate_item(
@@ -223,15 +237,17 @@ class Session:
         view = self.draft
         view.round_id += 1
         start = view.synced_len
+        token_ids = tuple(self.committed[start:end])
         view.in_flight = SpeculateItem(
             self.request_id,
             view.round_id,
             start,
-            tuple(self.committed[start:end]),
+            token_ids,
             most,
             proposed,
             fanout,
             self.request.sampling if start == 0 else None,
+            features=self.features.sent(start + len(token_ids)),
         )
         return view.in_flight
 
@@ -247,6 +263,7 @@ class Session:
         if item is None:
             return None
         self.target.in_flight = None
+        self.features.add(verdict.features)
         self.prompt_scores.add(item.base_len, verdict.prompt_logprobs)
         told_len = item.base_len + len(item.token_ids)
         if self.num_output_tokens == 0:
@@ -314,6 +331,7 @@ class Session:
         if item is None or item.fanout:
             return False
         self.draft.synced_len = item.base_len + len(item.token_ids)
+        self.features.confirm(item.features)
         if item.is_prefill_chunk:
             self.draft.in_flight = None
             return True
@@ -350,6 +368,7 @@ class Session:
     def lose_draft(self) -> None:
         """The draft holds nothing of this session and owes nothing. What it had answered is kept."""
         self.draft.lose()
+        self.features.lose()
         self._open_verdict = None
 
     # What to verify next

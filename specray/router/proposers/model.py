@@ -23,6 +23,7 @@ from specray.metrics.router import RouterMetrics
 from specray.router.deferred import Later
 from specray.router.proposers.base import PENDING, Budget, Pending
 from specray.router.proposers.budgets import Budgets
+from specray.router.proposers.feature_mail import FeatureMail, feature_size, has_mail
 from specray.router.proposers.prefill import DraftPrefill, are_prompts_first
 from specray.router.proposers.waits import DraftWaits
 from specray.router.session import Session
@@ -95,6 +96,7 @@ class ModelProposer:
             is_draft_idle=partial(are_prompts_first, running),
         )
         self._trace = trace
+        self._features = FeatureMail()
 
     @property
     def source(self) -> str:
@@ -123,10 +125,19 @@ class ModelProposer:
         Takes the room for the tokens that the draft must prefill first.
         """
         plan = self._plan(live, live.session.num_remaining, now)
-        if plan.is_off or self._prefill.can_ask(live):
+        if plan.is_off or (self._can_ask(live) and self._prefill.can_ask(live)):
             return plan
         self._controller.postpone_exploration(live.stats)
         return OFF_BY_REASON[Reason.DRAFT_PREFILL]
+
+    def _can_ask(self, live: LiveSession) -> bool:
+        """The draft reads no features, or has all that it needs with a question."""
+        return not feature_size(self.link) or self._features.can_ask(live.session)
+
+    def ask_features(self, live: LiveSession) -> None:
+        """Decides, before a Verify is made, whether its verdict is to bring features for the draft."""
+        is_resting = live.is_drafted_locally or self._controller.resting_plan(live.stats) is not None
+        live.session.features.feature_size = 0 if is_resting else feature_size(self.link)
 
     def propose(self, session: Session, budget: Budget) -> Literal[Pending.PENDING] | None:
         """Asks the draft for a proposal under ``budget.plan``; the reply reaches the session later."""
@@ -151,15 +162,20 @@ class ModelProposer:
         self.flush()
         self._prefill.begin()
         self._prefill.begin_step(step)
+        reads = feature_size(self.link) > 0
         for live in self._running.values():
             session, resting = live.session, self._controller.resting_plan(live.stats)
-            if live.is_drafted_locally or resting is not None or not self._prefill.is_due(live):
+            is_due, has_features = self._prefill.is_due(live), reads and has_mail(session)
+            if live.is_drafted_locally or resting is not None or not (is_due or has_features):
                 continue
             plan = self._plan(live, session.num_remaining, now)
-            num_tokens = 0 if plan.is_off else self._prefill.share(live)
-            if num_tokens == 0:
+            if plan.is_off or (reads and not self._features.fits(session)):
                 continue
-            if num_tokens == live.num_unread and session.is_prefilling and not live.is_predicted:
+            num_tokens = self._prefill.share(live) if is_due else 0
+            if is_due and num_tokens == 0:
+                continue
+            is_last = num_tokens == live.num_unread and session.is_prefilling and not live.is_predicted
+            if is_last and not reads:
                 live.plan = plan
                 self._ask(session, plan, now)
             else:
@@ -169,6 +185,9 @@ class ModelProposer:
 
     def draft_ahead(self, verified: Iterable[LiveSession], now: float) -> bool:
         """Asks for the outcomes of the rounds that have just been sent. True: the draft was given work."""
+        if feature_size(self.link):
+            # Outcomes go on from tokens whose features are not there before the verdict.
+            return False
         is_asked = False
         for live in verified:
             session = live.session
@@ -199,6 +218,7 @@ class ModelProposer:
 
     def flush(self) -> None:
         """Sends what was asked."""
+        self._features.begin()
         if self.link is not None:
             self.link.flush()
 
@@ -391,5 +411,6 @@ class ModelProposer:
 
     def _push(self, item: SpeculateItem, now: float) -> None:
         assert self.link is not None
+        self._features.note(item)
         self.link.push(item, now)
         self._trace.draft_asked(item)

@@ -210,7 +210,8 @@ class DraftLeases:
 
 
 def check_draft(draft: EngineInfo, target: EngineInfo) -> None:
-    """Refuses a draft with another tokenizer or protocol than the target. Either may pad its vocabulary.
+    """Refuses a draft with another tokenizer or protocol than the target, or that reads features which the
+    target does not give. Either may pad its vocabulary.
 
     Raises:
         ConfigError: names the field and both values.
@@ -222,3 +223,13 @@ def check_draft(draft: EngineInfo, target: EngineInfo) -> None:
                 f"draft {draft.model} has {field} {theirs!r}, target {target.model} has {ours!r};"
                 " they must be equal"
             )
+    ours, theirs = _features_of(target), _features_of(draft)
+    if draft.feature_size and ours != theirs:
+        raise ConfigError(
+            f"draft {draft.model} reads features of {theirs}, target {target.model} gives {ours}; they must "
+            "be equal (the target's settings have draft.model 'remote-features' and the same target.drafter)"
+        )
+
+
+def _features_of(info: EngineInfo) -> str:
+    return f"{info.feature_drafter}, {info.feature_size} numbers each" if info.feature_size else "none"

@@ -1,0 +1,48 @@
+"""What a draft that reads features is sent of them, and when it can be asked.
+
+It drafts from features of all tokens but the last. They come with verdicts, and go on with the next item; what
+one message cannot carry follows in prefill chunks, and rounds go without the draft until then.
+"""
+
+from __future__ import annotations
+
+from specray.feature_rows import MAX_FEATURE_BYTES
+from specray.router.session import Session
+from specray.router.transport.links import DraftLink
+from specray.types import SpeculateItem
+
+
+def feature_size(link: DraftLink | None) -> int:
+    """Numbers of a row of features that the leased draft reads; 0: it reads none, or there is no draft."""
+    return 0 if link is None else link.info.feature_size
+
+
+def has_mail(session: Session) -> bool:
+    """Features wait for the draft, and more must come before it can be asked."""
+    is_idle = session.draft.in_flight is None and session.features.waiting is not None
+    return is_idle and not session.has_features
+
+
+class FeatureMail:
+    """Shares out the bytes of features of each message to the draft."""
+
+    def __init__(self) -> None:
+        self._room = MAX_FEATURE_BYTES
+        """Bytes left in the message in the making."""
+
+    def begin(self) -> None:
+        """Begins a message."""
+        self._room = MAX_FEATURE_BYTES
+
+    def fits(self, session: Session) -> bool:
+        """The message has room for all features of the session that wait."""
+        return session.features.num_bytes <= self._room
+
+    def can_ask(self, session: Session) -> bool:
+        """With a question, the draft has all that it needs."""
+        return session.has_features and self.fits(session)
+
+    def note(self, item: SpeculateItem) -> None:
+        """Counts what an item brings."""
+        if item.features is not None:
+            self._room -= len(item.features.data)

@@ -1,0 +1,73 @@
+"""Features on their way from the target to a draft that reads them.
+
+Committed tokens, as far as their features are concerned::
+
+    [0, num_held)      the draft is known to have them
+    [num_held, end)    they wait here, or are with an item in flight
+    [end, ...)         the target is asked for them with the next Verify
+
+A draft that was lost has none: all are asked for again, of the target, which keeps them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specray.feature_rows import ITEM_BYTES, FeatureRows, max_rows
+
+
+@dataclass(slots=True)
+class FeatureQueue:
+    """Features of one session."""
+
+    feature_size: int = 0
+    """Numbers of a row; 0: the draft is to have none now."""
+    num_held: int = 0
+    """First tokens whose features the draft has."""
+    waiting: FeatureRows | None = None
+    """Features of the next tokens, which the draft is not known to have; None: there are none."""
+
+    @property
+    def end(self) -> int:
+        """First tokens whose features have come."""
+        return self.num_held if self.waiting is None else self.waiting.end
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the features that wait."""
+        return 0 if self.waiting is None else len(self.waiting.data)
+
+    @property
+    def num_wanted(self) -> int:
+        """Rows that may come next, so that all that wait fit one message."""
+        if self.feature_size == 0:
+            return 0
+        num_waiting = 0 if self.waiting is None else self.waiting.num_rows
+        return max(0, max_rows(self.feature_size) - num_waiting)
+
+    def add(self, rows: FeatureRows | None) -> None:
+        """Takes what came with a verdict; not what lies behind a gap, or is of another size."""
+        if rows is None or rows.first > self.end or rows.row_bytes != ITEM_BYTES * self.feature_size:
+            return
+        new = rows.within(self.end, rows.end)
+        if new is not None:
+            self.waiting = new if self.waiting is None else self.waiting.followed_by(new)
+
+    def sent(self, end: int) -> FeatureRows | None:
+        """What goes with an item after which the draft holds so many tokens; it waits for the answer."""
+        if self.waiting is None or self.feature_size == 0:
+            return None
+        return self.waiting.within(self.num_held, end)
+
+    def confirm(self, rows: FeatureRows | None) -> None:
+        """The draft has answered an item that brought these."""
+        if rows is not None and rows.end > self.num_held:
+            self.num_held = rows.end
+            if self.waiting is not None:
+                self.waiting = self.waiting.within(rows.end, self.waiting.end)
+
+    def lose(self) -> None:
+        """The draft has none any more."""
+        self.num_held = 0
+        if self.waiting is not None and self.waiting.first > 0:
+            self.waiting = None
