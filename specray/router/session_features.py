@@ -15,6 +15,9 @@ from dataclasses import dataclass
 
 from specray.feature_rows import ITEM_BYTES, FeatureRows, max_rows
 
+_MAX_MESSAGES = 2
+"""Messages' worth of features that wait, at most."""
+
 
 @dataclass(slots=True)
 class FeatureQueue:
@@ -39,11 +42,11 @@ class FeatureQueue:
 
     @property
     def num_wanted(self) -> int:
-        """Rows that may come next, so that all that wait fit one message."""
+        """Rows that may come next: one message's, while the one before is on its way to the draft."""
         if self.feature_size == 0:
             return 0
-        num_waiting = 0 if self.waiting is None else self.waiting.num_rows
-        return max(0, max_rows(self.feature_size) - num_waiting)
+        most, num_waiting = max_rows(self.feature_size), self.end - self.num_held
+        return max(0, min(most, _MAX_MESSAGES * most - num_waiting))
 
     def add(self, rows: FeatureRows | None) -> None:
         """Takes what came with a verdict; not what lies behind a gap, or is of another size."""
@@ -57,7 +60,7 @@ class FeatureQueue:
         """What goes with an item after which the draft holds so many tokens; it waits for the answer."""
         if self.waiting is None or self.feature_size == 0:
             return None
-        return self.waiting.within(self.num_held, end)
+        return self.waiting.within(self.num_held, min(end, self.num_held + max_rows(self.feature_size)))
 
     def confirm(self, rows: FeatureRows | None) -> None:
         """The draft has answered an item that brought these."""
@@ -68,6 +71,4 @@ class FeatureQueue:
 
     def lose(self) -> None:
         """The draft has none any more."""
-        self.num_held = 0
-        if self.waiting is not None and self.waiting.first > 0:
-            self.waiting = None
+        self.num_held, self.waiting = 0, None

@@ -1,7 +1,7 @@
 """What a draft that reads features is sent of them, and when it can be asked.
 
-It drafts from features of all tokens but the last. They come with verdicts, and go on with the next item; what
-one message cannot carry follows in prefill chunks, and rounds go without the draft until then.
+It drafts from features of all tokens but the last. They come with verdicts, and go on with the next item;
+what one message cannot carry follows in prefill chunks, and rounds go without the draft until then.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class FeatureMail:
         self._room = MAX_FEATURE_BYTES
 
     def fits(self, session: Session) -> bool:
-        """The message has room for all features of the session that wait."""
-        return session.features.num_bytes <= self._room
+        """The message has room for the features of the session that a chunk would bring."""
+        return min(session.features.num_bytes, MAX_FEATURE_BYTES) <= self._room
 
     def can_ask(self, session: Session) -> bool:
         """With a question, the draft has all that it needs."""
-        return session.has_features and self.fits(session)
+        return session.has_features and session.features.num_bytes <= self._room
 
     def note(self, item: SpeculateItem) -> None:
         """Counts what an item brings."""

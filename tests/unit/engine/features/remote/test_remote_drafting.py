@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from specray.draft_tokens import NO_DRAFT, DraftTokens, TreeBudget
+from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.engine.features.eagle import EagleFuser
-from specray.types import SamplingParams, Verification
-from tests.unit.engine.features.checkpoints import eagle1_weights, eagle3_weights, official, write
+from tests.unit.engine.features.checkpoints import eagle3_weights, official, write
 from tests.unit.engine.features.remote.pairs import RemoteSession, make_pair
-from tests.unit.engine.features.targets import GREEDY, Session, generate, make_target, step
+from tests.unit.engine.features.targets import Session, generate, make_target, step
 from tests.unit.engine.model.checkpoints import write_checkpoint
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 30]
