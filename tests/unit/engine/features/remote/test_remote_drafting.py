@@ -2,22 +2,49 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from specray.draft_tokens import NO_DRAFT, DraftTokens
+from specray.draft_tokens import NO_DRAFT, DraftTokens, TreeBudget
+from specray.engine.build import build_draft_engine
 from specray.engine.features.eagle import EagleFuser
-from tests.unit.engine.features.checkpoints import eagle3_weights, official, write
-from tests.unit.engine.features.remote.pairs import RemoteSession, make_pair
-from tests.unit.engine.features.targets import Session, generate, make_target, step
+from specray.engine.model.checkpoint.safetensors_files import SafetensorsWeights
+from specray.errors import EngineLostError
+from specray.feature_rows import FeatureRows
+from specray.types import ItemFailed, Proposal, SamplingParams, SpeculateItem, Verification, VerifyItem
+from tests.unit.engine.features.checkpoints import (
+    HIDDEN,
+    LLAMA,
+    eagle1_weights,
+    eagle3_weights,
+    official,
+    random_weights,
+    write,
+)
+from tests.unit.engine.features.remote.pairs import RemoteSession, make_pair, pair_config
+from tests.unit.engine.features.targets import GREEDY, Session, generate, make_target, step
 from tests.unit.engine.model.checkpoints import write_checkpoint
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 30]
 LONG = [(7 * index) % 90 + 3 for index in range(70)]
 K = 3
+MASKED = eagle3_weights() | random_weights({"mask_hidden": (1, 1, 3 * HIDDEN)}, seed=8)
+KINDS = {
+    "eagle3": official(eagle3_weights()),
+    "peagle": official(MASKED, mask_token_id=17),
+    "eagle1": (eagle1_weights(), LLAMA),
+}
+SAMPLINGS = {
+    "greedy": GREEDY,
+    "coupled": SamplingParams(temperature=30.0, seed=11, num_prompt_tokens=len(PROMPT)),
+    "rejection": SamplingParams(
+        temperature=30.0, seed=3, verification=Verification.REJECTION, num_prompt_tokens=len(PROMPT)
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +53,18 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def eagle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("eagle"), *official(eagle3_weights()))
+def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {kind: write(tmp_path_factory.mktemp(kind), *written) for kind, written in KINDS.items()}
+
+
+@pytest.fixture(scope="module")
+def pair(llama: Path, drafters: dict[str, Path]) -> Any:
+    return make_pair(llama, drafters["eagle3"], attention="gather", block_size=16)
 
 
 @pytest.fixture
 def rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Features beside the target are rounded as those on the wire are: then both must agree in all bits."""
+    """Features beside the target are rounded as those on the wire are: both drafters read the same."""
     fuse = EagleFuser.fuse
 
     def rounding(fuser: EagleFuser, features: Any) -> torch.Tensor:
@@ -41,18 +73,205 @@ def rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EagleFuser, "fuse", rounding)
 
 
-def test_proposals_are_those_beside_the_target(llama: Path, eagle: Path, rounded: None) -> None:
-    alone = generate(make_target(llama, None), Session("alone", list(PROMPT)), 30, 0)
-    beside, own = make_target(llama, eagle), Session("a", list(PROMPT))
-    target, draft = make_pair(llama, eagle)
-    session, drafted = RemoteSession("a", list(PROMPT)), NO_DRAFT
-    for right in (1, 2, 0, 3, 1, 0, 2):
+@pytest.mark.parametrize(
+    "kind, name",
+    [
+        ("eagle3", "greedy"),
+        ("eagle3", "coupled"),
+        ("eagle3", "rejection"),
+        ("peagle", "coupled"),
+        ("eagle1", "greedy"),
+    ],
+)
+def test_proposals_are_those_beside_the_target(
+    llama: Path, drafters: dict[str, Path], rounded: None, kind: str, name: str
+) -> None:
+    sampling = SAMPLINGS[name]
+    alone = generate(make_target(llama, None), Session("alone", list(PROMPT), sampling), 24, 0)
+    beside, own = make_target(llama, drafters[kind]), Session("a", list(PROMPT), sampling)
+    target, draft = make_pair(llama, drafters[kind])
+    session, drafted = RemoteSession("a", list(PROMPT), sampling), NO_DRAFT
+    for right in (1, 2, 0, 3, 1):
         [expected] = step(beside, [own], [drafted], K)
         verdict = session.verify(target, drafted)
         assert verdict.next_token_id == expected.next_token_id
         found = session.propose(draft, K)
-        assert found == expected.draft and len(found) == K
-        # Right up to a point, and then whatever the drafter says.
+        assert found.token_ids == expected.draft.token_ids and len(found) == K
+        check_probs(found, expected.draft)
+        # Right up to a point, and then whatever the drafter says; what was sampled stays as it is.
         done = len(session.token_ids) - len(PROMPT)
-        drafted = DraftTokens((*alone[done : done + right], *found.token_ids[right:])[:K])
-    assert {0, 1, 2, 3} == set(session.accepted)
+        drafted = (
+            found if found.probs else DraftTokens((*alone[done : done + right], *found.token_ids[right:])[:K])
+        )
+    assert name == "rejection" or len(set(session.accepted)) >= 3
+
+
+def check_probs(found: DraftTokens, expected: DraftTokens) -> None:
+    for own, other in zip(found.probs, expected.probs, strict=True):
+        assert own.token_ids == other.token_ids and own.probs == pytest.approx(other.probs, rel=1e-5)
+
+
+@pytest.mark.parametrize("budget", [TreeBudget(8), TreeBudget(7, (4, 1), 0.0)], ids=["likeliest", "shape"])
+def test_trees_are_those_beside_the_target(
+    llama: Path, drafters: Any, pair: Any, rounded: None, budget: Any
+) -> None:
+    beside, own = make_target(llama, drafters["eagle3"]), Session("a", list(PROMPT))
+    target, draft = make_pair(llama, drafters["eagle3"])
+    session, drafted = RemoteSession("a", list(PROMPT)), NO_DRAFT
+    for _ in range(3):
+        [expected] = step(beside, [own], [drafted], K, next_tree=budget)
+        session.verify(target, drafted)
+        drafted = session.propose(draft, K, tree=budget)
+        assert drafted == expected.draft and not drafted.is_chain
+
+
+def test_a_draft_that_lost_everything_proposes_the_same(pair: Any) -> None:
+    target, draft = pair
+    session, drafted = RemoteSession("lost", list(PROMPT)), NO_DRAFT
+    for _ in range(3):
+        session.verify(target, drafted)
+        drafted = session.propose(draft, K)
+    # A replica that knows nothing: the target is asked for all features again, in a round that is due anyway.
+    session.verify(target, drafted)
+    session.lose(draft)
+    assert session.propose(draft, K) == NO_DRAFT, "without features nothing is drafted"
+    session.verify(target, NO_DRAFT)
+    assert session.waiting[0].first == 0 and session.waiting[0].end == len(session.token_ids) - 1
+    found = session.propose(draft, K)
+    fresh = RemoteSession("fresh", list(session.token_ids), held=0)
+    fresh.token_ids.pop()
+    verdict = fresh.verify(target)
+    assert verdict.next_token_id == session.token_ids[-1]
+    assert found == fresh.propose(draft, K) and len(found) == K
+    for engine in (target, draft):
+        engine.release(["lost", "fresh"])
+
+
+def test_features_that_were_lost_hold_back_proposals_until_they_come(pair: Any) -> None:
+    target, draft = pair
+    session = RemoteSession("gap", list(PROMPT))
+    session.verify(target)
+    assert session.propose(draft, K, loses_features=True) == NO_DRAFT
+    session.verify(target, wanted=4)
+    assert [rows.num_rows for rows in session.waiting] == [4]
+    assert session.propose(draft, K) == NO_DRAFT, "those of four tokens are not all"
+    session.verify(target)
+    found = session.propose(draft, K)
+    # Rows behind a gap are of no use, and change nothing.
+    session.verify(target)
+    told = tuple(session.token_ids[session.told :])
+    gap = FeatureRows(session.num_features + 1, 1, b"\x80\x3f" * HIDDEN)
+    item = SpeculateItem("gap", 0, session.told, told, K, features=gap)
+    [reply] = draft.speculate([item]).replies
+    assert reply == Proposal("gap", 0, session.told)
+    assert len(session.propose(draft, K)) == len(found) == K
+    forget(pair, "gap")
+
+
+def test_chunks_are_read_as_they_come(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries of a long prompt are computed with its chunks, not with the first question."""
+    monkeypatch.setattr("specray.engine.features.chained.drafter._MAX_ROWS", 16)
+    target, draft = pair
+    session = RemoteSession("chunks", list(LONG[:40]))
+    session.verify(target, sample=False)
+    assert session.propose(draft, 0) == NO_DRAFT
+    sequence = draft._table._sequences["chunks"]
+    assert (sequence.num_computed_tokens, sequence.num_drafted_for) == (40, 40)
+    session.token_ids += LONG[40:]
+    session.verify(target)
+    assert session.propose(draft, K) == whole(pair, session, "whole")
+    assert sequence.num_drafted_for == len(LONG) + 1
+    assert sequence.block_table.block_ids and len(sequence.block_table.block_ids) == -(-(len(LONG) + 1) // 16)
+    forget(pair, "chunks")
+    assert draft.info.num_blocks_in_use == 0
+
+
+def forget(pair: Any, request_id: str) -> None:
+    for engine in pair:
+        engine.release([request_id])
+
+
+def whole(pair: Any, session: RemoteSession, name: str) -> DraftTokens:
+    """What is proposed for the same tokens, told and given at once; the prompt is in the prefix cache."""
+    target, draft = pair
+    other = RemoteSession(name, session.token_ids[:-1])
+    verdict = other.verify(target)
+    assert verdict.num_cached_tokens >= 32 and session.token_ids == other.token_ids
+    found = other.propose(draft, K)
+    forget(pair, name)
+    return found
+
+
+def test_a_step_sends_no_more_than_its_bytes_and_rounds_go_first(pair: Any) -> None:
+    target, _ = pair
+    sender = target._features
+    long, short = RemoteSession("long", list(LONG)), RemoteSession("short", list(PROMPT))
+    short.verify(target)
+    items = [
+        replace(long.item(num_features=1000), sample=False),
+        short.item(DraftTokens((3, 4)), num_features=1000, first_feature=len(PROMPT)),
+    ]
+    sender._max_rows = 20
+    chunk, verdict = target.verify(items).replies
+    sender._max_rows = 1 << 20
+    # One row of the round, whose drafts are wrong, and what is left.
+    assert (verdict.features.first, verdict.features.num_rows) == (
+        len(PROMPT),
+        verdict.num_accepted_tokens + 1,
+    )
+    assert chunk.features.first == 0 and chunk.features.num_rows == 20 - verdict.features.num_rows
+    assert len(chunk.features.data) == 2 * HIDDEN * chunk.features.num_rows
+    [again] = target.verify([VerifyItem("long", 9, 70, (5,), num_features=1000, first_feature=71)]).replies
+    assert again.features is None, "nothing is there of a token that is drawn"
+    target.release(["long", "short"])
+
+
+def test_an_error_in_sending_costs_no_verdict(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, _ = pair
+    monkeypatch.setattr("specray.engine.features.remote.sending.write_rows", lambda rows: 1 / 0)
+    verdict = RemoteSession("error", list(PROMPT)).verify(target)
+    assert verdict.next_token_id is not None and verdict.features is None
+    target.release(["error"])
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"fanout": (1,)}, "fanout is (1,); allowed for a drafter that reads features: none"),
+        ({"features": FeatureRows(0, 1, b"1234")}, f"features.data has 4 bytes a row; allowed: {2 * HIDDEN}"),
+        ({"min_acceptance": 1.0}, "min_acceptance is 1.0; allowed: 0 or more, below 1"),
+    ],
+    ids=["fanout", "size", "bound"],
+)
+def test_items_that_it_cannot_serve_are_refused_by_name(pair: Any, changes: Any, says: str) -> None:
+    _, draft = pair
+    item = replace(SpeculateItem("a", 0, 0, (5, 6), K, sampling=GREEDY), **changes)
+    [reply] = draft.speculate([item]).replies
+    assert isinstance(reply, ItemFailed) and reply.message == says and not reply.is_retriable
+    assert draft.info.num_blocks_in_use == 0
+
+
+def test_the_health_check_runs_the_drafter(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, draft = pair
+    draft.check()
+    monkeypatch.setattr(draft._drafter, "_logits", lambda rows: torch.full((1, 3), torch.nan))
+    with pytest.raises(EngineLostError, match="not numbers"):
+        draft.check()
+
+
+def test_of_the_target_only_what_it_lacks_is_read(
+    llama: Path, drafters: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    untied = write_checkpoint(tmp_path, "llama", num_hidden_layers=3, tie_word_embeddings=False)
+    read, take = set[str](), SafetensorsWeights.raw
+
+    def noted(weights: SafetensorsWeights, name: str, *arguments: Any) -> Any:
+        read.add(name)
+        return take(weights, name, *arguments)
+
+    monkeypatch.setattr(SafetensorsWeights, "raw", noted)
+    build_draft_engine(pair_config(llama, drafters["eagle3"]))
+    assert read == {"model.embed_tokens.weight"}
+    read.clear()
+    build_draft_engine(pair_config(untied, drafters["eagle1"]))
+    assert read == {"model.embed_tokens.weight", "lm_head.weight"}
