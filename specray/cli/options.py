@@ -44,7 +44,7 @@ Draft = Annotated[
     str | None,
     typer.Option(
         help="Draft model: path, GGUF file, hub id, known name, embedded; or ngram, suffix, lookahead, "
-        "features, none."
+        "features, remote-features, none."
     ),
 ]
 Drafter = Annotated[
