@@ -13,6 +13,7 @@ from specray.rpc.workers.parent import end_with_parent
 if TYPE_CHECKING:
     from specray.config import Config
     from specray.engine.draft import DraftEngine
+    from specray.engine.features.remote.engine import FeatureDraftEngine
     from specray.engine.runner.parallel import ParallelContext
     from specray.engine.target import TargetEngine
     from specray.rpc.role import RoleName
@@ -110,7 +111,7 @@ def _serve_engine(
     from specray.rpc.channel import channel_options
     from specray.rpc.workers.worker import serve_engine
 
-    def draft() -> DraftEngine:
+    def draft() -> DraftEngine | FeatureDraftEngine:
         return build_draft_engine(config, parallel=join())
 
     def target() -> TargetEngine:

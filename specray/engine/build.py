@@ -210,8 +210,9 @@ def build_follower(
     Raises:
         ConfigError: names the setting, its value and what is allowed.
     """
-    is_target = isinstance(config, TargetConfig)
-    plan = plan_drafter(config, is_remote=sends_features) if is_target else None
+    plan = None
+    if isinstance(config, TargetConfig):
+        plan = plan_drafter(config, is_remote=sends_features)
     return _build_runner(config, role=role, parallel=parallel, plan=plan)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from specray.config import Config, DraftConfig
 from specray.engine.attention.mask import MAX_TREE_ROWS
+from specray.engine.attention.select import DEFAULT_BLOCK_SIZE
 from specray.engine.features.base import FeatureStore, TargetParts, TargetShape
 from specray.engine.features.eagle import EagleDrafter
 from specray.engine.features.eagle_layout import EagleLayout
@@ -20,7 +21,7 @@ from specray.engine.features.remote.layout import read_remote
 from specray.engine.model.loader import DecoderSource, LoadedModel, load_model
 from specray.engine.model.operators import Operators, cpu_operators, cuda_operators
 from specray.engine.model.quantized.formats import PLAIN
-from specray.engine.runner.assembly import DEFAULT_BLOCK_SIZE, DTYPES, model_args
+from specray.engine.runner.assembly import DTYPES, model_args
 from specray.engine.runner.device import choose_device, num_threads_for, use_cores, use_device
 from specray.engine.runner.gpu_claim import claim_gpu, name_of, warn_of_turns
 from specray.engine.runner.memory import CudaMemory, cache_bytes, naming

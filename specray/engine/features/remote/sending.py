@@ -20,7 +20,8 @@ _log = logging.getLogger(__name__)
 class _Wanted(NamedTuple):
     """Rows of one item."""
 
-    index: int
+    place: int
+    """Index of the item."""
     first: int
     num_rows: int
 
@@ -57,7 +58,7 @@ class FeatureSender:
             return found
         pieces = [
             self._store.read_tokens(
-                asked[each.index][1].block_table.block_ids, each.first, each.first + each.num_rows
+                asked[each.place][1].block_table.block_ids, each.first, each.first + each.num_rows
             )
             for each in shared
         ]
@@ -66,7 +67,7 @@ class FeatureSender:
         start = 0
         for each in shared:
             data = joined[start : start + each.num_rows].tobytes()
-            found[each.index] = FeatureRows(each.first, each.num_rows, data)
+            found[each.place] = FeatureRows(each.first, each.num_rows, data)
             start += each.num_rows
         return found
 

@@ -179,7 +179,8 @@ def test_a_rank_of_a_draft_loads_the_draft(monkeypatch: pytest.MonkeyPatch) -> N
         seen.append((args.rank, args.world_size, meeting))
         return "group"
 
-    def build(engine: EngineConfig, *, role: str, parallel: str) -> Runner:
+    def build(engine: EngineConfig, *, role: str, parallel: str, sends_features: bool) -> Runner:
+        assert not sends_features
         seen.append((engine.model, role, parallel))
         return Runner()
 
