@@ -33,7 +33,7 @@ from specray.config.router import RouterConfig
 from specray.config.section import Section
 from specray.config.speculation import SpeculationConfig
 from specray.errors import ConfigError
-from specray.types import DraftKind, Overlap
+from specray.types import DraftKind
 
 
 class Config(Section):
@@ -63,17 +63,10 @@ class Config(Section):
             raise ValueError(
                 f"draft.model is {draft.model!r} without target.drafter; allowed: both, or another model"
             )
-        if not draft.reads_features:
-            return self
-        if drafter == MTP:
+        if draft.reads_features and drafter == MTP:
             raise ValueError(
                 f"target.drafter is {MTP!r} with draft.model {REMOTE_FEATURES!r}; allowed: a directory of "
                 "EAGLE-1, 2, 3 or P-EAGLE (the MTP layer drafts in the target: draft.model 'features')"
-            )
-        if self.speculation.overlap is not Overlap.SERIAL:
-            raise ValueError(
-                f"speculation.overlap is {self.speculation.overlap!s} with draft.model {REMOTE_FEATURES!r}; "
-                "allowed: serial (outcomes would need features of tokens that are not verified yet)"
             )
         return self
 

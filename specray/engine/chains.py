@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specray.draft_tokens import DraftTokens, SparseProbs
-from specray.engine.attention.mask import Visibility, branch_visibility
+from specray.engine.attention.mask import MAX_TREE_ROWS, Visibility, branch_visibility
 from specray.engine.cache.sequences import EngineSequence
 from specray.engine.sampling.draft import DraftToken, RankedRow
 from specray.engine.sampling.state import RowGroup, SamplingState, chain_rows
 from specray.engine.schedule import BranchStep
-from specray.errors import OutOfBlocksError
+from specray.errors import InvalidRequestError, OutOfBlocksError
 from specray.types import Branch, SpeculateItem
 
 
@@ -275,3 +275,31 @@ class OutcomeBranches:
             token_id,
             sequence=self.sequence,
         )
+
+
+def wanted_rows(item: SpeculateItem, max_model_len: int) -> tuple[int, int]:
+    """First and last number of accepted tokens that an item wants branches for; ``(0, -1)``: none fits.
+
+    Raises:
+        InvalidRequestError: the fan-out is none for its proposed tokens.
+    """
+    num_proposed, length = len(item.proposed_token_ids), item.base_len + len(item.token_ids)
+    if len(item.fanout) > num_proposed + 1 or min(item.fanout) < 0:
+        raise InvalidRequestError(
+            f"fanout is {item.fanout} for {num_proposed} proposed tokens; allowed: at most "
+            f"{num_proposed + 1} numbers, 0 or more",
+            field="fanout",
+        )
+    if item.num_speculative_tokens > MAX_TREE_ROWS:
+        raise InvalidRequestError(
+            f"num_speculative_tokens is {item.num_speculative_tokens}; allowed with fanout: at most "
+            f"{MAX_TREE_ROWS}",
+            field="num_speculative_tokens",
+        )
+    # A branch holds at least its next token.
+    fitting = [
+        accepted
+        for accepted, count in enumerate(item.fanout)
+        if count > 0 and length + accepted + 1 <= max_model_len
+    ]
+    return (fitting[0], fitting[-1]) if fitting else (0, -1)

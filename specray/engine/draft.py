@@ -21,10 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specray.draft_tokens import DraftTokens
-from specray.engine.attention.mask import MAX_TREE_ROWS
 from specray.engine.base import EngineBase
 from specray.engine.cache.sequences import EngineSequence
-from specray.engine.chains import Chain, OutcomeBranches
+from specray.engine.chains import Chain, OutcomeBranches, wanted_rows
 from specray.engine.guesses import Guesser
 from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.sampling.sampler import Sampler, make_sampler
@@ -39,7 +38,7 @@ from specray.engine.schedule import (
     split_waves,
 )
 from specray.engine.trees import DraftTree, TreeRow
-from specray.errors import InvalidRequestError, SpecrayError
+from specray.errors import SpecrayError
 from specray.types import DraftReplies, DraftReply, EngineInfo, Outcomes, Proposal, SpeculateItem
 
 if TYPE_CHECKING:
@@ -177,12 +176,6 @@ class DraftEngine(EngineBase):
         """Gives the sequence its tokens and its room; raises before anything changed."""
         length = item.base_len + len(item.token_ids)
         check_speculation(item, self._info, num_told_ids=self._num_told_ids)
-        if item.fanout and item.num_speculative_tokens > MAX_TREE_ROWS:
-            raise InvalidRequestError(
-                f"num_speculative_tokens is {item.num_speculative_tokens}; allowed with fanout: at most "
-                f"{MAX_TREE_ROWS}",
-                field="num_speculative_tokens",
-            )
         return self._admit_outcomes(item, length) if item.fanout else self._admit_proposal(item, length)
 
     def _admit_proposal(self, item: SpeculateItem, length: int) -> _Proposing | DraftTree:
@@ -205,20 +198,7 @@ class DraftEngine(EngineBase):
         return _Proposing(sequence, chain)
 
     def _admit_outcomes(self, item: SpeculateItem, length: int) -> OutcomeBranches:
-        num_proposed = len(item.proposed_token_ids)
-        if len(item.fanout) > num_proposed + 1 or min(item.fanout) < 0:
-            raise InvalidRequestError(
-                f"fanout is {item.fanout} for {num_proposed} proposed tokens; allowed: at most "
-                f"{num_proposed + 1} numbers, 0 or more",
-                field="fanout",
-            )
-        # A branch holds at least its next token.
-        fitting = [
-            accepted
-            for accepted, count in enumerate(item.fanout)
-            if count > 0 and length + accepted + 1 <= self._info.max_model_len
-        ]
-        first, last = (fitting[0], fitting[-1]) if fitting else (0, -1)
+        first, last = wanted_rows(item, self._info.max_model_len)
         proposed = item.proposed_token_ids[: max(last, 0)]
         num_extra = min(len(proposed) + 1 + item.num_speculative_tokens, self._info.max_model_len - length)
         sequence = self._keep_and_append(item, num_extra)

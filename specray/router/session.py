@@ -352,6 +352,7 @@ class Session:
         if item is None or not item.fanout:
             return False
         self.draft.synced_len = item.base_len + len(item.token_ids)
+        self.features.confirm(item.features)
         for branch in outcomes.branches:
             draft = self._usable(branch.draft, most=item.num_speculative_tokens)
             self._branches.add(branch.num_accepted_tokens, branch.next_token_id, draft)

@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens
-from specray.engine.chains import Chain
+from specray.engine.chains import Chain, OutcomeBranches
 from specray.engine.features.base import FeatureDrafter, FeatureStore
 from specray.engine.features.growing import (
     DraftRequest,
@@ -95,7 +95,7 @@ class FeatureDrafting:
             chains = [row for each in growing if isinstance(each, GrowingChain) for row in each.rows]
             nodes = [row for each in growing if isinstance(each, GrowingTree) for row in each.rows]
             if chains:
-                self._draw(logits[: len(chains)], chains)
+                self.draw(logits[: len(chains)], chains)
             if nodes:
                 self._spread(logits[len(chains) :], nodes)
             going = [(each, each.advance(start)) for each, start in zip(growing, starts, strict=True)]
@@ -103,7 +103,8 @@ class FeatureDrafting:
             if growing:
                 logits = self._drafter.advance([rows for _, rows in going if rows is not None])
 
-    def _draw(self, logits: torch.Tensor, chains: Sequence[Chain]) -> None:
+    def draw(self, logits: torch.Tensor, chains: Sequence[Chain]) -> None:
+        """Gives each chain its next token, drawn from its row of logits."""
         groups = [self._masked(chain) for chain in chains]
         is_judged = any(chain.is_judged for chain in chains)
         # A drafter that judges itself: its first rows are the chains'.
@@ -114,6 +115,21 @@ class FeatureDrafting:
                 token = token._replace(logprob=math.log(max(chances[index], _LEAST_CHANCE)))
             chain.take(token)
 
+    def rank(self, logits: torch.Tensor, outcomes: Sequence[OutcomeBranches]) -> None:
+        """Makes a branch of each likely outcome, by a row of logits for each number of accepted tokens."""
+        ranked = self._sampler.rank(
+            logits,
+            [
+                self._with_masks(outcome.group, outcome.sequence.request_id, outcome.output_ids)
+                for outcome in outcomes
+            ],
+            [count for outcome in outcomes for count in outcome.counts],
+            [token for outcome in outcomes for token in outcome.excluded],
+        )
+        rows = iter(ranked)
+        for outcome in outcomes:
+            outcome.spread([next(rows) for _ in range(outcome.num_rows)])
+
     def _spread(self, logits: torch.Tensor, nodes: Sequence[TreeRow]) -> None:
         """Gives each node's next tokens to its tree."""
         groups = [self._masked(node) for node in nodes]
@@ -122,12 +138,16 @@ class FeatureDrafting:
             node.tree.add(node.node, next_tokens)
 
     def _masked(self, row: Chain | TreeRow) -> RowGroup:
-        """The row with what its request's grammar allows; without where that is lost: the target refuses."""
+        """The row with what its request's grammar allows."""
         group, output_ids = masked_output(row)
+        return self._with_masks(group, row.request_id, output_ids)
+
+    def _with_masks(self, group: RowGroup, request_id: str, output_ids: list[int]) -> RowGroup:
+        """The rows with what a grammar allows; without where that is lost: the target refuses."""
         if group.sampling.grammar is None or self._grammars is None:
             return group
         try:
-            masks = self._grammars.masks(row.request_id, group.sampling, output_ids, ())
+            masks = self._grammars.masks(request_id, group.sampling, output_ids, group.token_ids)
         except SpecrayError:
             return group
         return replace(group, token_masks=masks)

@@ -97,6 +97,11 @@ class EagleDrafter(ChainedDrafter):
         """Index of each sequence's first row in ``_ahead``."""
         self._shared = SharedRows()
 
+    @property
+    def has_masks(self) -> bool:
+        """It draws all its tokens in one forward, and cannot go on from its own output."""
+        return self._mask_feature is not None
+
     def fuse(self, features: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """See ``base.FeatureDrafter``."""
         return self._fuser.fuse(features)

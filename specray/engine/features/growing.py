@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from specray.draft_tokens import DraftTokens, TreeBudget
 from specray.engine.attention.mask import Visibility
 from specray.engine.cache.sequences import EngineSequence
-from specray.engine.chains import Chain
+from specray.engine.chains import BranchChain, Chain
 from specray.engine.features.base import Context, Continued
 from specray.engine.sampling.state import RowGroup
 from specray.engine.trees import DraftTree, TreeRow
@@ -152,7 +152,7 @@ def begin(request: DraftRequest, num_wanted: int, rank_acceptance: Sequence[Sequ
 def masked_output(row: Chain | TreeRow) -> tuple[RowGroup, list[int]]:
     """The row that is sampled from, and the output that its next token continues."""
     group = row.group
-    if isinstance(row, TreeRow):
+    if isinstance(row, TreeRow | BranchChain):
         return group, row.output_ids
     # The drawn token is not told yet.
     return group, row.token_ids[group.sampling.num_prompt_tokens :]

@@ -185,9 +185,6 @@ class ModelProposer:
 
     def draft_ahead(self, verified: Iterable[LiveSession], now: float) -> bool:
         """Asks for the outcomes of the rounds that have just been sent. True: the draft was given work."""
-        if feature_size(self.link):
-            # Outcomes go on from tokens whose features are not there before the verdict.
-            return False
         is_asked = False
         for live in verified:
             session = live.session
@@ -205,7 +202,7 @@ class ModelProposer:
             num_drafts = len(verifying.draft.first_path)
             fanout = self._controller.fanout(plan, num_drafts)
             most = max_branches(plan, num_drafts, num_running=len(self._running))
-            if fanout and self._prefill.can_ask(live):
+            if fanout and self._can_ask(live) and self._prefill.can_ask(live):
                 live.ahead = plan
                 self._push(session.outcomes_item(plan.num_speculative_tokens, fanout, most), now)
                 is_asked = True

@@ -51,6 +51,15 @@ class ChainedDrafter(ABC):
         self._recycled = torch.empty(0)
         """Outputs of the last step's rows, which stand for the features of their tokens."""
 
+    @property
+    def outputs(self) -> torch.Tensor:
+        """Outputs of the last step's rows, which the next step goes on from, ``[num_rows, hidden_size]``."""
+        return self._recycled
+
+    @outputs.setter
+    def outputs(self, rows: torch.Tensor) -> None:
+        self._recycled = rows
+
     def start(self, store: FeatureStore, contexts: Sequence[Context]) -> torch.Tensor:
         """See ``base.FeatureDrafter``."""
         last = self._catch_up(store, contexts)

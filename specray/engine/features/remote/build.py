@@ -26,7 +26,7 @@ from specray.engine.runner.device import choose_device, num_threads_for, use_cor
 from specray.engine.runner.gpu_claim import claim_gpu, name_of, warn_of_turns
 from specray.engine.runner.memory import CudaMemory, cache_bytes, naming
 from specray.errors import ConfigError
-from specray.types import PROTOCOL_VERSION, EngineInfo
+from specray.types import PROTOCOL_VERSION, EngineInfo, Overlap
 
 _LEAST_BLOCK_SIZE = 2
 """Tokens of a block: those of the health check have one."""
@@ -64,6 +64,11 @@ def load_drafter_alone(config: Config) -> LoadedDrafter:
     args = replace(model_args(config.target, "target", 1), formats=PLAIN, max_model_len=most)
     shape = target_shape(args)
     layout = read_remote(path, shape)
+    if layout.masks is not None and config.speculation.overlap is not Overlap.SERIAL:
+        raise ConfigError(
+            f"target.drafter {path!r} is a P-EAGLE drafter and speculation.overlap is "
+            f"{config.speculation.overlap!s}; allowed: serial (it does not go on from its own output)"
+        )
     loaded = load_model(args, dtype=dtype, device=device)
     if not isinstance(loaded.source, DecoderSource):
         raise ConfigError(

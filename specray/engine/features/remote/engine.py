@@ -23,15 +23,25 @@ import torch
 from specray.draft_tokens import NO_DRAFT
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
 from specray.engine.cache.sequences import EngineSequence, SequenceTable
+from specray.engine.chains import OutcomeBranches, wanted_rows
 from specray.engine.features.base import Context, FeatureStore
 from specray.engine.features.drafting import FeatureDrafting
 from specray.engine.features.eagle import EagleDrafter
 from specray.engine.features.growing import DraftRequest, Growing, begin
+from specray.engine.features.remote.outcomes import draft_outcomes
 from specray.engine.features.remote.wire import read_rows
 from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.schedule import check_speculation, failure_reply, split_waves
-from specray.errors import EngineLostError, InvalidRequestError, SpecrayError
-from specray.types import DraftReplies, DraftReply, EngineInfo, GrammarStats, Proposal, SpeculateItem
+from specray.errors import EngineLostError, SpecrayError
+from specray.types import (
+    DraftReplies,
+    DraftReply,
+    EngineInfo,
+    GrammarStats,
+    Outcomes,
+    Proposal,
+    SpeculateItem,
+)
 
 _CHECK_TOKENS = 2
 """Tokens of the health check: one for an entry, and the one before it."""
@@ -43,8 +53,19 @@ class _Task:
 
     item: SpeculateItem
     sequence: EngineSequence
-    growing: Growing | None
-    """None: nothing is to be drafted, or features are missing."""
+    growing: Growing | None = None
+    """What grows for a proposal."""
+    outcome: OutcomeBranches | None = None
+    """What grows for outcomes. Without either nothing is to be drafted, or features are missing."""
+
+    @property
+    def reply(self) -> DraftReply:
+        item = self.item
+        if item.fanout:
+            branches = () if self.outcome is None else tuple(each.reply for each in self.outcome.branches)
+            return Outcomes(item.request_id, item.round_id, item.base_len, branches)
+        drawn = NO_DRAFT if self.growing is None else self.growing.drawn
+        return Proposal(item.request_id, item.round_id, item.base_len, drawn)
 
 
 class FeatureDraftEngine:
@@ -132,23 +153,20 @@ class FeatureDraftEngine:
                 replies[index] = failure_reply(item, error)
         self._work(list(tasks.values()))
         for index, task in tasks.items():
-            drawn = NO_DRAFT if task.growing is None else task.growing.drawn
-            item = task.item
-            replies[index] = Proposal(item.request_id, item.round_id, item.base_len, drawn)
+            replies[index] = task.reply
         return replies
 
     def _admit(self, item: SpeculateItem) -> _Task:
         """Gives the sequence its tokens, features and room; raises before anything changed."""
         check_speculation(item, self._info, num_told_ids=self._info.vocab_size)
-        if item.fanout:
-            raise InvalidRequestError(
-                f"fanout is {item.fanout}; allowed for a drafter that reads features: none", field="fanout"
-            )
+        limit = self._info.max_model_len
+        first, last = wanted_rows(item, limit) if item.fanout else (0, -1)
+        proposed = item.proposed_token_ids[: max(last, 0)]
         rows = None
         if item.features is not None:
             rows = read_rows(item.features, self._info.feature_size, like=self._store.rows)
         length = item.base_len + len(item.token_ids)
-        num_wanted = min(item.num_speculative_tokens, self._info.max_model_len - length)
+        num_wanted = min(len(proposed) + bool(item.fanout) + item.num_speculative_tokens, limit - length)
         sequence = self._table.keep_and_append(
             item.request_id, item.base_len, item.token_ids, item.sampling, num_extra_tokens=num_wanted
         )
@@ -157,9 +175,14 @@ class FeatureDraftEngine:
             assert item.features is not None
             self._take(sequence, item.features.first, rows)
         if num_wanted < 1 or length < _CHECK_TOKENS or sequence.num_computed_tokens < length - 1:
-            return _Task(item, sequence, None)
+            return _Task(item, sequence)
+        if item.fanout:
+            if last < 0 or self._drafter.has_masks:
+                return _Task(item, sequence)
+            sequence.set_tail(proposed)
+            return _Task(item, sequence, outcome=OutcomeBranches(item, sequence, first, last, limit))
         request = DraftRequest(sequence, None, num_wanted, item.min_acceptance, item.tree)
-        return _Task(item, sequence, begin(request, num_wanted, self._drafting.rank_acceptance))
+        return _Task(item, sequence, growing=begin(request, num_wanted, self._drafting.rank_acceptance))
 
     def _take(self, sequence: EngineSequence, first: int, rows: torch.Tensor) -> None:
         """Stores features that come next, of tokens that are told; behind a gap they are of no use."""
@@ -173,12 +196,16 @@ class FeatureDraftEngine:
 
     def _work(self, tasks: Sequence[_Task]) -> None:
         for task in tasks:
-            if task.growing is None:
+            if task.growing is None and task.outcome is None:
                 self._read(task.sequence)
         self._drafting.grow(task.growing for task in tasks if task.growing is not None)
+        outcomes = [task.outcome for task in tasks if task.outcome is not None]
+        if outcomes:
+            draft_outcomes(self._drafter, self._store, self._drafting, outcomes)
         for task in tasks:
             sequence = task.sequence
-            if task.growing is not None:
+            sequence.set_tail(())
+            if task.growing is not None or task.outcome is not None:
                 sequence.num_drafted_for = sequence.num_tokens
             sequence.block_table.truncate(sequence.num_tokens)
 

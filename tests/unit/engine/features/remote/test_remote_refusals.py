@@ -16,8 +16,6 @@ from tests.unit.engine.features.checkpoints import eagle3_weights, medusa_weight
 from tests.unit.engine.features.remote.pairs import pair_config
 from tests.unit.engine.model.checkpoints import write_checkpoint
 
-REMOTE = {"draft": {"model": "remote-features"}}
-
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -56,43 +54,24 @@ def test_memory_for_less_than_a_sequence_is_refused(llama: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "target, draft, speculation, says",
+    "target, draft, says",
     [
-        ({}, {}, {}, "draft.model is 'remote-features' without target.drafter"),
-        ({"drafter": "mtp"}, {}, {}, "target.drafter is 'mtp' with draft.model 'remote-features'"),
+        ({}, {}, "draft.model is 'remote-features' without target.drafter"),
+        ({"drafter": "mtp"}, {}, "target.drafter is 'mtp' with draft.model 'remote-features'"),
         (
             {"drafter": "/e"},
             {"window": 64},
-            {},
-            "window is 64 with model 'remote-features'; allowed with it: none",
+            "window is 64 with model 'remote-features'; allowed with it: ",
         ),
-        ({"drafter": "/e"}, {"draft": "ngram"}, {}, "draft is 'ngram' with model 'remote-features'"),
-        ({"drafter": "/e"}, {"tensor_parallel_size": 2}, {}, "tensor_parallel_size is 2 with model"),
-        (
-            {"drafter": "/e"},
-            {"forward": "hf"},
-            {},
-            "forward is 'hf' with model 'remote-features'; allowed with it: ",
-        ),
-        (
-            {"drafter": "/e"},
-            {"quantization": "int8"},
-            {},
-            "quantization is 'int8' with model 'remote-features'",
-        ),
-        (
-            {"drafter": "/e"},
-            {},
-            {"overlap": "enumerate"},
-            "speculation.overlap is enumerate with draft.model",
-        ),
-        ({"drafter": "/e"}, {}, {"overlap": "auto"}, "speculation.overlap is auto with draft.model"),
+        ({"drafter": "/e"}, {"draft": "ngram"}, "draft is 'ngram' with model 'remote-features'"),
+        ({"drafter": "/e"}, {"tensor_parallel_size": 2}, "tensor_parallel_size is 2 with model"),
+        ({"drafter": "/e"}, {"forward": "hf"}, "forward is 'hf' with model 'remote-features'; allowed with"),
+        ({"drafter": "/e"}, {"quantization": "int8"}, "quantization is 'int8' with model 'remote-features'"),
     ],
 )
-def test_settings_that_do_not_go_together(target: Any, draft: Any, speculation: Any, says: str) -> None:
-    values = {"target": target, "draft": {"model": "remote-features", **draft}, "speculation": speculation}
+def test_settings_that_do_not_go_together(target: Any, draft: Any, says: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        parse_config(values)
+        parse_config({"target": target, "draft": {"model": "remote-features", **draft}})
     assert says in str(refused.value)
 
 

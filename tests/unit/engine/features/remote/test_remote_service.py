@@ -179,6 +179,13 @@ def test_output_is_the_targets_alone(engines: Any, alone: Any, is_greedy: bool) 
         assert accepted >= 8
 
 
+@pytest.mark.parametrize("overlap", ["ahead", "enumerate", "auto"])
+def test_output_is_the_targets_alone_with_overlap(engines: Any, alone: Any, overlap: str) -> None:
+    _, draft, accepted = serve(engines, alone, overlap=overlap, together=True, dies_after=30)
+    asked = [item for item in draft.items if item.fanout]
+    assert len(asked) >= 20 and accepted >= 8
+
+
 def test_a_draft_that_is_lost_in_the_middle_comes_back_from_the_prompts_features(
     engines: Any, alone: Any
 ) -> None:
