@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from specray.draft_tokens import TreeBudget
 from specray.engine.build import build_draft_engine
@@ -41,6 +43,21 @@ def pair(llama: Path, tmp_path_factory: pytest.TempPathFactory, request: Any) ->
     return make_pair(llama, eagle, **request.param)
 
 
+@dataclass
+class Watched:
+    """Keeps the logits that draft tokens are drawn from."""
+
+    sampler: Any
+    logits: list[torch.Tensor] = field(default_factory=list)
+
+    def draw(self, logits: torch.Tensor, groups: Any, **options: Any) -> Any:
+        self.logits.append(logits.clone())
+        return self.sampler.draw(logits, groups, **options)
+
+    def rank(self, *arguments: Any) -> Any:
+        return self.sampler.rank(*arguments)
+
+
 def ask(draft: FeatureDraftEngine, *asked: tuple[RemoteSession, tuple[int, ...], tuple[int, ...]]) -> Any:
     """Branches by outcome, for each session with its proposed tokens and its fan-out."""
     items = [
@@ -57,14 +74,18 @@ def ask(draft: FeatureDraftEngine, *asked: tuple[RemoteSession, tuple[int, ...],
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_branches_go_on_as_chains_and_trees_do(pair: Any, name: str) -> None:
+def test_branches_go_on_as_chains_and_trees_do(pair: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = pair
     first, second = RemoteSession("a", list(PROMPT), SAMPLINGS[name]), RemoteSession("b", PROMPT[:4])
     for session in (first, second):
         session.verify(target)
+    watched = Watched(draft._drafting._sampler)
+    monkeypatch.setattr(draft._drafting, "_sampler", watched)
     chain = first.propose(draft, 2 * K + 1).token_ids
+    expected = watched.logits[K + 1 :]
     tree = first.propose(draft, K + 1, tree=TreeBudget.of_widths((2, 1, 1, 1)))
     other = second.propose(draft, 2 * K + 1).token_ids
+    watched.logits.clear()
     [mine, theirs] = ask(draft, (first, chain[:K], (1, 0, 0, 1)), (second, other[:1], (0, 2)))
     # All accepted, and then what the chain has next.
     assert tree.parents is not None
@@ -72,6 +93,9 @@ def test_branches_go_on_as_chains_and_trees_do(pair: Any, name: str) -> None:
     instead = tree.token_ids[second_best]
     assert set(mine) == {(0, instead), (K, chain[K])}
     assert mine[K, chain[K]].draft.token_ids == chain[K + 1 :]
+    # Its rows are the first ones. Tokens may be the same by chance; what they are drawn from is not.
+    for own, other_rows in zip(watched.logits, expected, strict=True):
+        assert float((own[0] - other_rows[0]).abs().max()) < 1e-4 * float(other_rows.abs().max())
     # None accepted, and the second best in its place: the other branch of the tree.
     deepest = max(range(len(tree)), key=lambda node: len(tree.path(node)) * (second_best in tree.path(node)))
     beside = tuple(tree.token_ids[node] for node in tree.path(deepest))
