@@ -20,6 +20,7 @@ from specray.types import DraftKind
         ({"num_replicas": 2}, DraftKind.FEATURES, False),
         ({"model": "ngram"}, DraftKind.NGRAM, False),
         ({"model": "/models/draft"}, DraftKind.MODEL, True),
+        ({"model": "remote-features"}, DraftKind.MODEL, True),
         ({"enabled": False}, DraftKind.MODEL, False),
     ],
 )
@@ -49,3 +50,6 @@ def test_the_option_stands_for_a_draft_of_ones_own_target() -> None:
     assert config.target.drafter == "/models/head" and config.draft.kind_in_use is DraftKind.FEATURES
     named = build_config(None, pair_options(target="/models/target", drafter="/models/head", draft="ngram"))
     assert named.draft.kind_in_use is DraftKind.NGRAM
+    options = pair_options(target="/models/target", drafter="/models/head", draft="remote-features")
+    remote = build_config(None, options)
+    assert remote.draft.reads_features and remote.target.drafter == "/models/head"
