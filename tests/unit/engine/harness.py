@@ -78,7 +78,8 @@ class SlotRunner:
         self._move()
         self.steps.append(list(inputs))
         assert inputs
-        self._check_writes(inputs)
+        if len(inputs) > 1:
+            self._check_writes(inputs)
         assert sum(len(item.token_ids) for item in inputs) <= self._info.max_num_batched_tokens
         logits = [row for item in inputs for row in self._run_sequence(item)]
         return ForwardOutput(torch.stack(logits) if logits else torch.empty(0, VOCAB_SIZE))
@@ -135,20 +136,21 @@ class SlotRunner:
         assert 0 <= item.num_logits <= len(item.token_ids) and len(item.token_ids) >= 1
         end = item.end
         assert end <= len(item.block_ids) * self._info.block_size, "the sequence outgrew its blocks"
-        slots = [self._slot(item.block_ids, position) for position in range(end)]
+        slots = self._slots(item.block_ids, end)
         own = [slots[position] for position in _kv_indices(item)]
         for slot, token_id in zip(own, item.token_ids, strict=True):
             self.slots[slot] = token_id
-        if item.visibility:
-            assert all(row.position < self._info.max_model_len for row in item.visibility)
-            rows = [
-                slots[: row.prefix_len] + [slots[index] for index in range(end) if _is_ancestor(row, index)]
-                for row in item.visibility
-            ]
-        else:
-            rows = [slots[: end - i] for i in range(len(own) - 1, -1, -1)]
+        if not item.visibility:
+            self._see_chain(slots, item.start)
+            prefix = [self.slots[slot] for slot in slots]
+            return [self.logits_of(prefix[: end - i]) for i in reversed(range(item.num_logits))]
+        assert all(row.position < self._info.max_model_len for row in item.visibility)
+        rows = [
+            slots[: row.prefix_len] + [slots[index] for index in range(end) if _is_ancestor(row, index)]
+            for row in item.visibility
+        ]
         for row in rows:
-            self._see(row)
+            self._see_chain(row, len(row) - 1)
         wanted = rows[len(rows) - item.num_logits :]
         return [self.logits_of([self.slots[slot] for slot in row]) for row in wanted]
 
@@ -156,13 +158,19 @@ class SlotRunner:
         """The model itself."""
         return model_logits(self._rows, prefix)
 
-    def _see(self, row: Sequence[int]) -> None:
-        """Computes the last of some slots from all of them, each of which must have seen those before it."""
+    def _see_chain(self, slots: Sequence[int], num_seen: int) -> None:
+        """Computes slots behind the first ``num_seen`` from all before them, which must have seen theirs."""
         seen = 0
-        for slot in row[:-1]:
+        for index, slot in enumerate(slots):
             seen = hash((seen, self.slots[slot]))
+            if index >= num_seen:
+                self._seen[slot] = seen
             assert self._seen[slot] == seen, "K/V are read that were computed behind other tokens"
-        self._seen[row[-1]] = hash((seen, self.slots[row[-1]]))
+
+    def _slots(self, block_ids: Sequence[int], count: int) -> list[int]:
+        """Where the first ``count`` positions are."""
+        size = self._info.block_size
+        return [slot for block in block_ids for slot in range(block * size, (block + 1) * size)][:count]
 
     def _slot(self, block_ids: Sequence[int], position: int) -> int:
         block, offset = divmod(position, self._info.block_size)
