@@ -35,7 +35,8 @@ class ToyModel:
     def ranked(self, tokens: Sequence[int], seed: int, count: int) -> tuple[int, ...]:
         """The ``count`` likeliest next tokens (at most vocab_size), likeliest first."""
         first = self.next_token(tokens, seed)
-        return tuple((first + rank) % self.vocab_size for rank in range(min(count, self.vocab_size)))
+        end = first + min(count, self.vocab_size)
+        return (*range(first, min(end, self.vocab_size)), *range(end - self.vocab_size))
 
     def next_token(self, tokens: Sequence[int], seed: int) -> int:
         """The model's next token after ``tokens``."""
@@ -87,7 +88,7 @@ class AdversarialGuesser:
     model: ToyModel
 
     def ranked(self, tokens: Sequence[int], seed: int, count: int) -> tuple[int, ...]:
-        return self.model.ranked(tokens, seed, self.model.vocab_size)[1 : 1 + count]
+        return self.model.ranked(tokens, seed, 1 + count)[1:]
 
 
 @dataclass(frozen=True, slots=True)
