@@ -19,6 +19,8 @@ from specray.bench.gpu import stage
 from specray.bench.gpu.options import parse_options
 from specray.bench.gpu.pair import Agreement, arms_of, compare, num_compared
 from specray.bench.gpu.report import problems, write_report
+from specray.config import EMBEDDED
+from specray.errors import ConfigError
 
 
 def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -127,12 +129,29 @@ def test_attention_and_proposals_on_a_cpu_give_every_figure(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_device_the_message_says_so_and_the_report_has_it(tmp_path: Path) -> None:
-    result = run_script("--shape", "tiny", "--report", str(tmp_path / "new" / "folder"))
+    report = tmp_path / "new" / "folder"
+    # One stage: each is a process that imports torch before it can tell.
+    result = run_script("--shape", "tiny", "--stage", "sampling", "--report", str(report))
     assert result.returncode == 1
     expected = "--device is 'cuda', but torch sees no CUDA device; allowed here: cpu"
     assert expected in result.stderr
-    assert expected in (tmp_path / "new" / "folder" / "report.md").read_text()
+    assert expected in (report / "report.md").read_text()
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("sampling", {"is_tiny": True}),
+        ("attention", {"is_tiny": True}),
+        ("proposals", {"path": EMBEDDED, "dtype": "float32", "is_tiny": True}),
+        ("models", {"shape": "tiny", "directory": "unused"}),
+    ],
+)
+def test_every_stage_that_comes_first_asks_for_the_device(name: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="--device is 'cuda', but torch sees no CUDA device"):
+        stage._STAGES[name](device="cuda", **arguments)
 
 
 def test_a_stage_that_takes_too_long_is_ended_and_the_report_is_written(tmp_path: Path) -> None:
