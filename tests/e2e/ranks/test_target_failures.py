@@ -46,6 +46,7 @@ STRUCTURED: dict[str, Any] = {
     "response_format": {"type": "json_schema", "json_schema": {"name": "names", "schema": SCHEMA}},
 }
 RANK = "ray::TargetRank"
+DRAFT_RANK = "ray::DraftRank"
 ROUTER_REPLICA = "ray::ServeReplica:specray:Router"
 
 
@@ -200,7 +201,7 @@ async def test_a_router_that_is_replaced_finishes_its_requests(
     service: Service, patient: aiohttp.ClientSession
 ) -> None:
     undisturbed = await whole(patient, service, LONG)
-    (router,) = processes(ROUTER_REPLICA)
+    (router,), drafts = processes(ROUTER_REPLICA), processes(DRAFT_RANK)
     changed = service.config.model_copy(
         update={
             "router": service.config.router.model_copy(update={"trace_events": 10}),
@@ -224,5 +225,6 @@ async def test_a_router_that_is_replaced_finishes_its_requests(
         return processes(ROUTER_REPLICA) not in ([], [router])
 
     await eventually(is_replaced, "another Router is there")
+    assert processes(DRAFT_RANK) == drafts != [], "the draft is the same"
     # Other modules use this service next.
     await asyncio.to_thread(wait_running, threading.Event(), timeout_s=DEADLINE_S)
