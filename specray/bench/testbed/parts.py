@@ -35,20 +35,28 @@ class Part:
     actor_id: str
     pid: int
     node_id: str
+    replica: str = ""
+    """Label ``replica`` of its metrics; empty for what is no replica of Serve's."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Part:
-        return cls(PartRole(values["role"]), values["actor_id"], values["pid"], values["node_id"])
+        return cls(**{**values, "role": PartRole(values["role"])})
 
 
 def living_parts(actors: Mapping[str, Mapping[str, Any]]) -> tuple[Part, ...]:
     """Returns the living parts among Ray's actors (its actor table by actor id), oldest first."""
     found = [
-        (actor["StartTime"], Part(role, actor_id, actor["Pid"], actor["Address"]["NodeID"]))
+        (actor["StartTime"], Part(role, actor_id, actor["Pid"], actor["Address"]["NodeID"], _replica(actor)))
         for actor_id, actor in actors.items()
         if actor["State"] == "ALIVE" and (role := role_of(actor["ActorClassName"])) is not None
     ]
     return tuple(part for _, part in sorted(found, key=lambda entry: (entry[0], entry[1].actor_id)))
+
+
+def _replica(actor: Mapping[str, Any]) -> str:
+    """Id of one of Serve's replicas, whose actors are named ``SERVE_REPLICA::application#deployment#id``."""
+    prefix, _, replica = str(actor["Name"]).rpartition("#")
+    return replica if prefix.startswith("SERVE_REPLICA::") else ""
 
 
 def role_of(class_name: str) -> PartRole | None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +37,26 @@ def orphaned() -> int:
     return int(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 
-def actor(name: str, pid: int, started: int, state: str = "ALIVE") -> dict[str, Any]:
+def actor(class_name: str, pid: int, started: int, state: str = "ALIVE", name: str = "") -> dict[str, Any]:
     return {
-        "ActorClassName": name, "State": state, "Pid": pid, "StartTime": started, "Address": {"NodeID": "n"}
+        "ActorClassName": class_name, "State": state, "Pid": pid, "StartTime": started,
+        "Address": {"NodeID": "n"}, "Name": name,
     }  # fmt: skip
 
 
 def test_parts_are_living_actors_of_known_classes_oldest_first() -> None:
     actors = {
-        "a": actor("ServeReplica:specray:Draft", 12, 30),
-        "b": actor("TargetRank", 11, 20),
+        "a": actor("ServeReplica:specray:Draft", 12, 30, name="SERVE_REPLICA::specray#Draft#x7"),
+        "b": actor("TargetRank", 11, 20, name="ranks#0"),
         "c": actor("ServeReplica:specray:Draft", 10, 10, "DEAD"),
         "d": actor("ServeController", 9, 1),
         "e": actor("ServeReplica:specray:Router", 8, 15),
     }
     parts = living_parts(actors)
     assert [(part.role, part.pid) for part in parts] == [("router", 8), ("target", 11), ("draft", 12)]
-    assert of_role(parts, PartRole.DRAFT) == (Part(PartRole.DRAFT, "a", 12, "n"),)
+    assert of_role(parts, PartRole.DRAFT) == (Part(PartRole.DRAFT, "a", 12, "n", "x7"),)
+    assert of_role(parts, PartRole.TARGET) == (Part(PartRole.TARGET, "b", 11, "n", ""),)
+    assert [Part.from_json(json.loads(json.dumps(asdict(part)))) for part in parts] == list(parts)
     assert role_of("ServeReplica:other:Ingress") is PartRole.INGRESS and role_of("ProxyActor") is None
 
 
