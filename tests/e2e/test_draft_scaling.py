@@ -20,10 +20,13 @@ DRAFT = {
     "autoscaling": {"min_replicas": 0, "max_replicas": 2, "target_busy_share": 0.05, **DELAYS},
 }
 ROUTER = {
-    "autoscaling": {"min_replicas": 1, "max_replicas": 2, "target_queued_tokens": 16, **DELAYS},
+    "autoscaling": {"min_replicas": 1, "max_replicas": 2, "target_queued_tokens": 2, **DELAYS},
 }
 TARGET = {"max_num_seqs": 1}
 NUM_CLIENTS = 6
+MAX_TOKENS = 16
+PERIOD_S = 0.5
+"""Seconds between two looks, and between requests: what is waited for needs the processor time, too."""
 SCALING_DEADLINE_S = 150.0
 """Seconds for a second router and, 20 s after the first draft's start (UNJUDGED_S), a second draft."""
 PROMPT = "def fibonacci(n):\n"
@@ -56,7 +59,7 @@ async def test_without_a_draft_tokens_are_the_same_and_the_first_request_brings_
     while not await num_drafted(http):
         assert time.monotonic() < started_s + DEADLINE_S, "no draft was started"
         assert (await complete(http, service, prompt=PROMPT))["choices"] == plain["choices"]
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(PERIOD_S)
     print(f"from none: speculation {time.monotonic() - started_s:.1f} s after the first request")
     assert (await complete(http, service, prompt=PROMPT))["choices"] == plain["choices"]
 
@@ -74,22 +77,25 @@ async def until(http: aiohttp.ClientSession, wanted: dict[str, int]) -> float:
     started_s = time.monotonic()
     while (found := await replicas(http)) != wanted:
         assert time.monotonic() < started_s + SCALING_DEADLINE_S, found
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(PERIOD_S)
     return time.monotonic() - started_s
 
 
 async def test_a_queue_brings_a_second_router_and_that_a_second_draft(
     service: Service, http: aiohttp.ClientSession
 ) -> None:
-    expected = (await complete(http, service, prompt=PROMPT))["choices"]
+    fields = {"prompt": PROMPT, "max_tokens": MAX_TOKENS}
+    expected = (await complete(http, service, **fields))["choices"]
     is_over = asyncio.Event()
 
-    async def client() -> None:
+    async def clients() -> None:
+        """All ask at the same time, so that all but one wait, and then again."""
         while not is_over.is_set():
-            assert (await complete(http, service, prompt=PROMPT))["choices"] == expected
+            answers = await asyncio.gather(*(complete(http, service, **fields) for _ in range(NUM_CLIENTS)))
+            assert [answer["choices"] for answer in answers] == [expected] * NUM_CLIENTS
+            await asyncio.sleep(PERIOD_S)
 
-    async with asyncio.TaskGroup() as clients:
-        for _ in range(NUM_CLIENTS):
-            clients.create_task(client())
+    async with asyncio.TaskGroup() as group:
+        group.create_task(clients())
         print(f"two of each after {await until(http, {'Router': 2, 'Draft': 2}):.1f} s")
         is_over.set()
