@@ -29,9 +29,10 @@ def build(engine: str) -> str:
     )
 
 
-@pytest.mark.parametrize("engine", ["draft", "target"])
-def test_engine_of_the_embedded_pair_is_built_without_the_library(engine: str) -> None:
-    assert imported(build(engine), of=LIBRARY | {"torch"}) == {"torch"}
+@pytest.mark.slow
+def test_engines_of_the_embedded_pair_are_built_without_the_library() -> None:
+    code = f"{build('draft')}\n{build('target')}"
+    assert imported(code, of=LIBRARY | {"torch"}) == {"torch"}
 
 
 def test_embedded_pair_is_checked_without_torch() -> None:
