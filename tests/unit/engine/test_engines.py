@@ -68,7 +68,8 @@ SAMPLINGS = {
 
 
 def configuration(target: Path, draft: Path, *, forward: str = "auto", **draft_options: Any) -> Config:
-    common = {"dtype": "float32", "device": "cpu", "max_model_len": 64, "max_num_seqs": 4, "num_threads": 1}
+    common: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_threads": 1, "profile_s": 0}
+    common |= {"max_model_len": 64, "max_num_seqs": 4}
     return parse_config(
         {
             "target": {"model": str(target), "block_size": 16, "forward": forward, **common},

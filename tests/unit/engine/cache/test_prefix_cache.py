@@ -193,6 +193,7 @@ def test_models_write_the_same_with_a_warm_cache(
         "dtype": "float32",
         "device": "cpu",
         "num_threads": 1,
+        "profile_s": 0,
         "max_num_seqs": 2,
         "max_model_len": 120,
         "block_size": block_size,
