@@ -93,6 +93,7 @@ def test_hf_forward_has_no_bound(tmp_path: Path) -> None:
         measure_forwards(runner_of(tmp_path, "gpt2"), context_len=8)
 
 
+@pytest.mark.slow
 def test_formats_in_turns(tmp_path: Path) -> None:
     """Each with the bytes that its weights take, and its time beside the first one's."""
     path = write_checkpoint(tmp_path, "llama", intermediate_size=64)

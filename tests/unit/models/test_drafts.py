@@ -45,6 +45,7 @@ def write_draft(target: KeptCheckpoint, directory: Path, *, seed: int) -> None:
     write_compact(Student(shape, embedding, torch.tensor([2, 5, 9]), seed=seed), directory, {})
 
 
+@pytest.mark.slow
 def test_a_draft_is_completed_once_for_each_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, compact = ModelCache(tmp_path / "cache"), tmp_path / "compact"
     monkeypatch.setattr(drafts, "compact_draft", lambda known: compact)
@@ -61,6 +62,7 @@ def test_a_draft_is_completed_once_for_each_version(tmp_path: Path, monkeypatch:
     assert complete_draft(SMOLLM2_135M_INSTRUCT, target, cache, Recorder()) != first
 
 
+@pytest.mark.slow
 def test_a_draft_of_another_target_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, compact = ModelCache(tmp_path / "cache"), tmp_path / "compact"
     monkeypatch.setattr(drafts, "compact_draft", lambda known: compact)

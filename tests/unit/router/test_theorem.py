@@ -43,6 +43,10 @@ GUESSERS = {
     "empty": EmptyGuesser(),
     "dying": PerfectGuesser(MODEL),
 }
+LENGTHS = [
+    k if k in (0, 1, 3, "auto") else pytest.param(k, marks=pytest.mark.slow) for k in (*range(9), "auto")
+]
+"""Proposal lengths; those that differ most from each other are quick tests, too."""
 OVERLAPS = ("serial", "ahead", "enumerate", "auto")
 
 
@@ -64,7 +68,7 @@ def _truth(given: GenerateRequest) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("name", GUESSERS)
-@pytest.mark.parametrize("k", [*range(9), "auto"])
+@pytest.mark.parametrize("k", LENGTHS)
 def test_output_is_the_targets_alone(name: str, k: int | str, overlap: str) -> None:
     clock = VirtualClock()
 

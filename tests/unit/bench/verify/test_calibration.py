@@ -92,6 +92,7 @@ def test_exact_draws_pass(draw: Draw) -> None:
     assert found.p_value > 0.01
 
 
+@pytest.mark.slow
 def test_wealth_is_rare_where_draws_are_exact() -> None:
     runs = [scored(by_rejection(1.0), seed=seed, num_outputs=1, num_tokens=40) for seed in range(200)]
     chances = np.array([calibrate(run).p_value for run in runs])

@@ -62,7 +62,7 @@ def requests_of(model: ToyModel, how: str) -> list[GenerateRequest]:
 
 @pytest.mark.parametrize("overlap", ["serial", "ahead", "enumerate", "auto"])
 @pytest.mark.parametrize("how", EDITS)
-@pytest.mark.parametrize("k", [0, 1, 3, 7, "auto"])
+@pytest.mark.parametrize("k", [0, 3, "auto", *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 7))])
 @pytest.mark.parametrize("has_model", [True, False])
 def test_output_is_the_targets_alone(how: str, k: int | str, overlap: str, has_model: bool) -> None:
     given = requests_of(CHANGING, how)
