@@ -18,7 +18,7 @@ import pytest
 
 from specray.serving.admission.api_keys import key_hash, new_key
 from tests.e2e.secured.access import HEADERS, KEY
-from tests.e2e.service import Service, processes
+from tests.e2e.service import DEADLINE_S, Service, processes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
@@ -162,7 +162,11 @@ async def test_streams_go_on_while_speculation_limits_keys_and_logs_change(servi
             assert (status, answer["error"]["param"]) == (400, "n")
             async with http.get("/health") as response:
                 assert response.status == 200
-        assert debug_lines() > 0
+        # The line is written when its answer has been sent.
+        end_s = time.monotonic() + DEADLINE_S
+        while not debug_lines():
+            assert time.monotonic() < end_s, "no line of level DEBUG"
+            await asyncio.sleep(0.1)
         async with session(service, HEADERS) as http:
             assert (await ask(http))[0] == 401
     finally:
