@@ -30,10 +30,12 @@ $(STAMP): pyproject.toml constraints.txt
 serve: setup
 	exec $(BIN)/specray serve
 
-# Services start one after another and have the machine to themselves: what they wait for has deadlines.
+# A worker has one service at a time, with a Ray and ports of its own. Each takes about one core, and waits long for what
+# was killed or stopped. CLUSTER_WORKERS=1 where memory is short: a service takes about 2 GiB.
+CLUSTER_WORKERS ?= 2
 test: setup
 	$(PYTEST) -n $(TEST_WORKERS) -m 'not cluster and not zoo' $(addprefix --ignore=,$(CLUSTER_TESTS))
-	$(PYTEST) -m 'cluster and not zoo' $(CLUSTER_TESTS)
+	$(PYTEST) -n $(CLUSTER_WORKERS) -m 'cluster and not zoo' $(CLUSTER_TESTS)
 
 # No services, no compilers, no long samples.
 test-fast: setup

@@ -5,6 +5,7 @@ Importing the package says what it asks of gRPC, as Ray does.
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any
 
@@ -51,4 +52,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(
                 f"{item.nodeid}: 'cluster' is for the tests of {STARTS_RAY}, and all of them"
             )
-    items.sort(key=lambda item: not item.nodeid.startswith(STARTS_RAY))
+    long_files = {_file_of(item) for item in items if item.get_closest_marker("slow") is not None}
+    # What takes long begins first: no worker is left with it when the others have nothing more to do.
+    items.sort(key=lambda item: (not item.nodeid.startswith(STARTS_RAY), _file_of(item) not in long_files))
+
+
+def _file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
+
+
+def pytest_collection_finish() -> None:
+    """Lets collections of garbage pass by all that lives to the end: modules and ten thousand tests."""
+    gc.collect()
+    gc.freeze()
