@@ -27,13 +27,12 @@ MESSAGE = {"max_tokens": 1, "messages": [USER]}
 @pytest.fixture
 def quickly() -> Iterator[None]:
     """Fails a test that takes a second of the processor; with every mistake found, each took two and more."""
-    # What other tests have left is not searched for garbage meanwhile.
+    # What other tests have left is not searched for garbage, now or later; see tests/conftest.py.
     gc.collect()
     gc.freeze()
     started_s = time.process_time()
     yield
     taken_s = time.process_time() - started_s
-    gc.unfreeze()
     assert taken_s < 1.0
 
 
