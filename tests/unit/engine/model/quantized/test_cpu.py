@@ -166,6 +166,7 @@ def test_speculation_changes_no_token(tmp_path: Path, quantization: str) -> None
     assert outputs[0.0] != outputs[1.0] and len(set(outputs[1.0])) > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_graphs_give_what_the_forward_gives(tmp_path: Path, dtype: str) -> None:
     path = write_checkpoint(tmp_path, "llama", intermediate_size=64, hidden_size=64)
