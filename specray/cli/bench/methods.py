@@ -13,12 +13,12 @@ import typer
 from specray.bench.load.prompts import Dataset
 from specray.bench.methods.method import DEFAULT_METHODS
 from specray.cli import options
-from specray.config import Config
 from specray.errors import ConfigError
 
 if TYPE_CHECKING:
     from specray.bench.methods.method import Method
     from specray.bench.methods.prompts import LabelledPrompt
+    from specray.config import Config
 
 Methods = Annotated[
     list[str] | None,

@@ -29,6 +29,6 @@ def test_page_says_what_wrote_it_and_where_before_its_tables() -> None:
     parts = page("Methods", "specray bench methods", ["A note."], [table()]).split("\n\n")
     assert parts[:2] == ["# Methods", "> Written by `specray bench methods`."]
     assert " cores, " in parts[2] and "; commit `" in parts[2]
-    assert parts[3].startswith("```bash\nspecray ")
+    assert parts[3].startswith("```bash\nspecray")
     assert parts[4:6] == ["A note.", "## two methods"]
     assert parts[6] == markdown_table(table()) + "\n"

@@ -109,12 +109,13 @@ def build(
 def serve_rank(rank: int, meeting: Queue[str], answers: Queue[Any], cases: list[tuple[str, str]]) -> None:
     """One group per case, one after the other in the same processes."""
     for number, (path, forward) in enumerate(cases):
-        runner = build(rank, meeting, path, forward, silence_timeout_s=2)
+        # Of the first one alone the silence is shorter than the leader's: kernels may be compiled in a step.
+        runner = build(rank, meeting, path, forward, silence_timeout_s=60 if number else 5)
         if rank > 0:
             runner.follow()
         else:
             # Longer than the silence that the follower allows: an idle leader is not a lost one.
-            answers.put(lead(runner, idle_s=3 if number == 0 else 0))
+            answers.put(lead(runner, idle_s=0 if number else 6))
         runner.close()
         runner.close()
 
