@@ -343,7 +343,8 @@ async def test_failed_request_is_told_and_ends_with_1(
     options = f"--dataset humaneval --dataset-path {path} --num-prompts 2 --num-turns 1 --num-warmup 0"
     assert await run_against(router, f"{options} --max-tokens 6") == 1
     captured = capsys.readouterr()
-    assert captured.err.strip() == "failed: queues are full"
+    # Other tests of the process may have set up logs.
+    assert "failed: queues are full" in captured.err.splitlines()
     assert "bound share over HTTP" in captured.out
     # Without options: the embedded target, bfloat16, as many threads as the server's.
     assert calls[0] == ("target", "embedded", "bfloat16", None, 1)
