@@ -30,11 +30,13 @@ _WITHOUT_EFFECT = frozenset(
     {
         "auto_mapping",
         "base_model_name_or_path",
+        "eva_config",
         "exclude_modules",
         "inference_mode",
         "layers_pattern",
         "layers_to_transform",
         "lora_dropout",
+        "megatron_core",
         "peft_version",
         "qalora_group_size",
         "revision",
@@ -44,7 +46,7 @@ _WITHOUT_EFFECT = frozenset(
 )
 """Fields that say where layers were adapted or how they were trained; the tensors' names say it, too."""
 _READ = frozenset({"peft_type", "r", "lora_alpha", "alpha_pattern", "rank_pattern", "use_rslora"})
-_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "lora_ga")
+_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of ``init_lora_weights`` with which the base's weights stay as they are."""
 
 
@@ -83,6 +85,8 @@ class Adapter:
             ConfigError: the model has no such weight, or one of another shape.
         """
         found = {self._known(name, shapes): layer for name, layer in self.layers.items()}
+        if len(found) < len(self.layers):
+            raise _refused(self.path, f"adapts a weight under two names: {listed(list(self.layers))}")
         missing = [name for name in found if name not in shapes]
         if missing:
             raise _refused(self.path, f"adapts weights for which the model has no place: {listed(missing)}")
@@ -94,15 +98,8 @@ class Adapter:
                 )
         return found
 
-    def difference(self, name: str, layer: AdaptedLayer, part: Part | None = None) -> torch.Tensor:
-        """What is added to a weight or a part of it, float32.
-
-        Args:
-            name: of the weight, as the adapter has it in ``layers`` or without its prefix.
-
-        Raises:
-            ConfigError: the file is damaged.
-        """
+    def difference(self, layer: AdaptedLayer, part: Part | None = None) -> torch.Tensor:
+        """What is added to a weight or a part of it, float32. Raises ConfigError for a damaged file."""
         try:
             with safe_open(str(Path(self.path) / TENSOR_FILE), framework="pt", device="cpu") as file:
                 down, up = file.get_tensor(layer.down).float(), file.get_tensor(layer.up).float()
@@ -113,7 +110,7 @@ class Adapter:
         elif part is not None:
             down = down[:, part.start : part.stop]
         product: torch.Tensor = up @ down
-        return product.mul_(self._scale(name, layer.rank))
+        return product.mul_(self._scale(layer))
 
     def merge(self, model: HasParameters) -> None:
         """Adds every layer's difference to a model's parameters.
@@ -131,7 +128,7 @@ class Adapter:
         self, weight: torch.Tensor, name: str, layer: AdaptedLayer, part: Part | None = None
     ) -> torch.Tensor:
         """A weight or a part of it with what is added, float32. Raises ConfigError for NaN and infinity."""
-        total = weight.float() + self.difference(name, layer, part).to(weight.device)
+        total = weight.float() + self.difference(layer, part).to(weight.device)
         if not bool(torch.stack(torch.aminmax(total)).isfinite().all()):
             raise _refused(self.path, f"makes the weight {name!r} hold NaN or infinite values")
         return total
@@ -141,13 +138,13 @@ class Adapter:
         prefixed = f"{_BASE_PREFIX}{name}"
         return prefixed if name not in shapes and prefixed in shapes else name
 
-    def _scale(self, name: str, rank: int) -> float:
+    def _scale(self, layer: AdaptedLayer) -> float:
         alphas: Mapping[str, Any] = self.config.get("alpha_pattern") or {}
-        module = name.removesuffix(".weight")
-        # As peft finds them: the first that is the end of a name.
+        module = layer.down.removeprefix(_PREFIX).removesuffix(_DOWN)
+        # As peft finds them: the first that is the end of the name that the layer had in training.
         own = (alphas[key] for key in alphas if re.fullmatch(rf"(.*\.)?({key})", module))
         alpha = float(next(own, self.config["lora_alpha"]))
-        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+        return alpha / (math.sqrt(layer.rank) if self.config.get("use_rslora") else layer.rank)
 
 
 class AdaptedWeights:

@@ -33,6 +33,12 @@ CONFIG: dict[str, Any] = {
     "use_dora": False,
     "alpha_pattern": {},
     "lora_dropout": 0.05,
+    # What peft writes of an adapter that has nothing to do with it.
+    "megatron_config": None,
+    "megatron_core": "megatron.core",
+    "loftq_config": {},
+    "ensure_weight_tying": False,
+    "qalora_group_size": 16,
     "base_model_name_or_path": "some/base",
 }
 QUERY, DOWN = "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj"
@@ -114,7 +120,14 @@ def test_scales_by_module_and_by_the_root_of_the_rank(tmp_path: Path, llama: Pat
 
 
 def test_names_of_a_model_without_its_head(tmp_path: Path, llama: Path) -> None:
-    merged = write_adapter(tmp_path, llama, prefix="model.")
+    """Patterns are of the names that the layers had then."""
+    merged = write_adapter(
+        tmp_path,
+        llama,
+        prefix="model.",
+        scales={QUERY: 2 / RANK},
+        alpha_pattern={"^layers.1.self_attn.q_proj": 2},
+    )
     found = source(llama, tmp_path).weights.take(f"{QUERY}.weight")
     torch.testing.assert_close(found, merged[f"{QUERY}.weight"], atol=1e-6, rtol=1e-6)
 
@@ -160,6 +173,11 @@ def test_the_model_that_is_served_is_the_merged_one(
         ({"modules_to_save": ["lm_head"]}, "has modules_to_save ['lm_head']"),
         ({"bias": "all"}, "has bias 'all'"),
         ({"init_lora_weights": "pissa"}, "has init_lora_weights 'pissa', which changes the base's weights"),
+        (
+            {"init_lora_weights": "lora_ga"},
+            "has init_lora_weights 'lora_ga', which changes the base's weights",
+        ),
+        ({"megatron_config": {"tensor_model_parallel_size": 2}}, "has megatron_config {"),
         ({"fan_in_fan_out": True}, "has fan_in_fan_out True"),
         ({"a_later_invention": 3}, "has a_later_invention 3"),
         ({"lora_alpha": "8"}, "has no number in lora_alpha"),
@@ -188,6 +206,13 @@ def test_tensors_that_do_not_fit(tmp_path: Path, llama: Path) -> None:
         (
             {f"{other}.lora_A.weight": whole[down], f"{other}.lora_B.weight": whole[up]},
             f"the model has no place: {QUERY.replace('1', '7')}.weight",
+        ),
+        (
+            {
+                **whole,
+                **{name.replace(".model.model.", ".model."): each.clone() for name, each in whole.items()},
+            },
+            "adapts a weight under two names: ",
         ),
         ({}, "holds no tensors"),
     ):
