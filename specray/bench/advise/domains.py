@@ -24,7 +24,8 @@ def read_domain(assignment: str, num_prompts: int) -> list[Prompt]:
     if not name or not separator or not file:
         raise ConfigError(f"--prompts is {assignment!r}; allowed: NAME=FILE")
     try:
-        lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+        # A text may hold other ends of lines than this one.
+        lines = Path(file).expanduser().read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts {file}: {getattr(error, 'strerror', None) or error}") from None
     numbered = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
@@ -41,7 +42,7 @@ def _text(line: str, where: str) -> str:
         return line
     try:
         entry = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         # A text may begin with a brace.
         return line
     turns = entry.get("turns")

@@ -43,7 +43,8 @@ def read_prompts(path: Path) -> dict[str, list[str]]:
     """
     found: dict[str, list[str]] = {}
     try:
-        lines = path.read_text("utf-8").splitlines()
+        # Strings of JSON may hold other ends of lines than this one.
+        lines = path.read_text("utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
         raise ConfigError(f"--prompts is {str(path)!r}, which cannot be read: {error}") from None
     for number, line in enumerate(lines, 1):
@@ -103,14 +104,26 @@ def parse_mix(text: str) -> dict[str, float]:
 def _parsed(line: str, where: str) -> tuple[str, str]:
     try:
         entry: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is no JSON: {error}") from None
     text = entry.get("prompt") if isinstance(entry, dict) else None
-    if not isinstance(text, str) or not text.strip():
+    if not isinstance(text, str) or not text.strip() or not _is_unicode(text):
         raise ConfigError(f"{where} has no prompt; allowed: a mapping with 'prompt', a text")
     domain = entry.get("domain", DEFAULT_DOMAIN)
-    if not isinstance(domain, str) or not domain or any(letter in domain for letter in "=,|"):
+    if not isinstance(domain, str) or not _is_name(domain):
         raise ConfigError(
-            f"{where} has the domain {shown(domain)}; allowed: a text without '=', ',' and '|', or none"
+            f"{where} has the domain {shown(domain)}; allowed: a text of one line without '=', ',', '|' and "
+            "space around it, or none"
         )
     return domain, text
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a text has no halves of characters, which JSON may have and tokenizers do not take."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def _is_name(domain: str) -> bool:
+    """Whether a mix and a card's table can name it."""
+    is_plain = domain.isprintable() and domain == domain.strip()
+    return bool(domain) and is_plain and not any(letter in domain for letter in "=,|")

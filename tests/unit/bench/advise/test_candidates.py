@@ -85,6 +85,12 @@ def test_prompts_of_a_domain(tmp_path: Path) -> None:
     assert read_domain(f"law={file}", 4) == expected
 
 
+def test_a_prompt_may_hold_other_ends_of_lines_than_those_of_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "law.jsonl"
+    file.write_bytes('{"prompt": "one\u2028two"}\r\n\r\nthree\x85four\r\n'.encode())
+    assert [one.text for one in read_domain(f"law={file}", 4)] == ["one\u2028two", "three\x85four"]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [("\n", "there is no prompt in it"), ('{"text": "A"}', "line 1: there is neither `prompt` nor `turns`")],
