@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from specray.errors import ConfigError
 from specray.train.muon import Muon
 
 
@@ -79,6 +80,17 @@ class MasterOptimizer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what ``state_dict`` gave. Raises ConfigError where that is of other weights."""
+        kept, own = (
+            {name: list(weight.shape) for name, weight in each.items()}
+            for each in (state["masters"], self._masters)
+        )
+        if differing := [name for name in {**own, **kept} if kept.get(name) != own.get(name)]:
+            name = differing[0]
+            raise ConfigError(
+                f"the run that is there has {name!r} as {kept.get(name)}, and this one as {own.get(name)}; "
+                "allowed: the options that it began with, or another directory"
+            )
         with torch.no_grad():
             for name, master in self._masters.items():
                 master.copy_(state["masters"][name])

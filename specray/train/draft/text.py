@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from specray.errors import ConfigError
 from specray.train.corpus import CorpusConfig, training_files
@@ -21,6 +23,9 @@ from specray.train.draft.writing import Written, write_rows
 from specray.train.loop import progress_bar
 
 _log = logging.getLogger(__name__)
+
+_COMPARED_NUMBERS = 1024
+"""Numbers of each parameter by which a target is told from others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +58,13 @@ def written_text(
         markers: of the target's chat template; None: it has none, and writes plain text alone.
 
     Raises:
-        ConfigError: the directory holds rows of another length, or the prompts cannot be used.
+        ConfigError: the directory holds rows of another length, of another target or of other prompts, or
+            the prompts cannot be used.
     """
     directory = work_dir / "written"
     directory.mkdir(parents=True, exist_ok=True)
     source = _Source(tokenizer, work_dir, config, markers)
+    _check_source(directory, model, config)
     began = time.monotonic()
     with progress_bar() as bar:
         task = bar.add_task("writing", total=1000, figures="")
@@ -105,6 +112,38 @@ def picked_rows(cursor: int, count: int, *, num_rows: int, seed: int) -> list[in
         order = np.random.default_rng((seed, epoch)).permutation(num_rows)
         picked += order[place : place + count - len(picked)].tolist()
     return picked
+
+
+def _check_source(directory: Path, model: Any, config: TextConfig) -> None:
+    """Notes what the text of a directory is written by. Raises ConfigError if what is there has another."""
+    prompts = None
+    if config.prompts is not None:
+        prompts = hashlib.sha256(Path(config.prompts).read_bytes()).hexdigest()
+    own = {
+        "by another target": _digest(model),
+        "with another --prompts": prompts,
+        "with another --mix": config.mix,
+        "with another --chat": config.asks,
+    }
+    file = directory / "source.json"
+    if file.exists() and next(_files(directory), None) is not None:
+        kept = json.loads(file.read_text("utf-8"))
+        for name, value in own.items():
+            if kept.get(name) != value:
+                raise ConfigError(
+                    f"{str(directory)!r} holds text that was written {name}; allowed: the same, or another "
+                    "--work-dir"
+                )
+    file.write_text(json.dumps(own, indent=1), "utf-8")
+
+
+def _digest(model: Any) -> str:
+    """SHA-256 of the first numbers of each parameter, in bfloat16, whatever type they are loaded in."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        first = parameter.detach().flatten()[:_COMPARED_NUMBERS].to("cpu", torch.bfloat16)
+        digest.update(first.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 class _Source:
@@ -186,8 +225,12 @@ def _passages(file: Path) -> list[str]:
     return passages
 
 
+def _files(directory: Path) -> Iterator[Path]:
+    return iter(sorted(directory.glob("[0-9]*[0-9].npz")))
+
+
 def _batches(directory: Path) -> Iterator[Written]:
-    for file in sorted(directory.glob("[0-9]*[0-9].npz")):
+    for file in _files(directory):
         saved = np.load(file)
         yield Written(**{field.name: saved[field.name] for field in fields(Written)})
 

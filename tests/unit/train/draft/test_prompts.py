@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,11 @@ def test_a_file_has_texts_by_domain_and_some_have_none(tmp_path: Path) -> None:
         ('{"prompt": " "}', "line 1 has no prompt"),
         ('{"prompt": "a", "domain": "x=y"}', "line 1 has the domain 'x=y'"),
         ('{"prompt": "a", "domain": 3}', "line 1 has the domain 3"),
+        ('{"prompt": "a", "domain": " x"}', "line 1 has the domain ' x'"),
+        ('{"prompt": "a", "domain": "x\\ny"}', r"line 1 has the domain 'x\\ny'"),
+        ('{"prompt": "a", "domain": ""}', "line 1 has the domain ''"),
+        ('{"prompt": "\\ud800"}', "line 1 has no prompt"),
+        pytest.param("[" * 100_000, "line 1 is no JSON", id="deep"),
         ("", "holds no prompt"),
     ],
 )
@@ -45,6 +51,12 @@ def test_a_line_that_is_no_prompt_is_refused_by_its_number(tmp_path: Path, line:
     (tmp_path / "p").write_text(line, "utf-8")
     with pytest.raises(ConfigError, match=problem):
         read_prompts(tmp_path / "p")
+
+
+def test_a_text_may_hold_other_ends_of_lines_than_those_of_a_file(tmp_path: Path) -> None:
+    line = '{"prompt": "one\u2028two\x85three"}'
+    (tmp_path / "p").write_bytes(f"\ufeff{line}\r\n\r\n{line}\r\n".encode())
+    assert read_prompts(tmp_path / "p") == {"prompts": ["one\u2028two\x85three"] * 2}
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -135,6 +147,34 @@ def test_prompts_are_continued_and_long_ones_left_out(tmp_path: Path) -> None:
     assert (written.token_ids[:, 3] == 9).all() and written.is_answer[:, 3:].all()
     again = written_text(model, Letters(), tmp_path, config, None)
     assert (again.token_ids == written.token_ids).all()
+
+
+def test_text_of_a_directory_is_of_one_target_and_of_the_same_prompts(tmp_path: Path) -> None:
+    path = write_prompts(tmp_path / "p", *({"prompt": text} for text in ("cc", "dd", "ee")))
+    config = TextConfig(num_rows=4, rows_per_batch=4, row_len=10, prompts=str(path))
+    model = scripted({4: 9, 5: 9, 6: 9, 9: 9})
+    work_dir = tmp_path / "run"
+    written = written_text(model, Letters(), work_dir, config, None)
+    # A copy of the file will do, and so will a directory from before there was a record.
+    copy = path.rename(tmp_path / "q")
+    config = replace(config, prompts=str(copy))
+    (work_dir / "written" / "source.json").unlink()
+    for _ in range(2):
+        assert (written_text(model, Letters(), work_dir, config, None).token_ids == written.token_ids).all()
+    for other, changed, named in (
+        (scripted({4: 8, 5: 8, 6: 8, 8: 8}), config, "by another target"),
+        (model, replace(config, mix="prompts=2"), "with another --mix"),
+        (model, replace(config, asks=False), "with another --chat"),
+    ):
+        with pytest.raises(ConfigError, match=f"run.written' holds text that was written {named}; allowed"):
+            written_text(other, Letters(), work_dir, changed, None)
+    write_prompts(copy, *({"prompt": text} for text in ("ff", "gg")))
+    with pytest.raises(ConfigError, match="written with another --prompts; allowed"):
+        written_text(model, Letters(), work_dir, config, None)
+    for file in (work_dir / "written").glob("*.npz"):
+        file.unlink()
+    again = written_text(model, Letters(), work_dir, config, None)
+    assert {*again.token_ids[:, 1].tolist()} <= {7, 8}, "without text, there is nothing to fit"
 
 
 def test_text_without_answers_is_refused() -> None:
