@@ -195,10 +195,14 @@ def _mean(values: Percentiles | None) -> float | None:
     return None if values is None else values.mean
 
 
-def checkpoint_digest(directory: Path) -> str:
-    """Tells checkpoints apart without reading them whole: names, sizes and the ends of the weight files."""
+def checkpoint_digest(checkpoint: Path) -> str:
+    """Tells checkpoints apart without reading them whole: names, sizes and the ends of the weight files.
+
+    Args:
+        checkpoint: a directory, or its only file.
+    """
     digest = hashlib.sha256()
-    for path in sorted(directory.glob("*.safetensors")):
+    for path in [checkpoint] if checkpoint.is_file() else sorted(checkpoint.glob("*.safetensors")):
         with path.open("rb") as file:
             size = path.stat().st_size
             digest.update(f"{path.name} {size}\n".encode())

@@ -122,7 +122,8 @@ def compare(
         max_num_seqs=max(concurrencies),
         work_dir=out,
     )
-    raise typer.Exit(_run_and_report(plan, systems, setup, _conditions(plan, setup, dataset), time_limit_s))
+    conditions = _conditions(plan, setup, dataset, gguf)
+    raise typer.Exit(_run_and_report(plan, systems, setup, conditions, time_limit_s))
 
 
 def _systems(vllm_python: Path | None, llama_cpp: Path | None, gguf: Path | None) -> dict[str, System]:
@@ -152,13 +153,14 @@ def _checkpoint(name: str, option: str) -> Path:
     return path
 
 
-def _conditions(plan: ComparePlan, setup: Setup, dataset: Dataset) -> dict[str, object]:
+def _conditions(plan: ComparePlan, setup: Setup, dataset: Dataset, gguf: Path | None) -> dict[str, object]:
     """Collects what all passes of a run have in common, for the journal and the report."""
     from specray.bench.compare.run import checkpoint_digest
 
     return {
         "target": f"{setup.target.name} {checkpoint_digest(setup.target)}",
         "draft": f"{setup.draft.name} {checkpoint_digest(setup.draft)}",
+        **({} if gguf is None else {"GGUF file": f"{gguf.name} {checkpoint_digest(gguf)}"}),
         "dtype": "bfloat16",
         "cores": os.cpu_count(),
         "threads": setup.num_threads,

@@ -248,6 +248,7 @@ def test_checkpoints_with_other_weights_have_other_digests(tmp_path: Path) -> No
     before = checkpoint_digest(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert checkpoint_digest(tmp_path) == before
+    assert checkpoint_digest(path) == before, "a file that is all of a checkpoint, as GGUF's are"
     path.write_bytes(b"1" * 99 + b"2")
     assert checkpoint_digest(tmp_path) != before
 
@@ -260,6 +261,14 @@ def call(*arguments: str) -> int:
         main(["bench", "compare", *arguments])
     assert isinstance(end.value.code, int)
     return end.value.code
+
+
+def test_a_run_goes_on_with_its_gguf_file_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, file = tmp_path / "run", tmp_path / "q4.gguf"
+    for content, code in ((b"1", 0), (b"1", 0), (b"2", 2)):
+        file.write_bytes(content)
+        assert call("--out", str(out), "--arm", "llama.cpp:plain@gguf", "--gguf", str(file)) == code
+    assert "holds a run with GGUF file = 'q4.gguf " in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_command_reports_absent_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
