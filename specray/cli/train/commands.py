@@ -42,7 +42,9 @@ def _group() -> None:
 @app.command()
 @flattened
 def draft(
-    target: Annotated[str, typer.Argument(help="Checkpoint directory or hub id of a Llama-like chat model.")],
+    target: Annotated[
+        str, typer.Argument(help="Checkpoint directory or hub id of a model with a chat template.")
+    ],
     options: RunOptions,
     max_vocabulary: MaxVocabulary = 12_288,
 ) -> None:
@@ -59,7 +61,7 @@ def draft(
         loss=options.loss_config(),
         seed=options.seed,
     )
-    compact = train_draft(target, options.work_dir, config, device=options.device)
+    compact = train_draft(target, options.work_dir, config, device=options.torch_device())
     typer.echo(f"wrote {compact}")
     if Path(target).is_dir():
         typer.echo(f"wrote {complete_draft(compact, Path(target), options.work_dir / 'complete')}")
@@ -148,6 +150,7 @@ def _train_head(method: Method, target: str, options: HeadOptions) -> None:
     from specray.train.heads.trainer import StepConfig
     from specray.train.heads.training import HeadTrainConfig, train_head
 
+    device = options.torch_device()
     steps = StepConfig(
         options.rows_per_step,
         options.rows_per_forward or method.rows_per_forward,
@@ -159,8 +162,8 @@ def _train_head(method: Method, target: str, options: HeadOptions) -> None:
         _checkpoint(target),
         options.work_dir,
         HeadTrainConfig(options.limit(), options.text(), steps, options.evaluate_every),
-        device=options.device,
-        has_bfloat16=has_bfloat16(options.device),
+        device=device,
+        has_bfloat16=has_bfloat16(device),
         name=target,
         command=shlex.join(["specray", *sys.argv[1:]]),
     )

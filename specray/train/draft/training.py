@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from specray.train.draft.checkpoint import write_compact
 from specray.train.draft.loss import DraftLoss, LossConfig, LossWeights, draft_loss
@@ -17,6 +17,7 @@ from specray.train.draft.student import DraftShape, Student
 from specray.train.draft.text import TextConfig, picked_rows, split_held_out, written_text
 from specray.train.draft.vocabulary import frequent_ids
 from specray.train.draft.writing import Written
+from specray.train.heads.loading import loaded
 from specray.train.loop import RunLimit, RunState, TrainingRun
 from specray.train.optim import MasterOptimizer, OptimizerConfig
 
@@ -49,16 +50,18 @@ def train_draft(target: str, work_dir: Path, config: DraftTrainConfig, *, device
     """Writes text, trains on it, and writes the compact draft into ``work_dir/draft``; goes on where it was.
 
     Args:
-        target: checkpoint of a Llama-like chat model with tied or own embeddings.
+        target: checkpoint of a causal language model of transformers with a chat template.
         work_dir: directory of the run; the same call again goes on from there.
 
     Returns:
         The directory of the draft.
+
+    Raises:
+        ConfigError: the target cannot be read so, or the directory holds text or a draft of another shape.
     """
     work_dir.mkdir(parents=True, exist_ok=True)
-    model = LlamaForCausalLM.from_pretrained(target, dtype=torch.bfloat16).to(device)  # type: ignore[arg-type]
-    model.train(False)
-    tokenizer = AutoTokenizer.from_pretrained(target)
+    model, tokenizer = loaded(target, torch.bfloat16, role="target")
+    model.to(device).train(False)
     markers = turn_markers(tokenizer)
     written = written_text(model, tokenizer, work_dir, config.text, markers)
     train, held_out = split_held_out(written)
@@ -85,7 +88,7 @@ def train_draft(target: str, work_dir: Path, config: DraftTrainConfig, *, device
 
 class _Trainer:
     def __init__(
-        self, target: LlamaForCausalLM, student: Student, written: Written, config: DraftTrainConfig
+        self, target: PreTrainedModel, student: Student, written: Written, config: DraftTrainConfig
     ) -> None:
         self._target = target
         self._student = student

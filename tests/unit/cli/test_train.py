@@ -112,12 +112,23 @@ def test_the_embedded_target_is_trained_for_by_its_name(tmp_path: Path) -> None:
     assert (rows[:, 0] == 0).all(), "texts begin with <s>"
 
 
+@pytest.mark.parametrize("command", ["medusa", "draft"])
 def test_a_target_that_is_none_is_refused_by_its_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     (tmp_path / "empty").mkdir()
-    assert run(["train", "medusa", str(tmp_path / "empty"), "--work-dir", str(tmp_path / "run")]) == 2
+    assert run(["train", command, str(tmp_path / "empty"), "--work-dir", str(tmp_path / "run")]) == 2
     assert f"target '{tmp_path / 'empty'}' cannot be loaded by transformers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["medusa", "draft"])
+def test_a_device_that_is_none_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    where = ["--work-dir", str(tmp_path / "run"), "--device", "abacus"]
+    assert run(["train", command, "embedded", *where]) == 2
+    assert "--device is 'abacus', which cannot be used" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
