@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from specray.bench.compare.journal import PassRow
+from specray.bench.compare.peers.base import PLAIN
 from specray.bench.report.chart import Panel, Series, draw
 
 OWN = "specray"
-PLAIN_SUFFIX = " plain"
 _DASH = "–"
 
 
@@ -258,5 +258,5 @@ def _styles(cells: Sequence[Cell]) -> dict[str, tuple[str, bool]]:
             family = _COLORS.get(cell.system, _OTHER_COLORS)
             index = counts.get(cell.system, 0)
             counts[cell.system] = index + 1
-            styles[cell.arm] = (family[index % len(family)], cell.arm.endswith(PLAIN_SUFFIX))
+            styles[cell.arm] = (family[index % len(family)], PLAIN in cell.arm.split())
     return styles

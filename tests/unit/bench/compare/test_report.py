@@ -169,6 +169,14 @@ def test_plain_decoding_is_dashed_and_arms_differ_in_colour() -> None:
     assert len({path.attrib["stroke"] for path in paths if path.attrib["stroke-width"] == "3.5"}) == 2
 
 
+def test_plain_decoding_with_other_weights_is_dashed_too() -> None:
+    rows = [
+        row(0, arm, count, 9.0) for arm in ("specray plain int4", "specray auto int4") for count in (1, 8)
+    ]
+    paths = ElementTree.fromstring(throughput_chart(Report("t", {}, rows, {}, {}))).findall(f"{SVG}path")
+    assert {"stroke-dasharray" in path.attrib for path in paths} == {False, True}
+
+
 def test_points_lie_where_their_values_are() -> None:
     line = Series("a", "#000", False, ((1, 0.0), (2, 50.0), (4, 100.0)))
     drawn = points(draw("t", [Panel("p", "x", "y", (line,))], num_columns=1))

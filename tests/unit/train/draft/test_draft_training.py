@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from specray.errors import ConfigError
+from specray.train.draft import training
 from specray.train.draft.checkpoint import write_compact
 from specray.train.draft.completion import complete_draft
 from specray.train.draft.loss import LossConfig, LossWeights, draft_loss
@@ -123,6 +125,23 @@ def test_a_draft_of_another_target_is_refused(target: Path, tmp_path: Path) -> N
     save_model(new_model(TARGET, seed=9), tmp_path / "tokenizer", tmp_path / "other")
     with pytest.raises(ConfigError, match="another embedding"):
         complete_draft(tmp_path / "compact", tmp_path / "other", tmp_path / "complete")
+
+
+def test_a_target_of_another_type_than_llama_is_read_as_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read as a Llama, it would lack its biases."""
+    sizes = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1)
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path / "target")
+    save_toy_tokenizer(tmp_path / "target")
+
+    def found(model: Any, *_: Any) -> Any:
+        raise ConfigError(f"{type(model).__name__} in {model.dtype}")
+
+    monkeypatch.setattr(training, "written_text", found)
+    with pytest.raises(ConfigError, match=r"^Qwen2ForCausalLM in torch\.bfloat16$"):
+        train_draft(str(tmp_path / "target"), tmp_path, DraftTrainConfig(RunLimit(num_steps=1)))
 
 
 @pytest.mark.slow
