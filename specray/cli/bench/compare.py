@@ -200,7 +200,7 @@ def _run_and_report(
     journal = Journal(out / "passes.jsonl", conditions)
     for name in wanted:
         if name not in absent:
-            systems[name].prepare(setup)
+            systems[name].prepare(setup, [arm for arm in plan.arms if arm.system == name])
     plan = replace(plan, arms=tuple(arm for arm in plan.arms if arm.system not in absent))
     limit_s = float("inf") if time_limit_s is None else time_limit_s
     outcome = run_until_told(

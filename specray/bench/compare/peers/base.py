@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -96,8 +96,8 @@ class System(Protocol):
     def absence(self) -> str | None:
         """Returns why the system cannot be measured here; None if it can."""
 
-    def prepare(self, setup: Setup) -> None:
-        """Makes what its server needs beside the checkpoints. Raises ConfigError if that fails."""
+    def prepare(self, setup: Setup, arms: Sequence[PeerArm]) -> None:
+        """Makes what its servers in these arms need beside the checkpoints. Raises ConfigError."""
 
     def launch(self, arm: PeerArm, setup: Setup, port: int) -> Launch:
         """Returns the command of a server in this mode that listens on this port of 127.0.0.1."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,13 @@ class LlamaCpp:
                 return f"--llama-cpp {self._directory}: there is no {part} in it"
         return None
 
-    def prepare(self, setup: Setup) -> None:
-        """Converts what has changed since the last time."""
-        for checkpoint in (setup.target, setup.draft):
+    def prepare(self, setup: Setup, arms: Sequence[PeerArm]) -> None:
+        """Converts what the arms read and what has changed since the last time."""
+        is_read = {
+            setup.target: any(arm.weights == BFLOAT16 for arm in arms),
+            setup.draft: any(arm.mode == "draft" for arm in arms),
+        }
+        for checkpoint in (each for each, is_one in is_read.items() if is_one):
             gguf = _gguf(checkpoint, setup)
             newest = max(path.stat().st_mtime for path in checkpoint.iterdir())
             if not gguf.exists() or gguf.stat().st_mtime < newest:

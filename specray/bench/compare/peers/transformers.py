@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from specray.bench.compare.peers.base import BFLOAT16, PLAIN, Launch, PeerArm, Setup
@@ -20,7 +21,7 @@ class Transformers:
     def absence(self) -> str | None:
         return None
 
-    def prepare(self, setup: Setup) -> None:
+    def prepare(self, setup: Setup, arms: Sequence[PeerArm]) -> None:
         """Does nothing."""
 
     def launch(self, arm: PeerArm, setup: Setup, port: int) -> Launch:

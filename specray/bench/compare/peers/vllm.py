@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ class Vllm:
             return f"--vllm-python {self._python}: there is no such file"
         return None
 
-    def prepare(self, setup: Setup) -> None:
+    def prepare(self, setup: Setup, arms: Sequence[PeerArm]) -> None:
         """Does nothing."""
 
     def launch(self, arm: PeerArm, setup: Setup, port: int) -> Launch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ class FakeSystem:
     def absence(self) -> str | None:
         return None
 
-    def prepare(self, setup: Setup) -> None:
+    def prepare(self, setup: Setup, arms: Sequence[PeerArm]) -> None:
         pass
 
     def launch(self, arm: PeerArm, setup: Setup, port: int) -> Launch:

@@ -234,20 +234,30 @@ def llama_setup(tmp_path: Path) -> Setup:
     return Setup(tmp_path / "target", tmp_path / "draft", 1, 64, 1, tmp_path)
 
 
+LLAMA_ARMS = [PeerArm("llama.cpp", "plain"), PeerArm("llama.cpp", "draft")]
+
+
+def test_what_no_arm_reads_is_not_converted(llama_setup: Setup) -> None:
+    (llama_setup.target / "config.json").rename(llama_setup.target / "other.json")
+    peer = LlamaCpp(llama_setup.work_dir, Path("/g/q4.gguf"))
+    peer.prepare(llama_setup, [PeerArm("llama.cpp", "plain", None, "gguf")])
+    assert not list(llama_setup.work_dir.glob("*.gguf"))
+
+
 @pytest.mark.slow
 def test_checkpoints_are_converted_once_and_again_when_they_change(llama_setup: Setup) -> None:
     peer, work_dir = LlamaCpp(llama_setup.work_dir), llama_setup.work_dir
-    peer.prepare(llama_setup)
+    peer.prepare(llama_setup, LLAMA_ARMS)
     for name in ("target", "draft"):
         text = (work_dir / f"{name}.gguf").read_text()
         # An unknown pre-tokenizer becomes GPT-2's, and sentencepiece is not needed.
         assert text == "bf16 tokenizer.model ['llama-bpe', 'gpt-2']"
         (work_dir / f"{name}.gguf").write_text("kept")
-    peer.prepare(llama_setup)
+    peer.prepare(llama_setup, LLAMA_ARMS)
     assert (work_dir / "target.gguf").read_text() == "kept"
     later = time.time() + 10
     os.utime(llama_setup.draft / "config.json", (later, later))
-    peer.prepare(llama_setup)
+    peer.prepare(llama_setup, LLAMA_ARMS)
     assert (work_dir / "target.gguf").read_text() == "kept"
     assert (work_dir / "draft.gguf").read_text().startswith("bf16")
 
@@ -257,7 +267,7 @@ def test_a_checkpoint_that_cannot_be_converted_is_a_config_error(llama_setup: Se
     with pytest.raises(
         ConfigError, match=r"target: it cannot be converted to GGUF: there is no config\.json"
     ):
-        LlamaCpp(llama_setup.work_dir).prepare(llama_setup)
+        LlamaCpp(llama_setup.work_dir).prepare(llama_setup, LLAMA_ARMS)
     assert not (llama_setup.work_dir / "target.gguf").exists()
 
 
