@@ -49,10 +49,10 @@ class FeatureQueue:
         return max(0, min(most, _MAX_MESSAGES * most - num_waiting))
 
     def add(self, rows: FeatureRows | None) -> None:
-        """Takes what came with a verdict; not what lies behind a gap, or is of another size."""
+        """Takes what came with a verdict; not what lies behind a gap, is of another size, or has no room."""
         if rows is None or rows.first > self.end or rows.row_bytes != ITEM_BYTES * self.feature_size:
             return
-        new = rows.within(self.end, rows.end)
+        new = rows.within(self.end, self.end + self.num_wanted)
         if new is not None:
             self.waiting = new if self.waiting is None else self.waiting.followed_by(new)
 

@@ -18,9 +18,10 @@ def feature_size(link: DraftLink | None) -> int:
 
 
 def has_mail(session: Session) -> bool:
-    """Features wait for the draft, and more must come before it can be asked."""
-    is_idle = session.draft.in_flight is None and session.features.waiting is not None
-    return is_idle and not session.has_features
+    """Features wait that no question to the draft can bring: more must come, or one message is too small."""
+    if session.draft.in_flight is not None or session.features.waiting is None:
+        return False
+    return not session.has_features or session.features.num_bytes > MAX_FEATURE_BYTES
 
 
 class FeatureMail:
