@@ -15,6 +15,19 @@ from specray.errors import ConfigError
 from specray.train.optim import MasterOptimizer
 
 
+def usable_device(device: str) -> str:
+    """The name of a device on which a run can be. Raises ConfigError where torch cannot use it."""
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"--device is {device!r}, which cannot be used ({reason}); "
+            "allowed: cpu, or cuda where there is one"
+        ) from None
+    return device
+
+
 @dataclass(frozen=True, slots=True)
 class RunLimit:
     """The end of a run: after `num_steps`, or after `time_budget_s` seconds of training over all resumes.

@@ -51,6 +51,7 @@ def draft(
     """Train a small draft; what it writes is completed with the target's embedding when it is served."""
     from specray.train.draft.completion import complete_draft
     from specray.train.draft.training import DraftTrainConfig, train_draft
+    from specray.train.loop import usable_device
 
     config = DraftTrainConfig(
         options.limit(),
@@ -61,7 +62,7 @@ def draft(
         loss=options.loss_config(),
         seed=options.seed,
     )
-    compact = train_draft(target, options.work_dir, config, device=options.torch_device())
+    compact = train_draft(target, options.work_dir, config, device=usable_device(options.device))
     typer.echo(f"wrote {compact}")
     if Path(target).is_dir():
         typer.echo(f"wrote {complete_draft(compact, Path(target), options.work_dir / 'complete')}")
@@ -149,8 +150,9 @@ def pard(
 def _train_head(method: Method, target: str, options: HeadOptions) -> None:
     from specray.train.heads.trainer import StepConfig
     from specray.train.heads.training import HeadTrainConfig, train_head
+    from specray.train.loop import usable_device
 
-    device = options.torch_device()
+    device = usable_device(options.device)
     steps = StepConfig(
         options.rows_per_step,
         options.rows_per_forward or method.rows_per_forward,

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specray.errors import ConfigError
 from specray.train.draft.loss_kind import LossKind
 
 if TYPE_CHECKING:
@@ -79,20 +78,6 @@ class RunOptions:
 
         is_default = self.steps is None and self.time_budget is None
         return RunLimit(self.steps, _TIME_BUDGET_S if is_default else self.time_budget)
-
-    def torch_device(self) -> str:
-        """The device's name. Raises ConfigError where torch cannot use it."""
-        import torch
-
-        try:
-            torch.empty(0, device=self.device)
-        except (AssertionError, RuntimeError) as error:
-            reason = str(error).partition("\n")[0]
-            raise ConfigError(
-                f"--device is {self.device!r}, which cannot be used ({reason}); allowed: cpu, or cuda where "
-                "there is one"
-            ) from None
-        return self.device
 
     def text(self) -> TextConfig:
         """The run's text."""
