@@ -180,7 +180,7 @@ class SpeculateItem:
     """Answer a Proposal with a tree, whose paths have at most ``num_speculative_tokens``; None: with a chain,
     as always under rejection."""
     features: FeatureRows | None = None
-    """Of tokens that the draft holds with this item; for a draft that reads features. None: no new ones."""
+    """Features of tokens that the draft holds with this item, if it reads features; None: no new ones."""
 
     @property
     def is_prefill_chunk(self) -> bool:

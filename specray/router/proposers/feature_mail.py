@@ -40,7 +40,7 @@ class FeatureMail:
         return min(session.features.num_bytes, MAX_FEATURE_BYTES) <= self._room
 
     def can_ask(self, session: Session) -> bool:
-        """With a question, the draft has all that it needs."""
+        """The draft has all that it needs with a question."""
         return session.has_features and session.features.num_bytes <= self._room
 
     def note(self, item: SpeculateItem) -> None:

@@ -136,8 +136,10 @@ class ModelProposer:
 
     def ask_features(self, live: LiveSession) -> None:
         """Decides, before a Verify is made, whether its verdict is to bring features for the draft."""
-        is_resting = live.is_drafted_locally or self._controller.resting_plan(live.stats) is not None
-        live.session.features.feature_size = 0 if is_resting else feature_size(self.link)
+        size = feature_size(self.link)
+        if size and (live.is_drafted_locally or self._controller.resting_plan(live.stats) is not None):
+            size = 0
+        live.session.features.feature_size = size
 
     def propose(self, session: Session, budget: Budget) -> Literal[Pending.PENDING] | None:
         """Asks the draft for a proposal under ``budget.plan``; the reply reaches the session later."""

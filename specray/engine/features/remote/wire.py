@@ -14,7 +14,8 @@ def read_rows(rows: FeatureRows, feature_size: int, *, like: torch.Tensor) -> to
     """The rows, ``[num_rows, feature_size]``, on the device and in the data type of another tensor.
 
     Raises:
-        InvalidRequestError: they are of another size.
+        InvalidRequestError: they are of another size, or not finite: what is computed from such numbers would
+            stay in the cache and reach other sequences.
     """
     if rows.row_bytes != ITEM_BYTES * feature_size:
         raise InvalidRequestError(
@@ -23,6 +24,10 @@ def read_rows(rows: FeatureRows, feature_size: int, *, like: torch.Tensor) -> to
         )
     # A copy that may be written, as torch wants it.
     numbers = torch.frombuffer(bytearray(rows.data), dtype=torch.bfloat16)
+    if not bool(numbers.isfinite().all()):
+        raise InvalidRequestError(
+            "features.data has infinite numbers or NaN; allowed: finite bfloat16 numbers", field="features"
+        )
     return numbers.view(rows.num_rows, feature_size).to(device=like.device, dtype=like.dtype)
 
 

@@ -57,7 +57,7 @@ class AdaptedLayer(NamedTuple):
     up: str
     rank: int
     shape: tuple[int, int]
-    """Of the weight, ``[out_features, in_features]``."""
+    """Shape of the weight, ``[out_features, in_features]``."""
 
 
 class HasParameters(Protocol):
