@@ -23,7 +23,7 @@ from specray.metrics.router import RouterMetrics
 from specray.router.deferred import Later
 from specray.router.proposers.base import PENDING, Budget, Pending
 from specray.router.proposers.budgets import Budgets
-from specray.router.proposers.feature_mail import FeatureMail, feature_size, has_mail
+from specray.router.proposers.feature_room import FeatureRoom, feature_size, needs_chunk
 from specray.router.proposers.prefill import DraftPrefill, are_prompts_first
 from specray.router.proposers.waits import DraftWaits
 from specray.router.session import Session
@@ -96,7 +96,7 @@ class ModelProposer:
             is_draft_idle=partial(are_prompts_first, running),
         )
         self._trace = trace
-        self._features = FeatureMail()
+        self._features = FeatureRoom()
 
     @property
     def source(self) -> str:
@@ -167,7 +167,7 @@ class ModelProposer:
         reads = feature_size(self.link) > 0
         for live in self._running.values():
             session, resting = live.session, self._controller.resting_plan(live.stats)
-            is_due, has_features = self._prefill.is_due(live), reads and has_mail(session)
+            is_due, has_features = self._prefill.is_due(live), reads and needs_chunk(session)
             if live.is_drafted_locally or resting is not None or not (is_due or has_features):
                 continue
             plan = self._plan(live, session.num_remaining, now)

@@ -6,15 +6,14 @@ two. A tensor of all experts is stored as its transpose, ``[experts, out_feature
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
+from specray.engine.model.checkpoint.named_weights import NamedWeights
 from specray.engine.model.checkpoint.safetensors_files import SafetensorsWeights
 from specray.engine.model.checkpoint.source import Part
 from specray.engine.model.checkpoint.stored_format import BLOCKS_SUFFIX, SCALES_SUFFIX
-from specray.engine.model.checks.weights import check_weight
 from specray.errors import ConfigError
 
 _NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -25,7 +24,7 @@ _SCALE_BIAS = 127
 """What a scale's exponent is stored with."""
 
 
-class Mxfp4Weights:
+class Mxfp4Weights(NamedWeights):
     """Implements ``source.WeightSource`` over such files: as if they held plain weights.
 
     Args:
@@ -51,21 +50,8 @@ class Mxfp4Weights:
             name.removesuffix(BLOCKS_SUFFIX) for name in found if name.endswith(BLOCKS_SUFFIX)
         )
         parts = {f"{name}{suffix}" for name in self._quantised for suffix in (BLOCKS_SUFFIX, SCALES_SUFFIX)}
-        self.shapes: dict[str, tuple[int, ...]] = {
-            name: shape for name, shape in found.items() if name not in parts
-        }
-        self.shapes |= {name: self._shape(name) for name in self._quantised}
-        self._names = {name: name for name in self.shapes}
-
-    def rename(self, names: Mapping[str, str]) -> None:
-        """Gives tensors the names under which they are taken: new name to the present one."""
-        self._names = {name: self._names[present] for name, present in names.items()}
-        self.shapes = {name: self.shapes[present] for name, present in names.items()}
-
-    def take(self, name: str, part: Part | None = None) -> torch.Tensor:
-        tensor = self.read(name, part)
-        check_weight(self._path, name, tensor)
-        return tensor
+        shapes = {name: shape for name, shape in found.items() if name not in parts}
+        super().__init__(path, shapes | {name: self._shape(name) for name in self._quantised})
 
     def read(self, name: str, part: Part | None = None) -> torch.Tensor:
         """Returns a tensor as :meth:`take` does, without a look at its values."""

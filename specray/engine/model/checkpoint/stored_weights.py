@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from specray.engine.model.checkpoint import dequantise
+from specray.engine.model.checkpoint.named_weights import NamedWeights
 from specray.engine.model.checkpoint.safetensors_files import SafetensorsWeights
 from specray.engine.model.checkpoint.source import Part
 from specray.engine.model.checkpoint.stored_format import (
@@ -18,11 +18,10 @@ from specray.engine.model.checkpoint.stored_format import (
     is_mark,
 )
 from specray.engine.model.checks.messages import one_line
-from specray.engine.model.checks.weights import check_weight
 from specray.errors import ConfigError
 
 
-class StoredWeights:
+class StoredWeights(NamedWeights):
     """Implements ``source.WeightSource`` over quantised files: as if they held plain weights.
 
     Args:
@@ -47,23 +46,12 @@ class StoredWeights:
         self._files = SafetensorsWeights(path, directory, dtype=dtype, device=device, entry=entry)
         self._layers = {f"{layer}.weight": layer for layer in self._quantised_layers()}
         used = {f"{layer}.{suffix}" for layer in self._layers.values() for suffix in PARTS[self._kind(layer)]}
-        self.shapes: dict[str, tuple[int, ...]] = {
+        shapes = {
             name: shape
             for name, shape in self._files.shapes.items()
             if name not in used and name.rpartition(".")[2] not in UNUSED
         }
-        self.shapes |= {name: self._shape(layer) for name, layer in self._layers.items()}
-        self._names = {name: name for name in self.shapes}
-
-    def rename(self, names: Mapping[str, str]) -> None:
-        """Gives tensors the names under which they are taken: new name to the present one."""
-        self._names = {name: self._names[present] for name, present in names.items()}
-        self.shapes = {name: self.shapes[present] for name, present in names.items()}
-
-    def take(self, name: str, part: Part | None = None) -> torch.Tensor:
-        tensor = self.read(name, part)
-        check_weight(self._path, name, tensor)
-        return tensor
+        super().__init__(path, shapes | {name: self._shape(layer) for name, layer in self._layers.items()})
 
     def read(self, name: str, part: Part | None = None) -> torch.Tensor:
         """Returns a tensor as :meth:`take` does, without a look at its values."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specray.feature_rows import ITEM_BYTES, MAX_FEATURE_BYTES, FeatureRows, max_rows
-from specray.router.proposers.feature_mail import FeatureMail, has_mail
+from specray.router.proposers.feature_room import FeatureRoom, needs_chunk
 from specray.router.session_features import FeatureQueue
 from tests.unit.router.session.harness import new_session
 
@@ -31,12 +31,12 @@ def test_all_features_in_two_messages_go_in_a_chunk_first() -> None:
     session.features.feature_size, session.draft.synced_len = SIZE, 7
     session.features.add(rows(0, 4))
     session.features.add(rows(4, 2))
-    assert session.has_features and not FeatureMail().can_ask(session)
+    assert session.has_features and not FeatureRoom().can_ask(session)
 
-    assert has_mail(session)
+    assert needs_chunk(session)
 
     chunk = session.prefill_chunk_item(0)
     assert chunk.features is not None and chunk.features.end == 4
     session.draft.in_flight = None
     session.features.confirm(chunk.features)
-    assert FeatureMail().can_ask(session) and not has_mail(session)
+    assert FeatureRoom().can_ask(session) and not needs_chunk(session)

@@ -17,14 +17,14 @@ def feature_size(link: DraftLink | None) -> int:
     return 0 if link is None else link.info.feature_size
 
 
-def has_mail(session: Session) -> bool:
+def needs_chunk(session: Session) -> bool:
     """Features wait that no question to the draft can bring: more must come, or one message is too small."""
     if session.draft.in_flight is not None or session.features.waiting is None:
         return False
     return not session.has_features or session.features.num_bytes > MAX_FEATURE_BYTES
 
 
-class FeatureMail:
+class FeatureRoom:
     """Shares out the bytes of features of each message to the draft."""
 
     def __init__(self) -> None:
