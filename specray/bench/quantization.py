@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from specray.config import EngineConfig, parse_config
+from specray.config import DraftConfig, EngineConfig, parse_config
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner
@@ -54,6 +54,8 @@ def engine_config(engine: EngineConfig, format: str) -> EngineConfig:
             f"{', '.join(FORMATS)}"
         )
     values = engine.model_dump() | {"quantization": layers, "lm_head_quantization": head}
+    if isinstance(engine, DraftConfig):
+        return parse_config({"draft": values}).draft
     return parse_config({"target": values}).target
 
 

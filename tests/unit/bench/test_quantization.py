@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from specray.bench.quantization import engine_config, measure_quality, quality_table, read_text
-from specray.config import EngineConfig
+from specray.config import DraftConfig, EngineConfig, TargetConfig
 from specray.engine.runner.inputs import SequenceInput
 from specray.engine.step import ForwardOutput
 from specray.errors import ConfigError
@@ -74,10 +74,12 @@ def test_windows_and_texts_that_are_too_short_or_long() -> None:
         measure_quality(runners, [1], window_len=4)
 
 
-def test_formats_of_layers_and_head() -> None:
-    engine = EngineConfig(dtype="float32")
+@pytest.mark.parametrize("kind", [TargetConfig, DraftConfig])
+def test_formats_of_layers_and_head(kind: type[EngineConfig]) -> None:
+    engine = kind(dtype="float32")
     both = engine_config(engine, "int4:int8")
     assert (both.quantization, both.lm_head_quantization, both.dtype) == ("int4", "int8", "float32")
+    assert type(both) is kind
     assert engine_config(engine, "int8").lm_head_quantization == "none"
     for wrong in ("int3", "int8:q", ""):
         with pytest.raises(
