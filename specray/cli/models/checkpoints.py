@@ -11,6 +11,7 @@ from specray.errors import ConfigError
 from specray.models.cache import KeptCheckpoint, user_cache
 from specray.models.catalogue import DEFAULT_MODEL, DRAFT_WITHOUT_OWN, KnownModel
 from specray.models.drafts import compact_draft, complete_draft
+from specray.models.machine import has_int8_kernels, has_nvidia_gpu
 from specray.models.resolve import Source, find_source, source_checkpoint
 
 AUTO = "auto"
@@ -69,13 +70,13 @@ def use_checkpoints(values: Values, *, has_chosen_draft: bool) -> None:
             target["model"] = str(kept.directory)
             _name(values, DEFAULT_MODEL.name)
             if has_chosen_draft:
-                draft["model"] = _draft_of(DEFAULT_MODEL, kept)
+                _use_draft_of(DEFAULT_MODEL, kept, draft)
     elif (source := _source(target)) is not None:
         kept = _checkpoint(source)
         target["model"] = str(kept.directory)
         _name(values, source.name)
         if has_chosen_draft and isinstance(source, KnownModel):
-            draft["model"] = _draft_of(source, kept)
+            _use_draft_of(source, kept, draft)
     if draft.get("enabled", True) and (source := _source(draft)) is not None:
         draft["model"] = str(_checkpoint(source).directory)
 
@@ -109,6 +110,25 @@ def _default_checkpoint() -> KeptCheckpoint | None:
         line = f"specray: {error}; serving the embedded pair in place of {DEFAULT_MODEL.name}"
         print(line, file=sys.stderr, flush=True)
         return None
+
+
+def _use_draft_of(known: KnownModel, target: KeptCheckpoint, draft: Values) -> None:
+    """Lets a known model's own draft serve; in int8, where nobody says otherwise and that is quicker.
+
+    No output depends on the draft's weights, and on a processor a step of it takes as long as reading them.
+    """
+    draft["model"] = _draft_of(known, target)
+    formats = ("quantization", "lm_head_quantization")
+    is_free = draft.get("forward") != "hf" and not any(name in draft for name in formats)
+    if draft["model"] != DRAFT_WITHOUT_OWN and is_free and _runs_here(draft) and has_int8_kernels():
+        draft.update(dict.fromkeys(formats, "int8"))
+
+
+def _runs_here(draft: Values) -> bool:
+    """Whether a draft runs on a processor of this machine, as far as can be told before Ray starts."""
+    asked = draft.get("ray_actor_options") or {}
+    on_processor = draft.get("device") == "cpu" or not (draft.get("device") == "cuda" or has_nvidia_gpu())
+    return on_processor and not asked.get("num_gpus") and external_ray_address() is None
 
 
 def _draft_of(known: KnownModel, target: KeptCheckpoint) -> str:

@@ -161,6 +161,55 @@ def test_only_serve_has_another_default(known: KnownModel, cache: Path) -> None:
     assert not cache.exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ("int8", "int8")),
+        ({"draft.device": "cpu", "draft.num_threads": 1}, ("int8", "int8")),
+        ({"draft.quantization": "none"}, ("none", "none")),
+        ({"draft.lm_head_quantization": "int4"}, ("none", "int4")),
+        ({"draft.forward": "hf"}, ("none", "none")),
+        ({"draft.device": "cuda"}, ("none", "none")),
+        ({"draft.ray_actor_options": {"num_gpus": 0.5}}, ("none", "none")),
+    ],
+)
+def test_an_own_draft_on_a_processor_is_int8_where_nobody_says_otherwise(
+    known: KnownModel,
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, object],
+    expected: tuple[str, str],
+) -> None:
+    use_index(monkeypatch, tmp_path / "index")
+    (tmp_path / "own").mkdir()
+    monkeypatch.setattr(checkpoints, "compact_draft", lambda known: tmp_path / "own")
+    monkeypatch.setattr(checkpoints, "complete_draft", lambda *arguments: tmp_path / "own")
+    monkeypatch.setattr(checkpoints, "has_int8_kernels", lambda: True)
+    monkeypatch.setattr(checkpoints, "has_nvidia_gpu", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    draft = build_config(None, {"target.model": "tiny-chat", **options}).draft
+    assert draft.model == str(tmp_path / "own")
+    assert (draft.quantization, draft.lm_head_quantization) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("missing", ["kernels", "processor", "own"])
+def test_an_own_draft_stays_as_it_is_where_int_8_may_not_be_quicker(
+    known: KnownModel, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    use_index(monkeypatch, tmp_path / "index")
+    (tmp_path / "own").mkdir()
+    if missing != "own":
+        monkeypatch.setattr(checkpoints, "compact_draft", lambda known: tmp_path / "own")
+        monkeypatch.setattr(checkpoints, "complete_draft", lambda *arguments: tmp_path / "own")
+    monkeypatch.setattr(checkpoints, "has_int8_kernels", lambda: missing != "kernels")
+    monkeypatch.setattr(checkpoints, "has_nvidia_gpu", lambda: missing == "processor")
+    draft = build_config(None, {"target.model": "tiny-chat"}).draft
+    assert (draft.quantization, draft.lm_head_quantization) == ("none", "none")
+
+
 def test_a_gguf_file_gives_the_model_its_name(cache: Path, tmp_path: Path, served: list[Config]) -> None:
     path = write_gguf(tmp_path / "Tiny.Q8_0.gguf")
     directory = cache / f"Tiny.Q8_0-{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
