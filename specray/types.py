@@ -281,6 +281,9 @@ class VerifyItem:
     """Most rows of features that the verdict is to bring; 0: none. A target may give fewer, or none."""
     first_feature: int = 0
     """Token of the first of these rows."""
+    runs_on: bool = False
+    """True: after the verdict comes a step of its next token alone, unless the sequence ends with it. The
+    target may compute that before it is asked."""
 
     @property
     def max_next_nodes(self) -> int:

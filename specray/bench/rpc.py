@@ -1,4 +1,4 @@
-"""Measures the RPC layer's own cost of a round: a worker process with an engine that does nothing."""
+"""Measures what lies between engine calls: a worker process with an engine that does nothing, or sleeps."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import asyncio
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Literal
 
+from specray.config import SpeculationConfig
 from specray.draft_tokens import DraftTokens
+from specray.fakes import FakeTarget
+from specray.interfaces import SyncTargetEngine
+from specray.requests import GenerateRequest
+from specray.router import Router, SystemClock
 from specray.rpc.connections.verifier import GrpcVerifier
 from specray.rpc.event_loop import new_event_loop
 from specray.rpc.workers.worker import serve_engine
@@ -33,6 +38,17 @@ class RoundTrip:
     p50_ms: float
     p95_ms: float
     p99_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """Plain decoding of some requests at a time."""
+
+    num_sessions: int
+    num_tokens: int
+    step_ms: float
+    token_ms: float
+    """Milliseconds from a token of each request to the next; at least a step's."""
 
 
 def measure_rpc(
@@ -66,11 +82,55 @@ def measure_rpc(
     return RoundTrip(transport, num_sessions, num_rounds, p50, p95, p99)
 
 
-def _start_worker(address: str) -> tuple[BaseProcess, str]:
+def measure_decoding(*, step_ms: float, num_sessions: int = 1, num_tokens: int = 300) -> Decoding:
+    """Plain decoding by a Router and a worker whose every step sleeps, as it would wait for a GPU.
+
+    Args:
+        step_ms: milliseconds of a step.
+        num_sessions: requests at a time, at most 64.
+        num_tokens: output tokens of each.
+    """
+    with tempfile.TemporaryDirectory(prefix="specray-") as directory:
+        process, address = _start_worker(f"unix:{directory}/target", partial(SleepingTarget, step_ms / 1e3))
+        try:
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:
+                seconds = runner.run(_decode(address, num_sessions, num_tokens))
+        finally:
+            process.terminate()
+            process.join(TIMEOUT_S)
+    return Decoding(num_sessions, num_tokens, step_ms, 1e3 * seconds / num_tokens)
+
+
+async def _decode(address: str, num_sessions: int, num_tokens: int) -> float:
+    """Seconds of the second of two rounds of requests."""
+    verifier = await GrpcVerifier.connect(address, timeout_s=TIMEOUT_S)
+    plain = SpeculationConfig.model_validate({"num_speculative_tokens": 0})
+    router = Router(verifier, None, speculation=plain, clock=SystemClock())
+    await router.start()
+    sampling = SamplingParams(temperature=0.0, num_prompt_tokens=4)
+    seconds = 0.0
+    for turn in range(2):
+        requests = [
+            GenerateRequest(f"{turn}-{index}", (1, 2, 3, index % 64), sampling, num_tokens)
+            for index in range(num_sessions)
+        ]
+        started = time.perf_counter()
+        await asyncio.gather(*(router.complete(request) for request in requests))
+        seconds = time.perf_counter() - started
+    await router.stop()
+    await verifier.close()
+    return seconds
+
+
+def _start_worker(
+    address: str, make_engine: Callable[[], SyncTargetEngine] | None = None
+) -> tuple[BaseProcess, str]:
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(
-        target=partial(serve_engine, NoopTarget, role="target", address=address, on_ready=sender.send),
+        target=partial(
+            serve_engine, make_engine or NoopTarget, role="target", address=address, on_ready=sender.send
+        ),
         daemon=True,
     )
     process.start()
@@ -139,3 +199,22 @@ class NoopTarget:
 
     def check(self) -> None:
         """Does nothing: it cannot break."""
+
+
+class SleepingTarget(FakeTarget):
+    """Draws a toy model's tokens; its process has nothing to do during a step.
+
+    Args:
+        step_s: seconds of a step.
+    """
+
+    def __init__(self, step_s: float) -> None:
+        super().__init__()
+        self._step_s = step_s
+
+    def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
+        """One step."""
+        started_ns = time.perf_counter_ns()
+        replies = super().verify(items)
+        time.sleep(self._step_s)
+        return replace(replies, forward_ns=time.perf_counter_ns() - started_ns)

@@ -191,7 +191,8 @@ class Rounds:
         if verifying is not None and not verifying.pending:
             self._end_step(verifying)
             self._later.add(self._metrics.verify_forward_s.observe, replies.forward_ns / 1e9)
-            elapsed_s = self._now - verifying.sent_s
+            # A step that the target had computed before it was asked took its time all the same.
+            elapsed_s = max(self._now - verifying.sent_s, replies.forward_ns / 1e9)
             num_rows = verifying.num_rows if replies.num_rows is None else replies.num_rows
             if num_rows:
                 self._controller.cost_model.target.add(
@@ -331,7 +332,7 @@ class Rounds:
         has_prompt = any(live.session.is_prefilling for live, _ in batch)
         for live, room in batch:
             self.proposers.model.ask_features(live)
-            item = live.session.verify_item(room)
+            item = live.session.verify_item(room, is_plain_next=self.proposers.is_plain_next(live))
             pending.add((item.request_id, item.round_id))
             num_new = min(room, len(item.token_ids) + len(item.draft.token_ids))
             num_rows += num_new

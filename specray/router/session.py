@@ -152,11 +152,12 @@ class Session:
 
     # Items to send
 
-    def verify_item(self, max_new_tokens: int) -> VerifyItem:
+    def verify_item(self, max_new_tokens: int, *, is_plain_next: bool = False) -> VerifyItem:
         """Sends the session to the target: the next chunk of a prefill, or a round.
 
         Args:
             max_new_tokens: room in the step, >= 1. Draft tokens that do not fit are left out.
+            is_plain_next: the round after this one is to have no draft tokens.
         """
         assert self.target.in_flight is None and not self.is_finished and max_new_tokens >= 1
         view = self.target
@@ -177,6 +178,7 @@ class Session:
         self._verified_source = self._source
         # At least one token is committed by this round, and one more by the next.
         following = NOTHING_NEXT if is_chunk else self._next.within(self.num_remaining - 2)
+        is_plain = not is_chunk and not self._verified.token_ids and view.lookahead is None
         item = VerifyItem(
             self.request_id,
             view.round_id,
@@ -192,6 +194,7 @@ class Session:
             next_tree=following.tree,
             num_features=self.features.num_wanted,
             first_feature=self.features.end if self.features.num_wanted else 0,
+            runs_on=is_plain and is_plain_next and following.num_tokens == 0 and self.num_remaining > 1,
         )
         view.in_flight, view.lookahead = item, view.lookahead if is_chunk else None
         return item

@@ -91,6 +91,8 @@ class BoundEngine(Generic[ItemT, RepliesT]):
     check: Callable[[], None]
     close: Callable[[], None]
     """Last call, which releases what is outside the process, such as the other ranks."""
+    advance: Callable[[], bool] = lambda: False
+    """Does work that is expected but not asked for yet; returns whether there was any."""
 
 
 @runtime_checkable

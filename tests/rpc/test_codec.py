@@ -121,7 +121,7 @@ def verify_items(draw: st.DrawFn) -> VerifyItem:
     asked = draw(st.integers(1, 1 << 31)), draw(st.sampled_from((0.0, 0.25))), draw(st.none() | TREES)
     item = VerifyItem(*head, *drawn, sampling, limit, lookahead, *(asked if draw(st.booleans()) else ()))
     if draw(st.booleans()):
-        return item
+        return replace(item, runs_on=draw(st.booleans()))
     return replace(item, num_features=draw(st.integers(1, 1 << 31)), first_feature=draw(U32))
 
 

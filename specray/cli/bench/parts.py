@@ -40,6 +40,10 @@ NumItems = Annotated[
 ]
 NumTokens = Annotated[int, typer.Option(min=1, help="Output tokens per request.")]
 NumRounds = Annotated[int, typer.Option(min=1, help="Round trips.")]
+StepMs = Annotated[
+    float | None,
+    typer.Option(min=0, help="Measures plain decoding instead, by a target whose steps sleep so many ms."),
+]
 
 
 def router(
@@ -72,12 +76,20 @@ def rpc(
     num_sessions: NumItems = None,
     num_rounds: NumRounds = 2000,
     num_draft_tokens: DraftTokensPerItem = 4,
+    step_ms: StepMs = None,
     json_path: options.JsonPath = None,
 ) -> None:
-    """Measure a round trip to a worker whose engine answers at once."""
-    from specray.bench.rpc import measure_rpc
+    """Measure a round trip to a worker whose engine answers at once, or plain decoding by one that sleeps."""
+    from specray.bench.rpc import measure_decoding, measure_rpc
     from specray.cli.output import print_rows
 
+    if step_ms is not None:
+        decodings = [
+            measure_decoding(step_ms=step_ms, num_sessions=sessions)
+            for sessions in num_sessions or [1, 8, 32]
+        ]
+        print_rows("decoding", decodings, json_path)
+        return
     trips = [
         measure_rpc(
             transport=transport.value,

@@ -70,6 +70,16 @@ class ProposerChoice:
             elif session.draft.asked is None:
                 self._propose_with_model(live, now)
 
+    def is_plain_next(self, live: LiveSession) -> bool:
+        """Whether the round after the one that is about to be verified is to have no draft tokens, either."""
+        if not live.plan.is_off or live.prediction is not None or live.is_drafted_locally:
+            return False
+        if not self.model.is_resting(live):
+            return False
+        # What a grammar forces is proposed whatever the mode.
+        has_grammar = live.session.request.sampling.grammar is not None
+        return live.local is None or (self._controller.modes.is_plain and not has_grammar)
+
     def _propose_predicted(self, live: LiveSession, now: float) -> bool:
         """Takes draft tokens from the request's prediction. False: it has none to offer."""
         session = live.session

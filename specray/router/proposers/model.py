@@ -130,6 +130,11 @@ class ModelProposer:
         self._controller.postpone_exploration(live.stats)
         return OFF_BY_REASON[Reason.DRAFT_PREFILL]
 
+    def is_resting(self, live: LiveSession) -> bool:
+        """Whether the draft will not be asked for the session's next round, either."""
+        has_draft = self.link is not None or self._leases is not None
+        return not has_draft or self._controller.resting_plan(live.stats) is not None
+
     def _can_ask(self, live: LiveSession) -> bool:
         """The draft reads no features, or has all that it needs with a question."""
         return not feature_size(self.link) or self._features.can_ask(live.session)

@@ -237,6 +237,8 @@ def encode_verify_request(items: Sequence[VerifyItem], release_request_ids: Sequ
                 _encode_tree(out.next_tree, item.next_tree)
         if item.num_features:
             out.num_features, out.first_feature = item.num_features, item.first_feature
+        if item.runs_on:
+            out.runs_on = True
     return message.SerializeToString()
 
 
@@ -263,6 +265,7 @@ def _decode_verify_item(item: target_pb2.VerifyItem) -> VerifyItem:
         _decode_tree(item.next_tree, "VerifyItem") if item.HasField("next_tree") else None,
         item.num_features,
         item.first_feature,
+        item.runs_on,
     )
 
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from specray.rpc.pb import types_pb2 as specray_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17specray/v1/target.proto\x12\nspecray.v1\x1a\x16specray/v1/types.proto\"\x9f\x04\n\nVerifyItem\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08round_id\x18\x02 \x01(\x04\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x17\n\x0f\x64raft_token_ids\x18\x05 \x03(\r\x12,\n\x0b\x64raft_probs\x18\x06 \x03(\x0b\x32\x17.specray.v1.SparseProbs\x12\x0e\n\x06sample\x18\x07 \x01(\x08\x12\x31\n\x08sampling\x18\x08 \x01(\x0b\x32\x1a.specray.v1.SamplingParamsH\x00\x88\x01\x01\x12\x1b\n\x0emax_new_tokens\x18\t \x01(\rH\x01\x88\x01\x01\x12\x15\n\rdraft_parents\x18\n \x03(\x11\x12\x33\n\tlookahead\x18\x0b \x01(\x0b\x32\x1b.specray.v1.LookaheadBudgetH\x02\x88\x01\x01\x12\x1d\n\x15num_next_draft_tokens\x18\x0c \x01(\r\x12\x1b\n\x13next_min_acceptance\x18\r \x01(\x01\x12.\n\tnext_tree\x18\x0e \x01(\x0b\x32\x16.specray.v1.TreeBudgetH\x03\x88\x01\x01\x12\x14\n\x0cnum_features\x18\x0f \x01(\r\x12\x15\n\rfirst_feature\x18\x10 \x01(\rB\x0b\n\t_samplingB\x11\n\x0f_max_new_tokensB\x0c\n\n_lookaheadB\x0c\n\n_next_tree\"H\n\x0fLookaheadBudget\x12\r\n\x05width\x18\x01 \x01(\r\x12\x11\n\tngram_len\x18\x02 \x01(\r\x12\x13\n\x0bnum_guesses\x18\x03 \x01(\r\"S\n\rVerifyRequest\x12%\n\x05items\x18\x01 \x03(\x0b\x32\x16.specray.v1.VerifyItem\x12\x1b\n\x13release_request_ids\x18\x02 \x03(\t\"\xff\x03\n\x07Verdict\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08round_id\x18\x02 \x01(\x04\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x04 \x01(\r\x12\x1a\n\rnext_token_id\x18\x05 \x01(\rH\x00\x88\x01\x01\x12+\n\x08logprobs\x18\x06 \x03(\x0b\x32\x19.specray.v1.TokenLogprobs\x12\x15\n\x08held_len\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x19\n\x11num_cached_tokens\x18\x08 \x01(\r\x12\x32\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x19.specray.v1.TokenLogprobs\x12\x1f\n\x12last_accepted_node\x18\n \x01(\rH\x02\x88\x01\x01\x12\x17\n\x0f\x64raft_token_ids\x18\x0b \x03(\r\x12\x15\n\rdraft_parents\x18\x0c \x03(\x11\x12,\n\x0b\x64raft_probs\x18\r \x03(\x0b\x32\x17.specray.v1.SparseProbs\x12.\n\x08\x66\x65\x61tures\x18\x0e \x01(\x0b\x32\x17.specray.v1.FeatureRowsH\x03\x88\x01\x01\x42\x10\n\x0e_next_token_idB\x0b\n\t_held_lenB\x15\n\x13_last_accepted_nodeB\x0b\n\t_features\"\xa6\x01\n\x0bTargetReply\x12&\n\x07verdict\x18\x01 \x01(\x0b\x32\x13.specray.v1.VerdictH\x00\x12\x37\n\x10unknown_sequence\x18\x02 \x01(\x0b\x32\x1b.specray.v1.UnknownSequenceH\x00\x12-\n\x0bitem_failed\x18\x03 \x01(\x0b\x32\x16.specray.v1.ItemFailedH\x00\x42\x07\n\x05reply\"r\n\x0eVerifyResponse\x12(\n\x07replies\x18\x01 \x03(\x0b\x32\x17.specray.v1.TargetReply\x12\x12\n\nforward_ns\x18\x02 \x01(\x04\x12\x15\n\x08num_rows\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x0b\n\t_num_rows\"\x16\n\x14GetTargetInfoRequest\"=\n\x15GetTargetInfoResponse\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.specray.v1.EngineInfo2\xaa\x01\n\rTargetService\x12\x43\n\x06Verify\x12\x19.specray.v1.VerifyRequest\x1a\x1a.specray.v1.VerifyResponse(\x01\x30\x01\x12T\n\rGetTargetInfo\x12 .specray.v1.GetTargetInfoRequest\x1a!.specray.v1.GetTargetInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17specray/v1/target.proto\x12\nspecray.v1\x1a\x16specray/v1/types.proto\"\xb0\x04\n\nVerifyItem\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08round_id\x18\x02 \x01(\x04\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x17\n\x0f\x64raft_token_ids\x18\x05 \x03(\r\x12,\n\x0b\x64raft_probs\x18\x06 \x03(\x0b\x32\x17.specray.v1.SparseProbs\x12\x0e\n\x06sample\x18\x07 \x01(\x08\x12\x31\n\x08sampling\x18\x08 \x01(\x0b\x32\x1a.specray.v1.SamplingParamsH\x00\x88\x01\x01\x12\x1b\n\x0emax_new_tokens\x18\t \x01(\rH\x01\x88\x01\x01\x12\x15\n\rdraft_parents\x18\n \x03(\x11\x12\x33\n\tlookahead\x18\x0b \x01(\x0b\x32\x1b.specray.v1.LookaheadBudgetH\x02\x88\x01\x01\x12\x1d\n\x15num_next_draft_tokens\x18\x0c \x01(\r\x12\x1b\n\x13next_min_acceptance\x18\r \x01(\x01\x12.\n\tnext_tree\x18\x0e \x01(\x0b\x32\x16.specray.v1.TreeBudgetH\x03\x88\x01\x01\x12\x14\n\x0cnum_features\x18\x0f \x01(\r\x12\x15\n\rfirst_feature\x18\x10 \x01(\r\x12\x0f\n\x07runs_on\x18\x11 \x01(\x08\x42\x0b\n\t_samplingB\x11\n\x0f_max_new_tokensB\x0c\n\n_lookaheadB\x0c\n\n_next_tree\"H\n\x0fLookaheadBudget\x12\r\n\x05width\x18\x01 \x01(\r\x12\x11\n\tngram_len\x18\x02 \x01(\r\x12\x13\n\x0bnum_guesses\x18\x03 \x01(\r\"S\n\rVerifyRequest\x12%\n\x05items\x18\x01 \x03(\x0b\x32\x16.specray.v1.VerifyItem\x12\x1b\n\x13release_request_ids\x18\x02 \x03(\t\"\xff\x03\n\x07Verdict\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08round_id\x18\x02 \x01(\x04\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x04 \x01(\r\x12\x1a\n\rnext_token_id\x18\x05 \x01(\rH\x00\x88\x01\x01\x12+\n\x08logprobs\x18\x06 \x03(\x0b\x32\x19.specray.v1.TokenLogprobs\x12\x15\n\x08held_len\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x19\n\x11num_cached_tokens\x18\x08 \x01(\r\x12\x32\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x19.specray.v1.TokenLogprobs\x12\x1f\n\x12last_accepted_node\x18\n \x01(\rH\x02\x88\x01\x01\x12\x17\n\x0f\x64raft_token_ids\x18\x0b \x03(\r\x12\x15\n\rdraft_parents\x18\x0c \x03(\x11\x12,\n\x0b\x64raft_probs\x18\r \x03(\x0b\x32\x17.specray.v1.SparseProbs\x12.\n\x08\x66\x65\x61tures\x18\x0e \x01(\x0b\x32\x17.specray.v1.FeatureRowsH\x03\x88\x01\x01\x42\x10\n\x0e_next_token_idB\x0b\n\t_held_lenB\x15\n\x13_last_accepted_nodeB\x0b\n\t_features\"\xa6\x01\n\x0bTargetReply\x12&\n\x07verdict\x18\x01 \x01(\x0b\x32\x13.specray.v1.VerdictH\x00\x12\x37\n\x10unknown_sequence\x18\x02 \x01(\x0b\x32\x1b.specray.v1.UnknownSequenceH\x00\x12-\n\x0bitem_failed\x18\x03 \x01(\x0b\x32\x16.specray.v1.ItemFailedH\x00\x42\x07\n\x05reply\"r\n\x0eVerifyResponse\x12(\n\x07replies\x18\x01 \x03(\x0b\x32\x17.specray.v1.TargetReply\x12\x12\n\nforward_ns\x18\x02 \x01(\x04\x12\x15\n\x08num_rows\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x0b\n\t_num_rows\"\x16\n\x14GetTargetInfoRequest\"=\n\x15GetTargetInfoResponse\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.specray.v1.EngineInfo2\xaa\x01\n\rTargetService\x12\x43\n\x06Verify\x12\x19.specray.v1.VerifyRequest\x1a\x1a.specray.v1.VerifyResponse(\x01\x30\x01\x12T\n\rGetTargetInfo\x12 .specray.v1.GetTargetInfoRequest\x1a!.specray.v1.GetTargetInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,21 +33,21 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specray.rpc.pb.target_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_VERIFYITEM']._serialized_start=64
-  _globals['_VERIFYITEM']._serialized_end=607
-  _globals['_LOOKAHEADBUDGET']._serialized_start=609
-  _globals['_LOOKAHEADBUDGET']._serialized_end=681
-  _globals['_VERIFYREQUEST']._serialized_start=683
-  _globals['_VERIFYREQUEST']._serialized_end=766
-  _globals['_VERDICT']._serialized_start=769
-  _globals['_VERDICT']._serialized_end=1280
-  _globals['_TARGETREPLY']._serialized_start=1283
-  _globals['_TARGETREPLY']._serialized_end=1449
-  _globals['_VERIFYRESPONSE']._serialized_start=1451
-  _globals['_VERIFYRESPONSE']._serialized_end=1565
-  _globals['_GETTARGETINFOREQUEST']._serialized_start=1567
-  _globals['_GETTARGETINFOREQUEST']._serialized_end=1589
-  _globals['_GETTARGETINFORESPONSE']._serialized_start=1591
-  _globals['_GETTARGETINFORESPONSE']._serialized_end=1652
-  _globals['_TARGETSERVICE']._serialized_start=1655
-  _globals['_TARGETSERVICE']._serialized_end=1825
+  _globals['_VERIFYITEM']._serialized_end=624
+  _globals['_LOOKAHEADBUDGET']._serialized_start=626
+  _globals['_LOOKAHEADBUDGET']._serialized_end=698
+  _globals['_VERIFYREQUEST']._serialized_start=700
+  _globals['_VERIFYREQUEST']._serialized_end=783
+  _globals['_VERDICT']._serialized_start=786
+  _globals['_VERDICT']._serialized_end=1297
+  _globals['_TARGETREPLY']._serialized_start=1300
+  _globals['_TARGETREPLY']._serialized_end=1466
+  _globals['_VERIFYRESPONSE']._serialized_start=1468
+  _globals['_VERIFYRESPONSE']._serialized_end=1582
+  _globals['_GETTARGETINFOREQUEST']._serialized_start=1584
+  _globals['_GETTARGETINFOREQUEST']._serialized_end=1606
+  _globals['_GETTARGETINFORESPONSE']._serialized_start=1608
+  _globals['_GETTARGETINFORESPONSE']._serialized_end=1669
+  _globals['_TARGETSERVICE']._serialized_start=1672
+  _globals['_TARGETSERVICE']._serialized_end=1842
 # @@protoc_insertion_point(module_scope)

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class VerifyItem(_message.Message):
-    __slots__ = ("request_id", "round_id", "base_len", "token_ids", "draft_token_ids", "draft_probs", "sample", "sampling", "max_new_tokens", "draft_parents", "lookahead", "num_next_draft_tokens", "next_min_acceptance", "next_tree", "num_features", "first_feature")
+    __slots__ = ("request_id", "round_id", "base_len", "token_ids", "draft_token_ids", "draft_probs", "sample", "sampling", "max_new_tokens", "draft_parents", "lookahead", "num_next_draft_tokens", "next_min_acceptance", "next_tree", "num_features", "first_feature", "runs_on")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -25,6 +25,7 @@ class VerifyItem(_message.Message):
     NEXT_TREE_FIELD_NUMBER: _ClassVar[int]
     NUM_FEATURES_FIELD_NUMBER: _ClassVar[int]
     FIRST_FEATURE_FIELD_NUMBER: _ClassVar[int]
+    RUNS_ON_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     round_id: int
     base_len: int
@@ -41,7 +42,8 @@ class VerifyItem(_message.Message):
     next_tree: _types_pb2.TreeBudget
     num_features: int
     first_feature: int
-    def __init__(self, request_id: _Optional[str] = ..., round_id: _Optional[int] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., draft_probs: _Optional[_Iterable[_Union[_types_pb2.SparseProbs, _Mapping]]] = ..., sample: _Optional[bool] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., draft_parents: _Optional[_Iterable[int]] = ..., lookahead: _Optional[_Union[LookaheadBudget, _Mapping]] = ..., num_next_draft_tokens: _Optional[int] = ..., next_min_acceptance: _Optional[float] = ..., next_tree: _Optional[_Union[_types_pb2.TreeBudget, _Mapping]] = ..., num_features: _Optional[int] = ..., first_feature: _Optional[int] = ...) -> None: ...
+    runs_on: bool
+    def __init__(self, request_id: _Optional[str] = ..., round_id: _Optional[int] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., draft_probs: _Optional[_Iterable[_Union[_types_pb2.SparseProbs, _Mapping]]] = ..., sample: _Optional[bool] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., draft_parents: _Optional[_Iterable[int]] = ..., lookahead: _Optional[_Union[LookaheadBudget, _Mapping]] = ..., num_next_draft_tokens: _Optional[int] = ..., next_min_acceptance: _Optional[float] = ..., next_tree: _Optional[_Union[_types_pb2.TreeBudget, _Mapping]] = ..., num_features: _Optional[int] = ..., first_feature: _Optional[int] = ..., runs_on: _Optional[bool] = ...) -> None: ...
 
 class LookaheadBudget(_message.Message):
     __slots__ = ("width", "ngram_len", "num_guesses")

@@ -137,9 +137,19 @@ class EngineHost(Generic[ItemT, ReplyT, RepliesT]):
         while self._checks and (not self._queue or self._checks[0].due_turn <= self._num_turns):
             self._check(self._checks.popleft().done)
         self._busy.end()
+        # In both cases the stream writers were woken before, so their replies are sent first.
         if self._queue or self._checks:
-            # The stream writers were woken before, so their replies are sent first.
             self._schedule()
+        else:
+            self._loop.call_soon(self._advance)
+
+    def _advance(self) -> None:
+        """Lets the engine do what is expected next, while nothing is asked of it."""
+        if self._engine is None or self._broken is not None or self._is_scheduled:
+            return
+        self._busy.begin()
+        self._engine.advance()
+        self._busy.end()
 
     def _take_turn(self, runner: BatchRunner[ItemT, ReplyT, RepliesT]) -> None:
         ended, self._ended = self._ended, []

@@ -30,6 +30,7 @@ from specray.rpc.role import (
 from specray.rpc.workers.busy import BusyMeter
 from specray.rpc.workers.engine_host import EngineHost
 from specray.rpc.workers.router_stream import Ending, RouterStream
+from specray.rpc.workers.run_ahead import RunAhead
 from specray.types import (
     DraftReplies,
     DraftReply,
@@ -245,6 +246,8 @@ def target_server(
     max_pending: int = 256,
 ) -> EngineServer[VerifyItem, TargetReply, TargetReplies]:
     """Makes the server of a target, which ``make_engine`` builds on the loop's thread. Raises ConfigError."""
-    return EngineServer(
-        TARGET, lambda: bind_target(make_engine()), address, options=options, max_pending=max_pending
-    )
+
+    def bound() -> BoundEngine[VerifyItem, TargetReplies]:
+        return RunAhead(bind_target(make_engine())).bound()
+
+    return EngineServer(TARGET, bound, address, options=options, max_pending=max_pending)

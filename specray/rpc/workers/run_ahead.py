@@ -1,0 +1,125 @@
+"""Steps that a target computes before they are asked for, while its Router handles the verdicts before them.
+
+Between two plain steps of the same sequences lies a message each way and the Router's own work, for which
+the engine would wait. Where the Router says that a plain step follows (``VerifyItem.runs_on``), it is known
+as soon as its token is drawn, and the engine goes on at once. An item that is then asked for is answered from
+what is kept, if it is the very item that was computed; any other is computed as if nothing had been, since
+every item says from which length on it appends. Outputs are thus the same.
+
+A step goes ahead only where all sequences of the last request run on and nothing is kept of the step before:
+sequences that were one step stay one step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from specray.rpc.role import BoundEngine
+from specray.types import TargetReplies, TargetReply, Verdict, VerifyItem
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """An item that was not asked for yet, and its verdict."""
+
+    item: VerifyItem
+    verdict: Verdict
+
+    def answers(self, item: VerifyItem) -> bool:
+        """Whether ``item`` is the one that was computed, whatever its round."""
+        return item == replace(self.item, round_id=item.round_id, runs_on=item.runs_on)
+
+
+class RunAhead:
+    """An engine that also computes what is expected next. Calls come from one thread.
+
+    Args:
+        engine: the target; its reply to an item follows from that sequence's items alone.
+    """
+
+    def __init__(self, engine: BoundEngine[VerifyItem, TargetReplies]) -> None:
+        self._engine = engine
+        self._is_enabled = True
+        self._stops: dict[str, frozenset[int]] = {}
+        """Tokens that end each sequence."""
+        self._expected: dict[str, VerifyItem] = {}
+        """Items of the next step ahead."""
+        self._kept: dict[str, _Kept] = {}
+        self._kept_ns, self._num_kept_rows = 0, 0
+        """Time and rows of the step of the kept verdicts; told with the first of them."""
+
+    def bound(self) -> BoundEngine[VerifyItem, TargetReplies]:
+        """This engine in the place of the other."""
+        return replace(self._engine, run=self.run, release=self.release, advance=self.advance)
+
+    def run(self, items: Sequence[VerifyItem]) -> TargetReplies:
+        """Answers items from what is kept, and the others by a step."""
+        answered: dict[str, TargetReply] = {}
+        for item in items:
+            kept = self._kept.pop(item.request_id, None)
+            if kept is not None and kept.answers(item):
+                answered[item.request_id] = replace(kept.verdict, round_id=item.round_id)
+        forward_ns, num_rows = 0, 0
+        if answered:
+            forward_ns, num_rows = self._kept_ns, self._num_kept_rows
+            self._kept_ns, self._num_kept_rows = 0, 0
+        told_rows: int | None = num_rows
+        if rest := [item for item in items if item.request_id not in answered]:
+            computed = self._engine.run(rest)
+            answered.update((reply.request_id, reply) for reply in computed.replies)
+            forward_ns += computed.forward_ns
+            told_rows = None if computed.num_rows is None else num_rows + computed.num_rows
+        self._expect(items, answered)
+        replies = tuple(answered[item.request_id] for item in items if item.request_id in answered)
+        return TargetReplies(replies, forward_ns, told_rows)
+
+    def advance(self) -> bool:
+        """Computes the step that is expected next, if there is one. Returns whether it has."""
+        if not self._expected or self._kept:
+            return False
+        items, self._expected = tuple(self._expected.values()), {}
+        try:
+            computed = self._engine.run(items)
+        except Exception:
+            # What is asked for is computed anew, and then it fails where it is to.
+            logger.exception("a step ahead of %d items failed; there will be no more", len(items))
+            self._is_enabled = False
+            return False
+        verdicts = {reply.request_id: reply for reply in computed.replies if isinstance(reply, Verdict)}
+        self._kept = {
+            item.request_id: _Kept(item, verdicts[item.request_id])
+            for item in items
+            if item.request_id in verdicts
+        }
+        self._kept_ns, self._num_kept_rows = computed.forward_ns, computed.num_rows or 0
+        return True
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """Frees the sequences; unknown ids are ignored."""
+        for request_id in request_ids:
+            self._stops.pop(request_id, None)
+            self._expected.pop(request_id, None)
+            self._kept.pop(request_id, None)
+        self._engine.release(request_ids)
+
+    def _expect(self, items: Sequence[VerifyItem], answered: Mapping[str, TargetReply]) -> None:
+        """Notes what follows these items."""
+        for item in items:
+            self._expected.pop(item.request_id, None)
+            if item.sampling is not None:
+                self._stops[item.request_id] = frozenset(item.sampling.stop_token_ids)
+        if not self._is_enabled or not all(item.runs_on for item in items):
+            self._expected.clear()
+            return
+        for item in items:
+            reply = answered.get(item.request_id)
+            if isinstance(reply, Verdict) and (token := reply.next_token_id) is not None:
+                length = item.base_len + len(item.token_ids) + reply.num_accepted_tokens
+                if token not in self._stops.get(item.request_id, ()):
+                    self._expected[item.request_id] = VerifyItem(
+                        item.request_id, item.round_id + 1, length, (token,), runs_on=True
+                    )

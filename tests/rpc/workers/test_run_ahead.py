@@ -1,0 +1,265 @@
+"""Steps ahead: what is computed before it is asked for, when it is used, and that no answer changes by it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specray.draft_tokens import DraftTokens
+from specray.fakes import FakeTarget
+from specray.rpc.codec.engine import RequestBatch
+from specray.rpc.role import TARGET, bind_target
+from specray.rpc.workers.engine_host import EngineHost
+from specray.rpc.workers.run_ahead import RunAhead
+from specray.types import SamplingParams, TargetReplies, Verdict, VerifyItem
+
+PROMPT = (1, 2, 3)
+GREEDY = SamplingParams(temperature=0.0, num_prompt_tokens=len(PROMPT))
+
+
+class Target(FakeTarget):
+    """Notes its calls; each step takes a nanosecond for each of its rows."""
+
+    def __init__(self) -> None:
+        super().__init__(cost=lambda rows: rows)
+        self.calls: list[tuple[VerifyItem, ...]] = []
+        self.is_broken = False
+
+    def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
+        if self.is_broken:
+            raise RuntimeError("broken")
+        self.calls.append(tuple(items))
+        return super().verify(items)
+
+
+def first(request_id: str = "a", *, runs_on: bool = True, sampling: SamplingParams = GREEDY) -> VerifyItem:
+    return VerifyItem(request_id, 1, 0, PROMPT, sampling=sampling, runs_on=runs_on)
+
+
+def following(item: VerifyItem, replies: TargetReplies, **changes: Any) -> VerifyItem:
+    """The plain step behind an item."""
+    [verdict] = [reply for reply in replies.replies if reply.request_id == item.request_id]
+    assert isinstance(verdict, Verdict) and verdict.next_token_id is not None
+    length = item.base_len + len(item.token_ids) + verdict.num_accepted_tokens
+    plain = VerifyItem(item.request_id, item.round_id + 1, length, (verdict.next_token_id,), runs_on=True)
+    return replace(plain, **changes)
+
+
+def alone(*items: VerifyItem) -> TargetReplies:
+    """The last item's replies by a target that computes what it is asked, and nothing else."""
+    target = FakeTarget()
+    return [target.verify([item]) for item in items][-1]
+
+
+def test_the_step_that_is_asked_for_was_computed_before() -> None:
+    target = Target()
+    ahead = RunAhead(bind_target(target))
+    item = first()
+    replies = ahead.run([item])
+    assert ahead.advance() is True
+    assert len(target.calls) == 2
+    # The number of its round is whatever the Router counts.
+    second = following(item, replies, round_id=9)
+    answer = ahead.run([second])
+    assert len(target.calls) == 2
+    assert answer.replies == alone(item, second).replies
+    assert (answer.forward_ns, answer.num_rows) == (1, 1)
+    assert ahead.advance() is True and len(target.calls) == 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"draft": DraftTokens((5, 6))},
+        {"base_len": 2, "token_ids": (3, 7)},
+        {"token_ids": (63,)},
+        {"num_next_draft_tokens": 2},
+        {"sample": False},
+    ],
+)
+def test_any_other_item_is_computed_as_if_nothing_had_been(changes: dict[str, Any]) -> None:
+    target = Target()
+    ahead = RunAhead(bind_target(target))
+    item = first()
+    replies = ahead.run([item])
+    assert ahead.advance() is True
+    other = following(item, replies, **changes)
+    assert ahead.run([other]).replies == alone(item, other).replies
+    assert target.calls[-1] == (other,)
+    # What was kept is gone: it is not the answer to a later item.
+    again = following(item, replies)
+    assert ahead.run([again]).replies == alone(item, again).replies
+    assert target.calls[-1] == (again,)
+
+
+def test_nothing_is_expected_behind_what_does_not_run_on() -> None:
+    target = Target()
+    ahead = RunAhead(bind_target(target))
+    item = first(runs_on=False)
+    replies = ahead.run([item])
+    assert ahead.advance() is False
+    # A prompt's chunk in the same step: its next one is part of the next step.
+    ahead.run([following(item, replies), VerifyItem("b", 1, 0, PROMPT, sample=False, sampling=GREEDY)])
+    assert ahead.advance() is False
+    assert len(target.calls) == 2
+
+
+def test_nothing_is_computed_behind_a_stop_token() -> None:
+    target = Target()
+    drawn = alone(first()).replies[0]
+    assert isinstance(drawn, Verdict) and drawn.next_token_id is not None
+    ahead = RunAhead(bind_target(target))
+    ahead.run([first(sampling=replace(GREEDY, stop_token_ids=(drawn.next_token_id,)))])
+    assert ahead.advance() is False
+
+
+def test_sequences_of_one_step_stay_one_step() -> None:
+    target = Target()
+    ahead = RunAhead(bind_target(target))
+    items = [first("a"), first("b")]
+    replies = ahead.run(items)
+    assert ahead.advance() is True
+    a, b = (following(item, replies) for item in items)
+    answer = ahead.run([a])
+    # The rows of the step are told once.
+    assert (answer.forward_ns, answer.num_rows) == (2, 2)
+    assert ahead.advance() is False
+    answer = ahead.run([b])
+    assert (answer.forward_ns, answer.num_rows) == (0, 0)
+    assert ahead.advance() is True
+    assert [[item.request_id for item in call] for call in target.calls] == [["a", "b"]] * 3
+
+
+def test_what_joins_a_step_is_computed_with_it() -> None:
+    target = Target()
+    ahead = RunAhead(bind_target(target))
+    item = first("a")
+    replies = ahead.run([item])
+    ahead.advance()
+    answer = ahead.run([following(item, replies), first("b")])
+    assert [reply.request_id for reply in answer.replies] == ["a", "b"]
+    assert target.calls[-1] == (first("b"),)
+    assert (answer.forward_ns, answer.num_rows) == (1 + len(PROMPT), 1 + len(PROMPT))
+    assert ahead.advance() is True
+    assert [item.request_id for item in target.calls[-1]] == ["a", "b"]
+
+
+def test_released_sequences_are_forgotten() -> None:
+    target = Target()
+    ahead = RunAhead(bind_target(target))
+    items = [first("a"), first("b")]
+    ahead.run(items)
+    ahead.advance()
+    ahead.release(["a"])
+    assert target.held_request_ids == {"b"}
+    ahead.release(["b"])
+    # Verdicts that nobody will ask for hold nobody up.
+    ahead.run([first("c")])
+    assert ahead.advance() is True
+    ahead.release(["c"])
+    ahead.run([first("a")])
+    ahead.release(["a"])
+    assert ahead.advance() is False
+
+
+def test_a_step_ahead_that_fails_for_one_sequence_is_asked_for_anew() -> None:
+    target = Target()
+    ahead = RunAhead(bind_target(target))
+    item = first()
+    replies = ahead.run([item])
+    target.fail_next("a", "no room", is_retriable=True)
+    assert ahead.advance() is True
+    second = following(item, replies)
+    assert ahead.run([second]).replies == alone(item, second).replies
+
+
+def test_an_engine_that_fails_ahead_is_asked_only_what_is_asked_for() -> None:
+    target = Target()
+    ahead = RunAhead(bind_target(target))
+    item = first()
+    replies = ahead.run([item])
+    target.is_broken = True
+    assert ahead.advance() is False
+    target.is_broken = False
+    second = following(item, replies)
+    assert ahead.run([second]).replies == alone(item, second).replies
+    assert ahead.advance() is False
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_answers_are_those_of_a_target_that_never_goes_ahead(data: st.DataObject) -> None:
+    """Items of three sequences in any order: plain, with draft tokens, taken back, told anew, released."""
+    target = Target()
+    ahead, reference = RunAhead(bind_target(target)), FakeTarget()
+    tokens: dict[str, list[int]] = {}
+    for round_id in range(data.draw(st.integers(1, 12))):
+        items = []
+        for request_id in data.draw(st.lists(st.sampled_from("abc"), unique=True, min_size=1)):
+            told = tokens.get(request_id)
+            runs_on, draft = data.draw(st.booleans()), data.draw(st.sampled_from([(), (), (1, 2)]))
+            if told is None:
+                item = first(request_id)
+                tokens[request_id] = [*PROMPT]
+            else:
+                base = data.draw(st.sampled_from([len(told) - 1, len(told) - 1, max(1, len(told) - 3)]))
+                item = VerifyItem(request_id, round_id, base, tuple(told[base:]), DraftTokens(draft))
+            items.append(replace(item, round_id=round_id, runs_on=runs_on))
+        found, expected = ahead.run(items), reference.verify(items)
+        assert found.replies == expected.replies
+        for reply in expected.replies:
+            if isinstance(reply, Verdict) and reply.next_token_id is not None:
+                own = {item.request_id: item for item in items}[reply.request_id]
+                kept = own.draft.token_ids[: reply.num_accepted_tokens]
+                told = [*tokens[reply.request_id][: own.base_len], *own.token_ids, *kept]
+                tokens[reply.request_id] = [*told, reply.next_token_id]
+        if data.draw(st.booleans()):
+            ahead.advance()
+        if data.draw(st.integers(0, 5)) == 0:
+            gone = data.draw(st.sampled_from("abc"))
+            tokens.pop(gone, None)
+            ahead.release([gone])
+            reference.release([gone])
+
+
+@dataclass(eq=False)
+class Stream:
+    is_open: bool = True
+    got: list[TargetReplies] = field(default_factory=list)
+    has_got: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def deliver(self, replies: TargetReplies | None, num_requests: int) -> None:
+        if replies is not None:
+            self.got.append(replies)
+            self.has_got.set()
+
+
+async def test_a_host_goes_ahead_when_replies_have_left_and_nothing_waits() -> None:
+    target, stream, seen = Target(), Stream(), []
+    host = EngineHost(TARGET, lambda: RunAhead(bind_target(target)).bound(), on_broken=lambda error: None)
+    host.start()
+
+    async def write() -> None:
+        await stream.has_got.wait()
+        seen.append(len(target.calls))
+
+    writer = asyncio.create_task(write())
+    await asyncio.sleep(0)
+    item = first()
+    host.submit(stream, RequestBatch((item,), ()))
+    await asyncio.wait_for(writer, 5.0)
+    assert seen == [1]
+    await asyncio.sleep(0)
+    assert len(target.calls) == 2
+    # Two requests at once: the second is no step ahead.
+    host.submit(stream, RequestBatch((following(item, stream.got[0]),), ()))
+    host.submit(stream, RequestBatch((first("b", runs_on=False),), ()))
+    await host.check()
+    assert [len(call) for call in target.calls] == [1, 1, 1]
+    host.stop()

@@ -1,0 +1,103 @@
+"""Which steps the target is told of ahead: plain ones that plain ones follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from specray.draft_tokens import NO_DRAFT, LookaheadBudget
+from specray.fakes import FakeTarget, LocalVerifier, VirtualClock
+from specray.requests import GenerateRequest, SpeculationParams
+from specray.router.session import Session
+from specray.router.session_values import NextDraft
+from specray.types import DraftKind, VerifyItem
+from tests.unit.router.harness import fake_target, request, run, serving
+from tests.unit.router.session.harness import ROOM, decoding, new_session, propose
+
+OFF = SpeculationParams(enabled=False)
+
+
+class NotedVerifier(LocalVerifier):
+    """Notes the items that reach the target."""
+
+    items: list[VerifyItem]
+
+    async def verify(self, items: Sequence[VerifyItem], released: Sequence[str] = ()) -> None:
+        self.items += items
+        await super().verify(items, released)
+
+
+def items_of(given: GenerateRequest, **options: Any) -> list[VerifyItem]:
+    """What the target is sent for a request."""
+    clock = VirtualClock()
+    target: FakeTarget = fake_target()
+    verifier = NotedVerifier(target, clock)
+    verifier.items = []
+
+    async def main() -> None:
+        async with serving(clock, target=target, verifier=verifier, **options) as pair:
+            await pair.router.complete(given)
+            await pair.settle()
+
+    run(clock, main())
+    return verifier.items
+
+
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        (request(max_tokens=5, speculation=OFF), {}),
+        (request(max_tokens=5), {"num_speculative_tokens": 0}),
+        (request(max_tokens=5), {"has_draft_model": False}),
+        (request(max_tokens=5, speculation=OFF), {"overlap": "enumerate"}),
+    ],
+)
+def test_plain_decoding_runs_on_until_its_last_token(given: GenerateRequest, options: dict[str, Any]) -> None:
+    items = items_of(given, **options)
+    # The first computes the prompt, and its token is the first of five.
+    assert [item.runs_on for item in items] == [True, True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_speculative_tokens": 2, "overlap": "serial"},
+        {"has_draft_model": False, "draft_kind": DraftKind.NGRAM},
+        {"has_draft_model": False, "draft_kind": DraftKind.SUFFIX},
+        {"has_draft_model": False, "draft_kind": DraftKind.LOOKAHEAD},
+    ],
+)
+def test_nothing_runs_on_where_draft_tokens_may_come(options: dict[str, Any]) -> None:
+    assert not any(item.runs_on for item in items_of(request(max_tokens=12), **options))
+
+
+def test_a_prediction_may_come_back_at_any_token() -> None:
+    given = request(max_tokens=6, speculation=SpeculationParams(enabled=True, prediction=(60, 61, 62, 63)))
+    assert not any(item.runs_on for item in items_of(given, has_draft_model=False))
+
+
+def test_a_round_with_draft_tokens_does_not_run_on() -> None:
+    session = decoding()
+    propose(session, (10, 11))
+    assert session.verify_item(ROOM, is_plain_next=True).runs_on is False
+
+
+def test_a_chunk_of_a_prompt_does_not_run_on() -> None:
+    assert new_session().verify_item(2, is_plain_next=True).runs_on is False
+    assert new_session().verify_item(ROOM, is_plain_next=True).runs_on is True
+
+
+def test_the_last_token_does_not_run_on() -> None:
+    assert decoding(max_tokens=3).verify_item(ROOM, is_plain_next=True).runs_on is True
+    assert decoding(max_tokens=2).verify_item(ROOM, is_plain_next=True).runs_on is False
+
+
+def test_where_the_target_drafts_nothing_runs_on() -> None:
+    session: Session = decoding()
+    session.target.lookahead = LookaheadBudget(2, 3, 2)
+    assert session.verify_item(ROOM, is_plain_next=True).runs_on is False
+    session = decoding()
+    session.take_draft(NO_DRAFT, following=NextDraft(2))
+    assert session.verify_item(ROOM, is_plain_next=True).runs_on is False
