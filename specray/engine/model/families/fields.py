@@ -28,6 +28,12 @@ def _is_dtype(value: object) -> bool:
     return value is None or value in ("bfloat16", "float16", "float32")
 
 
+def _are_labels(value: object) -> bool:
+    return isinstance(value, dict) and all(
+        key.isdecimal() and isinstance(label, str) for key, label in value.items()
+    )
+
+
 _WITHOUT_EFFECT: dict[str, Callable[[Any], bool]] = {
     "model_type": lambda value: True,
     "architectures": lambda value: (
@@ -35,14 +41,22 @@ _WITHOUT_EFFECT: dict[str, Callable[[Any], bool]] = {
     ),
     "attention_dropout": is_number,
     "bos_token_id": lambda value: value is None or is_whole(value),
+    "chunk_size_feed_forward": lambda value: value == 0 and is_whole(value),
     "dtype": _is_dtype,
     "eos_token_id": _is_token_id,
+    "id2label": _are_labels,
     "initializer_range": lambda value: type(value) is float and 0.0 <= value <= 1.0,
+    "is_encoder_decoder": lambda value: value is False,
+    "label2id": lambda value: isinstance(value, dict) and all(map(is_whole, value.values())),
+    "output_attentions": lambda value: value is False,
+    "output_hidden_states": lambda value: value is False,
     "pad_token_id": lambda value: value is None or is_whole(value),
     # Says which token stands for one to be predicted, wherever it lies.
     "pard_token": lambda value: True,
     "pretraining_tp": lambda value: value is None or is_whole(value),
+    "problem_type": lambda value: value is None,
     "quantization_config": lambda value: value is None,
+    "return_dict": lambda value: value is True,
     "torch_dtype": _is_dtype,
     "transformers_version": lambda value: isinstance(value, str),
     "use_cache": lambda value: isinstance(value, bool),

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specray.demo.paths import demo_draft_path, demo_target_path
+from specray.demo.paths import demo_draft_path, demo_target_path, smollm2_draft_path
 from specray.engine.model.decoder_config import (
     DecoderConfig,
     LinearScaling,
@@ -175,7 +175,8 @@ _FIELDS = (
     "max_window_layers", "layer_types", "attention_bias", "mlp_bias", "vocab_size", "tie_word_embeddings",
     "hidden_act", "dtype", "eos_token_id", "initializer_range", "use_cache", "partial_rotary_factor",
     "num_labels", "is_encoder_decoder", "index_topk", "attention_dropout", "architectures",
-    "transformers_version", "original_max_position_embeddings", "auto_map",
+    "transformers_version", "original_max_position_embeddings", "auto_map", "id2label", "label2id",
+    "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "problem_type", "return_dict",
 )
 # fmt: on
 
@@ -209,6 +210,25 @@ def test_each_type_has_its_own_defaults(model_type: str, directory: Path) -> Non
     whole = read_decoder_config({"model_type": model_type})
     assert whole == replace(parsed, num_hidden_layers=32, windows=whole.windows if whole else ())
     assert whole is not None and len(whole.windows) == 32
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_file_with_every_field_of_the_library_is_read_without_it(model_type: str, directory: Path) -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    written = AutoConfig.for_model(model_type, **sizes).to_dict()
+    values = json.loads(json.dumps(written))
+    assert {"id2label", "return_dict", "chunk_size_feed_forward", "output_attentions"} <= values.keys()
+    parsed = read_decoder_config(values)
+    assert parsed is not None
+    assert_same_model(parsed, read_by_library(values, directory))
+
+
+def test_the_draft_of_the_default_model_is_read_without_the_library() -> None:
+    values = json.loads((smollm2_draft_path() / "config.json").read_text())
+    # It is completed by what this names, and has it no more.
+    del values["target_embedding"]
+    parsed = read_decoder_config(values)
+    assert parsed is not None and parsed.draft_vocab_size == values["draft_vocab_size"]
 
 
 @pytest.mark.parametrize("path", [demo_target_path(), demo_draft_path()])
@@ -269,6 +289,10 @@ PLAIN = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4}
         {**PLAIN, "num_hidden_layers": True},
         {**PLAIN, "tie_word_embeddings": None},
         {**PLAIN, "is_encoder_decoder": True},
+        {**PLAIN, "output_hidden_states": True},
+        {**PLAIN, "return_dict": False},
+        {**PLAIN, "chunk_size_feed_forward": 4},
+        {**PLAIN, "id2label": {"x": "y"}},
         {**PLAIN, "quantization_config": {"quant_method": "awq"}},
         {**PLAIN, "rope_theta": None},
         {**PLAIN, "rope_parameters": {"rope_type": "linear"}},
