@@ -23,8 +23,8 @@ from specray.config import EMBEDDED, Config
 from specray.environment import apply_ray_environment, external_ray_address
 from specray.errors import ConfigError
 from specray.serving.live.notes import noted
+from specray.serving.own_ray.nodes import lean_head, one_agent
 from specray.serving.process_end import end_without_destructors
-from specray.serving.ray_nodes import chosen_agent_ports, lean_head
 from specray.tokenization.files import has_chat_template
 
 APP_NAME = "specray"
@@ -217,7 +217,7 @@ def _init_ray(**options: Any) -> Any:
     for is_last in (False, True):
         before = _children()
         try:
-            with chosen_agent_ports(), lean_head(log_to_driver=options.get("log_to_driver", True)):
+            with one_agent(), lean_head(log_to_driver=options.get("log_to_driver", True)):
                 return ray.init(**options)
         # Ray raises a plain Exception for this; its subclasses are about something else.
         except Exception as error:

@@ -28,7 +28,7 @@ from specray.errors import ConfigError
 from specray.requests import GenerateRequest
 from specray.router import Router
 from specray.rpc.connections.verifier import GrpcVerifier
-from specray.serving.ray_nodes import chosen_agent_ports, lean_head
+from specray.serving.own_ray.nodes import lean_head, one_agent
 from specray.types import SamplingParams
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -74,10 +74,10 @@ def expected(model: Path) -> tuple[int, ...]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """A head without room for ranks, a node for two of them, and another."""
-    with chosen_agent_ports(), lean_head(log_to_driver=False):
+    with one_agent(), lean_head(log_to_driver=False):
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
-        with chosen_agent_ports(), lean_head(log_to_driver=False):
+        with one_agent(), lean_head(log_to_driver=False):
             for _ in range(2):
                 # Ray shares out what it is told of, whether or not there are GPUs.
                 cluster.add_node(num_cpus=3, num_gpus=2, labels=ON_RANK_NODES)
@@ -238,7 +238,7 @@ async def test_a_removed_node_is_a_pause_when_another_takes_its_rank(
 ) -> None:
     # A rank that leaves no room for another on its node, and a third node for the one that is lost.
     options = {"num_cpus": 2, "label_selector": ON_RANK_NODES}
-    with chosen_agent_ports(), lean_head(log_to_driver=False):
+    with one_agent(), lean_head(log_to_driver=False):
         nodes = [*cluster.worker_nodes, cluster.add_node(num_cpus=3, labels=ON_RANK_NODES)]
     cluster.wait_for_nodes()
     async with running(config_of(model, 2, ray_actor_options=options)) as site:

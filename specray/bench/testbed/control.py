@@ -60,7 +60,7 @@ def _cluster() -> Iterator[dict[str, Handler]]:
     """Starts a head node and one node for the draft, as processes that share this machine's address."""
     from ray.cluster_utils import Cluster
 
-    from specray.serving.ray_nodes import chosen_agent_ports, lean_head
+    from specray.serving.own_ray.nodes import lean_head, one_agent
 
     # Ray takes 127.0.0.1 for the machine's own address when it joins; so these nodes are there.
     shared: dict[str, Any] = {
@@ -68,14 +68,14 @@ def _cluster() -> Iterator[dict[str, Handler]]:
         "object_store_memory": _NODE_MEMORY_BYTES,
         "include_dashboard": False,
     }
-    with chosen_agent_ports(), lean_head():
+    with one_agent(), lean_head(log_to_driver=False):
         cluster = Cluster(
             initialize_head=True,
             head_node_args={**shared, "resources": {TARGET_RESOURCE: 1}},
         )
 
     def add() -> Any:
-        with chosen_agent_ports():
+        with one_agent(), lean_head(log_to_driver=False):
             return cluster.add_node(**shared, resources={DRAFT_RESOURCE: 1})
 
     nodes = [add()]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,20 +13,26 @@ from typing import Any
 
 import pytest
 import ray
+from ray._private import services
 from ray._private.node import Node
 from ray._private.parameter import RayParams
-from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, wait_for_persisted_port
+from ray._raylet import (
+    DASHBOARD_AGENT_LISTEN_PORT_NAME,
+    METRICS_AGENT_PORT_NAME,
+    METRICS_EXPORT_PORT_NAME,
+    wait_for_persisted_port,
+)
 
-from specray.serving import ray_nodes
-from specray.serving.ray_nodes import PORTS, choose_ports, chosen_agent_ports, lean_head
+from specray.serving.own_ray import absent_agent, nodes
+from specray.serving.own_ray.nodes import PORTS, choose_ports, lean_head, one_agent
 
 NODE_ID = "ab" * 28
-PORT_NAMES = (
-    "metrics_agent_port",
-    "dashboard_agent_listen_port",
-    "runtime_env_agent_port",
-    "metrics_export_port",
-)
+ABSENT = {
+    "metrics_agent_port": METRICS_AGENT_PORT_NAME,
+    "dashboard_agent_listen_port": DASHBOARD_AGENT_LISTEN_PORT_NAME,
+    "metrics_export_port": METRICS_EXPORT_PORT_NAME,
+}
+"""Parameters of a node for the agent that it does not have, and the names of their files."""
 STARTS = ("start_gcs_server", "start_monitor", "start_api_server", "start_log_monitor", "start_raylet")
 
 
@@ -38,7 +47,7 @@ def test_a_port_that_is_taken_is_not_chosen(monkeypatch: pytest.MonkeyPatch, tak
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         free = probe.getsockname()[1]
-    monkeypatch.setattr(ray_nodes, "PORTS", _Numbers(taken, free))
+    monkeypatch.setattr(nodes, "PORTS", _Numbers(taken, free))
     assert choose_ports(1) == [free]
     with pytest.raises(OSError, match="fewer than 2 are free"):
         choose_ports(2)
@@ -59,39 +68,83 @@ class _Numbers(tuple[int, ...]):
         return max(self) + 1
 
 
-def test_a_node_knows_its_agents_ports_before_it_starts(
+def test_a_node_knows_its_agent_and_what_it_does_not_have_before_it_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     seen: list[tuple[Any, ...]] = []
 
     def start_raylet(node: Any, *args: Any, **kwargs: Any) -> None:
         # What a node waits for when it is not told.
-        told = wait_for_persisted_port(str(tmp_path), NODE_ID, DASHBOARD_AGENT_LISTEN_PORT_NAME, timeout_ms=0)
-        seen.append((args, kwargs, told, [getattr(node._ray_params, name) for name in PORT_NAMES]))
+        told = [
+            wait_for_persisted_port(str(tmp_path), NODE_ID, name, timeout_ms=0) for name in ABSENT.values()
+        ]
+        asked = [getattr(node._ray_params, name) for name in ABSENT]
+        seen.append((args, kwargs, told, asked, node._ray_params.runtime_env_agent_port))
 
     monkeypatch.setattr(Node, "start_raylet", start_raylet)
     node: Any = SimpleNamespace(_ray_params=RayParams(), _session_dir=str(tmp_path), _node_id=NODE_ID)
-    with chosen_agent_ports():
+    with one_agent():
         Node.start_raylet(node, "plasma", object_store_memory=1)
-    ((args, kwargs, told, ports),) = seen
+    ((args, kwargs, told, asked, port),) = seen
     assert (args, kwargs) == (("plasma",), {"object_store_memory": 1})
-    assert len(set(ports)) == 4 and all(port in PORTS for port in ports)
-    assert told == ports[PORT_NAMES.index("dashboard_agent_listen_port")]
+    assert (told, asked) == ([-1, -1, -1], [0, 0, 0])
+    assert port in PORTS
+
+
+def test_a_script_has_the_place_of_the_dashboards_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(services, "start_ray_process", lambda *args, **kwargs: seen.append((args, kwargs)))
+    command = ["raylet", "--dashboard_agent_command=python agent.py --minimal", "--head"]
+    with one_agent():
+        services.start_ray_process(command, "raylet", fate_share=True)
+    services.start_ray_process(command, "raylet", fate_share=True)
+    script = f"--dashboard_agent_command={sys.executable} -I -S {absent_agent.__file__}"
+    assert seen == [
+        ((["raylet", script, "--head"], "raylet"), {"fate_share": True}),
+        ((command, "raylet"), {"fate_share": True}),
+    ]
+
+
+def test_that_script_ends_with_the_raylet() -> None:
+    raylet = (
+        "import os, subprocess, sys; os.environ['RAY_RAYLET_PID'] = str(os.getpid());"
+        "print(subprocess.Popen([sys.executable, '-I', '-S', sys.argv[1]]).pid, flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", raylet, absent_agent.__file__],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        agent = int(process.stdout.readline())
+        time.sleep(2 * absent_agent.PERIOD_S)
+        assert is_running(agent)
+        process.kill()
+    end_s = time.monotonic() + 30.0
+    while is_running(agent):
+        assert time.monotonic() < end_s, "the script has not ended"
+        time.sleep(0.1)
+
+
+def is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_other_nodes_of_the_process_start_as_ray_starts_them() -> None:
-    before = Node.start_raylet
-    with pytest.raises(ZeroDivisionError), chosen_agent_ports():
-        assert Node.start_raylet is not before
+    before = (Node.start_raylet, services.start_ray_process)
+    with pytest.raises(ZeroDivisionError), one_agent():
+        assert Node.start_raylet is not before[0]
         raise ZeroDivisionError
-    assert Node.start_raylet is before
+    assert (Node.start_raylet, services.start_ray_process) == before
 
 
 def test_a_ray_of_another_version_starts_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "__version__", "2.61.0")
-    before = Node.start_raylet
-    with chosen_agent_ports():
-        assert Node.start_raylet is before
+    before = (Node.start_raylet, services.start_ray_process)
+    with one_agent():
+        assert (Node.start_raylet, services.start_ray_process) == before
 
 
 @pytest.fixture

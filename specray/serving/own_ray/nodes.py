@@ -1,16 +1,23 @@
-"""Ray nodes of our own: ports of agents chosen before a node starts, and no processes that nobody asks."""
+"""Ray nodes of our own: the port of an agent chosen before a node starts, and no process that nobody asks."""
 
 from __future__ import annotations
 
 import random
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from specray.serving.own_ray import absent_agent
+
 PORTS = range(20_000, 32_768)
 """Port numbers to choose from: below those that Linux gives to whoever asks for any."""
 
+_DASHBOARD_AGENT = "--dashboard_agent_command="
+_NO_PORT = -1
+"""What Ray's minimal installation writes for an agent that does not listen."""
 _KNOWN_RAY = "2.60."
 """Prefix of the Ray versions whose nodes are known; others start as they do by themselves."""
 
@@ -39,16 +46,20 @@ def is_known_ray() -> bool:
 
 
 @contextmanager
-def chosen_agent_ports() -> Iterator[None]:
-    """Lets the Ray nodes that this process starts in the block have agents on ports that are chosen here.
+def one_agent() -> Iterator[None]:
+    """Lets the Ray nodes that this process starts in the block have one agent, on a port chosen here.
+
+    The agent for runtime environments is enough. The other one, the dashboard's, shows logs and Ray's own
+    metrics to whoever asks that node: 3 s of processor time at the start, some more as long as it measures
+    all processes, and 110 MB. A node without it is told what Ray's minimal installation tells it, in which
+    nobody exports metrics either; a script that does nothing has its place.
 
     An agent that chooses its own port writes it to a file, and Ray 2.60 ends with an "unexpected system
     state" if a file is not there after 15 s: a constant (``WaitForPersistedPort``), unlike the deadlines that
-    environment variables set. Agents import for 4 s of processor time; on a machine with five times the load
-    that takes longer. Nobody waits for a port that is known, and the node is there sooner.
+    environment variables set. Agents import for seconds of processor time; on a machine with five times the
+    load that takes longer. Nobody waits for a port that is known, and the node is there sooner.
 
-    ``ray.init`` has no parameters for them. One port has none in Ray's own program for a node either: its
-    file is written here, before the agent writes the same.
+    ``ray.init`` has no parameters for them.
     """
     if not is_known_ray():
         # What is wrapped here is not public.
@@ -56,27 +67,47 @@ def chosen_agent_ports() -> Iterator[None]:
         return
     from ray import _raylet
     from ray._private import node as ray_node
+    from ray._private import services as ray_services
 
     node_class: Any = ray_node.Node
     raylet: Any = _raylet
-    start_raylet = node_class.start_raylet
+    services: Any = ray_services
+    start_raylet, start_process = node_class.start_raylet, services.start_ray_process
 
-    def start_with_ports(node: Any, *args: Any, **kwargs: Any) -> None:
-        grpc, http, runtime_env, metrics = choose_ports(4)
+    def start_with_one_agent(node: Any, *args: Any, **kwargs: Any) -> None:
+        (port,) = choose_ports(1)
         node._ray_params.update(
-            metrics_agent_port=grpc,
-            dashboard_agent_listen_port=http,
-            runtime_env_agent_port=runtime_env,
-            metrics_export_port=metrics,
+            runtime_env_agent_port=port,
+            metrics_agent_port=0,
+            dashboard_agent_listen_port=0,
+            metrics_export_port=0,
         )
-        raylet.persist_port(node._session_dir, node._node_id, raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME, http)
+        for name in (
+            raylet.METRICS_AGENT_PORT_NAME,
+            raylet.METRICS_EXPORT_PORT_NAME,
+            raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME,
+        ):
+            raylet.persist_port(node._session_dir, node._node_id, name, _NO_PORT)
         start_raylet(node, *args, **kwargs)
 
-    node_class.start_raylet = start_with_ports
+    def start_without_dashboard_agent(command: list[str], *args: Any, **kwargs: Any) -> Any:
+        stands_in = subprocess.list2cmdline([sys.executable, "-I", "-S", absent_agent.__file__])
+        return start_process(
+            [
+                f"{_DASHBOARD_AGENT}{stands_in}" if part.startswith(_DASHBOARD_AGENT) else part
+                for part in command
+            ],
+            *args,
+            **kwargs,
+        )
+
+    node_class.start_raylet = start_with_one_agent
+    services.start_ray_process = start_without_dashboard_agent
     try:
         yield
     finally:
         node_class.start_raylet = start_raylet
+        services.start_ray_process = start_process
 
 
 @contextmanager

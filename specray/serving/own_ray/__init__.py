@@ -1,0 +1,1 @@
+"""Ray nodes that this package starts itself."""
