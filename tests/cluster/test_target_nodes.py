@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 VOCAB_SIZE = 96
 PROMPT = (5, 7, 9, 11, 13, 2, 4, 60, 33)
-NUM_TOKENS = 120
+NUM_TOKENS = 48
 ROUTER_CPUS = 0.1
 ON_RANK_NODES = {"ranks": "yes"}
 

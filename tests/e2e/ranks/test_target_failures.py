@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 DEADLINE_S = 120.0
 PROMPT = "def fibonacci(n):\n"
 FIELDS: dict[str, Any] = {
-    "prompt": PROMPT, "max_tokens": 120, "temperature": 1, "seed": 3, "ignore_eos": True
+    "prompt": PROMPT, "max_tokens": 64, "temperature": 1, "seed": 3, "ignore_eos": True
 }  # fmt: skip
 LONG: dict[str, Any] = {**FIELDS, "max_tokens": 240}
 """Fields of requests that still run when Serve has begun to replace their Router."""
@@ -40,7 +40,7 @@ SCHEMA = {
 }
 STRUCTURED: dict[str, Any] = {
     "prompt": PROMPT,
-    "max_tokens": 80,
+    "max_tokens": 48,
     "temperature": 1,
     "seed": 3,
     "response_format": {"type": "json_schema", "json_schema": {"name": "names", "schema": SCHEMA}},

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 PROMPT = "def fibonacci(n):\n"
 NUM_TOKENS = 48
 LONG: dict[str, Any] = {
-    "prompt": PROMPT, "max_tokens": 240, "temperature": 1, "seed": 3, "ignore_eos": True
+    "prompt": PROMPT, "max_tokens": 120, "temperature": 1, "seed": 3, "ignore_eos": True
 }  # fmt: skip
 DRAFT_RANK = "ray::DraftRank"
 DRAFT_REPLICA = "ray::ServeReplica:specray:Draft"

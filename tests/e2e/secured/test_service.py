@@ -168,7 +168,7 @@ async def test_abandoned_requests_free_both_engines(service: Service, http: aioh
 
 
 async def test_killed_draft_costs_only_speed(service: Service, http: aiohttp.ClientSession) -> None:
-    fields = {"prompt": PROMPTS[1], "max_tokens": 400, "temperature": 1, "seed": 3, "ignore_eos": True}
+    fields = {"prompt": PROMPTS[1], "max_tokens": 160, "temperature": 1, "seed": 3, "ignore_eos": True}
     undisturbed = await complete(http, service, speculation={"enabled": False}, **fields)
 
     handle: Any = serve.get_deployment_handle("Draft", "specray")
