@@ -125,12 +125,12 @@ def pard(
     target: Target,
     options: HeadOptions,
     draft: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Draft model that it begins as, with the target's tokenizer: checkpoint directory, known "
-            "name, hub id or embedded."
+            "name, hub id or embedded; default: the draft that the package has for the target."
         ),
-    ],
+    ] = None,
     num_depths: Depths = 8,
     keep_rate: Annotated[
         float, typer.Option(min=0.01, max=1, help="Share of the masks of a place that the next one keeps.")
@@ -143,7 +143,8 @@ def pard(
     """Train a draft to predict all draft tokens in one forward (PARD); it is served with ``--draft``."""
     from specray.train.heads.methods import Pard
 
-    method = Pard(_checkpoint(draft, is_draft=True), num_depths, keep_rate, min_kept, mask_token)
+    checkpoint = _own_draft(target) if draft is None else _checkpoint(draft, is_draft=True)
+    method = Pard(checkpoint, num_depths, keep_rate, min_kept, mask_token)
     _train_head(method, target, options)
 
 
@@ -197,3 +198,27 @@ def _checkpoint(name: str, *, is_draft: bool = False) -> str:
         return name
     with fetch_listener() as listener:
         return str(source_checkpoint(source, user_cache(), listener).directory)
+
+
+def _own_draft(target: str) -> str:
+    """The draft that the package has for a target. Raises ConfigError where it has none."""
+    from specray.cli.models.fetching import fetch_listener
+    from specray.config import EMBEDDED
+    from specray.demo.paths import demo_draft_path
+    from specray.errors import ConfigError
+    from specray.models.cache import user_cache
+    from specray.models.catalogue import KnownModel
+    from specray.models.drafts import compact_draft, complete_draft
+    from specray.models.resolve import find_source, source_checkpoint
+
+    if target == EMBEDDED:
+        return str(demo_draft_path())
+    known = find_source(target)
+    if not isinstance(known, KnownModel) or compact_draft(known) is None:
+        raise ConfigError(
+            f"--draft is missing, and the package has no draft for {target!r}; allowed: a draft model with "
+            "its tokenizer"
+        )
+    with fetch_listener() as listener:
+        kept = source_checkpoint(known, user_cache(), listener)
+        return str(complete_draft(known, kept, user_cache(), listener))

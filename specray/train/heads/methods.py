@@ -19,7 +19,7 @@ from specray.train.draft.writing import Written
 from specray.train.heads.base import Head, default_layers, text_section, whole_number
 from specray.train.heads.block import BlockHead
 from specray.train.heads.eagle import EagleHead
-from specray.train.heads.loading import loaded
+from specray.train.heads.loading import loaded_draft
 from specray.train.heads.medusa import MedusaHeads
 from specray.train.heads.pard import PardDraft
 from specray.train.optim import OptimizerConfig
@@ -172,9 +172,9 @@ class Pard:
         """The draft of a run, as it begins.
 
         Raises:
-            ConfigError: it has another tokenizer than the target, or a trimmed vocabulary.
+            ConfigError: it cannot be loaded, or has another tokenizer than the target.
         """
-        draft, tokenizer = loaded(self.draft, target.model.dtype, role="draft")
+        draft, tokenizer, token_ids = loaded_draft(self.draft, target.model.dtype)
         if tokenizer.get_vocab() != target.tokenizer.get_vocab():
             raise ConfigError(
                 f"draft {self.draft!r} has another tokenizer than the target; allowed: the same tokens"
@@ -188,6 +188,7 @@ class Pard:
             keep_rate=self.keep_rate,
             min_kept=self.min_kept,
             row_len=target.written.token_ids.shape[1],
+            token_ids=token_ids,
         )
 
 

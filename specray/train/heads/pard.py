@@ -24,6 +24,7 @@ from torch import nn
 
 from specray.errors import ConfigError
 from specray.train.heads.base import DraftRows, is_range, text_section
+from specray.train.heads.loading import OFFSETS
 
 _MAX_MASKS = 2048
 """Masks that are computed at once."""
@@ -40,9 +41,11 @@ class PardDraft:
         keep_rate: share of the masks of a depth that the next one keeps, in (0, 1].
         min_kept: least share of all prefixes that a depth keeps.
         row_len: tokens of a row.
+        token_ids: of the rows of its head, ascending; None: all.
 
     Raises:
-        ConfigError: the draft has windows that are shorter than a row, or takes no positions.
+        ConfigError: the draft has windows that are shorter than a row, takes no positions, or proposes
+            token ids that the target lacks.
     """
 
     name = "pard"
@@ -59,6 +62,7 @@ class PardDraft:
         keep_rate: float,
         min_kept: float,
         row_len: int,
+        token_ids: torch.Tensor | None = None,
     ) -> None:
         if "position_ids" not in inspect.signature(draft.forward).parameters:
             raise ConfigError(
@@ -74,8 +78,12 @@ class PardDraft:
         self.num_depths = num_depths
         self._mask_id = mask_id
         self._keep_rate, self._min_kept = keep_rate, min_kept
-        num_ids = min(vocab_size, len(draft.get_output_embeddings().weight))
-        self.draft_ids = torch.arange(num_ids, device=draft.device)
+        self._is_trimmed = token_ids is not None
+        if token_ids is None:
+            token_ids = torch.arange(min(vocab_size, len(draft.get_output_embeddings().weight)))
+        elif int(token_ids[-1]) >= vocab_size:
+            raise ConfigError(f"draft proposes token id {int(token_ids[-1])}; allowed: 0..{vocab_size - 1}")
+        self.draft_ids = token_ids.to(draft.device)
 
     @property
     def module(self) -> nn.Module:
@@ -109,8 +117,10 @@ class PardDraft:
         return [DraftRows(rows[..., : len(self.draft_ids)]) for rows in (first, *later)]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """See ``base.Head``; of tensors that are tied, one."""
-        return {name: parameter.detach() for name, parameter in self._draft.named_parameters()}
+        """See ``base.Head``; of tensors that are tied, one, and of a trimmed head the ids of its rows."""
+        own = {name: parameter.detach() for name, parameter in self._draft.named_parameters()}
+        ids = self.draft_ids.cpu()
+        return own | {OFFSETS: ids - torch.arange(len(ids))} if self._is_trimmed else own
 
     def config(self, target: str) -> dict[str, Any]:
         """See ``base.Head``: the draft's own, and the mask's token."""
