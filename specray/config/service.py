@@ -63,11 +63,6 @@ class Config(Section):
             raise ValueError(
                 f"draft.model is {draft.model!r} without target.drafter; allowed: both, or another model"
             )
-        if draft.reads_features and drafter == MTP:
-            raise ValueError(
-                f"target.drafter is {MTP!r} with draft.model {REMOTE_FEATURES!r}; allowed: a directory of "
-                "EAGLE-1, 2, 3 or P-EAGLE (the MTP layer drafts in the target: draft.model 'features')"
-            )
         return self
 
     @property

@@ -1,8 +1,14 @@
-"""A service whose target drafts for itself: what is asked over HTTP is the target's own text."""
+"""A drafter in the draft's actor, to which the target's features go: the text over HTTP is the target's own.
+
+One beside the target takes the same way but for the draft: see ``tests/unit/actors/drafts``.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.e2e.service import DEADLINE_S, ENGINE, Service, started
+from tests.e2e.service import DEADLINE_S, ENGINE, Service, processes, started
 from tests.unit.engine.features.checkpoints import eagle3_weights, official, write
 from tests.unit.engine.model.checkpoints import reference_greedy, reference_model, write_checkpoint
 
@@ -30,7 +36,9 @@ def service(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     drafter = write(tmp_path_factory.mktemp("eagle"), *official(eagle3_weights()))
     sections = {**ENGINE, "model": str(target), "drafter": str(drafter), "max_model_len": 128}
     with started(
-        target=sections, draft={"num_replicas": 1}, speculation={"num_speculative_tokens": 3}
+        target=sections,
+        draft={"model": "remote-features", "max_model_len": 128},
+        speculation={"num_speculative_tokens": 3, "fallback": "none"},
     ) as one:
         yield one
 
@@ -68,8 +76,22 @@ async def test_sampled_text_does_not_depend_on_the_drafter(service: Service) -> 
     assert without["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
 
 
-async def test_metrics_count_its_tokens_apart(service: Service) -> None:
-    await completions(service, {"temperature": 0})
-    async with aiohttp.ClientSession() as session, session.get(f"{service.url}/metrics") as response:
-        text = await response.text()
-    assert "specray_spec_decode_num_draft_tokens_by_source_total{" in text and 'source="features"' in text
+async def test_a_draft_that_was_killed_comes_back_from_the_prompts_features(
+    service: Service, target: Path
+) -> None:
+    wanted = reference_greedy(reference_model(target), PROMPT, NUM_TOKENS)
+    [killed] = processes("ray::ServeReplica:specray:Draft")
+    asked = {"temperature": 0, "return_token_ids": True, "return_speculation_metrics": True}
+    running = asyncio.create_task(completions(service, *[asked] * 8))
+    await asyncio.sleep(0.05)
+    os.kill(killed, signal.SIGKILL)
+    assert [each["choices"][0]["token_ids"] for each in await running] == [wanted] * 8
+    end = time.monotonic() + DEADLINE_S
+    while True:
+        (answer,) = await completions(service, asked)
+        assert answer["choices"][0]["token_ids"] == wanted
+        figures = answer["metrics"]["speculative_decoding"]
+        if figures["num_draft_tokens"] >= NUM_TOKENS / 2 and killed not in processes("ray::"):
+            return
+        assert time.monotonic() < end, "no other draft has drafted"
+        await asyncio.sleep(0.5)

@@ -151,6 +151,11 @@ class FeatureDrafter(Fuser, Protocol):
     """A loaded drafter. It drafts for many sequences side by side; not for two threads at once."""
 
     @property
+    def num_unread(self) -> int:
+        """Last tokens of a context of which no state is kept, and which ``Context.num_valid`` leaves out."""
+        ...
+
+    @property
     def max_draft_tokens(self) -> int | None:
         """Most draft tokens of a chain, or of a path; None: any number."""
         ...
@@ -168,6 +173,10 @@ class FeatureDrafter(Fuser, Protocol):
 
     def start(self, store: FeatureStore, contexts: Sequence[Context]) -> torch.Tensor:
         """Catches up with what the target has accepted; float32 logits of each first draft token."""
+        ...
+
+    def read(self, store: FeatureStore, context: Context) -> None:
+        """Catches up with a sequence's tokens and draws nothing, so that what is drawn next begins sooner."""
         ...
 
     def advance(self, continued: Sequence[Continued]) -> torch.Tensor:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from specray.config import MTP, TargetConfig
+from specray.config import TargetConfig
 from specray.engine.features.base import FeatureStore, Place, TargetShape
 from specray.engine.features.block.layout import BlockLayout
 from specray.engine.features.drafting import TargetDrafting
-from specray.engine.features.eagle import EagleFuser
-from specray.engine.features.eagle_layout import EagleLayout
-from specray.engine.features.loader import Layout, load_drafter, read_layout
-from specray.engine.features.mtp.layout import MtpLayout, read_mtp
+from specray.engine.features.loader import Layout, drafter_name, load_drafter, read_drafter
 from specray.engine.features.parts import choose_operators, target_parts, target_shape
-from specray.engine.features.remote.layout import read_remote
+from specray.engine.features.remote.layout import load_fuser, num_fuser_weights
 from specray.engine.features.remote.sending import FeatureSender
 from specray.engine.features.tap import FeatureTap
 from specray.engine.model.description import ModelArgs
@@ -44,7 +40,7 @@ class DrafterPlan:
     @property
     def name(self) -> str:
         """Name of the drafter, for people."""
-        return MTP if isinstance(self.layout, MtpLayout) else Path(self.layout.path).name
+        return drafter_name(self.layout)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -55,8 +51,8 @@ class DrafterPlan:
     def beside(self) -> Beside:
         """Memory that it will take."""
         layout, shape = self.layout, self.shape
-        if isinstance(layout, EagleLayout) and self.is_remote:
-            num_bytes = sum(tensor.nbytes for tensor in layout.fc if tensor is not None)
+        if self.is_remote:
+            num_bytes = num_fuser_weights(layout) * self.item_bytes
             return Beside(num_bytes, layout.feature_size * self.item_bytes)
         # A group's leader has a shard of the target's embedding and head, and reads both once more.
         num_again = 2 * shape.vocab_size * shape.hidden_size if self.args.tensor_parallel_size > 1 else 0
@@ -80,13 +76,7 @@ def plan_drafter(config: TargetConfig, *, is_remote: bool = False) -> DrafterPla
         return None
     args = model_args(config, "target", config.tensor_parallel_size)
     shape = target_shape(args)
-    layout: Layout
-    if is_remote:
-        layout = read_remote(config.drafter, shape)
-    elif config.drafter == MTP:
-        layout = read_mtp(args, shape, DTYPES[config.dtype])
-    else:
-        layout = read_layout(config.drafter, shape)
+    layout = read_drafter(config.drafter, args, shape, DTYPES[config.dtype])
     return DrafterPlan(layout, shape, args, _ITEM_BYTES[config.dtype], config.max_num_seqs, is_remote)
 
 
@@ -126,9 +116,8 @@ def send_features(runner: ModelRunner, plan: DrafterPlan) -> tuple[FeatureTap, F
     Returns:
         The runner that keeps the features, to take the other's place, and what sends them.
     """
-    layout, info = plan.layout, runner.info
-    assert isinstance(layout, EagleLayout), "no other is read for a draft's process"
-    fuser = EagleFuser(layout, Place(choose_operators(runner), info.dtype, info.device))
+    info = runner.info
+    fuser = load_fuser(plan.layout, Place(choose_operators(runner), info.dtype, info.device))
     cache = runner.cache
     store = FeatureStore(cache.num_blocks, info.block_size, fuser.feature_size, like=cache.layers[0])
     return FeatureTap(runner, fuser, store, info.device), FeatureSender(store)

@@ -99,7 +99,7 @@ class EagleDrafter(ChainedDrafter):
 
     @property
     def has_masks(self) -> bool:
-        """It draws all its tokens in one forward, and cannot go on from its own output."""
+        """See ``ChainedDrafter``."""
         return self._mask_feature is not None
 
     def fuse(self, features: Mapping[int, torch.Tensor]) -> torch.Tensor:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import torch
+
+from specray.config import MTP
 from specray.engine.features.base import FeatureDrafter, TargetParts, TargetShape
 from specray.engine.features.block.drafter import BlockDrafter
 from specray.engine.features.block.layout import BlockLayout, is_block, read_block
@@ -10,7 +15,8 @@ from specray.engine.features.eagle_layout import EagleLayout, is_eagle, read_eag
 from specray.engine.features.files import DrafterFiles
 from specray.engine.features.medusa import MedusaDrafter, MedusaLayout, is_medusa, read_medusa
 from specray.engine.features.mtp.drafter import MtpDrafter
-from specray.engine.features.mtp.layout import MtpLayout
+from specray.engine.features.mtp.layout import MtpLayout, read_mtp
+from specray.engine.model.description import ModelArgs
 from specray.errors import ConfigError
 
 Layout = EagleLayout | MedusaLayout | BlockLayout | MtpLayout
@@ -38,6 +44,24 @@ def read_layout(path: str, target: TargetShape) -> Layout:
         f"drafter {path!r} has tensors of no layout that is known ({listed}, ...); "
         "allowed: EAGLE-1, 2, 3, P-EAGLE, Medusa, DFlash, DSpark"
     )
+
+
+def read_drafter(drafter: str, args: ModelArgs, target: TargetShape, dtype: torch.dtype) -> Layout:
+    """Reads what ``target.drafter`` names: a checkpoint, or the MTP layer in the target's own.
+
+    Args:
+        args: of the target's checkpoint.
+        dtype: of an MTP layer.
+
+    Raises:
+        ConfigError: as ``read_layout`` and ``read_mtp`` do.
+    """
+    return read_mtp(args, target, dtype) if drafter == MTP else read_layout(drafter, target)
+
+
+def drafter_name(layout: Layout) -> str:
+    """Name of a drafter, for people."""
+    return MTP if isinstance(layout, MtpLayout) else Path(layout.path).name
 
 
 def load_drafter(layout: Layout, parts: TargetParts) -> FeatureDrafter:

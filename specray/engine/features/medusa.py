@@ -59,6 +59,11 @@ class MedusaLayout:
         return item_bytes * self.hidden_size
 
     @property
+    def feature_size(self) -> int:
+        """Numbers that are stored of each token's features."""
+        return self.hidden_size
+
+    @property
     def num_weights(self) -> int:
         """Numbers of the tensors that are held."""
         blocks = sum(weight.numel() for head in self.heads for weight, _ in head)
@@ -146,6 +151,8 @@ class MedusaDrafter:
         parts: what is the target's.
     """
 
+    num_unread = 0
+
     def __init__(self, layout: MedusaLayout, parts: TargetParts) -> None:
         self.feature_layers = layout.feature_layers
         self.feature_size = layout.hidden_size
@@ -177,6 +184,9 @@ class MedusaDrafter:
         self._hidden = torch.cat(rows)
         self._shared.begin(len(contexts))
         return self._draw(self._hidden)
+
+    def read(self, store: FeatureStore, context: Context) -> None:
+        """See ``base.FeatureDrafter``; there is no state."""
 
     def advance(self, continued: Sequence[Continued]) -> torch.Tensor:
         """See ``base.FeatureDrafter``; all rows of a sequence have the same logits."""

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from specray.engine.attention.sdpa import sequence_slots
 from specray.engine.cache.blocks import BlockCache
-from specray.engine.features.base import Context, Continued, FeatureStore, TargetParts
+from specray.engine.features.base import Context, Continued, FeatureStore, Placed, TargetParts
 from specray.engine.features.block.attention import BlockReach, BlockStep
 from specray.engine.features.block.heads import MarkovHead
 from specray.engine.features.block.layout import HEAD_ROWS, BlockLayout
@@ -63,6 +63,26 @@ class _Piece:
     end: int
 
 
+class BlockFuser:
+    """Implements ``base.Fuser``: joins the residuals to context.
+
+    Args:
+        layout: the checkpoint.
+        parts: where ``fc`` goes.
+    """
+
+    def __init__(self, layout: BlockLayout, parts: Placed) -> None:
+        lowering = Lowering(parts, layout.attention)
+        self.feature_layers, self.feature_size = layout.feature_layers, layout.feature_size
+        self._fc, self._norm = lowering.linear(layout.fc), lowering.norm(layout.hidden_norm)
+        self._dtype = parts.dtype
+
+    def fuse(self, features: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """See ``base.Fuser``."""
+        rows = [features[layer].to(self._dtype) for layer in self.feature_layers]
+        return self._norm(self._fc(torch.cat(rows, -1)))
+
+
 class BlockDrafter:
     """Implements ``base.FeatureDrafter``.
 
@@ -71,11 +91,14 @@ class BlockDrafter:
         parts: what is the target's.
     """
 
+    num_unread = 1
+    """The last token is of the block, whose K/V are not kept."""
+
     def __init__(self, layout: BlockLayout, parts: TargetParts) -> None:
         self._layout = layout
         self._parts = parts
-        self.feature_layers = layout.feature_layers
-        self.feature_size = layout.hidden_size
+        self._fuser = BlockFuser(layout, parts)
+        self.feature_layers, self.feature_size = layout.feature_layers, layout.feature_size
         self.max_draft_tokens: int | None = layout.block_size - layout.first_row
         self.token_ids: NDArray[np.int64] | None = layout.token_ids
         self.rank_acceptance: tuple[tuple[float, ...], ...] = ()
@@ -83,8 +106,7 @@ class BlockDrafter:
         self._num_heads, self._num_kv_heads = attention.num_attention_heads, attention.num_key_value_heads
         self._head_dim = attention.head_dim
         self._lowering = lowering = Lowering(parts, attention)
-        self._fc = lowering.linear(layout.fc)
-        self._hidden_norm, self._final_norm = lowering.norm(layout.hidden_norm), lowering.norm(layout.norm)
+        self._final_norm = lowering.norm(layout.norm)
         self._layers = tuple(map(self._lower, layout.layers, layout.reaches))
         self._embed = make_embedding(layout.embedding, parts)
         self._mask = None if layout.mask_embedding is None else lowering.cast(layout.mask_embedding)
@@ -122,8 +144,12 @@ class BlockDrafter:
 
     def fuse(self, features: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """See ``base.FeatureDrafter``."""
-        rows = [features[layer].to(self._parts.dtype) for layer in self.feature_layers]
-        return self._hidden_norm(self._fc(torch.cat(rows, -1)))
+        return self._fuser.fuse(features)
+
+    def read(self, store: FeatureStore, context: Context) -> None:
+        """See ``base.FeatureDrafter``."""
+        for pieces in _passes([context]):
+            self._catch_up(store, pieces)
 
     def start(self, store: FeatureStore, contexts: Sequence[Context]) -> torch.Tensor:
         """See ``base.FeatureDrafter``."""

@@ -105,6 +105,11 @@ class BlockLayout:
         return item_bytes * (self.hidden_size + len(self.layers) * keys_values)
 
     @property
+    def feature_size(self) -> int:
+        """Numbers that are stored of each token's features."""
+        return self.hidden_size
+
+    @property
     def num_weights(self) -> int:
         """Numbers of the tensors that are held."""
         own = (self.embedding, self.head, *self.fc)

@@ -46,10 +46,18 @@ class ChainedDrafter(ABC):
         parts: what is the target's.
     """
 
+    num_unread = 0
+    """The entry of a context's last token needs the features before it alone."""
+
     def __init__(self, parts: TargetParts) -> None:
         self._parts = parts
         self._recycled = torch.empty(0)
         """Outputs of the last step's rows, which stand for the features of their tokens."""
+
+    @property
+    def has_masks(self) -> bool:
+        """It draws all its tokens in one forward, and cannot go on from its own output."""
+        return False
 
     @property
     def outputs(self) -> torch.Tensor:
@@ -66,7 +74,7 @@ class ChainedDrafter(ABC):
         return self._finish(self._run_entries(store, last)[self._last_rows(last)])
 
     def read(self, store: FeatureStore, context: Context) -> None:
-        """Catches up with a sequence's tokens and draws nothing, so that what is drawn next begins sooner."""
+        """See ``base.FeatureDrafter``."""
         first, end = max(FIRST_ENTRY, context.num_valid), len(context.token_ids)
         for start in range(first, end, _MAX_ROWS):
             self._run_entries(store, [Entries(context, start, min(end, start + _MAX_ROWS))])

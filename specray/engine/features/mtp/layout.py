@@ -103,6 +103,11 @@ class MtpLayout:
         return item_bytes * (self.hidden_size + self.forward.cache_shape.num_numbers)
 
     @property
+    def feature_size(self) -> int:
+        """Numbers that are stored of each token's features."""
+        return self.hidden_size
+
+    @property
     def num_weights(self) -> int:
         """Numbers of the tensors that are held."""
         layer = sum(weight.numel() for weight in self.forward.model.parameters())

@@ -6,18 +6,17 @@ Of the target only the tables are read that the checkpoint has not: the token em
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from specray.config import Config, DraftConfig
 from specray.engine.attention.mask import MAX_TREE_ROWS
 from specray.engine.attention.select import DEFAULT_BLOCK_SIZE
-from specray.engine.features.base import FeatureStore, TargetParts, TargetShape
-from specray.engine.features.eagle import EagleDrafter
-from specray.engine.features.eagle_layout import EagleLayout
+from specray.engine.features.base import FeatureDrafter, FeatureStore, TargetParts, TargetShape
+from specray.engine.features.block.layout import BlockLayout
+from specray.engine.features.loader import Layout, drafter_name, load_drafter, read_drafter
 from specray.engine.features.parts import read_embedding, read_head, target_shape
-from specray.engine.features.remote.layout import read_remote
+from specray.engine.features.remote.layout import num_step_numbers, one_pass_kind, reads_embedding, reads_head
 from specray.engine.model.loader import DecoderSource, LoadedModel, load_model
 from specray.engine.model.operators import Operators, cpu_operators, cuda_operators
 from specray.engine.model.quantized.formats import PLAIN
@@ -36,7 +35,7 @@ _LEAST_BLOCK_SIZE = 2
 class LoadedDrafter:
     """A drafter that is ready to draft for a target elsewhere."""
 
-    drafter: EagleDrafter
+    drafter: FeatureDrafter
     store: FeatureStore
     info: EngineInfo
     device: torch.device
@@ -63,10 +62,11 @@ def load_drafter_alone(config: Config) -> LoadedDrafter:
     most = draft.max_model_len or config.target.max_model_len
     args = replace(model_args(config.target, "target", 1), formats=PLAIN, max_model_len=most)
     shape = target_shape(args)
-    layout = read_remote(path, shape)
-    if layout.masks is not None and config.speculation.overlap is not Overlap.SERIAL:
+    layout = read_drafter(path, args, shape, dtype)
+    kind = one_pass_kind(layout)
+    if kind is not None and config.speculation.overlap is not Overlap.SERIAL:
         raise ConfigError(
-            f"target.drafter {path!r} is a P-EAGLE drafter and speculation.overlap is "
+            f"target.drafter {path!r} is {kind} and speculation.overlap is "
             f"{config.speculation.overlap!s}; allowed: serial (it does not go on from its own output)"
         )
     loaded = load_model(args, dtype=dtype, device=device)
@@ -78,11 +78,11 @@ def load_drafter_alone(config: Config) -> LoadedDrafter:
         )
     torch.set_num_threads(draft.num_threads or num_threads_for(layout.num_weights * dtype.itemsize))
     operators = _operators(dtype, device)
-    info = _info(draft, path, layout, loaded, shape)
+    info = _info(draft, layout, loaded, shape)
     parts = TargetParts(
         shape,
-        read_embedding(loaded.source, dtype) if layout.embedding is None else _unread,
-        read_head(loaded.source, operators) if layout.head is None else _unread,
+        read_embedding(loaded.source, dtype) if reads_embedding(layout) else _unread,
+        read_head(loaded.source, operators) if reads_head(layout) else _unread,
         operators,
         dtype,
         device,
@@ -91,7 +91,7 @@ def load_drafter_alone(config: Config) -> LoadedDrafter:
         info.block_size,
     )
     with naming(lambda: f"draft.cache_memory_gib is {draft.cache_memory_gib}; lower it"):
-        drafter = EagleDrafter(layout, parts)
+        drafter = load_drafter(layout, parts)
         like = torch.empty(0, dtype=dtype, device=device)
         store = FeatureStore(info.num_blocks, info.block_size, layout.feature_size, like=like)
     return LoadedDrafter(drafter, store, info, device, loaded.num_token_ids)
@@ -107,14 +107,12 @@ def _unread(rows: torch.Tensor) -> torch.Tensor:
     raise AssertionError("a drafter with a table of its own reads no other")
 
 
-def _info(
-    config: DraftConfig, path: str, layout: EagleLayout, loaded: LoadedModel, shape: TargetShape
-) -> EngineInfo:
+def _info(config: DraftConfig, layout: Layout, loaded: LoadedModel, shape: TargetShape) -> EngineInfo:
     default = loaded.max_model_len if loaded.device.type == "cpu" else DEFAULT_BLOCK_SIZE
     block_size = max(_LEAST_BLOCK_SIZE, config.block_size or default)
     return EngineInfo(
         role="draft",
-        model=Path(path).name,
+        model=drafter_name(layout),
         vocab_size=loaded.vocab_size,
         tokenizer_fingerprint=loaded.tokenizer_fingerprint,
         block_size=block_size,
@@ -124,13 +122,13 @@ def _info(
         max_num_batched_tokens=config.max_num_batched_tokens,
         protocol_version=PROTOCOL_VERSION,
         dtype=config.number_format,
-        feature_drafter=Path(path).name,
+        feature_drafter=drafter_name(layout),
         feature_size=layout.feature_size,
     )
 
 
 def _num_blocks(
-    config: DraftConfig, layout: EagleLayout, loaded: LoadedModel, shape: TargetShape, block_size: int
+    config: DraftConfig, layout: Layout, loaded: LoadedModel, shape: TargetShape, block_size: int
 ) -> int:
     """Blocks of features and K/V: for every sequence, the branches of its trees, and the health check.
 
@@ -139,10 +137,11 @@ def _num_blocks(
     """
     item_bytes = loaded.dtype.itemsize
     memory = CudaMemory(loaded.device) if loaded.device.type == "cuda" else None
-    shared = [each for each in (layout.embedding, layout.head) if each is None]
-    weights = layout.num_weights + len(shared) * shape.vocab_size * shape.hidden_size
-    rows = config.max_num_batched_tokens * sum(layer.num_columns for layer in layout.layers)
-    reserved = item_bytes * (weights + rows)
+    num_tables = reads_embedding(layout) + reads_head(layout)
+    weights = layout.num_weights + num_tables * shape.vocab_size * shape.hidden_size
+    reserved = item_bytes * (weights + num_step_numbers(layout, config.max_num_batched_tokens))
+    if isinstance(layout, BlockLayout):
+        reserved += layout.logit_bytes(config.max_num_seqs, shape.vocab_size)
     num_bytes = cache_bytes(config, memory, shape.vocab_size, lambda: None, reserved)
     affordable = num_bytes // (block_size * layout.bytes_per_token(item_bytes))
     needed = -(-(loaded.max_model_len + MAX_TREE_ROWS) // block_size) + 1

@@ -24,9 +24,9 @@ from specray.draft_tokens import NO_DRAFT
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
 from specray.engine.cache.sequences import EngineSequence, SequenceTable
 from specray.engine.chains import OutcomeBranches, wanted_rows
-from specray.engine.features.base import Context, FeatureStore
+from specray.engine.features.base import Context, FeatureDrafter, FeatureStore
+from specray.engine.features.chained.drafter import ChainedDrafter
 from specray.engine.features.drafting import FeatureDrafting
-from specray.engine.features.eagle import EagleDrafter
 from specray.engine.features.growing import DraftRequest, Growing, begin
 from specray.engine.features.remote.outcomes import draft_outcomes
 from specray.engine.features.remote.wire import read_rows
@@ -81,7 +81,7 @@ class FeatureDraftEngine:
 
     def __init__(
         self,
-        drafter: EagleDrafter,
+        drafter: FeatureDrafter,
         store: FeatureStore,
         drafting: FeatureDrafting,
         info: EngineInfo,
@@ -89,6 +89,8 @@ class FeatureDraftEngine:
         grammars: GrammarMasks | None = None,
     ) -> None:
         self._drafter = drafter
+        self._chained = drafter if isinstance(drafter, ChainedDrafter) and not drafter.has_masks else None
+        """The drafter, where it goes on from its own output."""
         self._store = store
         self._drafting = drafting
         self._info = info
@@ -127,7 +129,7 @@ class FeatureDraftEngine:
     @torch.inference_mode()
     def check(self) -> None:
         """Drafts a token in the room kept for it. Raises EngineLostError for broken logits."""
-        context = Context((0,) * _CHECK_TOKENS, self._check_table.block_ids, _CHECK_TOKENS - 1)
+        context = Context((0,) * _CHECK_TOKENS, self._check_table.block_ids, 0)
         self._store.rows[self._check_table.block_ids[0] * self._info.block_size] = 0.0
         logits = self._drafter.start(self._store, [context])
         if logits.shape[0] != 1 or bool(logits.isnan().any()):
@@ -177,10 +179,11 @@ class FeatureDraftEngine:
         if num_wanted < 1 or length < _CHECK_TOKENS or sequence.num_computed_tokens < length - 1:
             return _Task(item, sequence)
         if item.fanout:
-            if last < 0 or self._drafter.has_masks:
+            if last < 0 or self._chained is None:
                 return _Task(item, sequence)
             sequence.set_tail(proposed)
             return _Task(item, sequence, outcome=OutcomeBranches(item, sequence, first, last, limit))
+        num_wanted = min(num_wanted, self._drafter.max_draft_tokens or num_wanted)
         request = DraftRequest(sequence, None, num_wanted, item.min_acceptance, item.tree)
         return _Task(item, sequence, growing=begin(request, num_wanted, self._drafting.rank_acceptance))
 
@@ -201,20 +204,22 @@ class FeatureDraftEngine:
         self._drafting.grow(task.growing for task in tasks if task.growing is not None)
         outcomes = [task.outcome for task in tasks if task.outcome is not None]
         if outcomes:
-            draft_outcomes(self._drafter, self._store, self._drafting, outcomes)
+            assert self._chained is not None, "others have no outcomes"
+            draft_outcomes(self._chained, self._store, self._drafting, outcomes)
         for task in tasks:
             sequence = task.sequence
             sequence.set_tail(())
             if task.growing is not None or task.outcome is not None:
-                sequence.num_drafted_for = sequence.num_tokens
+                sequence.num_drafted_for = sequence.num_tokens - self._drafter.num_unread
             sequence.block_table.truncate(sequence.num_tokens)
 
     def _read(self, sequence: EngineSequence) -> None:
         """Catches up with a sequence for which nothing is drafted now, as far as its features go."""
         end = min(sequence.num_tokens, sequence.num_computed_tokens + 1)
-        if sequence.num_computed_tokens and end > sequence.num_drafted_for:
+        kept = end - self._drafter.num_unread
+        if sequence.num_computed_tokens and kept > sequence.num_drafted_for:
             context = Context(
                 sequence.token_ids[:end], sequence.block_table.block_ids, sequence.num_drafted_for
             )
             self._drafter.read(self._store, context)
-            sequence.num_drafted_for = end
+            sequence.num_drafted_for = kept

@@ -20,12 +20,15 @@ import torch
 from specray.engine.attention.mask import branch_visibility
 from specray.engine.chains import OutcomeBranches
 from specray.engine.features.base import Context, Continued, FeatureStore
+from specray.engine.features.chained.drafter import ChainedDrafter
 from specray.engine.features.drafting import FeatureDrafting
-from specray.engine.features.eagle import EagleDrafter
 
 
 def draft_outcomes(
-    drafter: EagleDrafter, store: FeatureStore, drafting: FeatureDrafting, outcomes: Sequence[OutcomeBranches]
+    drafter: ChainedDrafter,
+    store: FeatureStore,
+    drafting: FeatureDrafting,
+    outcomes: Sequence[OutcomeBranches],
 ) -> None:
     """Gives each its branches, all side by side.
 
@@ -70,7 +73,7 @@ def _context(outcome: OutcomeBranches) -> Context:
 
 
 def _read(
-    drafter: EagleDrafter,
+    drafter: ChainedDrafter,
     store: FeatureStore,
     outcomes: Sequence[OutcomeBranches],
     contexts: Sequence[Context],

@@ -14,9 +14,11 @@ from specray.engine.build import build_draft_engine
 from specray.engine.features.remote.engine import FeatureDraftEngine
 from specray.errors import ConfigError
 from specray.types import Branch, Outcomes, SamplingParams, SpeculateItem
+from tests.unit.engine.features.block.checkpoints import dflash
 from tests.unit.engine.features.checkpoints import (
     HIDDEN,
     eagle3_weights,
+    medusa_weights,
     official,
     random_weights,
     write,
@@ -119,15 +121,21 @@ def test_without_features_there_is_no_branch(pair: Any) -> None:
         engine.release(["none"])
 
 
-def test_a_drafter_with_masks_has_no_outcomes(llama: Path, tmp_path: Path) -> None:
-    weights = eagle3_weights() | random_weights({"mask_hidden": (1, 1, 3 * HIDDEN)}, seed=8)
-    masked = write(tmp_path, *official(weights, mask_token_id=17))
-    config = pair_config(llama, masked)
+@pytest.mark.parametrize("kind", ["P-EAGLE", "Medusa", "DFlash or DSpark"])
+def test_a_drafter_of_one_pass_has_no_outcomes(llama: Path, tmp_path: Path, kind: str) -> None:
+    masked = eagle3_weights() | random_weights({"mask_hidden": (1, 1, 3 * HIDDEN)}, seed=8)
+    written: dict[str, tuple[Any, ...]] = {
+        "P-EAGLE": official(masked, mask_token_id=17),
+        "Medusa": (medusa_weights(), {}, "medusa_lm_head.safetensors"),
+        "DFlash or DSpark": dflash().files,
+    }
+    drafter = write(tmp_path, *written[kind])
+    config = pair_config(llama, drafter)
     speculation = config.speculation.model_copy(update={"overlap": "auto"})
-    said = r"is a P-EAGLE drafter and speculation\.overlap is auto; allowed: serial"
+    said = rf"is a {kind} drafter and speculation\.overlap is auto; allowed: serial"
     with pytest.raises(ConfigError, match=said):
         build_draft_engine(config.model_copy(update={"speculation": speculation}))
-    target, draft = make_pair(llama, masked)
+    target, draft = make_pair(llama, drafter)
     session = RemoteSession("a", list(PROMPT))
     session.verify(target)
     assert len(session.propose(draft, K)) == K

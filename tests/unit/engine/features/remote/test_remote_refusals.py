@@ -1,4 +1,4 @@
-"""What is refused of drafters in the draft's process, by its kind, and before anything is loaded."""
+"""What is refused of drafters in the draft's process, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from specray.config import parse_config
 from specray.engine.build import build_draft_engine, build_target_engine
 from specray.engine.model.preflight import check_models
 from specray.errors import ConfigError
-from tests.unit.engine.features.block.checkpoints import dflash
-from tests.unit.engine.features.checkpoints import eagle3_weights, medusa_weights, official, write
+from tests.unit.engine.features.checkpoints import eagle3_weights, official, write
 from tests.unit.engine.features.remote.pairs import pair_config
 from tests.unit.engine.model.checkpoints import write_checkpoint
 
@@ -22,29 +21,18 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=3)
 
 
-@pytest.mark.parametrize("build", [build_target_engine, build_draft_engine], ids=["target", "draft"])
-@pytest.mark.parametrize("kind", ["Medusa", "DFlash or DSpark"])
-def test_other_kinds_are_refused_by_name_on_both_sides(
-    llama: Path, tmp_path: Path, build: Any, kind: str
-) -> None:
-    if kind == "Medusa":
-        drafter = write(tmp_path, medusa_weights(), {}, "medusa_lm_head.safetensors")
-    else:
-        drafter = write(tmp_path, *dflash().files)
-    said = (
-        rf"^target.drafter '.*' is a {kind} drafter and draft.model is 'remote-features'; allowed there: "
-        r"EAGLE-1, 2, 3, P-EAGLE"
-    )
-    with pytest.raises(ConfigError, match=said):
-        build(pair_config(llama, drafter))
-
-
 def test_a_drafter_of_another_target_is_refused_by_its_tensor(tmp_path: Path) -> None:
     wide = write_checkpoint(tmp_path / "wide", "llama", num_hidden_layers=3, hidden_size=64)
     eagle = write(tmp_path / "eagle", *official(eagle3_weights()))
     for build in (build_target_engine, build_draft_engine):
         with pytest.raises(ConfigError, match=r"fc.weight reads 96 numbers; allowed: a multiple of"):
             build(pair_config(wide, eagle))
+
+
+@pytest.mark.parametrize("build", [build_target_engine, build_draft_engine], ids=["target", "draft"])
+def test_a_target_without_an_mtp_layer_is_refused_on_both_sides(llama: Path, build: Any) -> None:
+    with pytest.raises(ConfigError, match=r"target.drafter is 'mtp', and model '.*' has no MTP layer"):
+        build(pair_config(llama, Path("mtp")))
 
 
 def test_memory_for_less_than_a_sequence_is_refused(llama: Path, tmp_path: Path) -> None:
@@ -57,7 +45,6 @@ def test_memory_for_less_than_a_sequence_is_refused(llama: Path, tmp_path: Path)
     "target, draft, says",
     [
         ({}, {}, "draft.model is 'remote-features' without target.drafter"),
-        ({"drafter": "mtp"}, {}, "target.drafter is 'mtp' with draft.model 'remote-features'"),
         (
             {"drafter": "/e"},
             {"window": 64},

@@ -109,8 +109,12 @@ def engines(llama: Path, eagle: Path) -> tuple[TargetEngine, FeatureDraftEngine]
 
 @pytest.fixture(scope="module")
 def alone(llama: Path) -> dict[tuple[str, bool], tuple[int, ...]]:
-    """What the target writes by itself: of each prompt, greedy and coupled."""
-    target, outputs = make_target(llama, None), {}
+    return written_alone(llama)
+
+
+def written_alone(path: Path) -> dict[tuple[str, bool], tuple[int, ...]]:
+    """What a target writes by itself: of each prompt, greedy and coupled."""
+    target, outputs = make_target(path, None), {}
     for name, prompt in PROMPTS.items():
         for is_greedy in (True, False):
             sampling = SamplingParams(temperature=0.0) if is_greedy else SamplingParams(**COUPLED)
