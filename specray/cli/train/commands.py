@@ -77,11 +77,15 @@ def eagle3(
         int, typer.Option(min=1, max=16, help="Steps on the head's own outputs that are trained.")
     ] = 4,
     max_vocabulary: MaxVocabulary = 12_288,
+    parallel: Annotated[
+        bool, typer.Option("--parallel", help="Train it to draw all its tokens in one forward (P-EAGLE).")
+    ] = False,
 ) -> None:
     """Train an EAGLE-3 head; what it writes is served with ``specray serve --target TARGET --drafter``."""
-    from specray.train.heads.methods import Eagle3
+    from specray.train.heads.methods import Eagle3, PEagle
 
-    _train_head(Eagle3(num_depths, max_draft_vocabulary=max_vocabulary), target, options)
+    method = PEagle if parallel else Eagle3
+    _train_head(method(num_depths, max_draft_vocabulary=max_vocabulary), target, options)
 
 
 @app.command()

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from specray.errors import ConfigError
 from specray.train.draft.markers import TurnMarkers, turn_markers
@@ -62,7 +62,8 @@ def loaded_draft(path: str, dtype: torch.dtype) -> tuple[Any, Any, torch.Tensor 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         tensors = load_file(str(cached_file(path, "model.safetensors")))
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        untyped: Any = AutoModelForCausalLM
+        model = untyped.from_config(config, dtype=dtype)
         ids, rows = _head_ids(path, tensors, num_ids, config.vocab_size)
         model.lm_head = nn.Linear(config.hidden_size, num_ids, bias=False, dtype=dtype)
         tensors[_HEAD] = tensors[_HEAD][rows]

@@ -22,6 +22,7 @@ from specray.train.heads.eagle import EagleHead
 from specray.train.heads.loading import loaded_draft
 from specray.train.heads.medusa import MedusaHeads
 from specray.train.heads.pard import PardDraft
+from specray.train.heads.peagle import ParallelEagleHead
 from specray.train.optim import OptimizerConfig
 
 _FROM_NOTHING = OptimizerConfig(matrix_learning_rate=4e-3, learning_rate=6e-4, weight_decay=0.02)
@@ -74,30 +75,47 @@ class Eagle3:
 
     def make(self, target: Target) -> Head:
         """The head of a run, as it begins."""
-        ids = torch.from_numpy(self._draft_ids(target)).to(target.model.device)
         head = EagleHead(
             target.model,
-            ids,
+            draft_ids(self.name, target, self.vocabulary_share, self.max_draft_vocabulary),
             feature_layers=default_layers(target.num_layers),
             num_depths=self.num_depths,
             seed=target.seed,
         )
         return head.to(device=target.model.device, dtype=target.model.dtype)
 
-    def _draft_ids(self, target: Target) -> NDArray[np.int64]:
-        """Those of the first call: more text would change them, and what the head's rows mean."""
-        file = target.work_dir / f"{self.name}.ids.npy"
-        if not file.exists():
-            written = target.written
-            ids = frequent_ids(
-                written.token_ids[written.is_answer],
-                share=self.vocabulary_share,
-                max_num_ids=self.max_draft_vocabulary,
-                always=sorted(target.special_ids),
-            )
-            np.save(file, ids)
-        kept: NDArray[np.int64] = np.load(file)
-        return kept
+
+@dataclass(frozen=True, slots=True)
+class PEagle:
+    """An EAGLE-3 head with masks."""
+
+    name: ClassVar[str] = "peagle"
+    title: ClassVar[str] = "An EAGLE-3 head that predicts all draft tokens at once (P-EAGLE)"
+    rows_per_forward: ClassVar[int] = 1
+    is_draft: ClassVar[bool] = False
+    optimizer: ClassVar[OptimizerConfig] = _FROM_NOTHING
+    num_depths: int = 4
+    vocabulary_share: float = 0.98
+    """Share of the target's text that its tokens cover."""
+    max_draft_vocabulary: int = 12_288
+    keep_rate: float = 0.7
+    """Share of the masks of a depth that the next one keeps."""
+    min_kept: float = 0.2
+    """Least share of a row's tokens behind which a depth is trained."""
+
+    def make(self, target: Target) -> Head:
+        """The head of a run, as it begins."""
+        head = ParallelEagleHead(
+            target.model,
+            draft_ids(self.name, target, self.vocabulary_share, self.max_draft_vocabulary),
+            feature_layers=default_layers(target.num_layers),
+            num_depths=self.num_depths,
+            mask_id=mask_token(self.name, target, target.vocab_size, None),
+            keep_rate=self.keep_rate,
+            min_kept=self.min_kept,
+            seed=target.seed,
+        )
+        return head.to(device=target.model.device, dtype=target.model.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +210,24 @@ class Pard:
         )
 
 
-Method = Eagle3 | Medusa | Block | Pard
+Method = Eagle3 | PEagle | Medusa | Block | Pard
+
+
+def draft_ids(name: str, target: Target, share: float, max_num_ids: int) -> torch.Tensor:
+    """The tokens that a head proposes, ascending: those of the first call, as others would change its rows.
+
+    Args:
+        name: of the method.
+        share: of the target's answers, which they cover.
+        max_num_ids: most of them.
+    """
+    file = target.work_dir / f"{name}.ids.npy"
+    if not file.exists():
+        written = target.written
+        answers = written.token_ids[written.is_answer]
+        always = sorted(target.special_ids)
+        np.save(file, frequent_ids(answers, share=share, max_num_ids=max_num_ids, always=always))
+    return torch.from_numpy(np.load(file)).to(target.model.device)
 
 
 def mask_token(name: str, target: Target, vocab_size: int, given: int | None) -> int:

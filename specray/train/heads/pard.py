@@ -93,14 +93,9 @@ class PardDraft:
 
     def trained_anchors(self, num_tokens: int, generator: torch.Generator) -> Sequence[torch.Tensor]:
         """See ``base.Head``: all of the first depth, and of each later one some of those before."""
-        count = num_tokens - 1
-        order = torch.randperm(count, generator=generator)
-        found = [torch.arange(count)]
-        for depth in range(1, self.num_depths):
-            share = max(self._keep_rate**depth, self._min_kept)
-            kept = order[: max(1, math.ceil(share * count))]
-            found.append(kept[kept < count - depth].sort().values)
-        return found
+        return kept_anchors(
+            num_tokens - 1, self.num_depths, self._keep_rate, self._min_kept, generator=generator
+        )
 
     def unroll(
         self,
@@ -109,7 +104,7 @@ class PardDraft:
         anchors: Sequence[torch.Tensor],
     ) -> Sequence[DraftRows]:
         """See ``base.Head``; the first depth is drafted by the tokens themselves."""
-        parts = [self._forward(token_ids, group) for group in _groups(anchors)]
+        parts = [self._forward(token_ids, group) for group in anchor_groups(anchors)]
         # Token q + 1 drafts what comes behind it.
         tokens = parts[0][0][:, 1:]
         first = tokens[:, : len(anchors[0])] if is_range(anchors[0]) else tokens[:, anchors[0]]
@@ -170,7 +165,26 @@ def chain_mask(ends: torch.Tensor, depths: torch.Tensor, dtype: torch.dtype) -> 
     return mask.masked_fill_(~(sees_token | sees_mask), hidden)[None, None]
 
 
-def _groups(anchors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+def kept_anchors(
+    count: int, num_depths: int, keep_rate: float, min_kept: float, *, generator: torch.Generator
+) -> list[torch.Tensor]:
+    """Anchors of each depth: all of the first, and of each later one some of those before.
+
+    Args:
+        count: anchors of the first depth.
+        keep_rate, min_kept: as ``PardDraft`` takes them.
+        generator: of the CPU.
+    """
+    order = torch.randperm(count, generator=generator)
+    found = [torch.arange(count)]
+    for depth in range(1, num_depths):
+        share = max(keep_rate**depth, min_kept)
+        kept = order[: max(1, math.ceil(share * count))]
+        found.append(kept[kept < count - depth].sort().values)
+    return found
+
+
+def anchor_groups(anchors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """The anchors of depths from 1 on, in pieces with a bounded number of masks."""
     later = list(anchors[1:])
     num_groups = -(-sum(map(len, later)) // _MAX_MASKS)

@@ -18,6 +18,7 @@ from specray.engine.cpu import isa
 from specray.engine.cpu.isa import Isa
 from specray.engine.features.base import TargetShape
 from specray.engine.features.block.layout import BlockLayout
+from specray.engine.features.eagle_layout import EagleLayout
 from specray.engine.features.loader import read_layout
 from tests.unit.train.heads.runs import TARGET, begin, write_target
 
@@ -54,6 +55,11 @@ def test_one_command_makes_a_head_that_the_engine_reads(
     assert run(["train", "medusa", *where, "--num-heads", "2"]) == 0
     assert (work_dir / "written/00000.npz").stat().st_mtime_ns == written, "the text is written once"
     assert read_layout(str(work_dir / "medusa"), SHAPE).feature_layers == (4,)
+    assert run(["train", "eagle3", *where, "--parallel", "--num-depths", "3", "--max-vocabulary", "80"]) == 0
+    assert f"specray serve --target {target} --drafter {work_dir / 'peagle'}\n" in capsys.readouterr().out
+    masked = read_layout(str(work_dir / "peagle"), SHAPE)
+    assert isinstance(masked, EagleLayout) and masked.masks is not None
+    assert masked.masks.token_id == json.loads((work_dir / "peagle.mask.json").read_text())
 
 
 def test_block_drafters_and_drafts_with_masks_are_made_by_the_same_options(
@@ -97,6 +103,14 @@ def test_what_a_draft_with_masks_cannot_be_made_of_is_refused(
     where = [str(target), "--work-dir", str(work_dir), *TEXT, *TRAIN, "--draft", str(tmp_path / "draft")]
     assert run(["train", "pard", *where, *given]) == 2
     assert problem in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_target_without_a_draft_in_the_package_needs_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["train", "pard", str(tmp_path), "--work-dir", str(tmp_path / "run")]) == 2
+    said = f"--draft is missing, and the package has no draft for '{tmp_path}'; allowed: a draft model"
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_embedded_target_is_trained_for_by_its_name(tmp_path: Path) -> None:

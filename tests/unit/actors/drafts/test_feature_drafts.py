@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,7 +85,7 @@ async def serving(config: Config) -> AsyncIterator[tuple[Router, Drafts | None]]
         leader.stop()
 
 
-async def drafted(router: Router, name: str, **sampling: float) -> tuple[tuple[int, ...], int]:
+async def drafted(router: Router, name: str, **sampling: Any) -> tuple[tuple[int, ...], int]:
     """An output that is the same with speculation off, and its number of draft tokens."""
     plain = request(
         f"{name}-plain", PROMPT, NUM_TOKENS, speculation=SpeculationParams(enabled=False), **sampling

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from specray.train.draft.text import TextConfig
-from specray.train.heads.methods import Block, Eagle3, Medusa, Method, Pard
+from specray.train.heads.methods import Block, Eagle3, Medusa, Method, Pard, PEagle
 from specray.train.heads.trainer import StepConfig
 from specray.train.heads.training import HeadTrainConfig
 from specray.train.loop import RunLimit
@@ -67,6 +67,7 @@ def methods(pair: Path) -> dict[str, Method]:
     spark = Block(num_depths=3, num_layers=2, has_confidence=True, anchor_share=0.3)
     return {
         "eagle3": Eagle3(num_depths=3, max_draft_vocabulary=200),
+        "peagle": PEagle(num_depths=3, max_draft_vocabulary=200, keep_rate=0.6, min_kept=0.1),
         "medusa": Medusa(num_depths=3),
         "block": spark,
         "pard": Pard(str(pair / "draft"), num_depths=3, keep_rate=0.6, min_kept=0.1),

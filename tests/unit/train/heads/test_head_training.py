@@ -32,7 +32,7 @@ PROMPT = [1, 60, 70, 80, 90, 100, 110, 61, 62, 63]
 NO = np.zeros(1, bool)
 FILES = {"medusa": "medusa_lm_head.safetensors"}
 NUM_STEPS = 8
-METHODS = ["eagle3", "medusa", "block", "pard"]
+METHODS = ["eagle3", "peagle", "medusa", "block", "pard"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,7 +71,7 @@ def loaded_head(target: Path, trained: Path, model: Any, method: str) -> Head:
     tokenizer = AutoTokenizer.from_pretrained(target)
     # What a run keeps beside its checkpoint (ids and mask) is in its directory.
     head = methods(target.parent)[method].make(Target(model, tokenizer, None, train, trained, seed=5))
-    renamed = {"lm_head.weight": "unembedding"} if method == "eagle3" else {}
+    renamed = {"lm_head.weight": "unembedding"} if method in ("eagle3", "peagle") else {}
     renamed |= {f"{k}.0.linear.{part}": f"blocks.{k}.{part}" for k in range(9) for part in ("weight", "bias")}
     named = {renamed.get(name, name): tensor for name, tensor in weights(trained, method).items()}
     own = {name for name, _ in head.module.named_parameters()}
@@ -103,7 +103,7 @@ def test_the_held_out_loss_falls(trained: Path, target: Path, tmp_path: Path, na
     assert last["held_out_loss"] < first["held_out_loss"]
 
 
-@pytest.mark.parametrize("name", ["eagle3", "block", "pard"])
+@pytest.mark.parametrize("name", ["eagle3", "peagle", "block", "pard"])
 def test_a_run_that_was_resumed_ends_with_the_weights_of_one_that_was_not(
     trained: Path, target: Path, tmp_path: Path, name: str
 ) -> None:
@@ -125,7 +125,7 @@ def test_another_seed_trains_other_weights(trained: Path, target: Path, tmp_path
     assert any(not torch.equal(first[key], second[key]) for key in first)
 
 
-@pytest.mark.parametrize("name", ["eagle3", "medusa", "block"])
+@pytest.mark.parametrize("name", ["eagle3", "peagle", "medusa", "block"])
 def test_the_engine_drafts_what_the_training_forward_drafts(trained: Path, target: Path, name: str) -> None:
     model = target_model(target)
     head = loaded_head(target, trained, model, name)
@@ -175,7 +175,7 @@ def test_medusas_configuration_has_the_chance_of_each_rank(trained: Path) -> Non
     files = [json.loads((trained / name / "config.json").read_text("utf-8")) for name in METHODS]
     assert "medusa_rank_acceptance" not in files[0], "EAGLE's rows know the tokens before them"
     assert medusa.RANK_ACCEPTANCE == layout.RANK_ACCEPTANCE == "medusa_rank_acceptance"
-    rates, last = files[1]["medusa_rank_acceptance"], held_out(trained, "medusa")[-1]
+    rates, last = files[METHODS.index("medusa")]["medusa_rank_acceptance"], held_out(trained, "medusa")[-1]
     assert [len(row) for row in rates] == [8, 8, 8]
     assert all(sum(row) <= 1.0 + 8 * 0.05 for row in rates)
     # The first head's first rank is where it agrees with the target.

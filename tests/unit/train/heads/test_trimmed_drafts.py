@@ -109,7 +109,7 @@ def test_the_engine_proposes_what_its_forward_behind_masks_says(run: Path) -> No
     assert ids is not None and AutoConfig.from_pretrained(run / "pard").vocab_size == 259
     options = {"dtype": "float32", "num_threads": 1, "profile_s": 0, "max_model_len": 64, "max_num_seqs": 2}
     engine = build_draft_engine(Config(draft=DraftConfig(model=str(run / "pard"), **options)))
-    tokens, told, seen = list(PROMPT), 0, set()
+    tokens, told, seen = list(PROMPT), 0, set[int]()
     for round_id in range(4):
         item = SpeculateItem("a", round_id, told, tuple(tokens[told:]), NUM_DEPTHS, sampling=GREEDY)
         [proposal] = engine.speculate([item]).replies

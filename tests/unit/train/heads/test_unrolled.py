@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specray.errors import ConfigError
 from specray.train.heads.base import all_anchors, default_layers
 from specray.train.heads.eagle import EagleHead
+from specray.train.heads.peagle import ParallelEagleHead
 from specray.train.heads.target import FeatureReader
 from tests.unit.engine.features.checkpoints import DRAFT_IDS, LLAMA
 from tests.unit.engine.features.reference import hidden_states, layer, norm
@@ -34,19 +35,21 @@ def _one_thread() -> Iterator[None]:
 def model() -> Any:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**{**LLAMA, "num_hidden_layers": 3}, attn_implementation="eager"))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.3 + ("norm" in name))
+    vary(model)
     return model.eval()
 
 
 def new_head(model: Any) -> EagleHead:
     ids = torch.tensor(DRAFT_IDS)
     head = EagleHead(model, ids, feature_layers=(1, 2, 3), num_depths=NUM_DEPTHS, seed=1)
-    with torch.no_grad():
-        for name, parameter in head.named_parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.3 + ("norm" in name))
+    vary(head)
     return head
+
+
+def vary(module: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3 + ("norm" in name))
 
 
 def stepwise(head: EagleHead, model: Any, anchor: int, num_depths: int) -> list[torch.Tensor]:
@@ -63,6 +66,52 @@ def stepwise(head: EagleHead, model: Any, anchor: int, num_depths: int) -> list[
         logits.append(F.linear(norm(rows[-1], weights["norm.weight"]), weights["lm_head.weight"]))
         features = torch.cat((features, rows[-1:]))
     return logits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("max_masks", [2048, 7])
+def test_every_mask_behind_every_anchor_is_that_of_a_forward_of_its_own(
+    model: Any, monkeypatch: pytest.MonkeyPatch, max_masks: int
+) -> None:
+    monkeypatch.setattr("specray.train.heads.pard._MAX_MASKS", max_masks)
+    head = ParallelEagleHead(
+        model,
+        torch.tensor(DRAFT_IDS),
+        feature_layers=(1, 2, 3),
+        num_depths=NUM_DEPTHS,
+        mask_id=17,
+        keep_rate=0.6,
+        min_kept=0.2,
+        seed=1,
+    )
+    vary(head)
+    ids = torch.tensor([TOKENS, TOKENS[::-1]])
+    features = FeatureReader(model, head.feature_layers).read(ids[:, :-1]).features
+    kept = list(head.trained_anchors(10, torch.Generator().manual_seed(0)))
+    assert [len(each) for each in kept[1:]] != [8, 7, 6], "some are dropped"
+    for anchors in (kept, all_anchors(10, NUM_DEPTHS)):
+        unrolled = [each.logits for each in head.unroll(features, ids, anchors)]
+        for depth, own in enumerate(anchors):
+            assert unrolled[depth].shape == (2, len(own), len(DRAFT_IDS))
+            for place, anchor in enumerate(own.tolist()):
+                expected = behind_masks(head, model, anchor, depth)
+                found = unrolled[depth][0, place]
+                assert float((found - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+
+
+def behind_masks(head: ParallelEagleHead, model: Any, anchor: int, num_masks: int) -> torch.Tensor:
+    """Logits of the last row of a forward over the entries up to an anchor, and some masks."""
+    weights = {name.replace("midlayer.", "layers.0."): each for name, each in head.tensors().items()}
+    states = hidden_states(model, TOKENS[: anchor + 1])
+    joined = torch.cat([states[index] for index in (1, 2, 3)], -1)
+    joined = torch.cat((joined, weights["mask_hidden"][0].expand(num_masks, -1)))
+    features = F.linear(joined, weights["fc.weight"])
+    tokens = [*TOKENS[1 : anchor + 2], *[17] * num_masks]
+    embedded = model.get_input_embeddings().weight[torch.tensor(tokens)]
+    normed = norm(features, weights["layers.0.hidden_norm.weight"])
+    entering = torch.cat((norm(embedded, weights["layers.0.input_layernorm.weight"]), normed), -1)
+    rows = layer(weights, "layers.0.", entering, features)
+    return F.linear(norm(rows[-1], weights["norm.weight"]), weights["lm_head.weight"])
 
 
 @torch.no_grad()

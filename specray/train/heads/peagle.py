@@ -1,0 +1,111 @@
+"""An EAGLE-3 head in training that draws all its tokens in one forward, behind masks.
+
+*P-EAGLE*, arXiv 2602.01469. Behind the entry of the last token stand masks: one token's embedding, with a
+feature that is learned in the place of the target's. Masks see and are dropped as those of ``pard`` do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from specray.train.heads.base import DraftRows, is_range
+from specray.train.heads.eagle import EagleHead
+from specray.train.heads.layer import rotary, rotated
+from specray.train.heads.pard import anchor_groups, chain_mask, kept_anchors
+
+
+class ParallelEagleHead(EagleHead):
+    """Implements ``base.Head``.
+
+    Args:
+        model, draft_ids, feature_layers, seed: as ``EagleHead`` takes them.
+        num_depths: tokens that are drafted in one forward.
+        mask_id: token of the target that stands for one to be drafted.
+        keep_rate: share of the masks of a depth that the next one keeps, in (0, 1].
+        min_kept: least share of all prefixes that a depth keeps.
+    """
+
+    name = "peagle"
+
+    def __init__(
+        self,
+        model: Any,
+        draft_ids: torch.Tensor,
+        *,
+        feature_layers: tuple[int, ...],
+        num_depths: int,
+        mask_id: int,
+        keep_rate: float,
+        min_kept: float,
+        seed: int,
+    ) -> None:
+        super().__init__(model, draft_ids, feature_layers=feature_layers, num_depths=num_depths, seed=seed)
+        self._mask_id = mask_id
+        self._keep_rate, self._min_kept = keep_rate, min_kept
+        generator = torch.Generator().manual_seed(seed)
+        self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features, generator=generator))
+
+    def trained_anchors(self, num_tokens: int, generator: torch.Generator) -> Sequence[torch.Tensor]:
+        """See ``base.Head``: all of the first depth, and of each later one some of those before."""
+        return kept_anchors(
+            num_tokens - 1, self.num_depths, self._keep_rate, self._min_kept, generator=generator
+        )
+
+    def unroll(
+        self,
+        features: Mapping[int, torch.Tensor],
+        token_ids: torch.Tensor,
+        anchors: Sequence[torch.Tensor],
+    ) -> Sequence[DraftRows]:
+        """See ``base.Head``; the first depth is drafted by the entries of tokens."""
+        joined = torch.cat([features[layer] for layer in self.feature_layers], -1)
+        hidden = self.fc(joined.to(self.fc.weight.dtype))
+        embedded = F.embedding(token_ids[:, 1 : hidden.shape[1] + 1], self.target_embedding).to(hidden.dtype)
+        parts = [self._rows(embedded, hidden, group) for group in anchor_groups(anchors)]
+        entries = parts[0][0]
+        first = entries[:, : len(anchors[0])] if is_range(anchors[0]) else entries[:, anchors[0]]
+        later = [torch.cat(rows, 1) for rows in zip(*(masks for _, masks in parts), strict=True)]
+        return [DraftRows(F.linear(self.norm(rows), self.unembedding)) for rows in (first, *later)]
+
+    def config(self, target: str) -> dict[str, Any]:
+        """See ``base.Head``."""
+        return {**super().config(target), "mask_token_id": self._mask_id}
+
+    def _rows(
+        self, embedded: torch.Tensor, hidden: torch.Tensor, anchors: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """What leaves the layer for the entries, and for the masks of each depth from 1 on.
+
+        Args:
+            anchors: of each depth from 1 on.
+        """
+        num_rows, num_entries, _ = hidden.shape
+        device, counts = hidden.device, [len(own) for own in anchors]
+        ends = torch.cat((torch.arange(num_entries, device=device), *anchors))
+        depths = torch.repeat_interleave(
+            torch.arange(len(counts) + 1, device=device),
+            torch.tensor([num_entries, *counts], device=device),
+        )
+        mask = self.target_embedding[self._mask_id].to(hidden.dtype)
+        embedded = torch.cat((embedded, mask.expand(num_rows, sum(counts), -1)), 1)
+        feature = self.fc(self.mask_hidden).expand(num_rows, sum(counts), -1)
+        hidden = torch.cat((hidden, feature), 1)
+        layer = self.midlayer
+        entering = torch.cat((layer.input_layernorm(embedded), layer.hidden_norm(hidden)), -1)
+        cos, sin = rotary(ends + depths, self.shape, hidden.dtype)
+        query, key = (rotated(layer.heads(kind, entering), cos, sin) for kind in ("q", "k"))
+        groups = self.shape.num_heads // self.shape.num_kv_heads
+        attended = F.scaled_dot_product_attention(
+            query,
+            key.repeat_interleave(groups, 1),
+            layer.heads("v", entering).repeat_interleave(groups, 1),
+            attn_mask=chain_mask(ends, depths, hidden.dtype),
+        )
+        output = layer.leave(attended.transpose(1, 2).flatten(2), hidden)
+        entries, *later = torch.split(output, [num_entries, *counts], 1)
+        return entries, later
