@@ -67,8 +67,8 @@ class EngineConfig(Section):
     cache_memory_gib: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
         "auto",
         description="GiB of the block cache, per rank. auto: on CUDA what the weights and one largest step "
-        "leave, or num_gpus of it where that is below 1; on CPU 4. On CPU, if a block fills a huge page, it "
-        "is allocated at start, up to a quarter of the available memory.",
+        "leave, or num_gpus of it where that is below 1; on CPU 4. On CPU, if a block fills a huge page, the "
+        "first GiB is allocated at start, up to a quarter of the available memory.",
     )
     num_threads: int | None = Field(None, ge=1, description="CPU threads per process; default: by cores.")
     cores: tuple[int, ...] | None = Field(

@@ -240,14 +240,14 @@ class BlockCache:
         self.values = [values for _, values in views]
 
     def populate(self, most_bytes: int) -> int:
-        """Gives the first blocks memory at once, on large pages, where a block fills some in each layer.
+        """Gives the first blocks memory at once, and all large pages, where a block fills some in each layer.
 
         Measured: 32 sequences of 250 tokens are read a seventh faster, and the first prompts do not wait for
         the system to find memory, which on a virtual machine takes longer than their forward. Smaller
         sequences would leave most of a large page empty: theirs is given as they write it.
 
         Returns:
-            The bytes, at most ``most_bytes``; 0 on other devices.
+            The bytes that were given, at most ``most_bytes``; 0 on other devices.
         """
         smallest = min(layer.nbytes for layer in self.layers)
         if not self._memories or smallest // self.num_blocks < HUGE_PAGE:
@@ -258,7 +258,7 @@ class BlockCache:
             return 0
         try:
             for memory, size in zip(self._memories, sizes, strict=True):
-                memory.madvise(mmap.MADV_HUGEPAGE, 0, size)
+                memory.madvise(mmap.MADV_HUGEPAGE)
                 memory.madvise(_MADV_POPULATE_WRITE, 0, size)
         except (AttributeError, OSError):  # another system, or a kernel before Linux 5.14
             return 0
