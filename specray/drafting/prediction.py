@@ -4,7 +4,7 @@ An output that is an edit of its prediction leaves it and comes back. Behind a d
 tokens are looked for in the prediction, near the place where the output would be had it replaced token by
 token: one token is enough near it, more are needed farther away. Until some tokens in a row have matched,
 proposals are short, and the place of the divergence stays the middle of the search. Where the prediction is
-of another text, each proposal in vain asks for a longer match before the next.
+of another text, each proposal in vain asks for a match twice as long before the next.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ SURE_LEN = 3
 """Output tokens in a row that match the prediction, from which the output is taken to follow it."""
 UNSURE_PROPOSAL_LEN = 8
 """Most tokens of a proposal until then."""
+FIRST_PROPOSAL_LEN = 4
+"""Most tokens of a proposal until SURE_LEN tokens of the prediction are part of the output: before, nothing
+shows that they have anything to do with each other, and a long proposal costs as much as several steps."""
 NEAR = 8
 """Tokens from the expected place within which a single equal token is a match."""
 REACH = 96
@@ -107,6 +110,8 @@ class PredictionProposer:
         if not self.knows_place:
             return ()
         most = k if self.is_sure else min(k, UNSURE_PROPOSAL_LEN)
+        if self.num_matched < SURE_LEN:
+            most = min(most, FIRST_PROPOSAL_LEN)
         tokens, place = list(self._pending), self._place
         while len(tokens) < most and place < len(self._prediction):
             edit = self._edits.at(self._prediction, place)
@@ -127,7 +132,7 @@ class PredictionProposer:
             # It was a guess, whose failure says nothing of matches.
             self._can_guess = num_accepted > 0
         elif num_accepted == 0:
-            self._needed = min(MAX_NEEDED, self._needed + 1)
+            self._needed = min(MAX_NEEDED, 2 * self._needed)
         elif num_accepted >= SURE_LEN:
             self._needed = 1
 

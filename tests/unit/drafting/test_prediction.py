@@ -9,7 +9,7 @@ import pytest
 
 from specray.drafting import PredictionProposer
 from specray.drafting.edits import MAX_EDITS, Edit, Edits
-from specray.drafting.prediction import MAX_NEEDED, REACH, UNSURE_PROPOSAL_LEN
+from specray.drafting.prediction import FIRST_PROPOSAL_LEN, MAX_NEEDED, REACH, UNSURE_PROPOSAL_LEN
 
 TEXT = tuple(range(100, 160))
 
@@ -42,15 +42,38 @@ def drive(
 def test_nothing_is_written_yet() -> None:
     proposer = follow(TEXT, ())
     assert proposer.is_sure
-    assert proposer.propose(5) == TEXT[:5]
+    assert proposer.propose(3) == TEXT[:3]
     assert proposer.propose(0) == ()
-    assert proposer.propose(100) == TEXT
     assert follow((), ()).propose(5) == ()
+
+
+def test_long_proposals_begin_when_three_tokens_were_predicted() -> None:
+    """A long one in vain costs what several steps do, and at first nothing speaks for the prediction."""
+    proposer = follow(TEXT, ())
+    assert proposer.propose(32) == TEXT[:FIRST_PROPOSAL_LEN] == TEXT[:4]
+    proposer.extend(TEXT[:2])
+    assert proposer.propose(32) == TEXT[2:6]
+    proposer.extend(TEXT[2:3])
+    assert proposer.propose(32) == TEXT[3:35]
+    # What was matched once says so for good.
+    assert follow(TEXT, (*TEXT[:3], 1, 2, *TEXT[5:8])).propose(32) == TEXT[8:40]
+
+
+def test_each_proposal_in_vain_asks_for_twice_as_many_matching_tokens() -> None:
+    text = tuple(range(100))
+    for in_vain, needed in ((0, 1), (1, 2), (2, 4), (3, 8), (4, 12), (5, 12)):
+        proposer = follow(text, text[:5])
+        for _ in range(in_vain):
+            proposer.observe(0)
+        proposer.extend((-1, *text[5 : 4 + needed]))
+        assert needed == 1 or proposer.propose(2) == ()
+        proposer.extend(text[4 + needed : 5 + needed])
+        assert proposer.propose(2) == text[5 + needed : 7 + needed]
 
 
 def test_output_that_is_predicted_is_proposed_in_windows() -> None:
     rounds, proposer = drive(TEXT, TEXT, k=9)
-    assert rounds == [(9, 9)] * 6
+    assert rounds == [(4, 4), *[(9, 9)] * 5, (4, 4)]
     assert proposer.num_matched == proposer.num_tokens == 60
 
 
@@ -154,7 +177,8 @@ def test_renamed_word_is_expected_after_it_was_renamed_twice() -> None:
     rounds, proposer = drive(text, output)
     # It diverges behind 12, the guess that one token was replaced fails, and the token behind the word tells
     # the place; so the second time.
-    assert rounds == [(32, 12), (8, 0), (0, 0), (8, 8), (32, 2), (8, 0), (0, 0), (8, 8), (31, 31)]
+    first = [(4, 4), (32, 7), (8, 0), (0, 0), (8, 8)]
+    assert rounds == [*first, (32, 2), (8, 0), (0, 0), (8, 8), (31, 31)]
     assert proposer.num_matched == 60
     assert follow(text, output[:40]).propose(6) == (*new, *blocks[3][:4])
 
@@ -198,7 +222,8 @@ def test_text_that_follows_nothing_is_left_after_a_few_proposals() -> None:
     rounds, proposer = drive(text, output)
     in_vain = [proposed for proposed, accepted in rounds if proposed]
     assert 1 <= len(in_vain) <= 8
-    assert sum(in_vain) <= 32 + 8 * UNSURE_PROPOSAL_LEN
+    assert in_vain[0] == FIRST_PROPOSAL_LEN
+    assert sum(in_vain) <= FIRST_PROPOSAL_LEN + 7 * UNSURE_PROPOSAL_LEN
     assert proposer.num_matched < 60
 
 
