@@ -42,12 +42,15 @@ class OverlapArm:
 
     num_speculative_tokens: int | str
     overlap: Overlap | str
+    tree: str | None = None
+    """Trees as ``speculation.tree`` has them; None: as configured."""
 
     @property
     def name(self) -> str:
         if self.num_speculative_tokens == 0:
             return "off"
-        return f"{self.overlap} K={self.num_speculative_tokens}"
+        tree = "" if self.tree is None else f" tree={self.tree}"
+        return f"{self.overlap} K={self.num_speculative_tokens}{tree}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,8 @@ def with_arm(config: Config, arm: OverlapArm) -> Config:
         values["speculation"]["control"] = SIMPLE
     values["speculation"]["num_speculative_tokens"] = "auto" if is_simple else arm.num_speculative_tokens
     values["speculation"]["overlap"] = str(arm.overlap)
+    if arm.tree is not None:
+        values["speculation"]["tree"] = arm.tree
     return parse_config(values)
 
 

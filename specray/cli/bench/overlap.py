@@ -26,7 +26,8 @@ DraftCores = Annotated[str | None, typer.Option(help="CPU cores of the draft: 0 
 Arms = Annotated[
     list[str] | None,
     typer.Option(
-        help="OVERLAP:K, such as serial:3, enumerate:2, auto:auto, off:0; may be repeated. "
+        help="OVERLAP:K or OVERLAP:K:TREE, such as serial:3, enumerate:2, serial:auto:auto, enumerate:4:16, "
+        "off:0; may be repeated. "
         f"Default: {', '.join(DEFAULT_ARMS)}."
     ),
 ]
@@ -150,17 +151,21 @@ def cores(text: str | None) -> list[int] | None:
 
 
 def parse_arm(text: str) -> OverlapArm:
-    """Reads ``OVERLAP:K``. Raises ConfigError."""
+    """Reads ``OVERLAP:K`` or ``OVERLAP:K:TREE``, the tree as ``--tree`` has it. Raises ConfigError."""
     from specray.bench.overlap.run import SIMPLE, OverlapArm
+    from specray.config import parse_config
 
-    overlap, _, k = text.partition(":")
+    overlap, _, rest = text.partition(":")
+    k, has_tree, tree = rest.partition(":")
     overlaps = [*(str(known) for known in Overlap), "auto", "off"]
     is_k = k in ("auto", SIMPLE) or (k.isdecimal() and int(k) <= MAX_SPECULATIVE_TOKENS)
-    if overlap not in overlaps or not is_k or (overlap == "off") != (k == "0"):
+    if overlap not in overlaps or not is_k or (overlap == "off") != (k == "0") or (k == "0" and has_tree):
         raise ConfigError(
             f"--arm is {text!r}; allowed: OVERLAP:K with OVERLAP one of {', '.join(overlaps[:-1])} and K in "
-            f"1..{MAX_SPECULATIVE_TOKENS}, auto or simple, or off:0"
+            f"1..{MAX_SPECULATIVE_TOKENS}, auto or simple, then :TREE or nothing, or off:0"
         )
     if overlap == "off":
         return OverlapArm(0, Overlap.SERIAL)
-    return OverlapArm(int(k) if k.isdecimal() else k, overlap)
+    if has_tree:
+        parse_config({"speculation": {"tree": tree}})
+    return OverlapArm(int(k) if k.isdecimal() else k, overlap, tree if has_tree else None)

@@ -34,6 +34,8 @@ pytestmark = pytest.mark.slow
         ("enumerate:2", OverlapArm(2, "enumerate"), "enumerate K=2"),
         ("auto:auto", OverlapArm("auto", "auto"), "auto K=auto"),
         ("serial:simple", OverlapArm("simple", "serial"), "serial K=simple"),
+        ("serial:auto:auto", OverlapArm("auto", "serial", "auto"), "serial K=auto tree=auto"),
+        ("enumerate:4:4x2x1", OverlapArm(4, "enumerate", "4x2x1"), "enumerate K=4 tree=4x2x1"),
     ],
 )
 def test_arms_are_read_as_they_are_written(text: str, arm: OverlapArm, name: str) -> None:
@@ -42,15 +44,21 @@ def test_arms_are_read_as_they_are_written(text: str, arm: OverlapArm, name: str
 
 
 @pytest.mark.parametrize(
-    "text", ["", "serial", "serial:0", "serial:33", "serial:-1", "off:2", "tree:2", "auto:x"]
+    "text", ["", "serial", "serial:0", "serial:33", "serial:-1", "off:2", "tree:2", "auto:x", "off:0:8"]
 )
 def test_other_arms_are_refused_with_those_that_are_allowed(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_arm(text)
     assert str(caught.value) == (
         f"--arm is {text!r}; allowed: OVERLAP:K with OVERLAP one of serial, ahead, enumerate, auto and K in "
-        "1..32, auto or simple, or off:0"
+        "1..32, auto or simple, then :TREE or nothing, or off:0"
     )
+
+
+@pytest.mark.parametrize("tree", ["", "65", "2x0", "wide"])
+def test_trees_that_cannot_be_are_refused(tree: str) -> None:
+    with pytest.raises(ConfigError, match=rf"tree is {tree}; allowed: off, auto, a number of nodes 1..64"):
+        parse_arm(f"serial:3:{tree}")
 
 
 def test_cores_are_numbers_with_commas_between() -> None:
@@ -71,6 +79,8 @@ def test_an_arm_changes_speculation_and_nothing_else() -> None:
     assert changed.speculation.num_speculative_tokens == "auto"
     assert changed.speculation.overlap is Overlap.ENUMERATE
     assert changed.target == config.target
+    assert changed.speculation.tree == "off"
+    assert with_arm(config, OverlapArm(4, "serial", "4x2")).speculation.tree == "4x2"
 
 
 def test_an_arm_is_under_the_simple_control() -> None:
