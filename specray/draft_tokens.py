@@ -150,9 +150,17 @@ class DraftTokens:
                 nodes.append(index)
         return tuple(nodes)
 
+    @property
+    def chain_first(self) -> tuple[int, ...]:
+        """All nodes, those of the first chain before the others."""
+        first = self.first_path
+        if len(first) == len(self.token_ids):
+            return first
+        return (*first, *sorted({*range(len(self.token_ids))} - {*first}))
+
     def first_chain(self) -> DraftTokens:
         """The chain that takes the first child of every node, from the root on."""
-        return self if self.parents is None else self._only(self.first_path)
+        return self if self.parents is None else self.only(self.first_path)
 
     def first(self, num_nodes: int) -> DraftTokens:
         """The first so many nodes; all of them where there are fewer."""
@@ -168,7 +176,7 @@ class DraftTokens:
         depths = self.depths
         if max(depths) < depth:
             return self
-        return self._only([node for node, above in enumerate(depths) if above < depth])
+        return self.only([node for node, above in enumerate(depths) if above < depth])
 
     def without(self, is_dropped: Sequence[bool]) -> DraftTokens:
         """The nodes that are not dropped, each by its own index, and neither is any of their ancestors."""
@@ -176,10 +184,10 @@ class DraftTokens:
         for node, parent in enumerate(self.parents or range(-1, len(self.token_ids) - 1)):
             if parent in kept and not is_dropped[node]:
                 kept[node] = None
-        return self._only(list(kept)[1:])
+        return self.only(list(kept)[1:])
 
-    def _only(self, nodes: Sequence[int]) -> DraftTokens:
-        """The nodes, by ascending index, with the parents of each among them."""
+    def only(self, nodes: Sequence[int]) -> DraftTokens:
+        """Some nodes in a new order, in which the parents of each come before it."""
         places = {node: place for place, node in enumerate(nodes)}
         parents = self.parents or range(-1, len(self.token_ids) - 1)
         return DraftTokens(

@@ -16,7 +16,7 @@ late reply to the first prefill from the reply to a recovery that also starts at
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens, LookaheadBudget, TreeBudget
@@ -154,7 +154,8 @@ class SpeculateItem:
     Without ``proposed_token_ids`` the draft answers a :class:`Proposal` of up to ``num_speculative_tokens``
     tokens after the committed ones. With them (the proposal now under verification, or empty with a fan-out)
     and a ``fanout`` it answers :class:`Outcomes`: for each number n of accepted tokens, continuations for
-    at most ``fanout[n]`` next tokens; in all for the ``max_branches`` outcomes that it finds likeliest.
+    at most ``fanout[n]`` next tokens; in all for the ``max_branches`` outcomes that it finds likeliest. Of a
+    tree, ``fanout[n]`` are those behind its node n - 1.
 
     A *prefill chunk* asks for nothing: the draft computes its tokens and answers an empty Proposal.
     """
@@ -181,6 +182,26 @@ class SpeculateItem:
     as always under rejection."""
     features: FeatureRows | None = None
     """Features of tokens that the draft holds with this item, if it reads features; None: no new ones."""
+    proposed_parents: tuple[int, ...] | None = None
+    """Index of the parent of each proposed token, where they are a tree: as ``DraftTokens`` has them, the
+    nodes of the first chain before the others. None: a chain."""
+
+    @property
+    def proposed(self) -> DraftTokens:
+        """The proposal now under verification."""
+        return DraftTokens(self.proposed_token_ids, self.proposed_parents)
+
+    def of_first_chain(self) -> SpeculateItem:
+        """The same, of the first chain of the tree under verification alone."""
+        if self.proposed_parents is None:
+            return self
+        num_tokens = len(self.proposed.first_path)
+        return replace(
+            self,
+            proposed_token_ids=self.proposed_token_ids[:num_tokens],
+            fanout=self.fanout[: num_tokens + 1],
+            proposed_parents=None,
+        )
 
     @property
     def is_prefill_chunk(self) -> bool:
@@ -209,6 +230,9 @@ class Branch:
     num_accepted_tokens: int
     next_token_id: int
     draft: DraftTokens = NO_DRAFT
+    last_accepted_node: int | None = None
+    """Index among the item's proposed tokens of the last one that is accepted. None: they are the first of
+    its first chain."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,13 +197,17 @@ class Controller:
         if stats.rounds_to_replan <= 1 or self._is_outdated(stats):
             self._replan(stats, num_running)
 
-    def fanout(self, plan: Plan, num_drafts: int) -> tuple[int, ...]:
-        """F_0..F_K for the proposal under verification; empty: the draft rests until the verdict."""
+    def fanout(self, plan: Plan, num_drafts: int, num_others: int = 0) -> tuple[int, ...]:
+        """F_0..F_K for the proposal under verification; empty: the draft rests until the verdict.
+
+        Args:
+            num_others: nodes of a tree besides its first chain, which has ``num_drafts``.
+        """
         if plan.is_off or plan.overlap is Overlap.SERIAL:
             return ()
         if plan.overlap is Overlap.AHEAD:
             return (0,) * num_drafts + (1,)
-        return (MAX_NEXT_TOKENS,) * (num_drafts + 1)
+        return (MAX_NEXT_TOKENS,) * (1 + num_drafts + num_others)
 
     def best_plan(self, plans: Sequence[Plan], stats: SessionStats, num_running: int) -> Plan:
         """The plan of the highest goodput; OFF, which must be among them, where no other gains enough."""

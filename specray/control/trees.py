@@ -7,7 +7,8 @@ commit 1 + gain (E - 1) tokens for growth times as many rows. Step times by rows
 rise as the batch grows, and so the chain is chosen again.
 
 An overlap spends the draft's time on the outcomes of a round, which hides a long way to the draft and the
-draft itself. Its plans keep their chains.
+draft itself. Its plans keep their chains, unless a tree is set: then a proposal is one wherever it is asked
+for, and what follows a prepared outcome is a chain.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class TreeChoice:
         if plan.tree is not None:
             # It was chosen for an earlier plan, which is kept.
             plan = replace(plan, tree=None)
-        if self._is_off or plan.is_off or plan.overlap is not Overlap.SERIAL:
+        if self._is_off or plan.is_off or (self._fixed is None and plan.overlap is not Overlap.SERIAL):
             return plan
         if self._is_sampled and not stats.draft_knows_acceptance:
             # Of what was sampled for rejection, a chain is verified.

@@ -7,7 +7,12 @@ branch::
     [told tokens][tokens under verification][its own branch][branch][branch] ...
 
 The branch of full acceptance with the likeliest next token is the sequence's own: it lies where the sequence
-goes on, so that it stays computed when the verdict confirms it.
+goes on, so that it stays computed when the verdict confirms it. Of a tree under verification, the first chain
+is the sequence's tail; its other nodes lie behind the own branch, and the branches behind them see their
+ancestors there::
+
+    sequence                     KV indices behind it
+    [told tokens][first chain]   [own branch][other nodes][branches behind them][other branches] ...
 """
 
 from __future__ import annotations
@@ -17,12 +22,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specray.draft_tokens import DraftTokens, SparseProbs
-from specray.engine.attention.mask import MAX_TREE_ROWS, Visibility, branch_visibility
+from specray.engine.attention.mask import MAX_TREE_ROWS, Visibility
 from specray.engine.cache.sequences import EngineSequence
-from specray.engine.sampling.draft import DraftToken, RankedRow
-from specray.engine.sampling.state import RowGroup, SamplingState, chain_rows
-from specray.engine.schedule import BranchStep
-from specray.errors import InvalidRequestError, OutOfBlocksError
+from specray.engine.sampling.draft import UNLIKELY, DraftToken, RankedRow
+from specray.engine.sampling.state import RowGroup, SamplingState, chain_rows, draft_rows
+from specray.engine.schedule import BranchStep, CatchUp
+from specray.errors import OutOfBlocksError
 from specray.types import Branch, SpeculateItem
 
 
@@ -124,6 +129,12 @@ class BranchChain(Chain):
     """The accepted tokens."""
     next_token_id: int
     """The token behind them."""
+    base_index: int
+    """KV index of the first row that it sees behind the prefix: of its own, or of a node of a tree."""
+    ancestors: int = 0
+    """Mask of the tree's nodes that it sees from there on."""
+    node: int | None = None
+    """Last accepted token among those under verification; None: they are the first of a chain."""
 
     @property
     def output_ids(self) -> list[int]:
@@ -131,14 +142,16 @@ class BranchChain(Chain):
         return [*self.sequence.told_output_ids, *before, *self.draft_token_ids]
 
     def split(self) -> tuple[list[int], list[int]]:
-        num_told, held = self.prefix_len - self.num_accepted, self.sequence.token_ids
-        return held[:num_told], [*held[num_told : self.prefix_len], *self.token_ids]
+        sequence = self.sequence
+        accepted = map(sequence.own_id, self.accepted_ids)
+        return sequence.token_ids[: sequence.num_tokens], [*accepted, *self.token_ids]
 
     def visibility(self, num_guesses: int) -> list[Visibility]:
         """What its last token sees, and so many guesses behind it."""
-        length = 1 + len(self.drawn)
+        length, base = 1 + len(self.drawn), self.base_index
+        before, shift = self.ancestors, self.first_index - base
         return [
-            branch_visibility(self.prefix_len, self.first_index, length + index)
+            Visibility(self.prefix_len, base, before | ((1 << length + index) - 1) << shift)
             for index in range(1 + num_guesses)
         ]
 
@@ -150,15 +163,29 @@ class BranchChain(Chain):
     @property
     def reply(self) -> Branch:
         return Branch(
-            self.num_accepted, self.next_token_id, DraftTokens(self.draft_token_ids, probs=self.draft_probs)
+            self.num_accepted,
+            self.next_token_id,
+            DraftTokens(self.draft_token_ids, probs=self.draft_probs),
+            self.node,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _OtherNode:
+    """A node of a tree under verification that is not in its first chain."""
+
+    node: int
+    """Index among the item's proposed tokens."""
+    visibility: Visibility
+    """Of its row, behind the sequence."""
 
 
 @dataclass(slots=True, eq=False)
 class OutcomeBranches:
     """An item that asks for outcomes.
 
-    Rows are wanted for ``first..last`` accepted tokens; none when no branch fits the model's length.
+    Rows are wanted for ``first..last`` accepted tokens of the first chain; none when no branch fits the
+    model's length. Of a tree, rows are wanted for its other nodes, too.
     """
 
     item: SpeculateItem
@@ -167,28 +194,48 @@ class OutcomeBranches:
     last: int
     max_model_len: int
     branches: list[BranchChain] = field(default_factory=list)
-    """Branches by number accepted, the likeliest next token first."""
+    """Branches by node, and so by number accepted in a chain, the likeliest next token first."""
+    _others: list[_OtherNode] = field(default_factory=list)
+    _tree: DraftTokens = field(init=False)
+    """The tokens under verification of which there are rows, a chain or a tree."""
     _own: BranchChain | None = None
+
+    def __post_init__(self) -> None:
+        if self.item.proposed_parents is not None and self.last >= 0:
+            self._others = self._place_others(self.item.proposed_parents)
+        self._tree = self.item.proposed.only(
+            [*range(max(self.last, 0)), *(other.node for other in self._others)]
+        )
 
     @property
     def num_rows(self) -> int:
-        return self.last - self.first + 1
+        return self.last - self.first + 1 + len(self._others)
 
     @property
     def counts(self) -> list[int]:
-        """Branches wanted for each row."""
-        return list(self.item.fanout[self.first : self.last + 1])
+        """Tokens to rank in each row: branches wanted, and of a tree the node's children besides."""
+        fanout = self.item.fanout
+        counts = list(fanout[self.first : self.last + 1])
+        if not self._others:
+            return counts
+        counts += [fanout[other.node + 1] for other in self._others]
+        return [count + len(self._children(row - 1)) for row, count in enumerate(counts)]
 
     @property
     def excluded(self) -> list[int | None]:
-        """Draft token, for each row, whose rejection the row stands for; none after full acceptance."""
+        """Draft token, for each row, whose rejection the row stands for; none after full acceptance, nor of a
+        tree, where a row may have several."""
+        if self._others:
+            return [None] * self.num_rows
         padded = (*self.item.proposed_token_ids, None)
         return list(padded[self.first : self.last + 1])
 
     @property
     def group(self) -> RowGroup:
-        """The rows that rank next tokens, one for each number of accepted tokens."""
+        """The rows that rank next tokens, one for each number of accepted tokens, or node of a tree."""
         state = self.sequence.told_state.fork()
+        if self._others:
+            return draft_rows(state, self._tree)
         proposed = self.item.proposed_token_ids
         state.advance(proposed[: self.first])
         return chain_rows(state, proposed[self.first : self.last])
@@ -198,28 +245,87 @@ class OutcomeBranches:
         """The output before the first of the rows that rank next tokens."""
         return [*self.sequence.told_output_ids, *self.item.proposed_token_ids[: self.first]]
 
+    def catch_up(self) -> CatchUp:
+        """All missing tokens, and the nodes beside the first chain, with the rows that rank next tokens."""
+        proposed = self.item.proposed_token_ids
+        token_ids = [self.sequence.own_id(proposed[other.node]) for other in self._others]
+        visibility = [other.visibility for other in self._others]
+        return CatchUp(self.sequence, self.num_rows, extra_token_ids=token_ids, extra_visibility=visibility)
+
     def spread(self, ranked: Sequence[RankedRow]) -> None:
         """Makes branches of the likeliest outcomes, as far as there is room for their K/V."""
-        logprobs: dict[tuple[int, int], float] = {}
-        reached = 0.0
-        for row, (next_tokens, accepted_logprob) in enumerate(ranked):
-            for token_id, logprob in next_tokens:
-                logprobs[self.first + row, token_id] = reached + logprob
-            reached += accepted_logprob
+        logprobs = self._outcomes_of_tree(ranked) if self._others else self._outcomes_of_chain(ranked)
         chosen = sorted(logprobs, key=lambda outcome: -logprobs[outcome])[: self.item.max_branches or None]
-        own = next((outcome for outcome in chosen if outcome[0] == self.last), None)
-        first_index = len(self.sequence.token_ids)
+        own = next((outcome for outcome in chosen if outcome[0] == self.last - 1), None)
+        own_index = len(self.sequence.token_ids)
+        first_index = self._others[-1].visibility.kv_index + 1 if self._others else own_index
         branches: dict[tuple[int, int], BranchChain] = {}
-        for outcome in sorted(chosen, key=lambda outcome: outcome != own):
-            branch = self._branch(*outcome, first_index)
+        # Behind the other nodes come branches that must see them: a mask tells of few rows.
+        for outcome in sorted(chosen, key=lambda outcome: (outcome != own, outcome[0] < self.last)):
+            branch = self._branch(*outcome, own_index if outcome == own else first_index)
             try:
                 self.sequence.block_table.reserve(branch.end_index)
             except OutOfBlocksError:
                 continue
+            if branch.ancestors and branch.end_index - branch.base_index > MAX_TREE_ROWS:
+                continue
             branches[outcome] = branch
-            first_index = branch.end_index
+            first_index = max(first_index, branch.end_index)
         self.branches = [branches[outcome] for outcome in logprobs if outcome in branches]
         self._own = branches.get(own) if own is not None else None
+
+    def _outcomes_of_chain(self, ranked: Sequence[RankedRow]) -> dict[tuple[int, int], float]:
+        """Log probabilities of outcomes: of the last accepted token (-1: none), and of the next."""
+        logprobs: dict[tuple[int, int], float] = {}
+        reached = 0.0
+        for node, (next_tokens, accepted_logprob) in enumerate(ranked, self.first - 1):
+            for token_id, logprob in next_tokens:
+                logprobs[node, token_id] = reached + logprob
+            reached += accepted_logprob
+        return logprobs
+
+    def _outcomes_of_tree(self, ranked: Sequence[RankedRow]) -> dict[tuple[int, int], float]:
+        """The same, with nodes by their index in the tree; no child of a node is a next token behind it."""
+        logprobs: dict[tuple[int, int], float] = {}
+        reached = {-1: 0.0}
+        for node, (next_tokens, _) in enumerate(ranked, -1):
+            chances, children = dict(next_tokens), self._children(node)
+            for child in children:
+                reached[child] = reached[node] + chances.pop(self._tree.token_ids[child], UNLIKELY)
+            for token_id in list(chances)[: len(next_tokens) - len(children)]:
+                logprobs[node, token_id] = reached[node] + chances[token_id]
+        return logprobs
+
+    def _children(self, node: int) -> list[int]:
+        """Children of a node of the tree; -1: the root."""
+        parents = self._tree.parents or range(-1, len(self._tree) - 1)
+        return [child for child, parent in enumerate(parents) if parent == node]
+
+    def _place_others(self, parents: Sequence[int]) -> list[_OtherNode]:
+        """Places of the nodes beside the first chain, behind the own branch; none where there is no room."""
+        told, num_chain = self.sequence.num_tokens, len(self.item.proposed.first_path)
+        start = told + self.last + self._num_wanted(told + self.last)
+        seen: dict[int, tuple[int, int]] = {-1: (told, 0)}
+        seen |= {node: (told + node + 1, 0) for node in range(self.last)}
+        others: list[_OtherNode] = []
+        for node in range(num_chain, len(parents)):
+            if parents[node] not in seen:
+                continue
+            prefix_len, ancestors = seen[parents[node]]
+            visibility = Visibility(prefix_len, start, ancestors | 1 << len(others))
+            # A branch holds at least its next token.
+            if visibility.position + 1 < self.max_model_len:
+                seen[node] = prefix_len, visibility.ancestors
+                others.append(_OtherNode(node, visibility))
+        try:
+            self.sequence.block_table.reserve(start + len(others))
+        except OutOfBlocksError:
+            return []
+        return others
+
+    def _num_wanted(self, prefix_len: int) -> int:
+        """Draft tokens of a branch behind a next token at this position."""
+        return min(self.item.num_speculative_tokens, self.max_model_len - prefix_len - 1)
 
     @property
     def growing(self) -> list[BranchChain]:
@@ -259,47 +365,28 @@ class OutcomeBranches:
             sequence.num_computed_tokens = num_computed
         sequence.block_table.truncate(len(sequence.token_ids))
 
-    def _branch(self, num_accepted: int, token_id: int, first_index: int) -> BranchChain:
-        prefix_len = self.sequence.num_tokens + num_accepted
-        accepted = self.item.proposed_token_ids[:num_accepted]
-        state = self.sequence.told_state.fork()
+    def _branch(self, node: int, token_id: int, first_index: int) -> BranchChain:
+        sequence, tree = self.sequence, self._tree
+        accepted = tuple(tree.token_ids[index] for index in tree.path(node))
+        prefix_len, base_index, ancestors, last_node = sequence.num_tokens + node + 1, first_index, 0, None
+        if node >= self.last:
+            other = self._others[node - self.last]
+            prefix_len, start, mask = other.visibility
+            lowest = (mask & -mask).bit_length() - 1
+            base_index, ancestors, last_node = start + lowest, mask >> lowest, other.node
+        state = sequence.told_state.fork()
         state.advance((*accepted, token_id))
         return BranchChain(
             state,
-            [self.sequence.own_id(token_id)],
-            min(self.item.num_speculative_tokens, self.max_model_len - prefix_len - 1),
-            num_accepted,
+            [sequence.own_id(token_id)],
+            self._num_wanted(sequence.num_tokens + len(accepted)),
+            len(accepted),
             prefix_len,
             first_index,
             accepted,
             token_id,
-            sequence=self.sequence,
+            base_index,
+            ancestors,
+            last_node,
+            sequence=sequence,
         )
-
-
-def wanted_rows(item: SpeculateItem, max_model_len: int) -> tuple[int, int]:
-    """First and last number of accepted tokens that an item wants branches for; ``(0, -1)``: none fits.
-
-    Raises:
-        InvalidRequestError: the fan-out is none for its proposed tokens.
-    """
-    num_proposed, length = len(item.proposed_token_ids), item.base_len + len(item.token_ids)
-    if len(item.fanout) > num_proposed + 1 or min(item.fanout) < 0:
-        raise InvalidRequestError(
-            f"fanout is {item.fanout} for {num_proposed} proposed tokens; allowed: at most "
-            f"{num_proposed + 1} numbers, 0 or more",
-            field="fanout",
-        )
-    if item.num_speculative_tokens > MAX_TREE_ROWS:
-        raise InvalidRequestError(
-            f"num_speculative_tokens is {item.num_speculative_tokens}; allowed with fanout: at most "
-            f"{MAX_TREE_ROWS}",
-            field="num_speculative_tokens",
-        )
-    # A branch holds at least its next token.
-    fitting = [
-        accepted
-        for accepted, count in enumerate(item.fanout)
-        if count > 0 and length + accepted + 1 <= max_model_len
-    ]
-    return (fitting[0], fitting[-1]) if fitting else (0, -1)

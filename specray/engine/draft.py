@@ -23,7 +23,7 @@ from torch import Tensor
 from specray.draft_tokens import DraftTokens
 from specray.engine.base import EngineBase
 from specray.engine.cache.sequences import EngineSequence
-from specray.engine.chains import Chain, OutcomeBranches, wanted_rows
+from specray.engine.chains import Chain, OutcomeBranches
 from specray.engine.guesses import Guesser
 from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.sampling.sampler import Sampler, make_sampler
@@ -36,6 +36,7 @@ from specray.engine.schedule import (
     check_speculation,
     failure_reply,
     split_waves,
+    wanted_rows,
 )
 from specray.engine.trees import DraftTree, TreeRow
 from specray.errors import SpecrayError
@@ -154,7 +155,7 @@ class DraftEngine(EngineBase):
         work = [task.catch_up(guess) for task, guess in zip(growing, guesses, strict=True)]
         work += [CatchUp(task.sequence, 0) for task in proposing if task.chain.is_full]
         work += [CatchUp(tree.sequence, min(1, tree.num_wanted)) for tree in trees]
-        work += [CatchUp(task.sequence, task.num_rows) for task in outcomes]
+        work += [task.catch_up() for task in outcomes]
         logits = self._catch_up(work)
         outcome = [task for task in outcomes if task.num_rows > 0]
         if logits is None:
@@ -204,7 +205,7 @@ class DraftEngine(EngineBase):
         sequence = self._keep_and_append(item, num_extra)
         sequence.set_tail([sequence.own_id(token_id) for token_id in proposed])
         outcome = OutcomeBranches(item, sequence, first, last, self._info.max_model_len)
-        sequence.recompute_last(outcome.num_rows)
+        sequence.recompute_last(last - first + 1)
         return outcome
 
     def _keep_and_append(self, item: SpeculateItem, num_extra_tokens: int) -> EngineSequence:
@@ -350,7 +351,9 @@ class DraftEngine(EngineBase):
         if group.sampling.grammar is None or self._grammars is None:
             return group
         try:
-            masks = self._grammars.masks(request_id, group.sampling, of.output_ids, group.token_ids)
+            masks = self._grammars.masks(
+                request_id, group.sampling, of.output_ids, group.token_ids, group.parents
+            )
         except SpecrayError:
             return group
         return replace(group, token_masks=masks)

@@ -8,7 +8,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from specray.engine.attention.mask import Visibility, branch_visibility, tree_visibility
+from specray.draft_tokens import MAX_DRAFT_NODES
+from specray.engine.attention.mask import MAX_TREE_ROWS, Visibility, branch_visibility, tree_visibility
 from specray.engine.cache.sequences import EngineSequence, UnknownSequenceError
 from specray.engine.cache.states import StateCache
 from specray.engine.runner.inputs import Moves, SequenceInput
@@ -75,6 +76,8 @@ class CatchUp:
     count as computed only when the sequence is told which of them are kept. None: a chain."""
     extra_token_ids: Sequence[int] = ()
     """Rows behind the sequence's tokens that never count as computed; nodes of the tree, if it is one."""
+    extra_visibility: Sequence[Visibility] = ()
+    """Visibility of the extra rows, where they are not in ``parents``. Empty: they follow each other."""
     settled_len: int | None = None
     """First tokens of the sequence behind which it may go on; None: all that were told."""
 
@@ -86,11 +89,13 @@ class CatchUp:
 
     def visibility(self) -> Sequence[Visibility]:
         """Visibility of each missing token; empty: they are a chain."""
-        if self.parents is None:
+        if self.parents is None and not self.extra_visibility:
             return ()
         start, told = self.sequence.num_computed_tokens, self.sequence.num_tokens
-        chain = [branch_visibility(position, position, 1) for position in range(start, told)]
-        return [*chain, *tree_visibility(told, self.parents)]
+        end = len(self.sequence.token_ids) if self.parents is None else told
+        chain = [branch_visibility(position, position, 1) for position in range(start, end)]
+        behind = self.extra_visibility if self.parents is None else tree_visibility(told, self.parents)
+        return [*chain, *behind]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +186,43 @@ def check_speculation(item: SpeculateItem, info: EngineInfo, *, num_told_ids: in
             f"num_speculative_tokens is {item.num_speculative_tokens}; allowed: 0 or more",
             field="num_speculative_tokens",
         )
+
+
+def wanted_rows(item: SpeculateItem, max_model_len: int) -> tuple[int, int]:
+    """First and last number of accepted tokens that an item wants branches for; ``(0, -1)``: none fits.
+
+    Of a tree, they are those of its first chain, from the root on.
+
+    Raises:
+        InvalidRequestError: the fan-out is none for its proposed tokens.
+    """
+    num_proposed, length = len(item.proposed_token_ids), item.base_len + len(item.token_ids)
+    if len(item.fanout) > num_proposed + 1 or min(item.fanout) < 0:
+        raise InvalidRequestError(
+            f"fanout is {item.fanout} for {num_proposed} proposed tokens; allowed: at most "
+            f"{num_proposed + 1} numbers, 0 or more",
+            field="fanout",
+        )
+    if num_proposed > MAX_DRAFT_NODES:
+        raise InvalidRequestError(
+            f"proposed_token_ids has {num_proposed} entries; allowed: at most {MAX_DRAFT_NODES}",
+            field="proposed_token_ids",
+        )
+    if item.num_speculative_tokens > MAX_TREE_ROWS:
+        raise InvalidRequestError(
+            f"num_speculative_tokens is {item.num_speculative_tokens}; allowed with fanout: at most "
+            f"{MAX_TREE_ROWS}",
+            field="num_speculative_tokens",
+        )
+    # A branch holds at least its next token.
+    fitting = [
+        accepted
+        for accepted, count in enumerate(item.of_first_chain().fanout)
+        if count > 0 and length + accepted + 1 <= max_model_len
+    ]
+    if not fitting:
+        return 0, -1
+    return (fitting[0] if item.proposed_parents is None else 0), fitting[-1]
 
 
 def catch_up(

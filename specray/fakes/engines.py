@@ -348,14 +348,24 @@ class FakeDraft:
         if len(item.fanout) != len(item.proposed_token_ids) + 1:
             raise ProtocolError(f"fanout {item.fanout} does not fit {len(item.proposed_token_ids)} tokens")
         branches: list[tuple[int, Branch]] = []
-        for num_accepted, width in enumerate(item.fanout):
-            prefix = [*sequence.tokens, *item.proposed_token_ids[:num_accepted]]
-            rejected = item.proposed_token_ids[num_accepted : num_accepted + 1]
-            likely = self.guesser.ranked(prefix, sequence.noise_key, width + 1)
-            for rank, token in enumerate([token for token in likely if token not in rejected][:width]):
-                chain = self._chain([*prefix, token], item.num_speculative_tokens, sequence.noise_key)
-                branches.append((rank, Branch(num_accepted, token, DraftTokens(chain))))
-        # First guesses of all numbers of accepted tokens come first, then the second guesses.
+        tree, num_chain = item.proposed, len(item.proposed.first_path)
+        parents = tree.parents or range(-1, len(tree) - 1)
+        costs = {-1: 0}
+        for node, width in enumerate(item.fanout, -1):
+            path = [tree.token_ids[index] for index in tree.path(node)]
+            below = [child for child, parent in enumerate(parents) if parent == node]
+            costs |= {child: costs[node] + rank for rank, child in enumerate(below)}
+            children = [tree.token_ids[child] for child in below]
+            count = width + max(1, len(children))
+            likely = self.guesser.ranked([*sequence.tokens, *path], sequence.noise_key, count)
+            for rank, token in enumerate([token for token in likely if token not in children][:width]):
+                prefix = [*sequence.tokens, *path, token]
+                chain = self._chain(prefix, item.num_speculative_tokens, sequence.noise_key)
+                last = node if node >= num_chain else None
+                # Of a tree, the best children have been taken.
+                cost = rank if tree.is_chain else costs[node] + len(children) + rank
+                branches.append((cost, Branch(len(path), token, DraftTokens(chain), last)))
+        # Those of first guesses come first, then those to which one second guess leads, and so on.
         if item.max_branches:
             branches = sorted(branches, key=lambda branch: branch[0])[: item.max_branches]
         return [branch for _, branch in branches]

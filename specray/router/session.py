@@ -213,16 +213,21 @@ class Session:
     ) -> SpeculateItem:
         """Asks the draft for continuations of the round that the target is verifying now.
 
-        Of a tree, they are those of its first chain; a verdict that leaves it is a miss.
+        Args:
+            fanout: of no draft token, then of each of the first chain; of a tree, then of each other node.
+                Where that ends with the first chain, a verdict that leaves it is a miss.
         """
         verifying = self.target.in_flight
         assert verifying is not None and verifying.sample
-        proposed = verifying.draft.first_chain().token_ids
-        assert len(fanout) == len(proposed) + 1
-        self._branches.ask(verifying.draft)
+        draft = verifying.draft
+        nodes, num_chain = draft.chain_first, len(draft.first_path)
+        assert len(fanout) in (num_chain + 1, len(nodes) + 1)
+        nodes = nodes[: len(fanout) - 1]
+        self._branches.ask(nodes, num_chain)
         self._has_outcomes = False
-        item = self._speculate_item(num_speculative_tokens, proposed, fanout)
-        self.draft.in_flight = item = replace(item, max_branches=max_branches)
+        asked = draft if draft.is_chain else draft.only(nodes)
+        item = self._speculate_item(num_speculative_tokens, asked.token_ids, fanout)
+        self.draft.in_flight = item = replace(item, max_branches=max_branches, proposed_parents=asked.parents)
         return item
 
     def prefill_chunk_item(self, num_tokens: int) -> SpeculateItem:
@@ -358,7 +363,7 @@ class Session:
         self.features.confirm(item.features)
         for branch in outcomes.branches:
             draft = self._usable(branch.draft, most=item.num_speculative_tokens)
-            self._branches.add(branch.num_accepted_tokens, branch.next_token_id, draft)
+            self._branches.add(branch, draft)
         self._take_branches()
         return True
 

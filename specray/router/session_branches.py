@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from specray.draft_tokens import DraftTokens
+from specray.types import Branch
 
 Outcome = tuple[int, int]
 """The last node accepted (-1: none), and the token behind it."""
@@ -26,22 +27,28 @@ class Found(NamedTuple):
 class Branches:
     """The branches of one round."""
 
-    __slots__ = ("_by_outcome", "_path")
+    __slots__ = ("_by_outcome", "_nodes", "_num_chain")
 
     def __init__(self) -> None:
         self._by_outcome: dict[Outcome, DraftTokens] = {}
-        self._path: tuple[int, ...] = (-1,)
-        """The last node accepted, by the number of accepted tokens, of the outcomes that were asked for."""
+        self._nodes: tuple[int, ...] = ()
+        """Nodes of what is verified, in the order in which the draft was told them."""
+        self._num_chain = 0
+        """The first of them that are a chain."""
 
-    def ask(self, verifying: DraftTokens) -> None:
-        """The draft is asked for outcomes of what is verified, of a tree for those of its first chain."""
+    def ask(self, nodes: tuple[int, ...], num_chain: int) -> None:
+        """The draft is asked for the outcomes of some nodes, of which the first so many are a chain."""
         self._by_outcome.clear()
-        self._path = (-1, *verifying.first_path)
+        self._nodes, self._num_chain = nodes, num_chain
 
-    def add(self, num_accepted: int, next_token_id: int, draft: DraftTokens) -> None:
-        """Takes a branch as the draft names it; one of more tokens than were asked for is no outcome."""
-        if num_accepted < len(self._path):
-            self._by_outcome[self._path[num_accepted], next_token_id] = draft
+    def add(self, branch: Branch, draft: DraftTokens) -> None:
+        """Takes a branch by the node that the draft names; a node that it was not asked for is no outcome."""
+        place, end = branch.num_accepted_tokens - 1, self._num_chain
+        if branch.last_accepted_node is not None:
+            place, end = branch.last_accepted_node, len(self._nodes)
+        if place < end:
+            node = self._nodes[place] if place >= 0 else -1
+            self._by_outcome[node, branch.next_token_id] = draft
 
     def add_proposal(self, verifying: DraftTokens, drafted: DraftTokens) -> None:
         """Takes a chain that was proposed beside what is verified: the tokens that both have in common are

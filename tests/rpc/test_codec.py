@@ -96,8 +96,13 @@ LOOKAHEADS = (LookaheadBudget(), LookaheadBudget(1, 2, 1), LookaheadBudget(3, 4,
 
 @st.composite
 def speculate_items(draw: st.DrawFn) -> SpeculateItem:
-    proposed = draw(IDS)
-    fanout = draw(st.just(()) | tuples_of(U32, size=len(proposed) + 1))
+    tree = DraftTokens(draw(IDS))
+    fanout = draw(st.just(()) | tuples_of(U32, size=len(tree) + 1))
+    if fanout and len(tree) > 1 and draw(st.booleans()):
+        parents = tuple(draw(st.integers(-1, node - 1)) for node in range(len(tree)))
+        tree = DraftTokens(tree.token_ids, parents)
+        tree = tree.only(tree.chain_first)
+    proposed = tree.token_ids
     sampling = draw(st.none() | SAMPLING)
     max_branches = draw(U32) if fanout else 0
     head = (draw(TEXT), draw(U64), draw(U32), draw(IDS), draw(U32))
@@ -109,6 +114,7 @@ def speculate_items(draw: st.DrawFn) -> SpeculateItem:
         max_branches,
         tree=draw(st.none() | TREES),
         features=draw(st.none() | feature_rows()),
+        proposed_parents=tree.parents,
     )
 
 
@@ -128,7 +134,7 @@ def verify_items(draw: st.DrawFn) -> VerifyItem:
 UNKNOWN = st.builds(UnknownSequence, *HEAD)
 FAILED = st.builds(ItemFailed, *HEAD, TEXT, st.booleans(), st.booleans())
 PROPOSALS = st.builds(Proposal, *HEAD, draft_tokens())
-BRANCHES = st.builds(Branch, U32, U32, draft_tokens())
+BRANCHES = st.builds(Branch, U32, U32, draft_tokens(), st.none() | U32)
 OUTCOMES = st.builds(Outcomes, *HEAD, tuples_of(BRANCHES))
 LOGPROBS = tuples_of(token_logprobs())
 VERDICTS = st.builds(
@@ -249,6 +255,38 @@ UNPAIRED_LOGPROBS = types_pb2.TokenLogprobs(top_token_ids=[1], top_logprobs=[-0.
         ),
         (
             codec.decode_speculate_request,
+            speculate_item(proposed_token_ids=[1], fanout=[1, 1], other_token_ids=[2], other_parents=[-1]),
+            "1 other_token_ids, 1 other_parents, 0 other_fanout and 2 fanout; allowed: as many",
+        ),
+        (
+            codec.decode_speculate_request,
+            speculate_item(proposed_token_ids=[1], other_token_ids=[2], other_parents=[-1], other_fanout=[1]),
+            "1 other_token_ids, 1 other_parents, 1 other_fanout and 0 fanout; allowed: as many",
+        ),
+        (
+            codec.decode_speculate_request,
+            speculate_item(
+                proposed_token_ids=[1],
+                fanout=[1, 1],
+                other_token_ids=[2],
+                other_parents=[1],
+                other_fanout=[1],
+            ),
+            "SpeculateItem: draft.parents[1] is 1; allowed: -1..0",
+        ),
+        (
+            codec.decode_speculate_request,
+            speculate_item(
+                proposed_token_ids=[1, 2],
+                fanout=[1, 1, 1],
+                other_token_ids=[3, 4],
+                other_parents=[-1, 1],
+                other_fanout=[1, 1],
+            ),
+            "SpeculateItem.other_parents is [-1, 1] behind 2 proposed tokens; allowed: parents by which",
+        ),
+        (
+            codec.decode_speculate_request,
             speculate_item(sampling=types_pb2.SamplingParams(top_p=1.0)),
             "verification is 0; allowed: 1 (coupled), 2 (rejection)",
         ),
@@ -318,13 +356,60 @@ def test_malformed_peer_message_is_a_protocol_error(decode: object, data: bytes,
     assert says in str(caught.value)
 
 
-def test_a_round_of_one_coupled_session_fits_the_network_budget() -> None:
-    item = VerifyItem("r" * 36, 1000, 4000, tuple(range(4000, 4009)), DraftTokens(tuple(range(8))))
-    reply = Verdict("r" * 36, 1000, 4000, 8, 4009)
-    size = len(codec.encode_verify_request([item], ())) + len(
-        codec.encode_target_replies(TargetReplies((reply,), 20_000_000))
+TREE = DraftTokens(tuple(range(48_000, 48_016)), (-1, -1, 0, 0, 1, 2, 2, 3, 5, 5, 6, 8, 8, 9, 11, 12))
+"""Sixteen nodes, with token ids of a large vocabulary."""
+
+
+@pytest.mark.parametrize("draft", [DraftTokens(tuple(range(8))), TREE], ids=["chain", "tree"])
+def test_a_round_of_one_coupled_session_fits_the_network_budget(draft: DraftTokens) -> None:
+    """A request of usual length of name, far into its output: draft and target, both ways."""
+    name, told = "r" * 36, tuple(range(48_000, 48_009))
+    ask = SpeculateItem(name, 1000, 4000, told, 8, tree=None if draft.is_chain else TreeBudget(16, (), 0.02))
+    proposal = Proposal(name, 1000, 4000, draft)
+    item = VerifyItem(name, 1000, 4000, told, draft)
+    last = None if draft.is_chain else 15
+    reply = Verdict(name, 1000, 4000, 8, 4009, last_accepted_node=last)
+    size = (
+        len(codec.encode_speculate_request([ask], ()))
+        + len(codec.encode_draft_replies(DraftReplies((proposal,), 20_000_000)))
+        + len(codec.encode_verify_request([item], ()))
+        + len(codec.encode_target_replies(TargetReplies((reply,), 20_000_000)))
     )
     assert size < 1024
+
+
+def test_outcomes_of_a_tree_fit_the_network_budget() -> None:
+    """All branches of a lone request whose tree has sixteen nodes, with the verify that they are about."""
+    name, told = "r" * 36, tuple(range(48_000, 48_005))
+    tree = TREE.only(TREE.chain_first)
+    fanout, parents = (8,) * 17, tree.parents
+    ask = SpeculateItem(
+        name, 1000, 4000, told, 4, tree.token_ids, fanout, max_branches=15, proposed_parents=parents
+    )
+    branches = tuple(Branch(2, 48_000 + i, DraftTokens((48_001,) * 4), 15) for i in range(15))
+    outcomes = Outcomes(name, 1000, 4000, branches)
+    item = VerifyItem(name, 1000, 4000, told, TREE)
+    reply = Verdict(name, 1000, 4000, 4, 4009, last_accepted_node=15)
+    size = (
+        len(codec.encode_speculate_request([ask], ()))
+        + len(codec.encode_draft_replies(DraftReplies((outcomes,), 20_000_000)))
+        + len(codec.encode_verify_request([item], ()))
+        + len(codec.encode_target_replies(TargetReplies((reply,), 20_000_000)))
+    )
+    assert size < 1024
+
+
+def test_draft_that_knows_no_other_nodes_is_asked_for_the_first_chain() -> None:
+    """Peers from before outcomes of trees skip the new fields, and read the item of a chain."""
+    tree = TREE.only(TREE.chain_first)
+    item = SpeculateItem(
+        "a", 3, 4, (5,), 4, tree.token_ids, (8,) * 17, max_branches=5, proposed_parents=tree.parents
+    )
+    message = draft_pb2.SpeculateRequest.FromString(codec.encode_speculate_request([item], ()))
+    for name in ("other_token_ids", "other_parents", "other_fanout"):
+        message.items[0].ClearField(name)
+    assert codec.decode_speculate_request(message.SerializeToString()).items == (item.of_first_chain(),)
+    assert codec.encode_speculate_request([item.of_first_chain()], ()) == message.SerializeToString()
 
 
 def test_a_budget_that_the_engine_could_not_keep_is_refused() -> None:

@@ -129,6 +129,7 @@ class ReadingDraftEngine(DraftEngine):
 
     def _translated(self, item: SpeculateItem, reading: Reading) -> SpeculateItem | None:
         """The item in the draft's own tokens; None: there is nothing to do, or the draft cannot do it."""
+        item = item.of_first_chain()
         asks = item.num_speculative_tokens > 0 or bool(item.fanout)
         if not asks and reading.start > 0:
             # A prompt, longer than the window, of which more may come: it is read when it is all there.

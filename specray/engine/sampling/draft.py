@@ -24,8 +24,8 @@ from specray.engine.sampling.vocabulary import TrimmedVocabulary
 
 _MIN_RANKED = 8
 """Alternatives per row, at least, from which a draft token's acceptance is estimated."""
-_UNLIKELY = -20.0
-"""Log probability of an excluded token that is not among the ranked ones."""
+UNLIKELY = -20.0
+"""Log probability of a token that is not among the ranked ones."""
 _REJECTION_ACCEPTANCE = 0.7
 """Estimated acceptance of a draft token under rejection; each next token gets half of the remainder."""
 DEMOTION = 1e6
@@ -180,7 +180,7 @@ def _ranked_row(
     logprobs: list[float], token_ids: list[int], count: int, excluded: int | None, is_rejection: bool
 ) -> RankedRow:
     by_token = {token: value for token, value in zip(token_ids, logprobs, strict=True) if value > -math.inf}
-    skipped = _UNLIKELY if excluded is None else by_token.pop(excluded, _UNLIKELY)
+    skipped = UNLIKELY if excluded is None else by_token.pop(excluded, UNLIKELY)
     next_tokens = list(by_token.items())[:count]
     if not is_rejection:
         return RankedRow(next_tokens, skipped)

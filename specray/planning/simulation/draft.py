@@ -160,7 +160,7 @@ class SimulatedDraft:
             self._held.popitem(last=False)
         script, position = self._scripts.of(item.request_id), held.length - held.num_prompt
         if item.fanout:
-            branches = script.branches(position, item)
+            branches = script.branches(position, item.of_first_chain())
             return Outcomes(item.request_id, item.round_id, item.base_len, branches)
         tokens = script.proposal(position, item.num_speculative_tokens, item.min_acceptance)
         return Proposal(item.request_id, item.round_id, item.base_len, DraftTokens(tokens))

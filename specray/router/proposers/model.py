@@ -205,9 +205,11 @@ class ModelProposer:
                 continue
             # At least one token of this round will be committed before the next.
             plan = self._plan(live, session.num_remaining - 1, now)
-            # Of a tree, the outcomes of its first chain.
             num_drafts = len(verifying.draft.first_path)
-            fanout = self._controller.fanout(plan, num_drafts)
+            # Under rejection chances follow from ranks alone, and tell no node of a tree from another.
+            is_sampled = session.request.sampling.draws_by_rejection
+            num_others = 0 if is_sampled else len(verifying.draft) - num_drafts
+            fanout = self._controller.fanout(plan, num_drafts, num_others)
             most = max_branches(plan, num_drafts, num_running=len(self._running))
             if fanout and self._can_ask(live) and self._prefill.can_ask(live):
                 live.ahead = plan

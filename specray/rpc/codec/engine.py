@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from specray.draft_tokens import NO_DRAFT, LookaheadBudget, TreeBudget
+from specray.draft_tokens import NO_DRAFT, DraftTokens, LookaheadBudget, TreeBudget
 from specray.errors import ProtocolError
 from specray.rpc.codec.values import (
     decode_draft_tokens,
@@ -73,6 +73,9 @@ def encode_speculate_request(items: Sequence[SpeculateItem], release_request_ids
         out.base_len = item.base_len
         out.token_ids.extend(item.token_ids)
         out.num_speculative_tokens = item.num_speculative_tokens
+        if item.proposed_parents is not None:
+            _encode_other_nodes(out, item)
+            item = item.of_first_chain()
         if item.proposed_token_ids:
             out.proposed_token_ids.extend(item.proposed_token_ids)
         if item.fanout:
@@ -86,6 +89,15 @@ def encode_speculate_request(items: Sequence[SpeculateItem], release_request_ids
         if item.features is not None:
             encode_features(out.features, item.features)
     return message.SerializeToString()
+
+
+def _encode_other_nodes(out: draft_pb2.SpeculateItem, item: SpeculateItem) -> None:
+    """Sets what there is beside the first chain of the tree under verification."""
+    assert item.proposed_parents is not None
+    num_chain = len(item.proposed.first_path)
+    out.other_token_ids.extend(item.proposed_token_ids[num_chain:])
+    out.other_parents.extend(item.proposed_parents[num_chain:])
+    out.other_fanout.extend(item.fanout[num_chain + 1 :])
 
 
 def decode_speculate_request(data: bytes) -> RequestBatch[SpeculateItem]:
@@ -103,6 +115,10 @@ def _decode_speculate_item(item: draft_pb2.SpeculateItem) -> SpeculateItem:
             f"SpeculateItem.fanout has {len(fanout)} entries for {len(proposed_token_ids)} proposed tokens; "
             f"allowed: none or {len(proposed_token_ids) + 1}"
         )
+    parents = None
+    if item.other_token_ids:
+        fanout, parents = fanout + tuple(item.other_fanout[:]), _decode_other_parents(item)
+        proposed_token_ids += tuple(item.other_token_ids[:])
     return SpeculateItem(
         item.request_id,
         item.round_id,
@@ -116,7 +132,32 @@ def _decode_speculate_item(item: draft_pb2.SpeculateItem) -> SpeculateItem:
         item.min_acceptance,
         _decode_tree(item.tree, "SpeculateItem") if item.HasField("tree") else None,
         decode_features(item.features, "SpeculateItem") if item.HasField("features") else None,
+        parents,
     )
+
+
+def _decode_other_parents(item: draft_pb2.SpeculateItem) -> tuple[int, ...]:
+    """Parents of all nodes of the tree under verification, those of its first chain included."""
+    num_others, num_chain = len(item.other_token_ids), len(item.proposed_token_ids)
+    if not num_others == len(item.other_parents) == len(item.other_fanout) or not item.fanout:
+        raise ProtocolError(
+            f"SpeculateItem has {num_others} other_token_ids, {len(item.other_parents)} other_parents, "
+            f"{len(item.other_fanout)} other_fanout and {len(item.fanout)} fanout; allowed: as many "
+            "other_parents and other_fanout as other_token_ids, with fanout"
+        )
+    try:
+        tree = DraftTokens(
+            (*item.proposed_token_ids, *item.other_token_ids),
+            (*range(-1, num_chain - 1), *item.other_parents),
+        )
+    except ValueError as error:
+        raise ProtocolError(f"SpeculateItem: {error}") from None
+    if tree.parents is None or tree.first_path != tuple(range(num_chain)):
+        raise ProtocolError(
+            f"SpeculateItem.other_parents is {list(item.other_parents)} behind {num_chain} proposed tokens; "
+            "allowed: parents by which these are the first chain"
+        )
+    return tree.parents
 
 
 def _encode_tree(out: types_pb2.TreeBudget, tree: TreeBudget) -> None:
@@ -193,6 +234,8 @@ def _encode_outcomes(out: draft_pb2.Outcomes, outcomes: Outcomes) -> None:
         message = add()
         message.num_accepted_tokens = branch.num_accepted_tokens
         message.next_token_id = branch.next_token_id
+        if branch.last_accepted_node is not None:
+            message.last_accepted_node = branch.last_accepted_node
         encode_draft_tokens(message, branch.draft)
 
 
@@ -202,7 +245,12 @@ def _decode_outcomes(outcomes: draft_pb2.Outcomes) -> Outcomes:
 
 
 def _decode_branch(branch: draft_pb2.Branch) -> Branch:
-    return Branch(branch.num_accepted_tokens, branch.next_token_id, decode_draft_tokens(branch))
+    return Branch(
+        branch.num_accepted_tokens,
+        branch.next_token_id,
+        decode_draft_tokens(branch),
+        branch.last_accepted_node if branch.HasField("last_accepted_node") else None,
+    )
 
 
 # Target

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from specray.rpc.pb import types_pb2 as specray_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16specray/v1/draft.proto\x12\nspecray.v1\x1a\x16specray/v1/types.proto\"\x85\x03\n\rSpeculateItem\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08round_id\x18\x02 \x01(\x04\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x1a\n\x12proposed_token_ids\x18\x05 \x03(\r\x12\x1e\n\x16num_speculative_tokens\x18\x06 \x01(\r\x12\x0e\n\x06\x66\x61nout\x18\x07 \x03(\r\x12\x31\n\x08sampling\x18\x08 \x01(\x0b\x32\x1a.specray.v1.SamplingParamsH\x00\x88\x01\x01\x12\x14\n\x0cmax_branches\x18\t \x01(\r\x12\x16\n\x0emin_acceptance\x18\n \x01(\x01\x12)\n\x04tree\x18\x0b \x01(\x0b\x32\x16.specray.v1.TreeBudgetH\x01\x88\x01\x01\x12.\n\x08\x66\x65\x61tures\x18\x0c \x01(\x0b\x32\x17.specray.v1.FeatureRowsH\x02\x88\x01\x01\x42\x0b\n\t_samplingB\x07\n\x05_treeB\x0b\n\t_features\"Y\n\x10SpeculateRequest\x12(\n\x05items\x18\x01 \x03(\x0b\x32\x19.specray.v1.SpeculateItem\x12\x1b\n\x13release_request_ids\x18\x02 \x03(\t\"\xa0\x01\n\x08Proposal\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08round_id\x18\x02 \x01(\x04\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x17\n\x0f\x64raft_token_ids\x18\x04 \x03(\r\x12,\n\x0b\x64raft_probs\x18\x05 \x03(\x0b\x32\x17.specray.v1.SparseProbs\x12\x15\n\rdraft_parents\x18\x06 \x03(\x11\"\x9a\x01\n\x06\x42ranch\x12\x1b\n\x13num_accepted_tokens\x18\x01 \x01(\r\x12\x15\n\rnext_token_id\x18\x02 \x01(\r\x12\x17\n\x0f\x64raft_token_ids\x18\x03 \x03(\r\x12,\n\x0b\x64raft_probs\x18\x04 \x03(\x0b\x32\x17.specray.v1.SparseProbs\x12\x15\n\rdraft_parents\x18\x05 \x03(\x11\"h\n\x08Outcomes\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08round_id\x18\x02 \x01(\x04\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12$\n\x08\x62ranches\x18\x04 \x03(\x0b\x32\x12.specray.v1.Branch\"\xd1\x01\n\nDraftReply\x12(\n\x08proposal\x18\x01 \x01(\x0b\x32\x14.specray.v1.ProposalH\x00\x12(\n\x08outcomes\x18\x02 \x01(\x0b\x32\x14.specray.v1.OutcomesH\x00\x12\x37\n\x10unknown_sequence\x18\x03 \x01(\x0b\x32\x1b.specray.v1.UnknownSequenceH\x00\x12-\n\x0bitem_failed\x18\x04 \x01(\x0b\x32\x16.specray.v1.ItemFailedH\x00\x42\x07\n\x05reply\"e\n\x11SpeculateResponse\x12\'\n\x07replies\x18\x01 \x03(\x0b\x32\x16.specray.v1.DraftReply\x12\x12\n\nforward_ns\x18\x02 \x01(\x04\x12\x13\n\x0bis_draining\x18\x03 \x01(\x08\"\x15\n\x13GetDraftInfoRequest\"<\n\x14GetDraftInfoResponse\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.specray.v1.EngineInfo2\xaf\x01\n\x0c\x44raftService\x12L\n\tSpeculate\x12\x1c.specray.v1.SpeculateRequest\x1a\x1d.specray.v1.SpeculateResponse(\x01\x30\x01\x12Q\n\x0cGetDraftInfo\x12\x1f.specray.v1.GetDraftInfoRequest\x1a .specray.v1.GetDraftInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16specray/v1/draft.proto\x12\nspecray.v1\x1a\x16specray/v1/types.proto\"\xcb\x03\n\rSpeculateItem\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08round_id\x18\x02 \x01(\x04\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x1a\n\x12proposed_token_ids\x18\x05 \x03(\r\x12\x1e\n\x16num_speculative_tokens\x18\x06 \x01(\r\x12\x0e\n\x06\x66\x61nout\x18\x07 \x03(\r\x12\x31\n\x08sampling\x18\x08 \x01(\x0b\x32\x1a.specray.v1.SamplingParamsH\x00\x88\x01\x01\x12\x14\n\x0cmax_branches\x18\t \x01(\r\x12\x16\n\x0emin_acceptance\x18\n \x01(\x01\x12)\n\x04tree\x18\x0b \x01(\x0b\x32\x16.specray.v1.TreeBudgetH\x01\x88\x01\x01\x12.\n\x08\x66\x65\x61tures\x18\x0c \x01(\x0b\x32\x17.specray.v1.FeatureRowsH\x02\x88\x01\x01\x12\x17\n\x0fother_token_ids\x18\r \x03(\r\x12\x15\n\rother_parents\x18\x0e \x03(\x11\x12\x14\n\x0cother_fanout\x18\x0f \x03(\rB\x0b\n\t_samplingB\x07\n\x05_treeB\x0b\n\t_features\"Y\n\x10SpeculateRequest\x12(\n\x05items\x18\x01 \x03(\x0b\x32\x19.specray.v1.SpeculateItem\x12\x1b\n\x13release_request_ids\x18\x02 \x03(\t\"\xa0\x01\n\x08Proposal\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08round_id\x18\x02 \x01(\x04\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x17\n\x0f\x64raft_token_ids\x18\x04 \x03(\r\x12,\n\x0b\x64raft_probs\x18\x05 \x03(\x0b\x32\x17.specray.v1.SparseProbs\x12\x15\n\rdraft_parents\x18\x06 \x03(\x11\"\xd2\x01\n\x06\x42ranch\x12\x1b\n\x13num_accepted_tokens\x18\x01 \x01(\r\x12\x15\n\rnext_token_id\x18\x02 \x01(\r\x12\x17\n\x0f\x64raft_token_ids\x18\x03 \x03(\r\x12,\n\x0b\x64raft_probs\x18\x04 \x03(\x0b\x32\x17.specray.v1.SparseProbs\x12\x15\n\rdraft_parents\x18\x05 \x03(\x11\x12\x1f\n\x12last_accepted_node\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\x15\n\x13_last_accepted_node\"h\n\x08Outcomes\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08round_id\x18\x02 \x01(\x04\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12$\n\x08\x62ranches\x18\x04 \x03(\x0b\x32\x12.specray.v1.Branch\"\xd1\x01\n\nDraftReply\x12(\n\x08proposal\x18\x01 \x01(\x0b\x32\x14.specray.v1.ProposalH\x00\x12(\n\x08outcomes\x18\x02 \x01(\x0b\x32\x14.specray.v1.OutcomesH\x00\x12\x37\n\x10unknown_sequence\x18\x03 \x01(\x0b\x32\x1b.specray.v1.UnknownSequenceH\x00\x12-\n\x0bitem_failed\x18\x04 \x01(\x0b\x32\x16.specray.v1.ItemFailedH\x00\x42\x07\n\x05reply\"e\n\x11SpeculateResponse\x12\'\n\x07replies\x18\x01 \x03(\x0b\x32\x16.specray.v1.DraftReply\x12\x12\n\nforward_ns\x18\x02 \x01(\x04\x12\x13\n\x0bis_draining\x18\x03 \x01(\x08\"\x15\n\x13GetDraftInfoRequest\"<\n\x14GetDraftInfoResponse\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.specray.v1.EngineInfo2\xaf\x01\n\x0c\x44raftService\x12L\n\tSpeculate\x12\x1c.specray.v1.SpeculateRequest\x1a\x1d.specray.v1.SpeculateResponse(\x01\x30\x01\x12Q\n\x0cGetDraftInfo\x12\x1f.specray.v1.GetDraftInfoRequest\x1a .specray.v1.GetDraftInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,23 +33,23 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specray.rpc.pb.draft_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SPECULATEITEM']._serialized_start=63
-  _globals['_SPECULATEITEM']._serialized_end=452
-  _globals['_SPECULATEREQUEST']._serialized_start=454
-  _globals['_SPECULATEREQUEST']._serialized_end=543
-  _globals['_PROPOSAL']._serialized_start=546
-  _globals['_PROPOSAL']._serialized_end=706
-  _globals['_BRANCH']._serialized_start=709
-  _globals['_BRANCH']._serialized_end=863
-  _globals['_OUTCOMES']._serialized_start=865
-  _globals['_OUTCOMES']._serialized_end=969
-  _globals['_DRAFTREPLY']._serialized_start=972
-  _globals['_DRAFTREPLY']._serialized_end=1181
-  _globals['_SPECULATERESPONSE']._serialized_start=1183
-  _globals['_SPECULATERESPONSE']._serialized_end=1284
-  _globals['_GETDRAFTINFOREQUEST']._serialized_start=1286
-  _globals['_GETDRAFTINFOREQUEST']._serialized_end=1307
-  _globals['_GETDRAFTINFORESPONSE']._serialized_start=1309
-  _globals['_GETDRAFTINFORESPONSE']._serialized_end=1369
-  _globals['_DRAFTSERVICE']._serialized_start=1372
-  _globals['_DRAFTSERVICE']._serialized_end=1547
+  _globals['_SPECULATEITEM']._serialized_end=522
+  _globals['_SPECULATEREQUEST']._serialized_start=524
+  _globals['_SPECULATEREQUEST']._serialized_end=613
+  _globals['_PROPOSAL']._serialized_start=616
+  _globals['_PROPOSAL']._serialized_end=776
+  _globals['_BRANCH']._serialized_start=779
+  _globals['_BRANCH']._serialized_end=989
+  _globals['_OUTCOMES']._serialized_start=991
+  _globals['_OUTCOMES']._serialized_end=1095
+  _globals['_DRAFTREPLY']._serialized_start=1098
+  _globals['_DRAFTREPLY']._serialized_end=1307
+  _globals['_SPECULATERESPONSE']._serialized_start=1309
+  _globals['_SPECULATERESPONSE']._serialized_end=1410
+  _globals['_GETDRAFTINFOREQUEST']._serialized_start=1412
+  _globals['_GETDRAFTINFOREQUEST']._serialized_end=1433
+  _globals['_GETDRAFTINFORESPONSE']._serialized_start=1435
+  _globals['_GETDRAFTINFORESPONSE']._serialized_end=1495
+  _globals['_DRAFTSERVICE']._serialized_start=1498
+  _globals['_DRAFTSERVICE']._serialized_end=1673
 # @@protoc_insertion_point(module_scope)

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SpeculateItem(_message.Message):
-    __slots__ = ("request_id", "round_id", "base_len", "token_ids", "proposed_token_ids", "num_speculative_tokens", "fanout", "sampling", "max_branches", "min_acceptance", "tree", "features")
+    __slots__ = ("request_id", "round_id", "base_len", "token_ids", "proposed_token_ids", "num_speculative_tokens", "fanout", "sampling", "max_branches", "min_acceptance", "tree", "features", "other_token_ids", "other_parents", "other_fanout")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,9 @@ class SpeculateItem(_message.Message):
     MIN_ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     TREE_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
+    OTHER_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    OTHER_PARENTS_FIELD_NUMBER: _ClassVar[int]
+    OTHER_FANOUT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     round_id: int
     base_len: int
@@ -33,7 +36,10 @@ class SpeculateItem(_message.Message):
     min_acceptance: float
     tree: _types_pb2.TreeBudget
     features: _types_pb2.FeatureRows
-    def __init__(self, request_id: _Optional[str] = ..., round_id: _Optional[int] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., proposed_token_ids: _Optional[_Iterable[int]] = ..., num_speculative_tokens: _Optional[int] = ..., fanout: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_branches: _Optional[int] = ..., min_acceptance: _Optional[float] = ..., tree: _Optional[_Union[_types_pb2.TreeBudget, _Mapping]] = ..., features: _Optional[_Union[_types_pb2.FeatureRows, _Mapping]] = ...) -> None: ...
+    other_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    other_parents: _containers.RepeatedScalarFieldContainer[int]
+    other_fanout: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., round_id: _Optional[int] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., proposed_token_ids: _Optional[_Iterable[int]] = ..., num_speculative_tokens: _Optional[int] = ..., fanout: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_branches: _Optional[int] = ..., min_acceptance: _Optional[float] = ..., tree: _Optional[_Union[_types_pb2.TreeBudget, _Mapping]] = ..., features: _Optional[_Union[_types_pb2.FeatureRows, _Mapping]] = ..., other_token_ids: _Optional[_Iterable[int]] = ..., other_parents: _Optional[_Iterable[int]] = ..., other_fanout: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SpeculateRequest(_message.Message):
     __slots__ = ("items", "release_request_ids")
@@ -60,18 +66,20 @@ class Proposal(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., round_id: _Optional[int] = ..., base_len: _Optional[int] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., draft_probs: _Optional[_Iterable[_Union[_types_pb2.SparseProbs, _Mapping]]] = ..., draft_parents: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Branch(_message.Message):
-    __slots__ = ("num_accepted_tokens", "next_token_id", "draft_token_ids", "draft_probs", "draft_parents")
+    __slots__ = ("num_accepted_tokens", "next_token_id", "draft_token_ids", "draft_probs", "draft_parents", "last_accepted_node")
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NEXT_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_PROBS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_PARENTS_FIELD_NUMBER: _ClassVar[int]
+    LAST_ACCEPTED_NODE_FIELD_NUMBER: _ClassVar[int]
     num_accepted_tokens: int
     next_token_id: int
     draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
     draft_probs: _containers.RepeatedCompositeFieldContainer[_types_pb2.SparseProbs]
     draft_parents: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, num_accepted_tokens: _Optional[int] = ..., next_token_id: _Optional[int] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., draft_probs: _Optional[_Iterable[_Union[_types_pb2.SparseProbs, _Mapping]]] = ..., draft_parents: _Optional[_Iterable[int]] = ...) -> None: ...
+    last_accepted_node: int
+    def __init__(self, num_accepted_tokens: _Optional[int] = ..., next_token_id: _Optional[int] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., draft_probs: _Optional[_Iterable[_Union[_types_pb2.SparseProbs, _Mapping]]] = ..., draft_parents: _Optional[_Iterable[int]] = ..., last_accepted_node: _Optional[int] = ...) -> None: ...
 
 class Outcomes(_message.Message):
     __slots__ = ("request_id", "round_id", "base_len", "branches")

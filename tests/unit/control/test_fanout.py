@@ -28,6 +28,13 @@ def test_fanout_of_each_mode() -> None:
         assert max_branches(plan, 3, num_running=1) == most
 
 
+def test_fanout_of_a_tree_has_its_other_nodes_behind_its_first_chain() -> None:
+    controller, _ = measured()
+    assert controller.fanout(Plan(3, Overlap.ENUMERATE, 3), 3, 5) == (8,) * 9
+    assert controller.fanout(Plan(3, Overlap.AHEAD), 3, 5) == (0, 0, 0, 1)
+    assert controller.fanout(Plan(3, Overlap.SERIAL), 3, 5) == ()
+
+
 def test_fanout_of_a_round_without_draft_tokens_foresees_the_next_token() -> None:
     controller, _ = measured()
     assert controller.fanout(Plan(3, Overlap.AHEAD), 0) == (1,)

@@ -72,12 +72,13 @@ def test_many_sessions_fall_back_to_the_chain() -> None:
 
 
 @pytest.mark.parametrize("overlap", [Overlap.AHEAD, Overlap.ENUMERATE])
-def test_overlap_keeps_its_chains(overlap: Overlap) -> None:
+def test_overlap_keeps_its_chains_unless_a_tree_is_set(overlap: Overlap) -> None:
     controller, stats = measured(overlap=overlap.value, tree="auto")
     plan = chosen(controller, stats)
     assert not plan.is_off and plan.overlap is overlap and plan.tree is None
     controller, stats = measured(overlap=overlap.value, tree="4x2")
-    assert chosen(controller, stats).tree is None
+    plan = chosen(controller, stats)
+    assert plan.overlap is overlap and plan.tree == TreeBudget(12, (4, 2))
 
 
 def test_rejection_keeps_its_chains() -> None:

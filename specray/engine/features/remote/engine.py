@@ -23,7 +23,7 @@ import torch
 from specray.draft_tokens import NO_DRAFT
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
 from specray.engine.cache.sequences import EngineSequence, SequenceTable
-from specray.engine.chains import OutcomeBranches, wanted_rows
+from specray.engine.chains import OutcomeBranches
 from specray.engine.features.base import Context, FeatureDrafter, FeatureStore
 from specray.engine.features.chained.drafter import ChainedDrafter
 from specray.engine.features.drafting import FeatureDrafting
@@ -31,7 +31,7 @@ from specray.engine.features.growing import DraftRequest, Growing, begin
 from specray.engine.features.remote.outcomes import draft_outcomes
 from specray.engine.features.remote.wire import read_rows
 from specray.engine.sampling.grammars import GrammarMasks
-from specray.engine.schedule import check_speculation, failure_reply, split_waves
+from specray.engine.schedule import check_speculation, failure_reply, split_waves, wanted_rows
 from specray.errors import EngineLostError, SpecrayError
 from specray.types import (
     DraftReplies,
@@ -161,6 +161,7 @@ class FeatureDraftEngine:
     def _admit(self, item: SpeculateItem) -> _Task:
         """Gives the sequence its tokens, features and room; raises before anything changed."""
         check_speculation(item, self._info, num_told_ids=self._info.vocab_size)
+        item = item.of_first_chain()
         limit = self._info.max_model_len
         first, last = wanted_rows(item, limit) if item.fanout else (0, -1)
         proposed = item.proposed_token_ids[: max(last, 0)]

@@ -147,6 +147,58 @@ def test_outcomes_that_come_late_are_looked_up_by_node_too() -> None:
         assert session.drafted == drafted
 
 
+# Nodes of TREE, those of its first chain (10, 12) first: 0, 2, 1, 3, 4, 5.
+FANOUT_OF_ALL = (1,) * 7
+
+
+def test_draft_is_told_the_first_chain_before_the_other_nodes() -> None:
+    session = verifying()
+    item = session.outcomes_item(3, FANOUT_OF_ALL, 5)
+    assert item.proposed_token_ids == (10, 12, 11, 13, 14, 15)
+    assert item.proposed_parents == (-1, 0, -1, 2, 2, 4)
+    assert (item.fanout, item.max_branches) == (FANOUT_OF_ALL, 5)
+    chain = item.of_first_chain()
+    assert (chain.proposed_token_ids, chain.fanout, chain.proposed_parents) == ((10, 12), (1, 1, 1), None)
+
+
+@pytest.mark.parametrize(
+    ("num_accepted", "node", "next_token_id", "lookup", "drafted"),
+    [
+        (2, 4, 50, Lookup.HIT, DraftTokens((51, 52))),
+        (3, 5, 60, Lookup.HIT, DraftTokens((61,))),
+        (2, 2, 40, Lookup.HIT, DraftTokens((41,))),
+        (0, None, 30, Lookup.HIT, DraftTokens((31,))),
+        (2, 4, 51, Lookup.MISS_TOKEN, None),
+        (2, 3, 50, Lookup.MISS_COUNT, None),
+        (2, 2, 50, Lookup.MISS_TOKEN, None),
+    ],
+)
+def test_verdict_is_looked_up_by_its_node_and_next_token(
+    num_accepted: int, node: int | None, next_token_id: int, lookup: Lookup, drafted: DraftTokens | None
+) -> None:
+    session = verifying()
+    item = session.outcomes_item(3, FANOUT_OF_ALL)
+    branches = (
+        Branch(0, 30, DraftTokens((31,))),
+        Branch(2, 40, DraftTokens((41,))),
+        Branch(2, 50, DraftTokens((51, 52)), last_accepted_node=4),
+        Branch(3, 60, DraftTokens((61,)), last_accepted_node=5),
+    )
+    assert session.on_outcomes(Outcomes("a", item.round_id, item.base_len, branches))
+    commit = verdict(session, num_accepted, next_token_id, last_accepted_node=node)
+    assert commit is not None and commit.lookup is lookup
+    assert session.drafted == drafted
+
+
+def test_branches_behind_nodes_that_were_not_asked_for_are_dropped() -> None:
+    session = verifying()
+    item = session.outcomes_item(3, FANOUT_OF_ALL)
+    branches = (Branch(3, 50, DraftTokens((51,))), Branch(2, 50, DraftTokens((51,)), last_accepted_node=6))
+    assert session.on_outcomes(Outcomes("a", item.round_id, item.base_len, branches))
+    commit = verdict(session, 3, 50, last_accepted_node=5)
+    assert commit is not None and commit.lookup is Lookup.MISS_COUNT
+
+
 @pytest.mark.parametrize(("node", "lookup"), [(4, Lookup.HIT), (2, Lookup.MISS_TOKEN)])
 def test_proposal_beside_a_tree_is_the_branch_where_it_leaves_it(node: int, lookup: Lookup) -> None:
     """As an n-gram tree for the prompt's end, with the draft's proposal on its way."""
