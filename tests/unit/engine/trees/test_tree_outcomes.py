@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -170,7 +171,7 @@ def test_first_chain_stays_computed_beside_other_nodes() -> None:
 @pytest.mark.parametrize("room", [{"block_size": 4, "num_blocks": 800}, {"max_num_batched_tokens": 5}])
 @given(rounds=st.lists(shapes(max_nodes=10), min_size=1, max_size=4))
 def test_output_is_the_targets_alone_with_outcomes_of_any_tree(
-    room: dict[str, int], sampling: SamplingParams, rounds: list[Shape]
+    room: dict[str, Any], sampling: SamplingParams, rounds: list[Shape]
 ) -> None:
     """Trees of any shape that hold the output here and there; what follows a hit is a chain."""
     output = expected_output(sampling, NUM_OUTPUT + 15)
@@ -258,7 +259,9 @@ def test_branches_beyond_what_a_mask_can_tell_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("reading", ["intersect", "retokenize"])
-def test_draft_of_other_tokens_answers_for_the_first_chain(reading: str) -> None:
+def test_draft_of_other_tokens_answers_for_the_first_chain(
+    reading: Literal["intersect", "retokenize"],
+) -> None:
     draft, _ = toy_reader(reading)
     reply = outcomes(draft, session(), TREE, 2, width=2)
     assert all(branch.last_accepted_node is None for branch in reply.branches)
