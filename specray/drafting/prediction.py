@@ -88,6 +88,11 @@ class PredictionProposer:
         # Right behind a divergence: replaced one for one, most likely.
         return self._can_guess and self._needed == 1 and len(self._since) <= MAX_GUESSES
 
+    @property
+    def may_know_next(self) -> bool:
+        """One output token more may be enough for a proposal, unless it is the end of a match found anew."""
+        return self._needed == 1 or self._run + 1 >= self._needed
+
     def extend(self, token_ids: Sequence[int]) -> None:
         """Takes the next output tokens."""
         for token_id in token_ids:

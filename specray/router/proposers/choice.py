@@ -72,7 +72,9 @@ class ProposerChoice:
 
     def is_plain_next(self, live: LiveSession) -> bool:
         """Whether the round after the one that is about to be verified is to have no draft tokens, either."""
-        if not live.plan.is_off or live.prediction is not None or live.is_drafted_locally:
+        if not live.plan.is_off or live.is_drafted_locally:
+            return False
+        if live.prediction is not None and live.prediction.may_propose_next:
             return False
         if not self.model.is_resting(live):
             return False

@@ -81,6 +81,11 @@ class SessionPrediction:
         """The output follows the prediction: nothing else need be asked."""
         return self.proposer.is_sure
 
+    @property
+    def may_propose_next(self) -> bool:
+        """A round without draft tokens may be followed by one with some of the prediction."""
+        return self.proposer.may_know_next
+
     def propose(self, session: Session, budget: Budget) -> DraftTokens:
         """See Proposer; none where the place in the prediction is not known, or it would not pay."""
         self._tell(session)

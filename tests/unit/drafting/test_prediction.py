@@ -71,6 +71,26 @@ def test_each_proposal_in_vain_asks_for_twice_as_many_matching_tokens() -> None:
         assert proposer.propose(2) == text[5 + needed : 7 + needed]
 
 
+def test_next_token_is_no_reason_to_propose_where_more_must_match() -> None:
+    proposer = follow(TEXT, ())
+    assert proposer.may_know_next
+    proposer.observe(0)
+    proposer.observe(0)
+    # Four tokens must match now, and none does; then two, then three of them do.
+    seen = []
+    for token in (1, 2, *TEXT[2:6]):
+        proposer.extend((token,))
+        seen.append((proposer.may_know_next, bool(proposer.propose(1))))
+    assert seen == [
+        (False, False),
+        (False, False),
+        (False, False),
+        (False, False),
+        (True, False),
+        (True, True),
+    ]
+
+
 def test_output_that_is_predicted_is_proposed_in_windows() -> None:
     rounds, proposer = drive(TEXT, TEXT, k=9)
     assert rounds == [(4, 4), *[(9, 9)] * 5, (4, 4)]
