@@ -25,6 +25,7 @@ from llvmlite import ir
 from numba import carray
 from numba.core import cgutils, types
 from numba.extending import intrinsic
+from numpy.typing import NDArray
 
 from specray.engine.cpu.compiled import CompiledFunction
 from specray.engine.cpu.simd import intrinsic_of, kernel
@@ -144,6 +145,19 @@ class ThreadPool:
         """
         self._lead_all(self._control, jobs_address, num_jobs, self._num_jobs)
         self._num_jobs = (self._num_jobs + num_jobs) & _LAST_JOB
+
+    def run_beside(self, kernel: Kernel, args: NDArray[np.int64], num_parts: int) -> None:
+        """Runs several jobs of one kernel as one, so that no thread waits between them. Not recorded.
+
+        Args:
+            args: ``[num_jobs, kernel.num_args]``, the arguments of each; at least one job.
+            num_parts: most parts of each job; of very many jobs each has fewer, and one thread wants none.
+        """
+        assert self.recorder is None, "the arguments are gone when it returns"
+        most = 1 if self.size == 1 else (_MAX_PARTS - 1) // len(args)
+        num_parts = max(1, min(num_parts, most))
+        several = np.array([kernel.address, args.ctypes.data, args.strides[0], num_parts], dtype=np.int64)
+        self.run(_several_kernel(), several.ctypes.data, num_parts * len(args))
 
     def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Returns a tensor for jobs to write to, from the recorder while one is set."""
@@ -297,6 +311,17 @@ def _lead_all_function() -> CompiledFunction:
                 _lead(control, function, args, number << 32 | num_parts << 16)
 
     return CompiledFunction("lead_all", _SIGNATURE, _PROTOTYPE, lambda: lead_all)
+
+
+@functools.cache
+def _several_kernel() -> Kernel:
+    def several(address: int, part: int, num_parts: int, thread: int) -> None:
+        """Arguments: the jobs' kernel, address of the first's arguments, bytes to the next's, parts."""
+        args = carray(as_pointer(address), (4,), np.int64)
+        job, part_of_job = divmod(part, args[3])
+        _call(args[0], args[1] + job * args[2], part_of_job, args[3], thread)
+
+    return Kernel("several", 4, lambda: several)
 
 
 @functools.cache

@@ -7,6 +7,7 @@ Nothing of numba is imported where it is not used.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -14,7 +15,8 @@ import torch
 from specray.engine.activation import Activation
 from specray.engine.attention.paged import AttendPaged, PagedAttention, StoreRows
 from specray.engine.model.decoder import Attention, Norm
-from specray.engine.model.linear import Gate, Linear
+from specray.engine.model.layers.experts import LayerGroup
+from specray.engine.model.linear import Gate, Linear, Weights
 from specray.engine.model.operators_torch import TorchOperators, by_layer
 from specray.engine.step import HeadShape
 
@@ -41,6 +43,14 @@ class Operators(Protocol):
         activation: Activation = Activation.SILU,
     ) -> Gate: ...
 
+    def router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """As ``linear``, of a layer whose numbers choose experts: it is not quantised."""
+        ...
+
+    def group(self, layers: Sequence[Weights]) -> LayerGroup | None:
+        """Layers that it has made, of one kind and shape, as one; None: only one after the other."""
+        ...
+
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
         """A norm with this weight, which is float32 or in the model's data type."""
         ...
@@ -60,6 +70,7 @@ class PagedOperators:
 
     def __init__(self, others: Operators, dtype: torch.dtype, attend: AttendPaged, store: StoreRows) -> None:
         self.linear, self.gate, self.norm = others.linear, others.gate, others.norm
+        self.router, self.group = others.router, others.group
         self._dtype = dtype
         self._attend = attend
         self._store = store

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from specray.engine.activation import Activation
 from specray.engine.attention.cpu import CpuAttention
 from specray.engine.cpu.attention.kernel import attention_kernel
+from specray.engine.cpu.gemm.grouped import group
 from specray.engine.cpu.gemm.linear import TiledGate, TiledLinear, can_tile
 from specray.engine.cpu.norm import FusedRMSNorm
 from specray.engine.cpu.thread_pool import ThreadPool
@@ -16,7 +18,8 @@ from specray.engine.model.operators_torch import TorchOperators
 
 if TYPE_CHECKING:
     from specray.engine.model.decoder import Attention, Norm
-    from specray.engine.model.linear import Gate, Linear
+    from specray.engine.model.layers.experts import LayerGroup
+    from specray.engine.model.linear import Gate, Linear, Weights
     from specray.engine.model.rotary import RotaryTables
     from specray.engine.step import HeadShape
 
@@ -49,6 +52,13 @@ class KernelOperators(TorchOperators):
         if can_tile(gate):
             return TiledGate(gate, up, gate_bias, up_bias, self.thread_pool, activation)
         return super().gate(gate, up, gate_bias, up_bias, activation)
+
+    def router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        # Not what a class of quantised layers makes of ``linear``.
+        return KernelOperators.linear(self, weight, bias)
+
+    def group(self, layers: Sequence[Weights]) -> LayerGroup | None:
+        return group(layers)
 
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
         return FusedRMSNorm(weight, eps, self.thread_pool, self.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,7 +16,8 @@ from specray.engine.model.decoder import (
     Rotary,
     WideRMSNorm,
 )
-from specray.engine.model.linear import Gate, Linear, make_gate, make_linear
+from specray.engine.model.layers.experts import LayerGroup
+from specray.engine.model.linear import Gate, Linear, Weights, make_gate, make_linear
 from specray.engine.model.rotary import RotaryTables
 from specray.engine.step import HeadShape
 
@@ -43,6 +44,12 @@ class TorchOperators:
         activation: Activation = Activation.SILU,
     ) -> Gate:
         return make_gate(gate, up, gate_bias, up_bias, activation)
+
+    def router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        return make_linear(weight, bias)
+
+    def group(self, layers: Sequence[Weights]) -> LayerGroup | None:
+        return None
 
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
         return RMSNorm(weight, eps) if weight.dtype == self.dtype else WideRMSNorm(weight, eps)

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 from specray.engine.model.checkpoint.source import Part
 from specray.engine.model.decoder_config import DecoderConfig, ExpertNames, Experts, StackedNames
-from specray.engine.model.layers.experts import ClampedGate, Expert, ExpertLayer, Router
+from specray.engine.model.layers.experts import ClampedGate, Expert, ExpertGroup, ExpertLayer, Router
 
 if TYPE_CHECKING:
     import torch
 
     from specray.engine.model.checkpoint.rank_weights import RankWeights
+    from specray.engine.model.linear import Linear
     from specray.engine.model.operators import Operators
 
 
@@ -44,8 +45,8 @@ def _apart(
         gated = operators.gate(gate, up, None, None, config.activation)
         return Expert(gated, operators.linear(down, None))
 
-    router = Router(taken.whole(f"{prefix}gate.weight"), experts.num_chosen, experts.is_normed)
-    return ExpertLayer(router, [lowered(number) for number in range(experts.num_experts)])
+    router = operators.router(taken.whole(f"{prefix}gate.weight"), None)
+    return _layer(router, [lowered(number) for number in range(experts.num_experts)], experts, operators)
 
 
 def _stacked(
@@ -68,13 +69,17 @@ def _stacked(
             ClampedGate(operators.linear(both, both_bias), clamp), operators.linear(down, down_bias)
         )
 
-    router = Router(
-        taken.whole(f"{prefix}{names.router}.weight"),
-        experts.num_chosen,
-        experts.is_normed,
-        taken.whole(f"{prefix}{names.router}.bias"),
+    router = operators.router(
+        taken.whole(f"{prefix}{names.router}.weight"), taken.whole(f"{prefix}{names.router}.bias")
     )
-    return ExpertLayer(router, [lowered(number) for number in range(experts.num_experts)])
+    return _layer(router, [lowered(number) for number in range(experts.num_experts)], experts, operators)
+
+
+def _layer(router: Linear, lowered: list[Expert], experts: Experts, operators: Operators) -> ExpertLayer:
+    gates = [expert.gate.both if isinstance(expert.gate, ClampedGate) else expert.gate for expert in lowered]
+    gate, down = operators.group(gates), operators.group([expert.down for expert in lowered])
+    group = None if gate is None or down is None else ExpertGroup(gate, down, experts.clamp)
+    return ExpertLayer(Router(router, experts.num_chosen, experts.is_normed), lowered, group)
 
 
 def _in_halves(both: torch.Tensor) -> torch.Tensor:

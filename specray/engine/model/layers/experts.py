@@ -1,17 +1,18 @@
 """Several MLPs in the place of one: a router chooses some for each row.
 
-Rows are sorted by expert, so that each expert multiplies all of its rows at once. Which experts are hit is
-known on the host: such a forward cannot be captured.
+Rows are sorted by expert, so that each expert multiplies all of its rows at once; on CPU all experts that are
+hit do so in one job. Which are hit is known on the host: such a forward cannot be captured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
-import torch.nn.functional as F
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from specray.engine.model.decoder_config import Clamp
@@ -23,15 +24,15 @@ if TYPE_CHECKING:
 class Router:
     """Chooses experts by the largest probabilities."""
 
-    weight: torch.Tensor  # [num_experts, hidden_size]
+    linear: Callable[[torch.Tensor], torch.Tensor]
+    """``[num_rows, hidden_size]`` to ``[num_rows, num_experts]``."""
     num_chosen: int
     is_normed: bool
     """Probabilities of the chosen ones are made to add up to one."""
-    bias: torch.Tensor | None = None  # [num_experts]
 
     def __call__(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights, float32, and numbers of the chosen experts, ``[num_rows, num_chosen]`` each."""
-        probabilities = F.linear(rows, self.weight, self.bias).softmax(-1, dtype=torch.float32)
+        probabilities = self.linear(rows).softmax(-1, dtype=torch.float32)
         weights, chosen = probabilities.topk(self.num_chosen, -1)
         return (weights / weights.sum(-1, keepdim=True) if self.is_normed else weights), chosen
 
@@ -45,9 +46,14 @@ class ClampedGate:
     clamp: Clamp
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        gate, up = self.both(rows).chunk(2, -1)
-        gate, up = gate.clamp(max=self.clamp.limit), up.clamp(-self.clamp.limit, self.clamp.limit)
-        return gate * torch.sigmoid(gate * self.clamp.gain) * (up + 1.0)
+        return clamped(self.both(rows), self.clamp)
+
+
+def clamped(both: torch.Tensor, clamp: Clamp) -> torch.Tensor:
+    """What follows the linear layers of a :class:`ClampedGate`."""
+    gate, up = both.chunk(2, -1)
+    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+    return gate * torch.sigmoid(gate * clamp.gain) * (up + 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +67,45 @@ class Expert:
         return self.down(self.gate(rows))
 
 
+class LayerGroup(Protocol):
+    """Linear layers of one shape, of which each multiplies rows of its own."""
+
+    def takes(self, counts: NDArray[np.int64]) -> bool:
+        """Whether so many rows of layers can be multiplied at once."""
+        ...
+
+    def __call__(
+        self, rows: torch.Tensor, layers: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> torch.Tensor:
+        """Multiplies the first ``counts[0]`` rows by layer ``layers[0]``, the next by the next, ..."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertGroup:
+    """All experts of a layer as one; the numbers are those of each by itself."""
+
+    gate: LayerGroup
+    down: LayerGroup
+    clamp: Clamp | None
+    """Of a :class:`ClampedGate`."""
+
+    def __call__(
+        self, rows: torch.Tensor, experts: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> torch.Tensor:
+        """As ``LayerGroup.__call__``."""
+        gated = self.gate(rows, experts, counts)
+        return self.down(gated if self.clamp is None else clamped(gated, self.clamp), experts, counts)
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertLayer:
     """The MLPs of a layer on this rank, in the place of ``decoder.Layer.gate``."""
 
     router: Router
     experts: Sequence[Expert]
+    group: ExpertGroup | None = None
+    """All of them as one; None: there are no kernels for that here."""
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """The weighted sum of each row's experts, ``[num_rows, hidden_size]``."""
@@ -76,19 +115,30 @@ class ExpertLayer:
         # Of row i's j-th expert, at i * num_chosen + j.
         sources = order // num_chosen
         counts = torch.bincount(chosen.view(-1), minlength=len(self.experts)).tolist()
-        sorted_rows = rows[sources]
-        outputs = torch.empty_like(sorted_rows)
-        first = 0
-        for expert, count in enumerate(counts):
-            if count:
-                run = slice(first, first + count)
-                outputs[run] = self.experts[expert](sorted_rows[run])
-                first += count
+        outputs = self._outputs(rows[sources], np.array(counts))
         ordered = torch.empty_like(outputs)
         ordered[order] = outputs
         # One row's sum has one order, whatever rows are beside it.
         weighted = ordered.view(num_rows, num_chosen, rows.shape[1]).float() * weights[..., None]
         return weighted.sum(1).to(rows.dtype)
+
+    def _outputs(self, rows: torch.Tensor, counts: NDArray[np.int64]) -> torch.Tensor:
+        """Each row through its expert.
+
+        Args:
+            rows: those of the first expert before those of the second, and so on.
+            counts: rows of each expert.
+        """
+        [hit] = counts.nonzero()
+        if self.group is not None and len(hit) and self.group.gate.takes(counts):
+            return self.group(rows, hit, counts[hit])
+        outputs = torch.empty_like(rows)
+        first = 0
+        for expert in hit.tolist():
+            run = slice(first, first + int(counts[expert]))
+            outputs[run] = self.experts[expert](rows[run])
+            first = run.stop
+        return outputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ int8 has one scale per output feature, as torch's product takes it; int4 has gro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,8 @@ from specray.errors import ConfigError
 
 if TYPE_CHECKING:
     from specray.engine.model.decoder import Attention, Norm
-    from specray.engine.model.linear import Gate, Linear
+    from specray.engine.model.layers.experts import LayerGroup
+    from specray.engine.model.linear import Gate, Linear, Weights
     from specray.engine.model.operators import Operators
     from specray.engine.model.rotary import RotaryTables
     from specray.engine.step import HeadShape
@@ -196,6 +198,12 @@ class QuantizedCudaOperators:
         linear = self.linear(torch.cat((gate, up)), bias)
         assert isinstance(linear, CudaLinear), "made above"
         return CudaGate(linear, activation)
+
+    def router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        return self._others.router(weight, bias)
+
+    def group(self, layers: Sequence[Weights]) -> LayerGroup | None:
+        return None
 
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
         return self._others.norm(weight, eps)

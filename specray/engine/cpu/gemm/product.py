@@ -1,0 +1,155 @@
+"""The kernel of linear layers with bfloat16 weights: its arguments, and its split over threads.
+
+A part is some panels. A thread multiplies a panel and runs its epilogue; with AMX and many rows, it does so
+while it multiplies the next panel.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from specray.engine.activation import Activation
+from specray.engine.cpu.gemm import amx, vector
+from specray.engine.cpu.gemm.epilogue import GATED, epilogue_kernel
+from specray.engine.cpu.gemm.rows import HEIGHT, row_place
+from specray.engine.cpu.gemm.vector import BLOCK, BLOCK_BYTES, BLOCKS_AT_ONCE, CLOCK_BITS, FLOAT_STRIDE, PANEL
+from specray.engine.cpu.isa import Isa
+from specray.engine.cpu.simd import kernel, vectors
+from specray.engine.cpu.thread_pool import Kernel, as_pointer
+
+(
+    ROWS,
+    STRIDE,
+    SHIFT,
+    NUM_ROWS,
+    ROWS_AT_ONCE,
+    OUT,
+    OUT_STEP,
+    OUT_BLOCK_STEP,
+    IS_FLOAT,
+    SUMMAND,
+    SCRATCH,
+    SCRATCH_SIZE,
+    PANELS_AT_ONCE,
+    NUM_BLOCKS_AT_ONCE,
+    SUMS_STEP,
+    NUM_SUMS,
+    WEIGHT,
+    BIAS,
+    NUM_BLOCKS,
+    SIZE,
+    KIND,
+    FLOAT_ROWS,
+) = range(22)
+NUM_ARGS = 22
+
+
+@functools.cache
+def linear_kernel(isa: Isa, activation: Activation) -> Kernel:
+    """The kernel for a processor, with the activation of gated layers; takes ``NUM_ARGS`` arguments."""
+    makers: dict[Isa, Callable[[Any], Any]] = {
+        Isa.AMX: amx.multiply_kernel,
+        Isa.AVX512_BF16: functools.partial(vector.multiply_kernel, vector.AVX512_BF16),
+        Isa.AVX512_FMA: functools.partial(vector.multiply_kernel, vector.AVX512_FMA),
+        Isa.AVX2_FMA: functools.partial(vector.multiply_kernel, vector.AVX2_FMA),
+    }
+    name = f"linear-{isa}" if activation is Activation.SILU else f"linear-{isa}-{activation}"
+    return Kernel(name, NUM_ARGS, functools.partial(_make_linear, makers[isa], isa, activation))
+
+
+def _make_linear(make_multiply: Callable[[Any], Any], isa: Isa, activation: Activation) -> Any:
+    has_tiles, has_float_rows = isa is Isa.AMX, isa.has_float_rows
+    finish = epilogue_kernel(activation)
+    begin, multiply, finish_all = make_multiply(finish)
+    load_half, store = vectors(BLOCK, "bfloat16").load, vectors(BLOCK, "float32").store
+
+    @kernel()
+    def place_rows(args: Any, floats: int, rows: tuple[int, int], blocks: tuple[int, int]) -> Any:
+        """Prepares some rows for products; returns (address of block 0, (bytes to next row, next block))."""
+        # Right for packed rows too: groups before this one are full.
+        place = args[ROWS] + rows[0] * args[NUM_BLOCKS] * BLOCK * 2
+        if not has_float_rows:
+            return place, (args[STRIDE], args[SHIFT])
+        shift = rows[1] * (FLOAT_STRIDE // BLOCKS_AT_ONCE)
+        for first in range(blocks[0], blocks[1], BLOCKS_AT_ONCE):
+            piece = floats + (first - blocks[0]) * shift
+            for row in range(rows[1]):
+                for block in range(first, min(blocks[1], first + BLOCKS_AT_ONCE)):
+                    numbers = load_half(place + row * args[STRIDE], block * BLOCK)
+                    store(piece + row * FLOAT_STRIDE, (block - first) * BLOCK, numbers)
+        return floats - blocks[0] * shift, (FLOAT_STRIDE, shift)
+
+    @kernel()
+    def epilogue(args: Any, sums: int, panel: int, first_row: int, num_rows: int) -> Any:
+        """Epilogue of some rows of a panel, whose sums are complete."""
+        kind, is_float, size = args[KIND], args[IS_FLOAT], args[SIZE]
+        at = row_place(first_row, size, args[OUT_STEP]) + panel * args[OUT_BLOCK_STEP]
+        bias, gate = args[BIAS] + panel * PANEL * 4, 0
+        if kind == GATED:
+            bias, gate = bias + (panel + 1) * PANEL * 4, args[ROWS_AT_ONCE] * PANEL * 4
+        out, summand = args[OUT] + at * (4 if is_float else 2), args[SUMMAND] + at * 2
+        # Groups of rows have one size in both layouts.
+        steps, shape = (args[OUT_STEP], HEIGHT * size), (num_rows, min(PANEL, size - panel * PANEL))
+        return kind, is_float, sums + gate, bias, out, summand, gate, steps, shape
+
+    @kernel()
+    def do_panel(
+        args: Any,
+        sums: int,
+        panel: int,
+        num_rows: int,
+        places: tuple[int, tuple[int, int]],
+        blocks: tuple[int, int],
+        end: int,
+        waiting: Any,
+    ) -> None:
+        """Multiplies some rows and blocks of a panel: sums of the gate first, then of ``up``.
+
+        Finishes all rows of the waiting panel meanwhile, spread evenly over the products.
+        """
+        num_blocks, num_layers = args[NUM_BLOCKS], 2 if args[KIND] == GATED else 1
+        place, steps = places
+        num_products = num_layers * ((num_rows + HEIGHT - 1) // HEIGHT) * (blocks[1] - blocks[0])
+        clock, pace = 0, ((waiting[-1][0] << CLOCK_BITS) + num_products - 1) // num_products
+        for layer in range(num_layers):
+            weight = args[WEIGHT] + (panel * num_layers + layer) * num_blocks * BLOCK_BYTES
+            total, due = sums + layer * args[ROWS_AT_ONCE] * PANEL * 4, (clock, pace)
+            clock = multiply(place, steps, weight, total, num_rows, num_blocks, blocks, end, waiting, due)
+
+    def linear(address: int, part: int, num_parts: int, thread: int) -> None:
+        args = carray(as_pointer(address), (NUM_ARGS,), np.int64)
+        num_rows, num_blocks = args[NUM_ROWS], args[NUM_BLOCKS]
+        rows_at_once, blocks_at_once = args[ROWS_AT_ONCE], args[NUM_BLOCKS_AT_ONCE]
+        num_panels = (args[SIZE] + PANEL - 1) // PANEL
+        first_panel, last_panel = num_panels * part // num_parts, num_panels * (part + 1) // num_parts
+        num_layers = 2 if args[KIND] == GATED else 1
+        end = args[WEIGHT] + last_panel * num_layers * num_blocks * BLOCK_BYTES
+        first_sums = sums = args[SCRATCH] + thread * args[SCRATCH_SIZE]
+        floats = first_sums + args[FLOAT_ROWS]
+        waiting = epilogue(args, sums, first_panel, 0, 0)
+        begin(num_rows)
+        for group in range(first_panel, last_panel, args[PANELS_AT_ONCE]):
+            last = min(last_panel, group + args[PANELS_AT_ONCE])
+            for first_row in range(0, num_rows, rows_at_once):
+                rows = first_row, min(num_rows - first_row, rows_at_once)
+                for block in range(0, num_blocks, blocks_at_once):
+                    blocks = block, min(num_blocks, block + blocks_at_once)
+                    places = place_rows(args, floats, rows, blocks)
+                    for panel in range(group, last):
+                        place = first_sums + (panel - group) % args[NUM_SUMS] * args[SUMS_STEP]
+                        if place == sums or not has_tiles:
+                            # The sums' memory is needed now, or there is nothing to overlap with.
+                            finish(waiting, 0, num_rows)
+                            waiting = epilogue(args, place, panel, 0, 0)
+                        do_panel(args, place, panel, rows[1], places, blocks, end, waiting)
+                        num_done = rows[1] if blocks[1] == num_blocks else 0
+                        sums, waiting = place, epilogue(args, place, panel, first_row, num_done)
+        finish(waiting, 0, num_rows)
+        finish_all()
+
+    return linear
