@@ -34,7 +34,13 @@ def scaled(weight: Tensor, scale: Tensor, zero_point: Tensor | None, block: tupl
 
 
 def packed_rows(
-    packed: Tensor, shape: tuple[int, int], scale: Tensor, zero_point: Tensor | None, groups: Tensor | None
+    packed: Tensor,
+    shape: tuple[int, int],
+    scale: Tensor,
+    zero_point: Tensor | None,
+    groups: Tensor | None,
+    *,
+    group_size: int | None = None,
 ) -> Tensor:
     """compressed-tensors' ``pack-quantized``: signed numbers plus half their range, packed along a row.
 
@@ -44,17 +50,25 @@ def packed_rows(
         scale: ``[rows, groups of columns]``.
         zero_point: int32, packed along the rows ``[words, groups]``; None: zero.
         groups: group of each column; None: in their order.
+        group_size: columns of a group, of the last one maybe fewer; None: as the scales' shape says.
     """
     rows, columns = shape
     num_bits = _bits(packed.shape[1], columns)
     codes = unpack(packed, num_bits)[:, :columns]
     offset = torch.full((), 1 << (num_bits - 1), dtype=torch.int32)
     zeros = offset if zero_point is None else unpack(zero_point.T.contiguous(), num_bits).T[:rows]
-    return _grouped(codes, scale, zeros, groups)
+    return _grouped(codes, scale, zeros, groups, group_size)
 
 
 def gptq(
-    packed: Tensor, scale: Tensor, zero_point: Tensor, groups: Tensor | None, *, bits: int, zero_offset: int
+    packed: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    groups: Tensor | None,
+    *,
+    bits: int,
+    zero_offset: int,
+    group_size: int | None = None,
 ) -> Tensor:
     """GPTQ: columns of the weight packed along a column of ``qweight``.
 
@@ -64,22 +78,24 @@ def gptq(
         zero_point: int32 ``[groups, out_features * bits / 32]``.
         groups: group of each input feature; None: in their order.
         zero_offset: added to zero points, within their range.
+        group_size: as of :func:`packed_rows`.
     """
     codes = unpack(packed.T.contiguous(), bits)
     zeros = (unpack(zero_point, bits) + zero_offset) & ((1 << bits) - 1)
-    return _grouped(codes, scale.T, zeros.T, groups)
+    return _grouped(codes, scale.T, zeros.T, groups, group_size)
 
 
-def awq(packed: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+def awq(packed: Tensor, scale: Tensor, zero_point: Tensor, *, group_size: int | None = None) -> Tensor:
     """AWQ: numbers of 4 bits; eight output features in a word, in an order of their own.
 
     Args:
         packed: int32 ``[in_features, out_features / 8]``.
         scale: ``[groups, out_features]``.
         zero_point: int32 ``[groups, out_features / 8]``.
+        group_size: as of :func:`packed_rows`.
     """
     codes, zeros = (_in_order(unpack(words, 4)) for words in (packed, zero_point))
-    return _grouped(codes.T, scale.T, zeros.T, None)
+    return _grouped(codes.T, scale.T, zeros.T, None, group_size)
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
@@ -92,15 +108,20 @@ def _in_order(codes: Tensor) -> Tensor:
     return codes.view(len(codes), -1, len(_AWQ_ORDER))[..., list(_AWQ_ORDER)].flatten(-2)
 
 
-def _grouped(codes: Tensor, scale: Tensor, zeros: Tensor, groups: Tensor | None) -> Tensor:
+def _grouped(
+    codes: Tensor, scale: Tensor, zeros: Tensor, groups: Tensor | None, group_size: int | None
+) -> Tensor:
     """``scale * (code - zero)``, with scales and zeros ``[rows, groups]``; one zero may be for all."""
     rows, columns = codes.shape
     if len(scale) != rows or scale.ndim != 2 or (zeros.ndim == 2 and zeros.shape != scale.shape):
         raise ValueError(f"scales of shape {list(scale.shape)} for a weight of {rows} rows")
     if groups is None:
-        if columns % scale.shape[1]:
-            raise ValueError(f"{scale.shape[1]} groups for {columns} columns")
-        groups = torch.arange(columns) // (columns // scale.shape[1])
+        if group_size is None or -(-columns // group_size) != scale.shape[1]:
+            # Whole rows, or a layer that has groups of its own.
+            if columns % scale.shape[1]:
+                raise ValueError(f"{scale.shape[1]} groups for {columns} columns")
+            group_size = columns // scale.shape[1]
+        groups = torch.arange(columns) // group_size
     elif groups.shape != (columns,) or not 0 <= int(groups.min()) <= int(groups.max()) < scale.shape[1]:
         raise ValueError(f"groups of columns that do not fit {scale.shape[1]} groups")
     index = groups.long()

@@ -22,6 +22,10 @@ class StoredFormat:
     """Bits of a number in ``qweight``."""
     zero_offset: int = 0
     """What is added to the zero points of ``qzeros``."""
+    group_size: int | None = None
+    """Columns of a group, the last of which may have fewer; None: as the scales' shape says."""
+    also_needed: frozenset[str] = frozenset()
+    """Further tensors that every quantised layer must have, since the configuration speaks of them."""
 
 
 SCALES = ("weight_scale", "weight_scale_inv")
@@ -106,18 +110,25 @@ def _compressed(values: Mapping[str, Any]) -> StoredFormat:
     groups = values.get("config_groups") or {}
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
         raise UnreadFormatError("config_groups")
-    blocks = set()
+    blocks, sizes, needed = set(), set(), []
     for group in groups.values():
         weights = group.get("weights")
         if not isinstance(weights, Mapping):
             raise UnreadFormatError("config_groups without weights")
         _expect(weights, "num_bits", (4, 8))
         _expect(weights, "strategy", (None, "tensor", "channel", "group", "block"))
+        sizes.add(weights.get("group_size"))
+        needed.append(_also_needed(weights))
         if weights.get("strategy") == "block":
             blocks.add(_block(weights, "block_structure"))
     if len(blocks) > 1:
         raise UnreadFormatError("blocks of several sizes")
-    return StoredFormat("compressed-tensors", block=next(iter(blocks), None))
+    return StoredFormat(
+        "compressed-tensors",
+        block=next(iter(blocks), None),
+        group_size=_group_size(sizes.pop()) if len(sizes) == 1 else None,
+        also_needed=frozenset.intersection(*needed) if needed else frozenset(),
+    )
 
 
 def _gptq(values: Mapping[str, Any]) -> StoredFormat:
@@ -125,14 +136,18 @@ def _gptq(values: Mapping[str, Any]) -> StoredFormat:
     _expect(values, "bits", (4, 8))
     _expect(values, "checkpoint_format", (None, "", "gptq", "gptq_v2"))
     offset = 0 if values.get("checkpoint_format") == "gptq_v2" else 1
-    return StoredFormat("gptq", bits=values["bits"], zero_offset=offset)
+    size = _group_size(values.get("group_size"))
+    needed = frozenset({"g_idx"} if values.get("desc_act") else ())
+    return StoredFormat("gptq", bits=values["bits"], zero_offset=offset, group_size=size, also_needed=needed)
 
 
 def _awq(values: Mapping[str, Any]) -> StoredFormat:
     """AWQ as AutoAWQ's ``gemm`` version stores it."""
     _expect({"bits": values.get("bits", values.get("w_bit"))}, "bits", (4,))
     _expect({"version": str(values.get("version") or "gemm").lower()}, "version", ("gemm",))
-    return StoredFormat("awq", bits=4)
+    return StoredFormat(
+        "awq", bits=4, group_size=_group_size(values.get("group_size", values.get("q_group_size")))
+    )
 
 
 def _mxfp4(values: Mapping[str, Any]) -> StoredFormat:
@@ -155,6 +170,18 @@ def _expect(values: Mapping[str, Any], name: str, allowed: tuple[object, ...]) -
     value = values.get(name)
     if isinstance(value, bool) or value not in allowed:
         raise UnreadFormatError(f"{name} {value!r}")
+
+
+def _also_needed(weights: Mapping[str, Any]) -> frozenset[str]:
+    """What layers of compressed-tensors have with zero points, or with groups in an order of their own."""
+    zero_points = () if weights.get("symmetric", True) else ("weight_zero_point",)
+    order = ("weight_g_idx",) if weights.get("actorder") in ("group", True) else ()
+    return frozenset((*zero_points, *order))
+
+
+def _group_size(size: object) -> int | None:
+    """Columns of a group; -1 in a configuration is a whole row."""
+    return size if type(size) is int and size > 0 else None
 
 
 def _block(values: Mapping[str, Any], name: str) -> tuple[int, int] | None:

@@ -84,7 +84,7 @@ class StoredWeights(NamedWeights):
             kind = "awq" if self._stored.method == "awq" else "gptq"
         else:
             kind = "packed" if f"{layer}.weight_packed" in has else "scaled"
-        for suffix in NEEDED[kind]:
+        for suffix in (*NEEDED[kind], *sorted(self._stored.also_needed)):
             if f"{layer}.{suffix}" not in has:
                 raise ConfigError(f"model {self._path!r} lacks weights: {layer}.{suffix}")
         return kind
@@ -117,10 +117,15 @@ class StoredWeights(NamedWeights):
             rows, columns = self._shape(layer)
             zero_point, groups = optional("weight_zero_point"), optional("weight_g_idx")
             return dequantise.packed_rows(
-                raw("weight_packed"), (rows, columns), raw("weight_scale"), zero_point, groups
+                raw("weight_packed"),
+                (rows, columns),
+                raw("weight_scale"),
+                zero_point,
+                groups,
+                group_size=stored.group_size,
             )
         if kind == "awq":
-            return dequantise.awq(raw("qweight"), raw("scales"), raw("qzeros"))
+            return dequantise.awq(raw("qweight"), raw("scales"), raw("qzeros"), group_size=stored.group_size)
         return dequantise.gptq(
             raw("qweight"),
             raw("scales"),
@@ -128,4 +133,5 @@ class StoredWeights(NamedWeights):
             optional("g_idx"),
             bits=stored.bits,
             zero_offset=stored.zero_offset,
+            group_size=stored.group_size,
         )

@@ -79,14 +79,20 @@ def _int8_rows(shape: tuple[int, int], random: torch.Generator) -> tuple[Tensors
 
 
 def _grouped(
-    shape: tuple[int, int], bits: int, random: torch.Generator, groups: torch.Tensor | None = None
+    shape: tuple[int, int],
+    bits: int,
+    random: torch.Generator,
+    groups: torch.Tensor | None = None,
+    *,
+    size: int = GROUP,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, zero points and float16 scales of groups of columns, and the weight that they mean."""
     rows, columns = shape
     codes = torch.randint(0, 1 << bits, shape, generator=random)
-    zeros = torch.randint(1, 1 << bits, (rows, columns // GROUP), generator=random)
-    scales = (_scales((rows, columns // GROUP), random) / (1 << bits)).half()
-    index = torch.arange(columns) // GROUP if groups is None else groups
+    num_groups = -(-columns // size)
+    zeros = torch.randint(1, 1 << bits, (rows, num_groups), generator=random)
+    scales = (_scales((rows, num_groups), random) / (1 << bits)).half()
+    index = torch.arange(columns) // size if groups is None else groups
     return codes, zeros, scales, (codes - zeros[:, index]).float() * scales.float()[:, index]
 
 
@@ -106,11 +112,13 @@ def _packed(bits: int, *, is_symmetric: bool) -> Callable[..., tuple[Tensors, to
     return store
 
 
-def _gptq(bits: int, *, is_reordered: bool, stored_less: int) -> Callable[..., tuple[Tensors, torch.Tensor]]:
+def _gptq(
+    bits: int, *, is_reordered: bool, stored_less: int, size: int = GROUP
+) -> Callable[..., tuple[Tensors, torch.Tensor]]:
     def store(shape: tuple[int, int], random: torch.Generator) -> tuple[Tensors, torch.Tensor]:
         order = torch.randperm(shape[1], generator=random) if is_reordered else torch.arange(shape[1])
-        groups = order // GROUP
-        codes, zeros, scales, meant = _grouped(shape, bits, random, groups)
+        groups = order // size
+        codes, zeros, scales, meant = _grouped(shape, bits, random, groups, size=size)
         tensors = {
             "qweight": packed(codes, bits).T.contiguous(),
             "qzeros": packed(zeros.T - stored_less, bits),
@@ -161,6 +169,15 @@ LAYOUTS = {
     "gptq": Layout(
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP},
         _gptq(4, is_reordered=False, stored_less=1),
+    ),
+    "gptq-short-last-group": Layout(
+        # Of 48 columns, which two groups of 24 would divide as well.
+        {"quant_method": "gptq", "bits": 4, "group_size": 32},
+        _gptq(4, is_reordered=False, stored_less=1, size=32),
+    ),
+    "gptq-whole-rows": Layout(
+        {"quant_method": "gptq", "bits": 4, "group_size": -1},
+        _gptq(4, is_reordered=False, stored_less=1, size=48),
     ),
     "gptq-reordered-8": Layout(
         {"quant_method": "gptq", "bits": 8, "group_size": GROUP, "desc_act": True},

@@ -139,6 +139,32 @@ def test_a_configuration_that_speaks_of_plain_weights(checkpoint: Path) -> None:
     assert "says that it is quantised ('awq'), and none of its tensors is" in refused(checkpoint)
 
 
+@pytest.mark.parametrize(
+    ("layout", "values", "lacking"),
+    [
+        ("gptq", {"desc_act": True}, "g_idx"),
+        (
+            "compressed-pack4",
+            compressed("pack-quantized", num_bits=4, strategy="group", symmetric=False),
+            "weight_zero_point",
+        ),
+        (
+            "compressed-pack4",
+            compressed("pack-quantized", num_bits=4, strategy="group", actorder="group"),
+            "weight_g_idx",
+        ),
+    ],
+)
+def test_a_tensor_that_the_configuration_speaks_of(
+    checkpoint: Path, layout: str, values: dict[str, Any], lacking: str
+) -> None:
+    """Without it each layer would be read in another way than was meant."""
+    stored = LAYOUTS[layout]
+    quantise_checkpoint(checkpoint, Layout({**stored.config, **values}, stored.store))
+    with pytest.raises(ConfigError, match=f"lacks weights: .*{lacking}$"):
+        source(checkpoint)
+
+
 def test_forward_hf_reads_no_quantised_weights(checkpoint: Path) -> None:
     quantise_checkpoint(checkpoint, LAYOUTS["fp8-blocks"])
     assert "is quantised ('fp8'), which only forward decoder reads" in refused(checkpoint, forward="hf")
