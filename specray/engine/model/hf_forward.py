@@ -21,6 +21,7 @@ from specray.engine.attention.latent import from_latent, keep_latents, keeps_lat
 from specray.engine.attention.scores import ScoreRule
 from specray.engine.attention.sdpa import SdpaStep
 from specray.engine.cache.blocks import BlockCache
+from specray.engine.model.checks.messages import first_line
 from specray.engine.model.checks.modalities import quiet_library
 from specray.engine.model.checks.refusals import has_recurrent_layers
 from specray.engine.model.layers.recurrent import RecurrentLayers, find_recurrent
@@ -113,8 +114,7 @@ class HfForward:
     def __init__(self, model: PreTrainedModel, feature_layers: tuple[int, ...] = ()) -> None:
         self.model = model
         self._tap = _Tap(model, feature_layers)
-        with torch.inference_mode():
-            expected = model(torch.tensor([_CHECKED_TOKENS], device=model.device), use_cache=False).logits[0]
+        expected = _plain_logits(model)
         AttentionInterface.register(ATTENTION_NAME, _block_attention)
         with quiet_library():  # It warns of other parts that are no more.
             model.set_attn_implementation(ATTENTION_NAME)
@@ -214,6 +214,20 @@ class HfForward:
         )
         rows: torch.Tensor = output.last_hidden_state[0]
         return rows
+
+
+@torch.inference_mode()
+def _plain_logits(model: PreTrainedModel) -> torch.Tensor:
+    """Logits of the checked tokens, as the model computes them itself."""
+    try:
+        logits: torch.Tensor = model(
+            torch.tensor([_CHECKED_TOKENS], device=model.device), use_cache=False
+        ).logits[0]
+    except Exception as error:  # Of sizes that do not fit each other, as heads and kv heads.
+        raise ConfigError(
+            f"{type(model).__name__} is not supported: its forward fails ({first_line(error)})"
+        ) from None
+    return logits
 
 
 class _Tap:

@@ -26,7 +26,7 @@ from specray.engine.model.checks.modalities import (
     is_language_model,
     needs_other_parts,
 )
-from specray.engine.model.checks.refusals import has_recurrent_layers, refusal_of
+from specray.engine.model.checks.refusals import has_recurrent_layers, refusal_of, window_refusal
 from specray.engine.model.checks.weights import check_finite, check_report
 from specray.engine.model.decoder_config import DecoderConfig
 from specray.engine.model.families.from_library import can_lower, decoder_config_of
@@ -159,9 +159,13 @@ def check_served(
         raise ConfigError(f"model {path!r}: {refusal}")
     if config.has_decoder(forward):
         try:
-            return decoder_config_of(config.text, max_model_len=max_model_len)
+            decoder = decoder_config_of(config.text, max_model_len=max_model_len)
         except (KeyError, TypeError, ValueError) as error:  # Of rotary embeddings, as the library's model.
             raise ConfigError(f"model {path!r} cannot be loaded: {one_line(error)}") from None
+        refusal = window_refusal(config.text, decoder.windows, max_model_len=max_model_len)
+        if refusal is not None:
+            raise ConfigError(f"model {path!r}: model type {config.model_type!r} is not supported: {refusal}")
+        return decoder
     try:
         check_architecture(config.whole, max_model_len=max_model_len, make_forward=HfForward)
     except ConfigError as error:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from specray.engine.model.checks.messages import first_line
 from specray.engine.model.checks.miniature import windows
 
 _RECURRENT_KINDS = frozenset(
@@ -63,12 +65,44 @@ def known_refusal(config: Any, *, max_model_len: int) -> str | None:
         return (
             "it has sparse attention, whose layers choose the tokens that they see by an index of their own"
         )
+    if not getattr(config, "is_causal", True):
+        return "its tokens see those behind them (is_causal is false)"
+    first = getattr(config, "floor_scale", None)
+    if getattr(config, "attn_temperature_tuning", False) and first is not None and first <= max_model_len:
+        # The library counts rows, which are of several sequences here.
+        return (
+            f"it scales the queries of tokens from the {first}th on and max_model_len is {max_model_len}; "
+            f"allowed: max_model_len up to {first - 1}"
+        )
     if "chunked_attention" in kinds:
         chunk = windows(config).get("attention_chunk_size")
         if chunk is not None and chunk < max_model_len:
             return (
                 f"its attention is cut into chunks of {chunk} tokens and max_model_len is {max_model_len}; "
                 f"allowed: max_model_len up to {chunk}"
+            )
+    return None
+
+
+def window_refusal(config: Any, windows: Sequence[int | None], *, max_model_len: int) -> str | None:
+    """As :func:`known_refusal`, where the library's cache keeps fewer tokens than a layer attends to.
+
+    It goes by the configuration's windows, which a model's own code may not know: what the library generates
+    then is not what its forward says.
+
+    Args:
+        windows: tokens that each layer attends to; None: all.
+    """
+    try:
+        layers = DynamicCache(config=config).layers
+    except Exception as error:  # Of windows that are not set, each in its own way.
+        return f"transformers makes no cache for it ({first_line(error)})"
+    for index, (layer, window) in enumerate(zip(layers, windows, strict=False)):
+        kept = getattr(layer, "sliding_window", None)
+        if kept is not None and kept < min(window or max_model_len, max_model_len):
+            return (
+                f"its configuration names a window of {kept} tokens for layer {index}, which attends to "
+                f"{window or 'all'}; allowed: max_model_len up to {kept}"
             )
     return None
 

@@ -141,6 +141,8 @@ def _windows(model_type: str, fields: Fields) -> tuple[int | None, ...]:
         raise NotUnderstoodError("layer_types")
     if not all(kind in ("full_attention", "sliding_attention") for kind in kinds):
         raise NotUnderstoodError("layer_types")
+    if window is None and "sliding_attention" in kinds:
+        raise NotUnderstoodError("sliding_window")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 

@@ -44,7 +44,9 @@ def can_lower(config: Any) -> bool:
     """Whether the decoder computes what a text configuration describes."""
     if config.model_type not in MODEL_TYPES or _activation(config) not in _ACTIVATIONS:
         return False
-    if _rotary_share(config) != 1.0 and config.model_type not in _PARTLY_ROTATED:
+    if _rotary_share(config) != 1.0 and (
+        config.model_type not in _PARTLY_ROTATED or int(_head_dim(config) * _rotary_share(config)) % 2
+    ):
         return False
     if set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
         return False
@@ -62,10 +64,15 @@ def can_lower(config: Any) -> bool:
 
 
 def decoder_config_of(config: Any, *, max_model_len: int) -> DecoderConfig:
-    """The decoder's configuration, from one that it covers."""
+    """The decoder's configuration, from one that it covers. Raises ValueError for senseless values."""
     model_type, num_heads = config.model_type, config.num_attention_heads
     has_bias = model_type in _WITH_ATTENTION_BIAS and bool(config.attention_bias)
-    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // num_heads)
+    head_dim = _head_dim(config)
+    if num_heads % config.num_key_value_heads:
+        raise ValueError(
+            f"num_attention_heads is {num_heads}; allowed: a multiple of num_key_value_heads, which is "
+            f"{config.num_key_value_heads}"
+        )
     rope, own_ropes = _ropes(config, max_model_len)
     switches = _SWITCHES[model_type](config) if model_type in _SWITCHES else {}
     rotary_dim = int(head_dim * _rotary_share(config))
@@ -171,6 +178,10 @@ _SWITCHES = {
     "gpt_oss": _gpt_oss,
 }
 """What types have that Llama has not."""
+
+
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _activation(config: Any) -> str:

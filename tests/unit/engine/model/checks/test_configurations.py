@@ -1,0 +1,88 @@
+"""Fields of a configuration that are senseless, or that transformers' forward and cache read in two ways."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specray.config import EngineConfig
+from specray.engine.model.description import ModelArgs, ModelDescription, describe
+from specray.engine.runner.assembly import build_runner
+from specray.errors import ConfigError
+from tests.unit.engine.model.checkpoints import write_family
+from tests.unit.engine.model.zoo import FAMILIES
+
+pytestmark = pytest.mark.slow
+
+MAX_MODEL_LEN = 128
+
+
+def described(directory: Path, family: str, changed: dict[str, Any]) -> ModelDescription:
+    """What is said of a family whose config.json was changed by hand."""
+    write_family(directory, FAMILIES[family])
+    file = directory / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+    return describe(ModelArgs(str(directory), max_model_len=MAX_MODEL_LEN))
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "sentence"),
+    [
+        (
+            "llama",
+            {"num_key_value_heads": 3},
+            "num_attention_heads is 4; allowed: a multiple of num_key_value_heads, which is 3",
+        ),
+        # A window that the model's code does not know, while transformers' cache does.
+        (
+            "llama",
+            {"sliding_window": 16},
+            "model type 'llama' is not supported: its configuration names a window of 16 tokens for layer 0, "
+            "which attends to all; allowed: max_model_len up to 16",
+        ),
+        (
+            "granite",
+            {"sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]},
+            "a window of 16 tokens for layer 1, which attends to all; allowed: max_model_len up to 16",
+        ),
+        ("olmo", {"sliding_window": 16}, "with transformers' own cache its logits are off by"),
+        ("qwen2-sliding", {"use_sliding_window": False}, "transformers makes no cache for it"),
+        ("llama", {"is_causal": False}, "its tokens see those behind them (is_causal is false)"),
+        (
+            "llama4",
+            {"floor_scale": 64},
+            "it scales the queries of tokens from the 64th on and max_model_len is 128; allowed: "
+            "max_model_len up to 63",
+        ),
+    ],
+)
+def test_is_refused(tmp_path: Path, family: str, changed: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        described(tmp_path, family, changed)
+    message = str(caught.value)
+    assert sentence in message and "\n" not in message
+
+
+def test_a_window_that_no_sequence_reaches_is_none(tmp_path: Path) -> None:
+    decoder = described(tmp_path, "llama", {"sliding_window": MAX_MODEL_LEN}).decoder
+    assert decoder is not None and decoder.windows == (None, None)
+
+
+def test_an_odd_number_of_rotated_dimensions_is_left_to_the_library(tmp_path: Path) -> None:
+    """Which rotates four of eight, not three."""
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.4}
+    assert described(tmp_path, "phi3", {"rope_parameters": rope}).decoder is None
+
+
+def test_a_model_whose_own_forward_fails_is_refused(tmp_path: Path) -> None:
+    """Its miniature has heads that fit each other."""
+    write_family(tmp_path, replace(FAMILIES["olmo"], values={"num_key_value_heads": 3}))
+    config = EngineConfig(
+        model=str(tmp_path), dtype="float32", device="cpu", max_model_len=MAX_MODEL_LEN, num_threads=1
+    )
+    with pytest.raises(ConfigError, match="OlmoForCausalLM is not supported: its forward fails"):
+        build_runner(config, role="target")
