@@ -16,7 +16,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from tests.unit.engine.model.zoo import FAMILIES, Family
+from tests.unit.engine.model.families.family import Family
+from tests.unit.engine.model.zoo import FAMILIES
 
 VOCAB_SIZE = 96
 HIDDEN = {
