@@ -23,6 +23,7 @@ from tests.unit.engine.model.families.family import (
     VISION,
     Family,
 )
+from tests.unit.engine.model.families.more import MORE
 
 QUICK = (
     "qwen2_moe-sliding",
@@ -359,4 +360,5 @@ FAMILIES: dict[str, Family] = {
     "bloom": Family("bloom", {"n_layer": 2, "n_head": 4}, OWN_CODE),
     "falcon": Family("falcon", {}, OWN_CODE),
     "gptj": Family("gptj", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8}, OWN_CODE),
+    **MORE,
 }
