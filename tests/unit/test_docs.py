@@ -6,11 +6,9 @@ import ast
 import importlib
 import importlib.util
 import json
-import os
 import re
 import shlex
 import subprocess
-import sys
 import textwrap
 import typing
 from collections.abc import Iterator, Sequence
@@ -20,16 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
 
 from specray.cli import main
-from specray.cli.app import app
+from specray.cli.app import command_line, run
 from specray.cli.settings import build_config, pair_options
 from specray.config import Config, parse_config
 from specray.models.catalogue import DEFAULT_MODEL
 from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.http.schemas import CompletionRequest, parse_request
+from specray.serving.local import pair
+from tests.unit.engine.processes import forked_worker
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -188,11 +187,6 @@ def test_every_command_is_one_that_is_checked() -> None:
             assert program in OTHER_PROGRAMS | {"specray"}, name
 
 
-@cache
-def command_line() -> Any:
-    return typer.main.get_command(app)
-
-
 def parse_command(words: Sequence[str]) -> tuple[str, Any]:
     """The command that the command line would run, and its values. Raises click's errors, runs nothing."""
     command = command_line()
@@ -270,23 +264,19 @@ def quick_call(start: str) -> Call:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("start", QUICK_COMMANDS)
-def test_quick_commands_run(start: str, tmp_path: Path) -> None:
+def test_quick_commands_run(
+    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     words = list(quick_call(start).words)
     if "--max-tokens" in words:
         words[words.index("--max-tokens") + 1] = "4"
         words += ["--set", "target.profile_s=0", "--set", "draft.profile_s=0"]
-    done = subprocess.run(
-        [sys.executable, "-m", "specray.cli", *words],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        text=True,
-        capture_output=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
-    assert "Traceback" not in done.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pair, "_worker", forked_worker)
+    assert run(words) == 0, capfd.readouterr().err
+    printed = capfd.readouterr()
+    assert printed.out.strip()
+    assert "Traceback" not in printed.err
 
 
 MODULE_CALLS = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import time
@@ -12,11 +11,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import typer
 
 from specray import __version__
 from specray.cli import main
-from specray.cli.app import app
 from specray.cli.generate import Sampling, _from_server, _print_all
 from specray.cli.settings import build_config, pair_options
 from specray.config import Config, read_config_file
@@ -24,9 +21,6 @@ from specray.errors import ConfigError
 from specray.fakes import FakeRouterClient
 from specray.types import DraftKind, Overlap, Verification
 from tests.unit.serving.http.service import INFO, REPLY, say, serving
-
-ROOT = Path(__file__).resolve().parents[3]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def run(*arguments: str) -> int:
@@ -49,33 +43,6 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Config]:
 
     monkeypatch.setattr("specray.serving.launch.run_service", run_service)
     return configs
-
-
-@pytest.mark.parametrize(
-    "arguments", [[], ["serve"], ["generate"], ["worker"], ["models"], ["bench"], ["bench", "serve"]]
-)
-def test_every_command_explains_itself(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*arguments, "--help") == 0
-    assert "Usage:" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_documents_name_commands_and_options_that_there_are(path: Path) -> None:
-    text = path.read_text(encoding="utf-8").replace("\\\n", " ")
-    root: Any = typer.main.get_command(app)
-    for line in re.findall(r"\bspecray ([a-z][^`\n|#]*)", text):
-        words = line.split()
-        command = root
-        while hasattr(command, "commands"):
-            is_named = bool(words) and words[0] in command.commands
-            if not is_named and command.name != "bench":
-                break
-            command = command.commands[words.pop(0) if is_named else "serve"]
-        known = {
-            option for parameter in command.params for option in parameter.opts + parameter.secondary_opts
-        }
-        assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known | {"--help"}, line
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,12 +10,20 @@ import yaml
 
 from specray.cli.app import run
 from specray.config import parse_config, read_config_file
+from specray.serving.local import pair
 from tests.unit.engine.features.checkpoints import eagle3_weights, official, write
 from tests.unit.engine.model.checkpoints import write_checkpoint
+from tests.unit.engine.processes import forked_worker
 
 PROMPTS = {"code": "def fibonacci(n):\n", "words": "value value value value\n"}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(autouse=True)
+def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that have everything imported from the start: here they are measured, not started."""
+    monkeypatch.setattr(pair, "_worker", forked_worker)
 
 
 def test_embedded_pair_from_prompts_to_a_configuration(
@@ -30,6 +38,7 @@ def test_embedded_pair_from_prompts_to_a_configuration(
             *(f"--prompts={name}={tmp_path / name}" for name in PROMPTS),
             *("--k=1", "--k=2", "--max-tokens=8", "--concurrency=2", "--concurrency=1"),
             *("--temperature=0", "--temperature=1", "--num-passes=1", "--check"),
+            *("--set=target.profile_s=0.3", "--set=draft.profile_s=0.3"),
             *(
                 f"--json={out['advice.json']}",
                 f"--plot={out['advice.svg']}",
@@ -78,7 +87,7 @@ def test_drafter_has_a_target_of_its_own_and_its_trees_their_own_step_times(
             *("advise", f"--target={target}", f"--drafter={drafter}", "--draft=ngram", "--dtype=float32"),
             *(f"--prompts=letters={prompts}", "--max-tokens=12", "--max-model-len=64", "--k=2"),
             *("--temperature=0", "--concurrency=1", "--num-passes=1", f"--json={out}"),
-            *("--tree=3x1", "--check"),
+            *("--tree=3x1", "--check", "--set=target.profile_s=0.3"),
         ]
     )
     printed = capsys.readouterr()

@@ -21,7 +21,9 @@ from specray.cli.app import run
 from specray.cli.bench.overlap import cores, overlap, parse_arm
 from specray.config import parse_config
 from specray.errors import ConfigError
+from specray.serving.local import pair
 from specray.types import Overlap
+from tests.unit.engine.processes import forked_worker
 
 pytestmark = pytest.mark.slow
 
@@ -135,7 +137,8 @@ def test_plain_decoding_is_compared_with_pass_by_pass() -> None:
     assert list(table.columns[-1].cells) == ["–", "1.33±0.02"]
 
 
-def test_a_run_reports_every_arm(tmp_path: Path) -> None:
+def test_a_run_reports_every_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair, "_worker", forked_worker)
     file = tmp_path / "overlap.json"
     arms = ["--arm", "off:0", "--arm", "serial:2", "--arm", "enumerate:2"]
     sizes = ["--num-prompts", "2", "--num-repeats", "3", "--max-tokens", "16", "--max-model-len", "256"]

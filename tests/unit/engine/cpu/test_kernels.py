@@ -1,8 +1,6 @@
 """CPU kernels against torch in float64, at the edges of their blocks; a row is the same at any width."""
 
 import gc
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -30,6 +28,8 @@ from specray.engine.cpu.simd import vectors
 from specray.engine.cpu.thread_pool import Kernel, ThreadPool, as_pointer
 from specray.engine.model.decoder import HeadNorm
 from specray.engine.step import AttentionStep, CacheShape, SequenceRows
+from tests.unit.engine.cpu.kernel_processes import normed_sum, normed_sum_of_cached, pool_size
+from tests.unit.engine.processes import answer_of
 
 pytestmark = pytest.mark.slow
 
@@ -345,27 +345,7 @@ def test_huge_pages_hold_a_tensor_of_any_size() -> None:
 
 def test_kernels_from_the_cache_compute_the_same(tmp_path: Path) -> None:
     """A second process loads the first one's code, a third does not trust a broken file."""
-    program = """
-import sys, torch
-from specray.engine.cpu.norm import FusedRMSNorm
-from specray.engine.cpu.thread_pool import ThreadPool
-import numba.core.ccallback
-if sys.argv[1] == "cached":
-    numba.core.ccallback.CFunc.compile = lambda self: sys.exit("compiled again")
-rows = torch.arange(200_000, dtype=torch.float32).view(2_000, 100)
-print(FusedRMSNorm(torch.ones(100), 1e-5, ThreadPool(2))(rows).double().sum().item())
-"""
-
-    def run(expectation: str) -> str:
-        environment = {"HOME": str(tmp_path), "PATH": "", "PYTHONPATH": ":".join(sys.path)}
-        done = subprocess.run(
-            [sys.executable, "-c", program, expectation],
-            env=environment, capture_output=True, text=True, timeout=100, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    first = run("compile")
+    first = answer_of(normed_sum, tmp_path)
     files = sorted(tmp_path.glob(".cache/specray/kernels/*/*"))
     assert [path.name for path in files] == [
         "help.bin",
@@ -373,9 +353,12 @@ print(FusedRMSNorm(torch.ones(100), 1e-5, ThreadPool(2))(rows).double().sum().it
         "lead_all.bin",
         "norm-float32-float32-4.bin",
     ]
-    assert run("cached") == first
+    assert answer_of(normed_sum_of_cached, tmp_path) == first
     files[3].write_bytes(files[3].read_bytes()[:-1])
-    assert run("compile") == first
+    assert answer_of(normed_sum, tmp_path) == first
+    with pytest.raises(EOFError):
+        files[3].write_bytes(files[3].read_bytes()[:-1])
+        answer_of(normed_sum_of_cached, tmp_path)
 
 
 def test_compiled_kernels_are_known_by_all_their_sources() -> None:
@@ -387,14 +370,4 @@ def test_compiled_kernels_are_known_by_all_their_sources() -> None:
 def test_without_a_place_to_keep_them_kernels_are_compiled(tmp_path: Path) -> None:
     home = tmp_path / "a-file"
     home.write_text("not a directory")
-    program = "from specray.engine.cpu.thread_pool import ThreadPool; print(ThreadPool(2).size)"
-    environment = {"HOME": str(home), "PATH": "", "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+    assert answer_of(pool_size, home) == 2

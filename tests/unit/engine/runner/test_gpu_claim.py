@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,30 +12,26 @@ import pytest
 from specray.config import EngineConfig
 from specray.engine.runner.gpu_claim import claim_gpu, warn_of_turns
 from specray.errors import ConfigError
-
-_HOLD = """
-import sys
-from pathlib import Path
-from specray.config import EngineConfig
-from specray.engine.runner.gpu_claim import claim_gpu
-options = {"num_gpus": float(sys.argv[2])} if sys.argv[2] else {}
-claim_gpu(EngineConfig(ray_actor_options=options), "draft", "GPU-1", directory=Path(sys.argv[1]))
-print("taken", flush=True)
-sys.stdin.read()
-"""
+from tests.unit.engine.processes import preloaded_context
+from tests.unit.engine.runner.gpu_holder import hold_gpu
 
 
 @contextmanager
-def another_process(directory: Path, num_gpus: str) -> Iterator[int]:
+def another_process(directory: Path, num_gpus: float | None) -> Iterator[int]:
     """Has the GPU while the block runs."""
-    with subprocess.Popen(
-        [sys.executable, "-c", _HOLD, str(directory), num_gpus],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None and process.stdout.readline() == "taken\n"
+    context = preloaded_context()
+    ours, theirs = context.Pipe()
+    process = context.Process(target=hold_gpu, args=(theirs, directory, num_gpus))
+    process.start()
+    try:
+        assert ours.poll(60) and ours.recv() == "taken"
+        assert process.pid is not None
         yield process.pid
+    finally:
+        ours.close()
+        theirs.close()
+        process.join(60)
+    assert process.exitcode == 0
 
 
 def engine(**options: float) -> EngineConfig:
@@ -46,7 +40,7 @@ def engine(**options: float) -> EngineConfig:
 
 @pytest.mark.slow
 def test_a_gpu_that_another_process_has_is_refused_by_name_until_it_ends(tmp_path: Path) -> None:
-    with another_process(tmp_path, "") as pid:
+    with another_process(tmp_path, None) as pid:
         for config, said in ((engine(), "not set"), (engine(num_gpus=0.5), "0.5")):
             with pytest.raises(ConfigError) as raised:
                 claim_gpu(config, "target", "GPU-1", directory=tmp_path)
@@ -60,7 +54,7 @@ def test_a_gpu_that_another_process_has_is_refused_by_name_until_it_ends(tmp_pat
 
 @pytest.mark.slow
 def test_engines_that_say_so_share_a_gpu_and_others_do_not(tmp_path: Path) -> None:
-    with another_process(tmp_path, "0.2"):
+    with another_process(tmp_path, 0.2):
         claim_gpu(engine(num_gpus=0.8), "target", "GPU-1", directory=tmp_path)
         with pytest.raises(ConfigError, match=r"num_gpus is 1\.0, but GPU GPU-1 is taken by the draft of"):
             claim_gpu(engine(num_gpus=1.0), "target", "GPU-1", directory=tmp_path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,10 +21,12 @@ from specray.demo.paths import demo_target_path
 from specray.engine.runner.device import num_usable_cores, visible_gpus
 from specray.errors import EngineLostError
 from specray.requests import GenerateRequest
-from specray.serving.local.pair import WORKER_COMMAND, local_pair
+from specray.serving.local import pair as pair_module
+from specray.serving.local.pair import local_pair
 from specray.serving.local.ranks import follow, local_ranks, sharing_cores
 from specray.tokenization import make_stop_matcher
 from specray.types import SamplingParams
+from tests.unit.engine.processes import ForkedCommand, forked_worker
 from tests.unit.serving.http.service import TOKENIZER
 
 pytestmark = [
@@ -40,14 +41,13 @@ PROMPT = (5, 6, 7, 8, 9, 10, 11)
 
 
 @contextmanager
-def worker(role: str, socket: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
-    command = (*WORKER_COMMAND, role, f"--listen=unix:{socket}", *SMALL, *UNMEASURED, *options)
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+def worker(role: str, directory: Path, *options: str) -> Iterator[ForkedCommand]:
+    arguments = ["worker", role, f"--listen=unix:{directory / 's'}", *SMALL, *UNMEASURED, *options]
+    process = ForkedCommand(arguments, directory / "log")
+    try:
+        yield process
+    finally:
+        process.close()
 
 
 def children(pid: int) -> list[int]:
@@ -62,10 +62,9 @@ def is_there(pid: int) -> bool:
         return False
 
 
-def ready_with_its_rank(process: subprocess.Popen[str]) -> int:
+def ready_with_its_rank(process: ForkedCommand) -> int:
     """Returns the other rank's process id, once the worker listens."""
-    assert process.stdout is not None
-    assert "worker listens on" in process.stdout.readline()
+    assert "worker listens on" in process.first_words(DEADLINE_S)
     (rank,) = children(process.pid)
     return rank
 
@@ -96,7 +95,9 @@ async def outputs(tensor_parallel_size: int, *, has_draft: bool) -> list[tuple[i
 
 
 @pytest.mark.timeout(DEADLINE_S)
-async def test_a_pair_of_two_ranks_each_gives_the_tokens_of_one() -> None:
+async def test_a_pair_of_two_ranks_each_gives_the_tokens_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The leaders alone: each starts its other rank as a program.
+    monkeypatch.setattr(pair_module, "_worker", forked_worker)
     alone, together = await outputs(1, has_draft=False), await outputs(2, has_draft=True)
     assert together == alone
     assert [len(tokens) for tokens in alone] == [24, 24]
@@ -104,27 +105,26 @@ async def test_a_pair_of_two_ranks_each_gives_the_tokens_of_one() -> None:
 
 @pytest.mark.timeout(DEADLINE_S)
 def test_a_signal_ends_the_worker_with_its_rank(tmp_path: Path) -> None:
-    with worker("target", tmp_path / "s", "--set=target.tensor_parallel_size=2") as process:
+    with worker("target", tmp_path, "--set=target.tensor_parallel_size=2") as process:
         rank = ready_with_its_rank(process)
-        process.send_signal(signal.SIGTERM)
+        os.kill(process.pid, signal.SIGTERM)
         assert process.wait(DEADLINE_S) == 0
         assert not is_there(rank)
 
 
 @pytest.mark.timeout(DEADLINE_S)
 def test_a_rank_that_dies_ends_the_worker_which_says_so(tmp_path: Path) -> None:
-    with worker("target", tmp_path / "s", "--set=target.tensor_parallel_size=2") as process:
+    with worker("target", tmp_path, "--set=target.tensor_parallel_size=2") as process:
         os.kill(ready_with_its_rank(process), signal.SIGKILL)
         assert process.wait(DEADLINE_S) == 1
-        assert process.stderr is not None
-        assert "rank 1 of the target has ended, with exit status -9" in process.stderr.read()
+        assert "rank 1 of the target has ended, with exit status -9" in process.log.read_text("utf-8")
 
 
 @pytest.mark.timeout(DEADLINE_S)
 def test_a_worker_that_is_killed_leaves_no_rank(tmp_path: Path) -> None:
-    with worker("target", tmp_path / "s", "--set=target.tensor_parallel_size=2") as process:
+    with worker("target", tmp_path, "--set=target.tensor_parallel_size=2") as process:
         rank = ready_with_its_rank(process)
-        process.kill()
+        os.kill(process.pid, signal.SIGKILL)
         process.wait(DEADLINE_S)
         while is_there(rank):  # Its timeout is the test's.
             time.sleep(0.02)
@@ -133,10 +133,9 @@ def test_a_worker_that_is_killed_leaves_no_rank(tmp_path: Path) -> None:
 @pytest.mark.timeout(DEADLINE_S)
 def test_a_model_that_cannot_be_shared_is_refused_at_once(tmp_path: Path) -> None:
     # The embedded draft has five heads.
-    with worker("draft", tmp_path / "s", "--set=draft.tensor_parallel_size=2") as process:
+    with worker("draft", tmp_path, "--set=draft.tensor_parallel_size=2") as process:
         assert process.wait(DEADLINE_S) == 2
-        assert process.stderr is not None
-        assert "tensor_parallel_size" in process.stderr.read()
+        assert "tensor_parallel_size" in process.log.read_text("utf-8")
 
 
 def with_ranks_that(code: str) -> list[int]:
