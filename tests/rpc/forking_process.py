@@ -24,8 +24,8 @@ class Echo(grpc.GenericRpcHandler):
         return grpc.unary_unary_rpc_method_handler(echo)
 
 
-def exit_codes() -> list[int]:
-    """Distinct exit codes of NUM_FORKS children, ascending, while another thread uses gRPC."""
+def exit_codes(num_forks: int = NUM_FORKS) -> list[int]:
+    """Distinct exit codes of so many children, ascending, while another thread uses gRPC."""
     busy, stop = threading.Event(), threading.Event()
 
     async def talk() -> None:
@@ -44,7 +44,7 @@ def exit_codes() -> list[int]:
     talking.start()
     assert busy.wait(TIMEOUT_S)
     # preexec_fn has subprocess fork, with the handlers of all libraries; without it there is only a vfork.
-    codes = [subprocess.Popen(["true"], preexec_fn=int).wait(10) for _ in range(NUM_FORKS)]
+    codes = [subprocess.Popen(["true"], preexec_fn=int).wait(10) for _ in range(num_forks)]
     assert talking.is_alive(), "no fork has hurt the parent"
     stop.set()
     talking.join(TIMEOUT_S)

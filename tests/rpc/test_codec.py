@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from google.protobuf.message import Message
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens, LookaheadBudget, SparseProbs, TreeBudget
@@ -37,6 +37,8 @@ from specray.types import (
 from tests.rpc.strategies import F32, IDS, TEXT, U32, U64, token_logprobs, tuples_of
 
 HEAD = (TEXT, U64, U32)
+MANY_ITEMS = settings(max_examples=40)
+"""An example has several items, each with all its fields drawn."""
 
 
 @st.composite
@@ -171,6 +173,7 @@ INFOS = st.builds(
 @example(
     (SpeculateItem("", 0, 0, (), 0, (), (0,), SamplingParams(0.0, top_p=0.0, repetition_penalty=0.0)),), ()
 )
+@MANY_ITEMS
 @given(tuples_of(speculate_items()), tuples_of(TEXT))
 def test_speculate_request_round_trip(items: tuple[SpeculateItem, ...], releases: tuple[str, ...]) -> None:
     data = codec.encode_speculate_request(items, releases)
@@ -178,6 +181,7 @@ def test_speculate_request_round_trip(items: tuple[SpeculateItem, ...], releases
 
 
 @example((Proposal("", 0, 0, NO_DRAFT), Outcomes("", 0, 0, ()), UnknownSequence("", 0, 0)), 0)
+@MANY_ITEMS
 @given(tuples_of(PROPOSALS | OUTCOMES | UNKNOWN | FAILED), U64)
 def test_draft_replies_round_trip(replies: tuple, forward_ns: int) -> None:
     batch = DraftReplies(replies, forward_ns)
@@ -185,6 +189,7 @@ def test_draft_replies_round_trip(replies: tuple, forward_ns: int) -> None:
 
 
 @pytest.mark.slow
+@MANY_ITEMS
 @given(tuples_of(verify_items()), tuples_of(TEXT))
 def test_verify_request_round_trip(items: tuple[VerifyItem, ...], releases: tuple[str, ...]) -> None:
     data = codec.encode_verify_request(items, releases)
@@ -192,6 +197,7 @@ def test_verify_request_round_trip(items: tuple[VerifyItem, ...], releases: tupl
 
 
 @example((Verdict("", 0, 0, 0, 0), Verdict("", 0, 0, 0, None, held_len=0)), 0, 0)
+@MANY_ITEMS
 @given(tuples_of(VERDICTS | UNKNOWN | FAILED), U64, st.none() | U32)
 def test_target_replies_round_trip(replies: tuple, forward_ns: int, num_rows: int | None) -> None:
     batch = TargetReplies(replies, forward_ns, num_rows)
