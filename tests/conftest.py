@@ -19,6 +19,8 @@ for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
     os.environ.pop(name, None)
 # Several Rays come and go in the process that runs all tests.
 end_without_destructors()
+# Collecting tests makes many objects that stay: to look for garbage among them is in vain.
+gc.disable()
 
 STARTS_RAY = ("tests/e2e/", "tests/cluster/test_target_nodes.py")
 """Tests that have Ray processes of their own; ``make test`` looks for them nowhere else."""
@@ -65,3 +67,4 @@ def pytest_collection_finish() -> None:
     """Lets collections of garbage pass by all that lives to the end: modules and ten thousand tests."""
     gc.collect()
     gc.freeze()
+    gc.enable()

@@ -334,10 +334,20 @@ def outcomes(
 
 
 def verify(target: TargetEngine, session: Session, drafted: DraftTokens) -> Verdict:
-    [reply] = target.verify([verify_item(session, drafted)]).replies
-    assert isinstance(reply, Verdict), reply
-    commit(session, drafted, reply)
-    return reply
+    return verify_all(target, [session], [drafted])[0]
+
+
+def verify_all(
+    target: TargetEngine, sessions: Sequence[Session], drafted: Sequence[DraftTokens]
+) -> list[Verdict]:
+    """Verdicts of one step, which are committed."""
+    items = [verify_item(each, tokens) for each, tokens in zip(sessions, drafted, strict=True)]
+    replies = target.verify(items).replies
+    verdicts = [reply for reply in replies if isinstance(reply, Verdict)]
+    assert len(verdicts) == len(sessions), replies
+    for session, tokens, verdict in zip(sessions, drafted, verdicts, strict=True):
+        commit(session, tokens, verdict)
+    return verdicts
 
 
 Drafter = Callable[[Session, int], DraftTokens]

@@ -18,11 +18,13 @@ from tests.unit.engine.harness import (
     generate_serial,
     outcomes,
     propose,
+    propose_all,
     speculate_item,
     table,
     toy_draft,
     toy_target,
     verify,
+    verify_all,
 )
 from tests.unit.engine.p_values import chi_square_p_value
 from tests.unit.engine.reading.toys import ALONE, toy_reader
@@ -42,6 +44,7 @@ from tests.unit.engine.samplings import (
 from tests.unit.engine.trees.drafters import engine_drafter
 
 NUM_SEEDS = 500
+AT_ONCE = 50
 Mode = Literal["same", "intersect", "retokenize"]
 READERS: dict[str, tuple[Mode, int | None]] = {
     "intersect": ("intersect", None),
@@ -156,17 +159,22 @@ def test_rejection_keeps_the_distribution(mode: Mode) -> None:
     """The draft's probabilities are those of the tokens that both have; of a text there are none."""
     sampling = replace(REJECTION, temperature=1.5, top_k=3, presence_penalty=1.0)
     expected = exact_probabilities(sampling, 2)
-    target, _ = toy_target()
-    draft, _ = toy_reader(mode, table(error=1.5))
+    room = {"max_num_seqs": AT_ONCE, "num_blocks": 2000, "max_num_batched_tokens": 1000}
+    target, _ = toy_target(**room)
+    draft, _ = toy_reader(mode, table(error=1.5), **room)
     seen: Counter[tuple[int, ...]] = Counter()
     accepted = []
-    for seed in range(NUM_SEEDS):
-        current = session(replace(sampling, seed=seed))
-        drafter = engine_drafter(draft)
-        seen[tuple(generate_serial(target, drafter, current, 2, 2))] += 1
-        accepted += current.accepted
-        target.release(["a"])
-        draft.release(["a"])
+    for first in range(0, NUM_SEEDS, AT_ONCE):
+        seeds = range(first, first + AT_ONCE)
+        sessions = [session(replace(sampling, seed=seed), request_id=str(seed)) for seed in seeds]
+        while going := [each for each in sessions if len(each.token_ids) < len(PROMPT) + 2]:
+            drafted = propose_all(draft, going, 2)
+            verify_all(target, going, drafted)
+        for current in sessions:
+            seen[tuple(current.token_ids[len(PROMPT) :][:2])] += 1
+            accepted += current.accepted
+        target.release([current.request_id for current in sessions])
+        draft.release([current.request_id for current in sessions])
     assert set(accepted) >= {0, 1, 2}
     assert set(seen) <= set(expected)
     outputs = list(expected)
