@@ -51,5 +51,6 @@ def _add(app: FastAPI, path: str, reason: str) -> None:
             response.headers["Connection"] = "close"
         return response
 
-    app.add_api_route(path, refuse, methods=_METHODS)
-    app.add_api_route(f"{path}/{{rest:path}}", refuse, methods=_METHODS)
+    # Plain routes: for one of FastAPI's, which has nothing to read from these, signatures are looked into.
+    app.add_route(path, refuse, methods=_METHODS)
+    app.add_route(f"{path}/{{rest:path}}", refuse, methods=_METHODS)

@@ -13,6 +13,7 @@ from ipaddress import ip_address
 from typing import Final
 
 from fastapi import FastAPI
+from starlette.requests import Request
 from starlette.responses import Response
 
 from specray.config import HttpConfig
@@ -54,11 +55,11 @@ def add_lab_routes(app: FastAPI) -> None:
     for name in sorted(_contents()):
         # A browser that asked for the page with a slash at its end looks for them one folder deeper.
         for folder in (LAB_PATH, f"{LAB_PATH}/lab"):
-            app.add_api_route(f"{folder}/{name}", _file(name), methods=GET)
+            app.add_route(f"{folder}/{name}", _file(name), methods=GET)
 
 
-def _file(name: str) -> Callable[[], Awaitable[Response]]:
-    async def answer() -> Response:
+def _file(name: str) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(_: Request) -> Response:
         return _answer(name)
 
     return answer

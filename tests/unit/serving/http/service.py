@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -78,20 +79,32 @@ async def serving(
     """Runs the application while the block runs."""
     config = config or parse_config({"served_model_name": MODEL})
     app = build_http_app(client=client, tokenizer=tokenizer, config=config, observer=observer)
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
-    # Signal handlers would outlive the test.
-    task = asyncio.create_task(server._serve())
+    options = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off")
+    options.load()
+    server = uvicorn.Server(options)
+    server.lifespan = options.lifespan_class(options)
+    await server.startup()
+    # The headers of every answer. Its own loop looks ten times a second whether it is to end.
+    await server.on_tick(0)
     try:
-        await wait_until(lambda: server.started)
         port = server.servers[0].sockets[0].getsockname()[1]
         timeout = aiohttp.ClientTimeout(total=20)
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", timeout=timeout) as http:
             yield Service(f"http://127.0.0.1:{port}", http)
     finally:
-        server.should_exit = True
-        server.force_exit = True
-        async with asyncio.timeout(20):
-            await task
+        await _end(server)
+
+
+async def _end(server: uvicorn.Server) -> None:
+    """As uvicorn ends that is forced to: what is under way has a tenth of a second, or less if it ends."""
+    for listener in server.servers:
+        listener.close()
+    for connection in list(server.server_state.connections):
+        connection.shutdown()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0.1):
+            while server.server_state.connections or server.server_state.tasks:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
 
 
 async def wait_until(condition: Callable[[], bool]) -> None:
