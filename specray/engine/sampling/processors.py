@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specray.engine.sampling.bad_words import bad_ends
+from specray.engine.sampling.penalties import apply_penalties
 from specray.engine.sampling.state import RowGroup
 from specray.types import SamplingParams
 
@@ -71,7 +72,7 @@ def shifts_logits(group: RowGroup) -> bool:
 def _shift_logits(logits: Tensor, group: RowGroup) -> None:
     """Applies in place what depends on single tokens: bias, penalties, min_tokens."""
     _add_bias(logits, group.sampling)
-    _apply_penalties(logits, group)
+    apply_penalties(logits, group)
     _forbid_others(logits, group.sampling)
     _forbid_early_stop(logits, group)
     _forbid_bad_words(logits, group)
@@ -132,40 +133,6 @@ def _add_bias(logits: Tensor, sampling: SamplingParams) -> None:
         token_ids = torch.tensor([pair[0] for pair in pairs], device=logits.device)
         biases = torch.tensor([pair[1] for pair in pairs], dtype=logits.dtype, device=logits.device)
         logits.index_add_(1, token_ids, biases.expand(len(logits), -1))
-
-
-def _apply_penalties(logits: Tensor, group: RowGroup) -> None:
-    """Repetition penalty over prompt and output, presence and frequency penalties over the output."""
-    sampling, state = group.sampling, group.state
-    if state.counts is not None:
-        is_seen = _counts_by_row(logits, group, state.counts, 0) > 0
-        penalty = sampling.repetition_penalty
-        penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
-        logits.copy_(torch.where(is_seen, penalised, logits))
-    if state.output_counts is not None:
-        counts = _counts_by_row(logits, group, state.output_counts, sampling.num_prompt_tokens)
-        logits.sub_(counts, alpha=sampling.frequency_penalty)
-        logits.sub_((counts > 0).to(logits.dtype), alpha=sampling.presence_penalty)
-
-
-def _counts_by_row(logits: Tensor, group: RowGroup, of_prefix: Mapping[int, int], start: int) -> Tensor:
-    """Counts of each token in each row's prefix from index ``start`` on: ``[num_rows, vocab_size]``."""
-    counts = torch.zeros_like(logits)
-    size = logits.shape[1]
-    if of_prefix and max(of_prefix) >= size:
-        # A prefix may hold tokens that a draft has not.
-        of_prefix = {token_id: count for token_id, count in of_prefix.items() if token_id < size}
-    if of_prefix:
-        token_ids = torch.tensor(list(of_prefix), device=logits.device)
-        values = torch.tensor(list(of_prefix.values()), dtype=logits.dtype, device=logits.device)
-        counts[:, token_ids] = values
-    for row, token_id in enumerate(group.token_ids, start=1):
-        # A row sees all that the one of its parent sees and one token more; in a chain so do all below.
-        if group.parents is not None:
-            counts[row] = counts[group.parents[row - 1] + 1]
-        if token_id < size and group.positions[row] > start:
-            counts[row : None if group.parents is None else row + 1, token_id] += 1.0
-    return counts
 
 
 def _forbid_others(logits: Tensor, sampling: SamplingParams) -> None:
