@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import shutil
+import tempfile
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -155,8 +160,38 @@ def library_class(config: PreTrainedConfig) -> Any:
     return AutoModelForImageTextToText
 
 
+@dataclass(frozen=True)
+class _Written:
+    """A checkpoint that this process has written, and the state of torch's generator behind its weights."""
+
+    directory: Path
+    generator: torch.Tensor
+
+
+_written: dict[tuple[type[PreTrainedConfig], str, int], _Written] = {}
+
+
+@functools.cache
+def _templates() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="specray-checkpoints-")
+
+
 def write_model(directory: Path, config: PreTrainedConfig, *, seed: int) -> Path:
-    """Writes random float32 weights and a toy tokenizer; returns the directory."""
+    """Writes random float32 weights and a toy tokenizer; returns the directory.
+
+    Equal models are made once in a process, and copied.
+    """
+    key = (type(config), config.to_json_string(use_diff=False), seed)
+    if key not in _written:
+        template = Path(_templates().name, str(len(_written)))
+        _make_model(template, config, seed)
+        _written[key] = _Written(template, torch.get_rng_state())
+    shutil.copytree(_written[key].directory, directory, dirs_exist_ok=True)
+    torch.set_rng_state(_written[key].generator)
+    return directory
+
+
+def _make_model(directory: Path, config: PreTrainedConfig, seed: int) -> None:
     torch.manual_seed(seed)
     model = library_class(config).from_config(config)
     for parameter in model.parameters():
@@ -165,7 +200,6 @@ def write_model(directory: Path, config: PreTrainedConfig, *, seed: int) -> Path
             parameter.data.add_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(directory)
     write_tokenizer(directory, config.get_text_config().vocab_size)
-    return directory
 
 
 def write_tokenizer(directory: Path, vocab_size: int, *, prefix: str = "") -> None:
@@ -179,9 +213,19 @@ def write_tokenizer(directory: Path, vocab_size: int, *, prefix: str = "") -> No
 
 
 def reference_model(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """The library's own model, with its own attention."""
-    loads = library_class(AutoConfig.from_pretrained(directory))
-    return loads.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
+    """The library's own model, with its own attention; loaded once in a process for equal files."""
+    digest = hashlib.sha256()
+    for path in sorted(directory.iterdir()):
+        if path.suffix in (".json", ".safetensors"):
+            digest.update(f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes())
+    key = (digest.digest(), dtype)
+    if key not in _loaded:
+        loads = library_class(AutoConfig.from_pretrained(directory))
+        _loaded[key] = loads.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
+    return deepcopy(_loaded[key])
+
+
+_loaded: dict[tuple[bytes, torch.dtype], Any] = {}
 
 
 @torch.inference_mode()
@@ -191,9 +235,31 @@ def reference_logits(model: Any, token_ids: list[int]) -> torch.Tensor:
     return logits
 
 
-@torch.inference_mode()
 def reference_greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
-    """What the library's ``generate`` appends to the prompt at temperature 0, end-of-sequence ignored."""
+    """What the library's ``generate`` appends to the prompt at temperature 0, end-of-sequence ignored.
+
+    Asked once in a process for equal weights, configuration and prompt.
+    """
+    key = (type(model), _digest(model), tuple(prompt), num_tokens)
+    if key not in _generated:
+        _generated[key] = _greedy(model, prompt, num_tokens)
+    return list(_generated[key])
+
+
+_generated: dict[tuple[type, bytes, tuple[int, ...], int], list[int]] = {}
+
+
+def _digest(model: Any) -> bytes:
+    """Of all that decides what a model computes."""
+    digest = hashlib.sha256(f"{model.config.to_json_string(use_diff=False)} {model.dtype}".encode())
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+@torch.inference_mode()
+def _greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
     output = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
