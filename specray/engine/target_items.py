@@ -80,7 +80,7 @@ class Scheduled:
             self.num_logits + self.num_window_rows,
             self.parents,
             () if self.window is None else self.window.token_ids,
-            self.sequence.num_tokens - 1 if goes_back else None,
+            settled_len=self.sequence.num_tokens - 1 if goes_back else None,
         )
 
 
