@@ -6,11 +6,14 @@ import asyncio
 import multiprocessing
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
+
+from specray.config import EngineConfig
+from specray.engine.runner.gpu_claim import claim_gpu
 
 END_TIMEOUT_S = 10.0
 
@@ -113,3 +116,12 @@ def _run_command(arguments: Sequence[str], said: Connection, log: Path) -> None:
     with log.open("wb") as file:
         os.dup2(file.fileno(), 2)
     raise SystemExit(run(arguments))
+
+
+def hold_gpu(connection: Connection, directory: Path, num_gpus: float | None) -> None:
+    """Takes GPU-1 as a draft, says so, and has it until the other end of the connection is closed."""
+    options = {} if num_gpus is None else {"num_gpus": num_gpus}
+    claim_gpu(EngineConfig(ray_actor_options=options), "draft", "GPU-1", directory=directory)
+    connection.send("taken")
+    with suppress(EOFError):
+        connection.recv()

@@ -25,6 +25,8 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(checkpoints, "_checkpoint", lambda source: checkpoint)
     monkeypatch.setattr(checkpoints, "_draft_of", draft_of)
+    monkeypatch.setattr(checkpoints, "has_int8_kernels", lambda: True)
+    monkeypatch.setattr(checkpoints, "has_nvidia_gpu", lambda: False)
 
 
 def test_a_known_target_is_compared_with_its_own_draft_first(tmp_path: Path) -> None:
@@ -41,7 +43,7 @@ def test_a_known_target_is_compared_with_its_own_draft_first(tmp_path: Path) -> 
 def test_keys_of_the_own_draft(tmp_path: Path) -> None:
     pairs = pairs_of("smollm2-135m-instruct", ["own", "own@quantization=int4"], None, None, None, [])
     assert {name: (pair.draft.model, pair.draft.quantization) for name, pair in pairs.items()} == {
-        "own": (str(tmp_path / "own-draft"), "none"),
+        "own": (str(tmp_path / "own-draft"), "int8"),
         "own@quantization=int4": (str(tmp_path / "own-draft"), "int4"),
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,12 @@ def assert_same_model(parsed: DecoderConfig, config: Any, max_model_len: int = M
         assert torch.equal(own, theirs)
 
 
+def has_sliding_layers_without_a_window(values: Mapping[str, Any]) -> bool:
+    """Whether the library makes no cache for the layers of a Qwen model, so nothing says what is right."""
+    has_window = values.get("use_sliding_window", False) and values.get("sliding_window", 1) is not None
+    return "sliding_attention" in (values.get("layer_types") or ()) and not has_window
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", TYPES)
 def test_every_field_is_read_as_the_library_reads_it(model_type: str, directory: Path) -> None:
@@ -160,6 +167,9 @@ def test_every_field_is_read_as_the_library_reads_it(model_type: str, directory:
     @MANY
     def check(values: dict[str, Any]) -> None:
         parsed = read_decoder_config(values)
+        if has_sliding_layers_without_a_window(values):
+            assert parsed is None
+            return
         config = read_by_library(values, directory)
         assert parsed is not None
         assert_same_model(parsed, config)

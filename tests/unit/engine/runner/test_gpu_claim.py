@@ -12,8 +12,7 @@ import pytest
 from specray.config import EngineConfig
 from specray.engine.runner.gpu_claim import claim_gpu, warn_of_turns
 from specray.errors import ConfigError
-from tests.unit.engine.processes import preloaded_context
-from tests.unit.engine.runner.gpu_holder import hold_gpu
+from tests.unit.engine.processes import hold_gpu, preloaded_context
 
 
 @contextmanager

@@ -269,8 +269,7 @@ def test_trees(service: Service, overlap: str, is_greedy: bool) -> None:
     """Of which a target with recurrent layers verifies the first chain."""
     served = serve(service, is_greedy=is_greedy, overlap=overlap, tree="8")
     assert served.drafted > 20
-    # What is drafted ahead, for an outcome, is a chain.
-    assert (served.draft.num_trees > 3) == (overlap == "serial")
+    assert served.draft.num_trees > 3
 
 
 @pytest.mark.parametrize("is_greedy", [True, False], ids=["greedy", "seeded"])
