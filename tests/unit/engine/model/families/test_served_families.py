@@ -269,7 +269,8 @@ def test_trees(service: Service, overlap: str, is_greedy: bool) -> None:
     """Of which a target with recurrent layers verifies the first chain."""
     served = serve(service, is_greedy=is_greedy, overlap=overlap, tree="8")
     assert served.drafted > 20
-    assert served.draft.num_trees > 3
+    # Behind a hit comes a chain.
+    assert served.draft.num_trees > (3 if overlap == "serial" else 0)
 
 
 @pytest.mark.parametrize("is_greedy", [True, False], ids=["greedy", "seeded"])
