@@ -63,7 +63,7 @@ def loaded_draft(path: str, dtype: torch.dtype) -> tuple[Any, Any, torch.Tensor 
         tokenizer = AutoTokenizer.from_pretrained(path)
         tensors = load_file(str(cached_file(path, "model.safetensors")))
         untyped: Any = AutoModelForCausalLM
-        model = untyped.from_config(config, dtype=dtype)
+        model = untyped.from_config(config, dtype=dtype).eval()
         ids, rows = _head_ids(path, tensors, num_ids, config.vocab_size)
         model.lm_head = nn.Linear(config.hidden_size, num_ids, bias=False, dtype=dtype)
         tensors[_HEAD] = tensors[_HEAD][rows]

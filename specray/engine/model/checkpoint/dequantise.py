@@ -118,9 +118,7 @@ def _grouped(
     if groups is None:
         if group_size is None or -(-columns // group_size) != scale.shape[1]:
             # Whole rows, or a layer that has groups of its own.
-            if columns % scale.shape[1]:
-                raise ValueError(f"{scale.shape[1]} groups for {columns} columns")
-            group_size = columns // scale.shape[1]
+            group_size = _equal_groups(columns, scale.shape[1])
         groups = torch.arange(columns) // group_size
     elif groups.shape != (columns,) or not 0 <= int(groups.min()) <= int(groups.max()) < scale.shape[1]:
         raise ValueError(f"groups of columns that do not fit {scale.shape[1]} groups")
@@ -136,10 +134,18 @@ def _spread(values: Tensor, shape: torch.Size, block: tuple[int, int] | None) ->
     if values.ndim == 1:
         values = values[:, None]
     if values.ndim == 2 and len(values) == rows and columns % values.shape[1] == 0:
-        return values.repeat_interleave(columns // values.shape[1], 1)
+        return values.repeat_interleave(_equal_groups(columns, values.shape[1]), 1)
     if block is not None and values.shape == (-(-rows // block[0]), -(-columns // block[1])):
         return values.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
     raise ValueError(f"scales of shape {list(values.shape)} for a weight of shape {[rows, columns]}")
+
+
+def _equal_groups(columns: int, num_groups: int) -> int:
+    """Columns of each group: a power of two, or else they could be whole groups and a shorter last one."""
+    size = columns // num_groups
+    if columns % num_groups or (num_groups > 1 and size & (size - 1)):
+        raise ValueError(f"{num_groups} groups for {columns} columns")
+    return size
 
 
 def _bits(num_words: int, num_values: int) -> int:
