@@ -177,7 +177,7 @@ class _OtherNode:
     node: int
     """Index among the item's proposed tokens."""
     visibility: Visibility
-    """Of its row, behind the sequence."""
+    """Visibility of the node's row, behind the sequence."""
 
 
 @dataclass(slots=True, eq=False)
@@ -227,7 +227,7 @@ class OutcomeBranches:
         tree, where a row may have several."""
         if self._others:
             return [None] * self.num_rows
-        padded = (*self.item.proposed_token_ids, None)
+        padded = (*self.item.of_first_chain().proposed_token_ids, None)
         return list(padded[self.first : self.last + 1])
 
     @property

@@ -197,10 +197,11 @@ def wanted_rows(item: SpeculateItem, max_model_len: int) -> tuple[int, int]:
         InvalidRequestError: the fan-out is none for its proposed tokens.
     """
     num_proposed, length = len(item.proposed_token_ids), item.base_len + len(item.token_ids)
-    if len(item.fanout) > num_proposed + 1 or min(item.fanout) < 0:
+    is_short = item.proposed_parents is not None and len(item.fanout) <= num_proposed
+    if is_short or len(item.fanout) > num_proposed + 1 or min(item.fanout) < 0:
         raise InvalidRequestError(
             f"fanout is {item.fanout} for {num_proposed} proposed tokens; allowed: at most "
-            f"{num_proposed + 1} numbers, 0 or more",
+            f"{num_proposed + 1} numbers, 0 or more, and as many of a tree",
             field="fanout",
         )
     if num_proposed > MAX_DRAFT_NODES:

@@ -73,9 +73,7 @@ def draft(
 def eagle3(
     target: Target,
     options: HeadOptions,
-    num_depths: Annotated[
-        int, typer.Option(min=1, max=16, help="Steps on the head's own outputs that are trained.")
-    ] = 4,
+    num_depths: Annotated[int, typer.Option(min=1, max=16, help="Tokens ahead that are trained.")] = 4,
     max_vocabulary: MaxVocabulary = 12_288,
     parallel: Annotated[
         bool, typer.Option("--parallel", help="Train it to draw all its tokens in one forward (P-EAGLE).")

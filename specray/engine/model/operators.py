@@ -44,7 +44,7 @@ class Operators(Protocol):
     ) -> Gate: ...
 
     def router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """As ``linear``, of a layer whose numbers choose experts: it is not quantised."""
+        """Makes the layer whose numbers choose experts: it is not quantised."""
         ...
 
     def group(self, layers: Sequence[Weights]) -> LayerGroup | None:

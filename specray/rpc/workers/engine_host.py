@@ -148,7 +148,12 @@ class EngineHost(Generic[ItemT, ReplyT, RepliesT]):
         if self._engine is None or self._broken is not None or self._is_scheduled:
             return
         self._busy.begin()
-        self._engine.advance()
+        try:
+            self._engine.advance()
+        except Exception:
+            # Nobody waits for it: it is asked for anew, unless the engine itself is broken.
+            logger.exception("a step ahead of the %s engine failed", self._role.name)
+            self._guard(self._engine.check)
         self._busy.end()
 
     def _take_turn(self, runner: BatchRunner[ItemT, ReplyT, RepliesT]) -> None:

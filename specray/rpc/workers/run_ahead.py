@@ -12,14 +12,11 @@ sequences that were one step stay one step.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from specray.rpc.role import BoundEngine
 from specray.types import TargetReplies, TargetReply, Verdict, VerifyItem
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +40,13 @@ class RunAhead:
 
     def __init__(self, engine: BoundEngine[VerifyItem, TargetReplies]) -> None:
         self._engine = engine
-        self._is_enabled = True
         self._stops: dict[str, frozenset[int]] = {}
         """Tokens that end each sequence."""
         self._expected: dict[str, VerifyItem] = {}
         """Items of the next step ahead."""
         self._kept: dict[str, _Kept] = {}
-        self._kept_ns, self._num_kept_rows = 0, 0
+        self._kept_ns = 0
+        self._num_kept_rows: int | None = 0
         """Time and rows of the step of the kept verdicts; told with the first of them."""
 
     def bound(self) -> BoundEngine[VerifyItem, TargetReplies]:
@@ -63,39 +60,35 @@ class RunAhead:
             kept = self._kept.pop(item.request_id, None)
             if kept is not None and kept.answers(item):
                 answered[item.request_id] = replace(kept.verdict, round_id=item.round_id)
-        forward_ns, num_rows = 0, 0
+        forward_ns, num_rows = 0, None
         if answered:
             forward_ns, num_rows = self._kept_ns, self._num_kept_rows
             self._kept_ns, self._num_kept_rows = 0, 0
-        told_rows: int | None = num_rows
         if rest := [item for item in items if item.request_id not in answered]:
             computed = self._engine.run(rest)
             answered.update((reply.request_id, reply) for reply in computed.replies)
-            forward_ns += computed.forward_ns
-            told_rows = None if computed.num_rows is None else num_rows + computed.num_rows
+            # Two steps' time is that of no step: what is told is of the one that was waited for.
+            forward_ns, num_rows = computed.forward_ns, computed.num_rows
         self._expect(items, answered)
         replies = tuple(answered[item.request_id] for item in items if item.request_id in answered)
-        return TargetReplies(replies, forward_ns, told_rows)
+        return TargetReplies(replies, forward_ns, num_rows)
 
     def advance(self) -> bool:
-        """Computes the step that is expected next, if there is one. Returns whether it has."""
+        """Computes the step that is expected next, if there is one. Returns whether it has.
+
+        Raises what the engine raises; what is asked for then is computed anew.
+        """
         if not self._expected or self._kept:
             return False
         items, self._expected = tuple(self._expected.values()), {}
-        try:
-            computed = self._engine.run(items)
-        except Exception:
-            # What is asked for is computed anew, and then it fails where it is to.
-            logger.exception("a step ahead of %d items failed; there will be no more", len(items))
-            self._is_enabled = False
-            return False
+        computed = self._engine.run(items)
         verdicts = {reply.request_id: reply for reply in computed.replies if isinstance(reply, Verdict)}
         self._kept = {
             item.request_id: _Kept(item, verdicts[item.request_id])
             for item in items
             if item.request_id in verdicts
         }
-        self._kept_ns, self._num_kept_rows = computed.forward_ns, computed.num_rows or 0
+        self._kept_ns, self._num_kept_rows = computed.forward_ns, computed.num_rows
         return True
 
     def release(self, request_ids: Sequence[str]) -> None:
@@ -112,7 +105,7 @@ class RunAhead:
             self._expected.pop(item.request_id, None)
             if item.sampling is not None:
                 self._stops[item.request_id] = frozenset(item.sampling.stop_token_ids)
-        if not self._is_enabled or not all(item.runs_on for item in items):
+        if not all(item.runs_on for item in items):
             self._expected.clear()
             return
         for item in items:

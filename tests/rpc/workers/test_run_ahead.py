@@ -29,10 +29,15 @@ class Target(FakeTarget):
     def __init__(self) -> None:
         super().__init__(cost=lambda rows: rows)
         self.calls: list[tuple[VerifyItem, ...]] = []
-        self.is_broken = False
+        self.is_broken = self.is_lost = False
+        self.most_calls = 1000
+
+    def check(self) -> None:
+        if self.is_lost:
+            raise RuntimeError("lost")
 
     def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
-        if self.is_broken:
+        if self.is_broken or len(self.calls) == self.most_calls:
             raise RuntimeError("broken")
         self.calls.append(tuple(items))
         return super().verify(items)
@@ -131,7 +136,7 @@ def test_sequences_of_one_step_stay_one_step() -> None:
     assert (answer.forward_ns, answer.num_rows) == (2, 2)
     assert ahead.advance() is False
     answer = ahead.run([b])
-    assert (answer.forward_ns, answer.num_rows) == (0, 0)
+    assert (answer.forward_ns, answer.num_rows) == (0, 0)  # told before
     assert ahead.advance() is True
     assert [[item.request_id for item in call] for call in target.calls] == [["a", "b"]] * 3
 
@@ -145,7 +150,8 @@ def test_what_joins_a_step_is_computed_with_it() -> None:
     answer = ahead.run([following(item, replies), first("b")])
     assert [reply.request_id for reply in answer.replies] == ["a", "b"]
     assert target.calls[-1] == (first("b"),)
-    assert (answer.forward_ns, answer.num_rows) == (1 + len(PROMPT), 1 + len(PROMPT))
+    # Of the step that was waited for, not of both.
+    assert (answer.forward_ns, answer.num_rows) == (len(PROMPT), len(PROMPT))
     assert ahead.advance() is True
     assert [item.request_id for item in target.calls[-1]] == ["a", "b"]
 
@@ -179,17 +185,32 @@ def test_a_step_ahead_that_fails_for_one_sequence_is_asked_for_anew() -> None:
     assert ahead.run([second]).replies == alone(item, second).replies
 
 
-def test_an_engine_that_fails_ahead_is_asked_only_what_is_asked_for() -> None:
+def test_what_failed_ahead_is_computed_when_it_is_asked_for() -> None:
     target = Target()
     ahead = RunAhead(bind_target(target))
     item = first()
     replies = ahead.run([item])
     target.is_broken = True
-    assert ahead.advance() is False
+    with pytest.raises(RuntimeError, match=r"^broken$"):
+        ahead.advance()
     target.is_broken = False
+    assert ahead.advance() is False
     second = following(item, replies)
     assert ahead.run([second]).replies == alone(item, second).replies
-    assert ahead.advance() is False
+    assert ahead.advance() is True
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_a_step_ahead_that_fails_breaks_the_engine_only_if_its_check_fails(is_lost: bool) -> None:
+    target, stream, broken = Target(), Stream(), []
+    host = EngineHost(TARGET, lambda: RunAhead(bind_target(target)).bound(), on_broken=broken.append)
+    host.start()
+    target.most_calls, target.is_lost = 1, is_lost
+    host.submit(stream, RequestBatch((first(),), ()))
+    await asyncio.wait_for(stream.has_got.wait(), 5.0)
+    await asyncio.sleep(0)
+    assert [str(error) for error in broken] == (["the target engine is broken: RuntimeError"] * is_lost)
+    host.stop()
 
 
 @settings(deadline=None)

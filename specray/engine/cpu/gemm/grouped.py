@@ -26,7 +26,7 @@ class TiledGroup:
 
     def __init__(self, layers: Sequence[TiledLinear | TiledGate]) -> None:
         products = [layer.product for layer in layers]
-        # Of its own: the first layer may be called by itself.
+        # Its arguments are set anew in each call, of the group as of the layer itself.
         self._any = products[0]
         self._in_features = layers[0].in_features
         self._weights = np.array([each.weight.data_ptr() for each in products])

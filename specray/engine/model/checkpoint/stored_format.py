@@ -175,7 +175,7 @@ def _expect(values: Mapping[str, Any], name: str, allowed: tuple[object, ...]) -
 def _also_needed(weights: Mapping[str, Any]) -> frozenset[str]:
     """What layers of compressed-tensors have with zero points, or with groups in an order of their own."""
     zero_points = () if weights.get("symmetric", True) else ("weight_zero_point",)
-    order = ("weight_g_idx",) if weights.get("actorder") in ("group", True) else ()
+    order = ("weight_g_idx",) if weights.get("actorder") in ("group", "dynamic", True) else ()
     return frozenset((*zero_points, *order))
 
 

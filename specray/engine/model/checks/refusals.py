@@ -71,7 +71,7 @@ def known_refusal(config: Any, *, max_model_len: int) -> str | None:
     if getattr(config, "attn_temperature_tuning", False) and first is not None and first <= max_model_len:
         # The library counts rows, which are of several sequences here.
         return (
-            f"it scales the queries of tokens from the {first}th on and max_model_len is {max_model_len}; "
+            f"it scales the queries of tokens from {first} on and max_model_len is {max_model_len}; "
             f"allowed: max_model_len up to {first - 1}"
         )
     if "chunked_attention" in kinds:
@@ -85,7 +85,7 @@ def known_refusal(config: Any, *, max_model_len: int) -> str | None:
 
 
 def window_refusal(config: Any, windows: Sequence[int | None], *, max_model_len: int) -> str | None:
-    """As :func:`known_refusal`, where the library's cache keeps fewer tokens than a layer attends to.
+    """Says why a model is refused whose cache in the library keeps fewer tokens than a layer attends to.
 
     It goes by the configuration's windows, which a model's own code may not know: what the library generates
     then is not what its forward says.

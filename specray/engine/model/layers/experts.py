@@ -88,12 +88,12 @@ class ExpertGroup:
     gate: LayerGroup
     down: LayerGroup
     clamp: Clamp | None
-    """Of a :class:`ClampedGate`."""
+    """Bounds of the gate's numbers, where it is a :class:`ClampedGate`; None: there are none."""
 
     def __call__(
         self, rows: torch.Tensor, experts: NDArray[np.int64], counts: NDArray[np.int64]
     ) -> torch.Tensor:
-        """As ``LayerGroup.__call__``."""
+        """Sends the first ``counts[0]`` rows through expert ``experts[0]``, the next through the next, ..."""
         gated = self.gate(rows, experts, counts)
         return self.down(gated if self.clamp is None else clamped(gated, self.clamp), experts, counts)
 

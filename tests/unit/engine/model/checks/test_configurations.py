@@ -55,7 +55,7 @@ def described(directory: Path, family: str, changed: dict[str, Any]) -> ModelDes
         (
             "llama4",
             {"floor_scale": 64},
-            "it scales the queries of tokens from the 64th on and max_model_len is 128; allowed: "
+            "it scales the queries of tokens from 64 on and max_model_len is 128; allowed: "
             "max_model_len up to 63",
         ),
     ],
