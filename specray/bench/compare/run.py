@@ -22,10 +22,12 @@ from specray.bench.load.prompts import Prompt
 from specray.bench.load.run import MAX_KEPT_ERRORS, run_pass
 from specray.bench.load.stats import Percentiles, summarize
 from specray.bench.methods.prompts import tokenized
-from specray.errors import SpecrayError
+from specray.errors import ConfigError, SpecrayError
 from specray.tokenization import Tokenizer, load_tokenizer
 
 WARMUP_BURST_TOKENS = 16
+WARMUP_LABEL = "warm-up"
+"""Label of the prompts before the first pass; no label is longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +88,13 @@ async def compare(
         systems: systems of the plan's arms by name, all installed.
         on_progress: called with a line of text.
         time_limit_s: seconds after which no server is started any more; the next run goes on from there.
+
+    Raises:
+        ConfigError: a prompt with its output is longer than a sequence may be.
     """
     ends_at_s = time.monotonic() + time_limit_s
     tokenizer = load_tokenizer(setup.target)
+    _check_lengths(plan, tokenizer, setup.max_model_len)
     failed: dict[str, str] = {}
     for turn in range(plan.num_turns):
         for arm in plan.arms:
@@ -104,7 +110,19 @@ async def compare(
                 await _run_turn(plan, systems[arm.system], arm, setup, tokenizer, journal, turn, missing)
             except SpecrayError as error:
                 failed[arm.name] = str(error)
+                on_progress(f"{arm.name} was not measured: {error}")
     return Progress(True, failed)
+
+
+def _check_lengths(plan: ComparePlan, tokenizer: Tokenizer, max_model_len: int) -> None:
+    """Refuses prompts that no server would take, before one is started."""
+    count = max(*plan.concurrencies, plan.num_prompts, plan.num_warmup)
+    longest = max(map(len, cell_prompts(plan, tokenizer, WARMUP_LABEL, count))) + plan.max_tokens
+    if longest > max_model_len:
+        raise ConfigError(
+            f"--max-model-len is {max_model_len}; allowed: {longest} or more, "
+            "the longest prompt with its output"
+        )
 
 
 async def _run_turn(
@@ -140,7 +158,7 @@ async def _warm_up(
     temperature = plan.temperatures[0]
     body = {**fields, "temperature": temperature, **system.request_fields(temperature)}
     most = max(concurrency for _, concurrency in plan.cells(system))
-    prompts = cell_prompts(plan, tokenizer, "warm-up", max(most, plan.num_warmup))
+    prompts = cell_prompts(plan, tokenizer, WARMUP_LABEL, max(most, plan.num_warmup))
     single = await run_pass(
         client, [{**body, "prompt": prompt} for prompt in prompts[: plan.num_warmup]], concurrency=1
     )

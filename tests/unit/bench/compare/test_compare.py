@@ -163,13 +163,25 @@ async def test_a_run_goes_on_where_it_ended(setup: Setup) -> None:
 
 
 async def test_an_arm_whose_server_does_not_start_is_told_and_the_others_are_measured(setup: Setup) -> None:
-    known = systems(setup.work_dir / "log", "--no-such-option")
-    journal, outcome = await run(PLAN, setup, known)
+    known, said = systems(setup.work_dir / "log", "--no-such-option"), list[str]()
+    journal, outcome = await run(PLAN, setup, known, on_progress=said.append)
     assert outcome.is_complete
     assert {row.arm for row in journal.rows} == {"a plain"}
     assert list(outcome.failed) == ["b draft K=3"]
     assert "ended with 2 before it was ready" in outcome.failed["b draft K=3"]
     assert "--no-such-option" in outcome.failed["b draft K=3"]
+    # At once, not behind the last turn.
+    assert said[2] == f"b draft K=3 was not measured: {outcome.failed['b draft K=3']}"
+
+
+async def test_prompts_that_are_too_long_for_the_servers_are_refused_before_one_starts(setup: Setup) -> None:
+    with pytest.raises(ConfigError) as caught:
+        await run(PLAN, replace(setup, max_model_len=8))
+    num_tokens = len(load_tokenizer(setup.target).encode("# warm-up\nhello")) + PLAN.max_tokens
+    assert str(caught.value) == (
+        f"--max-model-len is 8; allowed: {num_tokens} or more, the longest prompt with its output"
+    )
+    assert events(setup) == []
 
 
 async def test_an_arm_that_refuses_requests_fails_in_its_warm_up(setup: Setup) -> None:

@@ -249,7 +249,8 @@ def test_an_error_in_sending_costs_no_verdict(pair: Any, monkeypatch: pytest.Mon
     [
         (
             {"fanout": (1, 1)},
-            "fanout is (1, 1) for 0 proposed tokens; allowed: at most 1 numbers, 0 or more, and as many of a tree",
+            "fanout is (1, 1) for 0 proposed tokens; allowed: at most 1 numbers, 0 or more, "
+            "and as many of a tree",
         ),
         ({"features": FeatureRows(0, 1, b"1234")}, f"features.data has 4 bytes a row; allowed: {2 * HIDDEN}"),
         ({"min_acceptance": 1.0}, "min_acceptance is 1.0; allowed: 0 or more, below 1"),
