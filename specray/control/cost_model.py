@@ -346,7 +346,7 @@ def num_draft_steps(item: SpeculateItem, reply: DraftReply) -> int:
         return asked
     if item.tree is not None and item.tree.widths:
         return min(asked, len(item.tree.widths))
-    return min(asked, max(reply.draft.depths, default=-1) + 2)
+    return min(asked, reply.draft.depth + 1)
 
 
 def _more_rows(answered: Sequence[tuple[SpeculateItem, DraftReply]]) -> list[int]:

@@ -13,7 +13,6 @@ An item in flight changes nothing here until its reply arrives: lengths are plan
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens, TreeBudget
@@ -179,6 +178,7 @@ class Session:
         # At least one token is committed by this round, and one more by the next.
         following = NOTHING_NEXT if is_chunk else self._next.within(self.num_remaining - 2)
         is_plain = not is_chunk and not self._verified.token_ids and view.lookahead is None
+        num_features = self.features.num_wanted
         item = VerifyItem(
             self.request_id,
             view.round_id,
@@ -192,8 +192,8 @@ class Session:
             num_next_draft_tokens=following.num_tokens,
             next_min_acceptance=following.min_acceptance,
             next_tree=following.tree,
-            num_features=self.features.num_wanted,
-            first_feature=self.features.end if self.features.num_wanted else 0,
+            num_features=num_features,
+            first_feature=self.features.end if num_features else 0,
             runs_on=is_plain and is_plain_next and following.num_tokens == 0 and self.num_remaining > 1,
         )
         view.in_flight, view.lookahead = item, view.lookahead if is_chunk else None
@@ -204,9 +204,7 @@ class Session:
     ) -> SpeculateItem:
         """Asks the draft what may follow the committed tokens; replaces what it was asked before."""
         self._open_verdict, self._has_outcomes = None, False
-        item = self._speculate_item(num_speculative_tokens)
-        self.draft.in_flight = item = replace(item, min_acceptance=min_acceptance, tree=tree)
-        return item
+        return self._speculate_item(num_speculative_tokens, min_acceptance=min_acceptance, tree=tree)
 
     def outcomes_item(
         self, num_speculative_tokens: int, fanout: tuple[int, ...], max_branches: int = 0
@@ -226,9 +224,7 @@ class Session:
         self._branches.ask(nodes, num_chain)
         self._has_outcomes = False
         asked = draft if draft.is_chain else draft.only(nodes)
-        item = self._speculate_item(num_speculative_tokens, asked.token_ids, fanout)
-        self.draft.in_flight = item = replace(item, max_branches=max_branches, proposed_parents=asked.parents)
-        return item
+        return self._speculate_item(num_speculative_tokens, asked, fanout, max_branches)
 
     def prefill_chunk_item(self, num_tokens: int) -> SpeculateItem:
         """Lets the draft prefill the next of the tokens that it was not told; it is asked nothing.
@@ -240,7 +236,15 @@ class Session:
         return self._speculate_item(0, end=self.draft.synced_len + num_tokens)
 
     def _speculate_item(
-        self, most: int, proposed: tuple[int, ...] = (), fanout: tuple[int, ...] = (), end: int | None = None
+        self,
+        most: int,
+        proposed: DraftTokens = NO_DRAFT,
+        fanout: tuple[int, ...] = (),
+        max_branches: int = 0,
+        *,
+        min_acceptance: float = 0.0,
+        tree: TreeBudget | None = None,
+        end: int | None = None,
     ) -> SpeculateItem:
         view = self.draft
         view.round_id += 1
@@ -252,9 +256,13 @@ class Session:
             start,
             token_ids,
             most,
-            proposed,
+            proposed.token_ids,
             fanout,
             self.request.sampling if start == 0 else None,
+            max_branches=max_branches,
+            min_acceptance=min_acceptance,
+            tree=tree,
+            proposed_parents=proposed.parents,
             features=self.features.sent(start + len(token_ids)),
         )
         return view.in_flight
@@ -271,8 +279,10 @@ class Session:
         if item is None:
             return None
         self.target.in_flight = None
-        self.features.add(verdict.features)
-        self.prompt_scores.add(item.base_len, verdict.prompt_logprobs)
+        if verdict.features is not None:
+            self.features.add(verdict.features)
+        if verdict.prompt_logprobs:
+            self.prompt_scores.add(item.base_len, verdict.prompt_logprobs)
         told_len = item.base_len + len(item.token_ids)
         if self.num_output_tokens == 0:
             self.num_cached_tokens += verdict.num_cached_tokens

@@ -6,7 +6,7 @@ behind it. For a chain, the number of accepted tokens says as much as the node d
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from specray.draft_tokens import DraftTokens
 from specray.types import Branch
@@ -22,6 +22,10 @@ class Found(NamedTuple):
     """Draft tokens to verify next; None: it was not foreseen."""
     is_foreseen: bool
     """There were branches behind the node."""
+
+
+NOT_FOUND: Final = Found(None, False)
+"""Nothing was foreseen."""
 
 
 class Branches:
@@ -61,6 +65,8 @@ class Branches:
 
     def take(self, outcome: Outcome) -> Found:
         """What follows an outcome; the branches belong to the round that it ends, and are forgotten."""
+        if not self._by_outcome:
+            return NOT_FOUND
         found = Found(self._by_outcome.get(outcome), any(node == outcome[0] for node, _ in self._by_outcome))
         self._by_outcome.clear()
         return found

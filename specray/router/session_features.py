@@ -48,9 +48,9 @@ class FeatureQueue:
         most, num_waiting = max_rows(self.feature_size), self.end - self.num_held
         return max(0, min(most, _MAX_MESSAGES * most - num_waiting))
 
-    def add(self, rows: FeatureRows | None) -> None:
+    def add(self, rows: FeatureRows) -> None:
         """Takes what came with a verdict; not what lies behind a gap, is of another size, or has no room."""
-        if rows is None or rows.first > self.end or rows.row_bytes != ITEM_BYTES * self.feature_size:
+        if rows.first > self.end or rows.row_bytes != ITEM_BYTES * self.feature_size:
             return
         new = rows.within(self.end, self.end + self.num_wanted)
         if new is not None:

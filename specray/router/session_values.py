@@ -42,7 +42,7 @@ class PromptScores:
     def add(self, base_len: int, scores: Sequence[TokenLogprobs]) -> None:
         """Takes those of the tokens from ``base_len`` on, as far as they are new."""
         num_known = len(self.logprobs) + 1 - max(1, base_len)
-        if scores and num_known >= 0:
+        if num_known >= 0:
             self.logprobs.extend(scores[num_known:])
 
 
@@ -59,7 +59,7 @@ class NextDraft:
 
     def within(self, num_tokens: int) -> NextDraft:
         """The same, of at most so many tokens."""
-        if num_tokens <= 0:
+        if num_tokens <= 0 or self is NOTHING_NEXT:
             return NOTHING_NEXT
         return self if self.num_tokens <= num_tokens else replace(self, num_tokens=num_tokens)
 

@@ -171,9 +171,10 @@ class ModelProposer:
         self._prefill.begin_step(step)
         reads = feature_size(self.link) > 0
         for live in self._running.values():
-            session, resting = live.session, self._controller.resting_plan(live.stats)
-            is_due, has_features = self._prefill.is_due(live), reads and needs_chunk(session)
-            if live.is_drafted_locally or resting is not None or not (is_due or has_features):
+            session, is_due = live.session, self._prefill.is_due(live)
+            if live.is_drafted_locally or not (is_due or (reads and needs_chunk(session))):
+                continue
+            if self._controller.resting_plan(live.stats) is not None:
                 continue
             plan = self._plan(live, session.num_remaining, now)
             if plan.is_off or (reads and not self._features.fits(session)):
