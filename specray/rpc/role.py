@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any, Final, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 from specray.interfaces import SyncDraftEngine, SyncTargetEngine
-from specray.rpc.codec import engine as codec
-from specray.rpc.codec.engine import RequestBatch
+from specray.rpc.codec import draft as draft_codec
+from specray.rpc.codec import target as target_codec
+from specray.rpc.codec.values import RequestBatch
 from specray.types import (
     DraftReplies,
     DraftReply,
@@ -150,12 +151,12 @@ DRAFT: Final[DraftRole] = EngineRole(
     stream_method="Speculate",
     info_method="GetDraftInfo",
     merges_requests=True,
-    encode_request=codec.encode_speculate_request,
-    decode_request=codec.decode_speculate_request,
-    encode_replies=codec.encode_draft_replies,
-    decode_replies=codec.decode_draft_replies,
-    encode_info=codec.encode_draft_info,
-    decode_info=codec.decode_draft_info,
+    encode_request=draft_codec.encode_speculate_request,
+    decode_request=draft_codec.decode_speculate_request,
+    encode_replies=draft_codec.encode_draft_replies,
+    decode_replies=draft_codec.decode_draft_replies,
+    encode_info=draft_codec.encode_draft_info,
+    decode_info=draft_codec.decode_draft_info,
     make_replies=lambda replies, forward_ns, num_rows: DraftReplies(replies, forward_ns),
     read_replies=lambda batch: (batch.replies, batch.forward_ns, None),
     unknown_sequence=_unknown_sequence,
@@ -173,12 +174,12 @@ TARGET: Final[TargetRole] = EngineRole(
     info_method="GetTargetInfo",
     # One request is one ragged forward, which the router fills up to its token budget.
     merges_requests=False,
-    encode_request=codec.encode_verify_request,
-    decode_request=codec.decode_verify_request,
-    encode_replies=codec.encode_target_replies,
-    decode_replies=codec.decode_target_replies,
-    encode_info=codec.encode_target_info,
-    decode_info=codec.decode_target_info,
+    encode_request=target_codec.encode_verify_request,
+    decode_request=target_codec.decode_verify_request,
+    encode_replies=target_codec.encode_target_replies,
+    decode_replies=target_codec.decode_target_replies,
+    encode_info=target_codec.encode_target_info,
+    decode_info=target_codec.decode_target_info,
     make_replies=TargetReplies,
     read_replies=lambda batch: (batch.replies, batch.forward_ns, batch.num_rows),
     unknown_sequence=_unknown_sequence,

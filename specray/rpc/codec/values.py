@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
-from typing import Final, TypeVar
+from dataclasses import dataclass, fields
+from typing import Final, Generic, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from specray.draft_tokens import DraftTokens, SparseProbs
+from specray.draft_tokens import DraftTokens, SparseProbs, TreeBudget
 from specray.errors import ProtocolError
 from specray.feature_rows import FeatureRows
 from specray.rpc.pb import draft_pb2, target_pb2, types_pb2
@@ -34,9 +34,18 @@ _GRAMMAR_KINDS: Final = {
     GrammarKind.LARK: types_pb2.GRAMMAR_KIND_LARK,
     GrammarKind.REGEX: types_pb2.GRAMMAR_KIND_REGEX,
 }
+ItemT = TypeVar("ItemT")
 MessageT = TypeVar("MessageT", bound=Message)
 DraftMessage = draft_pb2.Proposal | draft_pb2.Branch | target_pb2.VerifyItem | target_pb2.Verdict
 """Messages with draft tokens in fields of their own: a message inside would cost bytes per round."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestBatch(Generic[ItemT]):
+    """One message of a router's stream: sequences to free, then items to compute, in this order."""
+
+    items: tuple[ItemT, ...]
+    release_request_ids: tuple[str, ...] = ()
 
 
 def parse(message_type: type[MessageT], data: bytes) -> MessageT:
@@ -270,3 +279,16 @@ def decode_engine_info(info: types_pb2.EngineInfo) -> EngineInfo:
         busy_share=info.busy_share,
         grammar=GrammarStats(**{name: getattr(info.grammar, name) for name in _GRAMMAR_STATS}),
     )
+
+
+def encode_tree(out: types_pb2.TreeBudget, tree: TreeBudget) -> None:
+    out.num_nodes = tree.num_nodes
+    out.widths.extend(tree.widths)
+    out.min_chance = tree.min_chance
+
+
+def decode_tree(tree: types_pb2.TreeBudget, of: str) -> TreeBudget:
+    try:
+        return TreeBudget(tree.num_nodes, tuple(tree.widths[:]), tree.min_chance)
+    except ValueError as error:
+        raise ProtocolError(f"{of}: {error}") from None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from specray.rpc.codec.engine import RequestBatch
+from specray.rpc.codec.values import RequestBatch
 from specray.rpc.role import BoundEngine, EngineRole, ItemT, RepliesT, ReplyT
 from specray.rpc.workers.sequence_names import SequenceNames
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic
 
 from specray.errors import EngineLostError, SpecrayError
-from specray.rpc.codec.engine import RequestBatch
+from specray.rpc.codec.values import RequestBatch
 from specray.rpc.role import BoundEngine, EngineRole, ItemT, RepliesT, ReplyT
 from specray.rpc.workers.batch_runner import BatchRunner, ReplySink, StreamReplies
 from specray.rpc.workers.busy import BusyMeter

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic
 
-from specray.rpc.codec.engine import RequestBatch
+from specray.rpc.codec.values import RequestBatch
 from specray.rpc.role import ItemT, RepliesT
 from specray.rpc.workers.batch_runner import ReplySink
 

@@ -13,7 +13,7 @@ import grpc
 from grpc import aio
 
 from specray.errors import ProtocolError
-from specray.rpc.codec.engine import RequestBatch
+from specray.rpc.codec.values import RequestBatch
 from specray.rpc.role import EngineRole, ItemT, RepliesT, ReplyT
 
 logger = logging.getLogger(__name__)

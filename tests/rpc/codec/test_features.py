@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from specray.feature_rows import MAX_FEATURE_BYTES, FeatureRows, max_rows
-from specray.rpc.codec import engine as codec
+from specray.rpc.codec import draft as draft_codec
+from specray.rpc.codec import target as target_codec
 from specray.rpc.pb import target_pb2
 from specray.types import SpeculateItem, TargetReplies, Verdict, VerifyItem
 
@@ -18,11 +19,13 @@ def test_features_cost_their_bytes_and_a_few_more() -> None:
     # Tags and numbers: 3 + 2 of first and num_rows, 4 of data, 4 of the rows; and two more for the length of
     # each message around them.
     sizes = [
-        len(codec.encode_target_replies(TargetReplies((each,), 1)))
+        len(target_codec.encode_target_replies(TargetReplies((each,), 1)))
         for each in (verdict, replace(verdict, features=rows))
     ]
     assert sizes[1] - sizes[0] == 9 * 2 * 4096 + 5 + 4 + 4 + 2 * 2
-    sizes = [len(codec.encode_speculate_request([each], ())) for each in (item, replace(item, features=rows))]
+    sizes = [
+        len(draft_codec.encode_speculate_request([each], ())) for each in (item, replace(item, features=rows))
+    ]
     assert sizes[1] - sizes[0] == 9 * 2 * 4096 + 5 + 4 + 4 + 2
     assert max_rows(4096) == 1024 and max_rows(MAX_FEATURE_BYTES) == 1
 
@@ -43,11 +46,13 @@ def test_peers_that_know_no_features_understand_and_are_understood() -> None:
         items=[target_pb2.VerifyItem(request_id="a", round_id=1, base_len=4, token_ids=[9], sample=True)]
     ).SerializeToString()
     message = target_pb2.VerifyRequest.FromString(
-        codec.encode_verify_request([replace(item, num_features=3, first_feature=4)], ())
+        target_codec.encode_verify_request([replace(item, num_features=3, first_feature=4)], ())
     )
     for name in ("num_features", "first_feature"):
         message.items[0].ClearField(name)
-    assert message.SerializeToString() == known == codec.encode_verify_request([item], ())
+    assert message.SerializeToString() == known == target_codec.encode_verify_request([item], ())
     plain = target_pb2.Verdict(request_id="a", round_id=1, base_len=4, next_token_id=7)
     response = target_pb2.VerifyResponse(replies=[target_pb2.TargetReply(verdict=plain)])
-    assert codec.decode_target_replies(response.SerializeToString()).replies == (Verdict("a", 1, 4, 0, 7),)
+    assert target_codec.decode_target_replies(response.SerializeToString()).replies == (
+        Verdict("a", 1, 4, 0, 7),
+    )

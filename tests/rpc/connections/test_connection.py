@@ -21,7 +21,7 @@ from specray.router.transport import leases as leases_module
 from specray.router.transport.clock import SystemClock
 from specray.router.transport.leases import DraftLeases
 from specray.router.transport.links import DraftLink, Inbox, current_info
-from specray.rpc.codec import engine as codec
+from specray.rpc.codec import draft as draft_codec
 from specray.rpc.connections.drafter import GrpcDrafter
 from tests.rpc.engines import DRAFT_INFO, TARGET_INFO, eventually
 
@@ -33,7 +33,7 @@ Context = aio.ServicerContext[bytes, bytes]
 class SilentDraft:
     """A draft service that accepts streams and answers Info as scripted."""
 
-    answer: bytes = codec.encode_draft_info(DRAFT_INFO)
+    answer: bytes = draft_codec.encode_draft_info(DRAFT_INFO)
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
     num_unanswered: int = 0
 

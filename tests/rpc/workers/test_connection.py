@@ -13,7 +13,7 @@ from grpc import aio
 from specray.draft_tokens import DraftTokens
 from specray.errors import ConfigError, EngineLostError, ProtocolError
 from specray.rpc.channel import ChannelOptions
-from specray.rpc.codec import engine as codec
+from specray.rpc.codec import draft as draft_codec
 from specray.rpc.connections.drafter import GrpcDrafter
 from specray.rpc.connections.verifier import GrpcVerifier
 from specray.rpc.workers.server import draft_server
@@ -45,9 +45,9 @@ async def test_half_close_gets_its_replies_before_the_end(address: str) -> None:
     engine = ScriptedDraft()
     async with serving_draft(engine, address), aio.insecure_channel(address) as channel:
         call = channel.stream_stream("/specray.v1.DraftService/Speculate", None, None)()
-        await call.write(codec.encode_speculate_request([speculate("a")], ()))
+        await call.write(draft_codec.encode_speculate_request([speculate("a")], ()))
         await call.done_writing()
-        assert codec.decode_draft_replies(await call.read()).replies == (
+        assert draft_codec.decode_draft_replies(await call.read()).replies == (
             Proposal("a", 0, 0, DraftTokens((4, 5))),
         )
         assert await within(call.read()) is aio.EOF

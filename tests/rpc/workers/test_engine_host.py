@@ -10,7 +10,7 @@ import pytest
 
 from specray.draft_tokens import DraftTokens
 from specray.errors import EngineLostError
-from specray.rpc.codec.engine import RequestBatch
+from specray.rpc.codec.values import RequestBatch
 from specray.rpc.connections.drafter import GrpcDrafter
 from specray.rpc.connections.verifier import GrpcVerifier
 from specray.rpc.role import DRAFT, TARGET, bind_draft, bind_target

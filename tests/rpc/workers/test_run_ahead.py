@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from specray.draft_tokens import DraftTokens
 from specray.fakes import FakeTarget
-from specray.rpc.codec.engine import RequestBatch
+from specray.rpc.codec.values import RequestBatch
 from specray.rpc.role import TARGET, bind_target
 from specray.rpc.workers.engine_host import EngineHost
 from specray.rpc.workers.run_ahead import RunAhead

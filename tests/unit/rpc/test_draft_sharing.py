@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from specray.draft_tokens import DraftTokens
-from specray.rpc.codec.engine import RequestBatch
+from specray.rpc.codec.values import RequestBatch
 from specray.rpc.role import DRAFT, TARGET
 from specray.rpc.workers.busy import BusyMeter
 from specray.rpc.workers.item_queue import ItemQueue

@@ -13,8 +13,8 @@ import pytest
 from specray.errors import InvalidRequestError
 from specray.requests import SAMPLING_OPTIONS, SAMPLING_RANGES, GenerateRequest, Range, SamplingOptions
 from specray.router.session import Session
-from specray.rpc.codec.engine import decode_verify_request, encode_verify_request
 from specray.rpc.codec.inference import decode_generate_request, encode_generate_request
+from specray.rpc.codec.target import decode_verify_request, encode_verify_request
 from specray.rpc.inference.types import GenerateParams
 from specray.serving.calls.bad_words import with_bad_word_ids
 from specray.serving.calls.generate_requests import to_generate_requests

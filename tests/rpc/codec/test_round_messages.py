@@ -1,0 +1,116 @@
+"""A round on the wire: what its messages cost, and what peers from before a field make of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from specray.draft_tokens import NO_DRAFT, DraftTokens, TreeBudget
+from specray.rpc.codec import draft as draft_codec
+from specray.rpc.codec import target as target_codec
+from specray.rpc.pb import draft_pb2, target_pb2
+from specray.types import (
+    Branch,
+    DraftReplies,
+    Outcomes,
+    Proposal,
+    SpeculateItem,
+    TargetReplies,
+    Verdict,
+    VerifyItem,
+)
+
+
+def verify_item(**fields: object) -> bytes:
+    return target_pb2.VerifyRequest(items=[target_pb2.VerifyItem(**fields)]).SerializeToString()
+
+
+TREE = DraftTokens(tuple(range(48_000, 48_016)), (-1, -1, 0, 0, 1, 2, 2, 3, 5, 5, 6, 8, 8, 9, 11, 12))
+"""Sixteen nodes, with token ids of a large vocabulary."""
+
+
+@pytest.mark.parametrize("draft", [DraftTokens(tuple(range(8))), TREE], ids=["chain", "tree"])
+def test_a_round_of_one_coupled_session_fits_the_network_budget(draft: DraftTokens) -> None:
+    """A request of usual length of name, far into its output: draft and target, both ways."""
+    name, told = "r" * 36, tuple(range(48_000, 48_009))
+    ask = SpeculateItem(name, 1000, 4000, told, 8, tree=None if draft.is_chain else TreeBudget(16, (), 0.02))
+    proposal = Proposal(name, 1000, 4000, draft)
+    item = VerifyItem(name, 1000, 4000, told, draft)
+    last = None if draft.is_chain else 15
+    reply = Verdict(name, 1000, 4000, 8, 4009, last_accepted_node=last)
+    size = (
+        len(draft_codec.encode_speculate_request([ask], ()))
+        + len(draft_codec.encode_draft_replies(DraftReplies((proposal,), 20_000_000)))
+        + len(target_codec.encode_verify_request([item], ()))
+        + len(target_codec.encode_target_replies(TargetReplies((reply,), 20_000_000)))
+    )
+    assert size < 1024
+
+
+def test_outcomes_of_a_tree_fit_the_network_budget() -> None:
+    """All branches of a lone request whose tree has sixteen nodes, with the verify that they are about."""
+    name, told = "r" * 36, tuple(range(48_000, 48_005))
+    tree = TREE.only(TREE.chain_first)
+    fanout, parents = (8,) * 17, tree.parents
+    ask = SpeculateItem(
+        name, 1000, 4000, told, 4, tree.token_ids, fanout, max_branches=15, proposed_parents=parents
+    )
+    branches = tuple(Branch(2, 48_000 + i, DraftTokens((48_001,) * 4), 15) for i in range(15))
+    outcomes = Outcomes(name, 1000, 4000, branches)
+    item = VerifyItem(name, 1000, 4000, told, TREE)
+    reply = Verdict(name, 1000, 4000, 4, 4009, last_accepted_node=15)
+    size = (
+        len(draft_codec.encode_speculate_request([ask], ()))
+        + len(draft_codec.encode_draft_replies(DraftReplies((outcomes,), 20_000_000)))
+        + len(target_codec.encode_verify_request([item], ()))
+        + len(target_codec.encode_target_replies(TargetReplies((reply,), 20_000_000)))
+    )
+    assert size < 1024
+
+
+def test_draft_that_knows_no_other_nodes_is_asked_for_the_first_chain() -> None:
+    """Peers from before outcomes of trees skip the new fields, and read the item of a chain."""
+    tree = TREE.only(TREE.chain_first)
+    item = SpeculateItem(
+        "a", 3, 4, (5,), 4, tree.token_ids, (8,) * 17, max_branches=5, proposed_parents=tree.parents
+    )
+    message = draft_pb2.SpeculateRequest.FromString(draft_codec.encode_speculate_request([item], ()))
+    for name in ("other_token_ids", "other_parents", "other_fanout"):
+        message.items[0].ClearField(name)
+    assert draft_codec.decode_speculate_request(message.SerializeToString()).items == (item.of_first_chain(),)
+    assert draft_codec.encode_speculate_request([item.of_first_chain()], ()) == message.SerializeToString()
+
+
+def test_peers_that_know_no_drafter_understand_and_are_understood() -> None:
+    """Without a drafter the bytes are those of before; what a peer does not know it skips."""
+    item = VerifyItem("a", 1, 4, (9,))
+    asking = replace(
+        item, num_next_draft_tokens=3, next_min_acceptance=0.25, next_tree=TreeBudget(5, (2, 1), 0.125)
+    )
+    known = verify_item(request_id="a", round_id=1, base_len=4, token_ids=[9], sample=True)
+    assert target_codec.encode_verify_request([item], ()) == known
+    message = target_pb2.VerifyRequest.FromString(target_codec.encode_verify_request([asking], ()))
+    assert target_codec.decode_verify_request(message.SerializeToString()).items == (asking,)
+    for name in ("num_next_draft_tokens", "next_min_acceptance", "next_tree"):
+        message.items[0].ClearField(name)
+    assert message.SerializeToString() == known
+    verdict = Verdict("a", 1, 4, 0, 7, draft=DraftTokens((5, 6)))
+    known_verdict = target_pb2.Verdict(request_id="a", round_id=1, base_len=4, next_token_id=7)
+    replies = target_pb2.VerifyResponse(replies=[target_pb2.TargetReply(verdict=known_verdict)])
+    plain = replies.SerializeToString()
+    assert target_codec.decode_target_replies(plain).replies == (replace(verdict, draft=NO_DRAFT),)
+    data = target_codec.encode_target_replies(TargetReplies((verdict,), 0))
+    assert target_codec.decode_target_replies(data).replies == (verdict,)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 8])
+def test_a_chain_costs_no_bytes_for_its_parents(num_tokens: int) -> None:
+    """A message of a peer that knows no parents is the same, byte by byte."""
+    token_ids = tuple(range(num_tokens))
+    chain = DraftTokens(token_ids, tuple(range(-1, num_tokens - 1)))
+    item = VerifyItem("a", 1, 4, (9,), chain)
+    known = verify_item(
+        request_id="a", round_id=1, base_len=4, token_ids=[9], draft_token_ids=token_ids, sample=True
+    )
+    assert target_codec.encode_verify_request([item], ()) == known
