@@ -21,7 +21,7 @@ from specray.interfaces import StopMatcher
 from specray.requests import FinishReason, GenerateRequest
 from specray.router.output.guide import Guide
 from specray.router.output.stops import StopConditions
-from specray.router.session_branches import Branches, Outcome
+from specray.router.session_branches import Branches
 from specray.router.session_features import FeatureQueue
 from specray.router.session_values import (
     NOTHING_NEXT,
@@ -90,8 +90,6 @@ class Session:
         self._source = DraftKind.MODEL.value
         """Source of ``drafted``: a DraftKind's value, FALLBACK, GRAMMAR or PREDICTION."""
         self._branches = Branches()
-        self._has_outcomes = False
-        self._open_verdict: Outcome | None = None
         self._verified = NO_DRAFT
         """Draft tokens of the last sampled round; its verdict may be known already."""
         self._verified_source = self._source
@@ -147,7 +145,7 @@ class Session:
     @property
     def has_open_verdict(self) -> bool:
         """A verdict came before the outcomes that the draft was asked for."""
-        return self._open_verdict is not None
+        return self._branches.has_open_verdict
 
     # Items to send
 
@@ -203,7 +201,7 @@ class Session:
         self, num_speculative_tokens: int, min_acceptance: float = 0.0, tree: TreeBudget | None = None
     ) -> SpeculateItem:
         """Asks the draft what may follow the committed tokens; replaces what it was asked before."""
-        self._open_verdict, self._has_outcomes = None, False
+        self._branches.ask_proposal()
         return self._speculate_item(num_speculative_tokens, min_acceptance=min_acceptance, tree=tree)
 
     def outcomes_item(
@@ -222,7 +220,6 @@ class Session:
         assert len(fanout) in (num_chain + 1, len(nodes) + 1)
         nodes = nodes[: len(fanout) - 1]
         self._branches.ask(nodes, num_chain)
-        self._has_outcomes = False
         asked = draft if draft.is_chain else draft.only(nodes)
         return self._speculate_item(num_speculative_tokens, asked, fanout, max_branches)
 
@@ -304,7 +301,13 @@ class Session:
         self.tally.observe(num_drafts, depth, num_accepted, num_kept)
         self.committed.extend(token_ids)
         self.finish_reason, self.stop_reason = cut.finish_reason, cut.stop_reason
-        lookup = self._look_up((kept.last_node, next_token_id))
+        asked = self.draft.asked
+        has_fanout = asked is not None and len(asked.fanout) > 0
+        outcome = (kept.last_node, next_token_id)
+        found = self._branches.look_up(outcome, is_asked=asked is not None, has_fanout=has_fanout)
+        self.drafted, self._source, lookup = found.draft, DraftKind.MODEL.value, found.lookup
+        if asked is not None and lookup is not Lookup.PENDING:
+            self.draft.in_flight = None
         made = (token_ids, verdict.logprobs[: cut.num_kept], num_drafts, num_accepted, num_kept, lookup)
         tree, offer = verdict_on_tree(item.draft, kept.last_node), offer_of(item, verdict, self._vocab_size)
         most = item.max_next_nodes
@@ -361,7 +364,7 @@ class Session:
             self.take_draft(drafted)
             return True
         self._branches.add_proposal(self._verified, drafted.first_chain())
-        self._take_branches()
+        self._settle()
         return True
 
     def on_outcomes(self, outcomes: Outcomes) -> bool:
@@ -374,7 +377,7 @@ class Session:
         for branch in outcomes.branches:
             draft = self._usable(branch.draft, most=item.num_speculative_tokens)
             self._branches.add(branch, draft)
-        self._take_branches()
+        self._settle()
         return True
 
     def on_draft_refused(self, reply: UnknownSequence | ItemFailed) -> bool:
@@ -388,7 +391,7 @@ class Session:
         """The draft holds nothing of this session and owes nothing. What it had answered is kept."""
         self.draft.lose()
         self.features.lose()
-        self._open_verdict = None
+        self._branches.give_up()
 
     # What to verify next
 
@@ -403,7 +406,8 @@ class Session:
 
     def skip_draft(self) -> None:
         """Goes on without the draft in this round: what it was asked is forgotten."""
-        self.draft.in_flight = self._open_verdict = None
+        self.draft.in_flight = None
+        self._branches.give_up()
         self.take_draft(NO_DRAFT)
 
     # Ends
@@ -418,28 +422,8 @@ class Session:
         if not self.is_finished:
             self.finish_reason, self.message = FinishReason.ERROR, message
 
-    # Branches
-
-    def _look_up(self, outcome: Outcome) -> Lookup:
-        """Finds what to verify next; empties the branches, which belong to the round that just ended."""
-        asked, found = self.draft.asked, self._branches.take(outcome)
-        self.drafted, self._source = found.draft, DraftKind.MODEL.value
-        if self.drafted is None and asked is None:
-            return Lookup.NOT_ASKED
-        if self.drafted is None and not self._has_outcomes:
-            self._open_verdict = outcome
-            return Lookup.PENDING
-        if asked is not None:
-            self.draft.in_flight = None
-        if self.drafted is not None:
-            return Lookup.HIT
-        is_miss_token = found.is_foreseen or asked is None or not asked.fanout
-        return Lookup.MISS_TOKEN if is_miss_token else Lookup.MISS_COUNT
-
-    def _take_branches(self) -> None:
-        """Settles a verdict that waited for the draft's answer, which has come. The first answer decides."""
-        if self._open_verdict is None:
-            self._has_outcomes = True
-            return
-        self.drafted, self._source = self._branches.take(self._open_verdict).draft, DraftKind.MODEL.value
-        self.draft.in_flight = self._open_verdict = None
+    def _settle(self) -> None:
+        """The draft has answered, which settles a verdict that waited for it."""
+        found = self._branches.settle()
+        if found is not None:
+            self.drafted, self._source, self.draft.in_flight = found.draft, DraftKind.MODEL.value, None

@@ -6,9 +6,10 @@ behind it. For a chain, the number of accepted tokens says as much as the node d
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from specray.draft_tokens import DraftTokens
+from specray.router.session_values import Lookup
 from specray.types import Branch
 
 Outcome = tuple[int, int]
@@ -19,19 +20,14 @@ class Found(NamedTuple):
     """What was known of an outcome."""
 
     draft: DraftTokens | None
-    """Draft tokens to verify next; None: it was not foreseen."""
-    is_foreseen: bool
-    """There were branches behind the node."""
-
-
-NOT_FOUND: Final = Found(None, False)
-"""Nothing was foreseen."""
+    """Draft tokens to verify next; None: it was not foreseen, or the answer has not come."""
+    lookup: Lookup
 
 
 class Branches:
-    """The branches of one round."""
+    """The branches of one round, and the verdict that came before them."""
 
-    __slots__ = ("_by_outcome", "_nodes", "_num_chain")
+    __slots__ = ("_by_outcome", "_has_answer", "_nodes", "_num_chain", "_open")
 
     def __init__(self) -> None:
         self._by_outcome: dict[Outcome, DraftTokens] = {}
@@ -39,11 +35,24 @@ class Branches:
         """Nodes of what is verified, in the order in which the draft was told them."""
         self._num_chain = 0
         """The first of them that are a chain."""
+        self._has_answer = False
+        """The draft has answered what it was asked last."""
+        self._open: Outcome | None = None
+        """The verdict that waits for the draft's answer."""
+
+    @property
+    def has_open_verdict(self) -> bool:
+        """A verdict came before the draft's answer, which settles it."""
+        return self._open is not None
+
+    def ask_proposal(self) -> None:
+        """The draft is asked what follows the committed tokens."""
+        self._open, self._has_answer = None, False
 
     def ask(self, nodes: tuple[int, ...], num_chain: int) -> None:
         """The draft is asked for the outcomes of some nodes, of which the first so many are a chain."""
         self._by_outcome.clear()
-        self._nodes, self._num_chain = nodes, num_chain
+        self._nodes, self._num_chain, self._has_answer = nodes, num_chain, False
 
     def add(self, branch: Branch, draft: DraftTokens) -> None:
         """Takes a branch by the node that the draft names; a node that it was not asked for is no outcome."""
@@ -63,10 +72,37 @@ class Branches:
             draft = DraftTokens(drafted.token_ids[rest:], probs=drafted.probs[rest:])
             self._by_outcome[common, drafted.token_ids[rest - 1]] = draft
 
-    def take(self, outcome: Outcome) -> Found:
-        """What follows an outcome; the branches belong to the round that it ends, and are forgotten."""
-        if not self._by_outcome:
-            return NOT_FOUND
-        found = Found(self._by_outcome.get(outcome), any(node == outcome[0] for node, _ in self._by_outcome))
+    def look_up(self, outcome: Outcome, *, is_asked: bool, has_fanout: bool) -> Found:
+        """What follows a verdict; the branches belong to the round that it ends, and are forgotten.
+
+        Args:
+            is_asked: the draft owes an answer, or has given one that more may follow.
+            has_fanout: it was asked for outcomes, and not for a proposal.
+        """
+        draft = self._by_outcome.get(outcome)
+        if draft is not None:
+            lookup = Lookup.HIT
+        elif not is_asked:
+            lookup = Lookup.NOT_ASKED
+        elif not self._has_answer:
+            lookup, self._open = Lookup.PENDING, outcome
+        elif has_fanout and all(node != outcome[0] for node, _ in self._by_outcome):
+            lookup = Lookup.MISS_COUNT
+        else:
+            lookup = Lookup.MISS_TOKEN
         self._by_outcome.clear()
-        return found
+        return Found(draft, lookup)
+
+    def settle(self) -> Found | None:
+        """The draft has answered: settles the verdict that waited for it. None: none did. The first answer
+        decides."""
+        if self._open is None:
+            self._has_answer = True
+            return None
+        draft, self._open = self._by_outcome.get(self._open), None
+        self._by_outcome.clear()
+        return Found(draft, Lookup.MISS_TOKEN if draft is None else Lookup.HIT)
+
+    def give_up(self) -> None:
+        """No answer is waited for any more."""
+        self._open = None
