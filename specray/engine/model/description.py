@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from specray.config import EMBEDDED, EngineConfig
 from specray.demo.paths import demo_draft_path, demo_target_path
+from specray.engine.model.checkpoint.layer_formats import StoredFormat
 from specray.engine.model.checkpoint.location import find_description, read_config
-from specray.engine.model.checkpoint.stored_format import StoredFormat, check_forward
+from specray.engine.model.checkpoint.stored_format import check_forward
 from specray.engine.model.checkpoint.vocabulary import TrimmedHead, read_head
 from specray.engine.model.checks.formats import CONFIG_KEYS, check_adapter, check_format
 from specray.engine.model.decoder_config import HEAD, MODEL_TYPES, DecoderConfig

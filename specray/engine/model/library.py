@@ -16,7 +16,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.hub import cached_file
 
 from specray.engine.model.checkpoint.headers import read_headers
-from specray.engine.model.checkpoint.stored_format import StoredFormat
+from specray.engine.model.checkpoint.layer_formats import StoredFormat
 from specray.engine.model.checks.architecture import check_architecture
 from specray.engine.model.checks.formats import check_format, check_tensors
 from specray.engine.model.checks.messages import one_line

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from specray.engine.model.checkpoint.adapter import AdaptedWeights
 from specray.engine.model.checkpoint.headers import read_headers
+from specray.engine.model.checkpoint.layer_formats import StoredFormat
 from specray.engine.model.checkpoint.location import find_weights
 from specray.engine.model.checkpoint.mxfp4_weights import Mxfp4Weights
 from specray.engine.model.checkpoint.safetensors_files import SafetensorsWeights
 from specray.engine.model.checkpoint.source import WeightSource
-from specray.engine.model.checkpoint.stored_format import MXFP4, StoredFormat
+from specray.engine.model.checkpoint.stored_format import MXFP4
 from specray.engine.model.checkpoint.stored_weights import StoredWeights
 from specray.engine.model.checkpoint.vocabulary import TrimmedHead, stored_head, trimmed_shapes
 from specray.engine.model.checks.formats import check_tensors

@@ -9,27 +9,37 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specray.engine.model.checkpoint.layer_formats import WHOLE_ROWS
+
 _WORD_BITS = 32
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Places in a word of eight columns in a row; AutoAWQ packs columns 0, 2, 4, 6, 1, 3, 5, 7 in this order."""
 
 
-def scaled(weight: Tensor, scale: Tensor, zero_point: Tensor | None, block: tuple[int, int] | None) -> Tensor:
+def scaled(
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    block: tuple[int, int] | None,
+    *,
+    group_size: int | None = None,
+) -> Tensor:
     """Numbers of 8 bits, times the scale of their weight, row, group of columns or block.
 
     Args:
         weight: float8 or int8.
         scale: one number; ``[rows]``; ``[rows, groups of columns]``; or ``[blocks of rows, of columns]``.
         zero_point: of the scale's shape; None: zero.
-        block: rows and columns of a block; the last one of either may be smaller.
+        block: rows and columns of a block; the last one of either may be smaller. None: there are none.
+        group_size: as of :func:`packed_rows`.
 
     Raises:
         ValueError: the scale's shape is none of these.
     """
     numbers = weight.float()
-    scales = _spread(scale.float(), weight.shape, block)
+    scales = _spread(scale.float(), weight.shape, block, group_size)
     if zero_point is not None:
-        numbers = numbers - _spread(zero_point.float(), weight.shape, block)
+        numbers = numbers - _spread(zero_point.float(), weight.shape, block, group_size)
     return numbers * scales
 
 
@@ -40,6 +50,7 @@ def packed_rows(
     zero_point: Tensor | None,
     groups: Tensor | None,
     *,
+    bits: int,
     group_size: int | None = None,
 ) -> Tensor:
     """compressed-tensors' ``pack-quantized``: signed numbers plus half their range, packed along a row.
@@ -49,14 +60,20 @@ def packed_rows(
         shape: of the weight.
         scale: ``[rows, groups of columns]``.
         zero_point: int32, packed along the rows ``[words, groups]``; None: zero.
-        groups: group of each column; None: in their order.
-        group_size: columns of a group, of the last one maybe fewer; None: as the scales' shape says.
+        groups: group of each column; None: in their order, as where one of them is -1.
+        group_size: columns of a group, of the last one maybe fewer, or ``WHOLE_ROWS``; None: as the scales'
+            shape says.
     """
     rows, columns = shape
-    num_bits = _bits(packed.shape[1], columns)
-    codes = unpack(packed, num_bits)[:, :columns]
-    offset = torch.full((), 1 << (num_bits - 1), dtype=torch.int32)
-    zeros = offset if zero_point is None else unpack(zero_point.T.contiguous(), num_bits).T[:rows]
+    if packed.shape != (rows, num_words := -(-columns * bits // _WORD_BITS)):
+        raise ValueError(
+            f"{packed.shape[-1]} words for {columns} numbers of {bits} bits; allowed: {num_words}"
+        )
+    codes = unpack(packed, bits)[:, :columns]
+    offset = torch.full((), 1 << (bits - 1), dtype=torch.int32)
+    zeros = offset if zero_point is None else unpack(zero_point.T.contiguous(), bits).T[:rows]
+    if groups is not None and bool((groups == -1).any()):
+        groups = None
     return _grouped(codes, scale, zeros, groups, group_size)
 
 
@@ -116,40 +133,43 @@ def _grouped(
     if len(scale) != rows or scale.ndim != 2 or (zeros.ndim == 2 and zeros.shape != scale.shape):
         raise ValueError(f"scales of shape {list(scale.shape)} for a weight of {rows} rows")
     if groups is None:
-        if group_size is None or -(-columns // group_size) != scale.shape[1]:
-            # Whole rows, or a layer that has groups of its own.
-            group_size = _equal_groups(columns, scale.shape[1])
-        groups = torch.arange(columns) // group_size
+        groups = torch.arange(columns) // _group_columns(columns, scale.shape[1], group_size)
     elif groups.shape != (columns,) or not 0 <= int(groups.min()) <= int(groups.max()) < scale.shape[1]:
         raise ValueError(f"groups of columns that do not fit {scale.shape[1]} groups")
     index = groups.long()
     return (codes - (zeros[:, index] if zeros.ndim == 2 else zeros)).float() * scale.float()[:, index]
 
 
-def _spread(values: Tensor, shape: torch.Size, block: tuple[int, int] | None) -> Tensor:
+def _spread(
+    values: Tensor, shape: torch.Size, block: tuple[int, int] | None, group_size: int | None
+) -> Tensor:
     """Scales or zero points in a shape that fits the weight's."""
     rows, columns = shape
-    if values.numel() == 1:
+    if block is not None:
+        if values.shape == (-(-rows // block[0]), -(-columns // block[1])):
+            return values.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    elif values.numel() == 1:
         return values.reshape(1, 1)
-    if values.ndim == 1:
-        values = values[:, None]
-    if values.ndim == 2 and len(values) == rows and columns % values.shape[1] == 0:
-        return values.repeat_interleave(_equal_groups(columns, values.shape[1]), 1)
-    if block is not None and values.shape == (-(-rows // block[0]), -(-columns // block[1])):
-        return values.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    elif values.shape == (rows,):
+        return values[:, None]
+    elif values.ndim == 2 and len(values) == rows:
+        index = torch.arange(columns) // _group_columns(columns, values.shape[1], group_size)
+        return values[:, index]
     raise ValueError(f"scales of shape {list(values.shape)} for a weight of shape {[rows, columns]}")
 
 
-def _equal_groups(columns: int, num_groups: int) -> int:
-    """Columns of each group: a power of two, or else they could be whole groups and a shorter last one."""
-    size = columns // num_groups
-    if columns % num_groups or (num_groups > 1 and size & (size - 1)):
+def _group_columns(columns: int, num_groups: int, group_size: int | None) -> int:
+    """Columns of each group but the last, which may have fewer.
+
+    Without a size they are equal, and a power of two, or else they could be whole groups and a shorter last
+    one.
+    """
+    size = columns // num_groups if group_size is None else group_size
+    if group_size == WHOLE_ROWS:
+        size = columns
+    is_open = group_size is None and num_groups > 1
+    if is_open and (columns % num_groups or size & (size - 1)):
         raise ValueError(f"{num_groups} groups for {columns} columns")
+    if -(-columns // size) != num_groups:
+        raise ValueError(f"{num_groups} groups for {columns} columns; allowed: groups of {size}")
     return size
-
-
-def _bits(num_words: int, num_values: int) -> int:
-    bits = {width for width in (4, 8) if -(-num_values * width // _WORD_BITS) == num_words}
-    if len(bits) != 1:
-        raise ValueError(f"{num_words} words for {num_values} numbers; allowed: numbers of 4 or 8 bits")
-    return bits.pop()

@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from specray.engine.model.checkpoint.layer_formats import (
+    WHOLE_ROWS,
+    LayerFormat,
+    Rule,
+    StoredFormat,
+    UnreadFormatError,
+    dynamic_rules,
+    skipped_rules,
+    target_rule,
+)
 from specray.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class StoredFormat:
-    """A format of quantised weights that :mod:`stored_weights` reads."""
-
-    method: str
-    """Name of the method: a key of ``READERS``."""
-    block: tuple[int, int] | None = None
-    """Rows and columns that share a scale of ``weight_scale`` or ``weight_scale_inv``; None: whole rows, the
-    whole weight, or groups along the columns, as the scales' shape says."""
-    bits: int = 8
-    """Bits of a number in ``qweight``."""
-    zero_offset: int = 0
-    """What is added to the zero points of ``qzeros``."""
-    group_size: int | None = None
-    """Columns of a group, the last of which may have fewer; None: as the scales' shape says."""
-    also_needed: frozenset[str] = frozenset()
-    """Further tensors that every quantised layer must have, since the configuration speaks of them."""
-
 
 SCALES = ("weight_scale", "weight_scale_inv")
 """Names of a layer's tensors with the scales of its weight."""
+ZERO_POINT = "weight_zero_point"
 UNUSED = frozenset(
     {"input_scale", "output_scale", "input_zero_point", "q_scale", "k_scale", "v_scale", "k_zero_point"}
     | {"v_zero_point"}
@@ -43,8 +33,8 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
 }
 """Names of the tensors that a layer of each layout must have; a scaled one has one of ``SCALES``, too."""
 PARTS: Mapping[str, tuple[str, ...]] = {
-    "scaled": (*SCALES, "weight", "weight_zero_point"),
-    "packed": (*NEEDED["packed"], "weight_zero_point", "weight_g_idx"),
+    "scaled": (*SCALES, "weight", ZERO_POINT),
+    "packed": (*NEEDED["packed"], ZERO_POINT, "weight_g_idx"),
     "gptq": (*NEEDED["gptq"], "g_idx"),
     "awq": NEEDED["awq"],
 }
@@ -67,8 +57,15 @@ MXFP4 = "mxfp4"
 """Method that :mod:`mxfp4_weights` reads."""
 
 
-class UnreadFormatError(Exception):
-    """The method's variant is none that is read; the text names it."""
+def layer_format(path: str, stored: StoredFormat, layer: str) -> LayerFormat:
+    """How a layer is stored whose tensors are quantised. Raises ConfigError where the configuration says
+    otherwise."""
+    try:
+        return stored.of_layer(layer)
+    except UnreadFormatError as error:
+        raise ConfigError(
+            f"model {path!r} cannot be loaded: {error}; allowed: one format for each layer"
+        ) from None
 
 
 def read_stored_format(method: str, values: Mapping[str, Any]) -> StoredFormat | None:
@@ -91,18 +88,22 @@ def read_stored_format(method: str, values: Mapping[str, Any]) -> StoredFormat |
 def _fp8(values: Mapping[str, Any]) -> StoredFormat:
     """DeepSeek's and transformers' own: ``weight_scale_inv`` by blocks; or one scale for each weight."""
     _expect(values, "fmt", (None, "e4m3", "float8_e4m3fn"))
-    return StoredFormat("fp8", block=_block(values, "weight_block_size"))
+    _expect(values, "expert_dtype", (None, "fp8"))
+    skipped = values.get("modules_to_not_convert") or values.get("ignored_layers") or ()
+    layer = LayerFormat(block=_block(values, "weight_block_size"))
+    return StoredFormat(
+        "fp8", (*skipped_rules(_names("modules_to_not_convert", skipped)), Rule.of_all(layer))
+    )
 
 
 def _modelopt(values: Mapping[str, Any]) -> StoredFormat:
     """NVIDIA's ModelOpt: one scale for each weight or row."""
     _expect(values, "quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"))
-    return StoredFormat("modelopt")
+    return StoredFormat("modelopt", (Rule.of_all(LayerFormat()),))
 
 
 def _compressed(values: Mapping[str, Any]) -> StoredFormat:
     """compressed-tensors: dense numbers of 8 bits, or packed ones of 4 or 8."""
-    _expect(values, "format", ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized"))
     for name in ("transform_config", "sparsity_config"):
         section = values.get(name) or {}
         if section and section.get("format") != "dense":
@@ -110,49 +111,85 @@ def _compressed(values: Mapping[str, Any]) -> StoredFormat:
     groups = values.get("config_groups") or {}
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
         raise UnreadFormatError("config_groups")
-    blocks, sizes, needed = set(), set(), []
+    rules = [target_rule(name, None) for name in _names("ignore", values.get("ignore") or ())]
     for group in groups.values():
-        weights = group.get("weights")
-        if not isinstance(weights, Mapping):
-            raise UnreadFormatError("config_groups without weights")
-        _expect(weights, "num_bits", (4, 8))
-        _expect(weights, "strategy", (None, "tensor", "channel", "group", "block"))
-        sizes.add(weights.get("group_size"))
-        needed.append(_also_needed(weights))
-        if weights.get("strategy") == "block":
-            blocks.add(_block(weights, "block_structure"))
-    if len(blocks) > 1:
-        raise UnreadFormatError("blocks of several sizes")
-    return StoredFormat(
-        "compressed-tensors",
-        block=next(iter(blocks), None),
-        group_size=_group_size(sizes.pop()) if len(sizes) == 1 else None,
-        also_needed=frozenset.intersection(*needed) if needed else frozenset(),
+        layer = _group(group, group.get("format") or values.get("format"))
+        rules += [
+            target_rule(target, layer) for target in _names("targets", group.get("targets", ["Linear"]))
+        ]
+    if not groups:
+        _expect(values, "format", _COMPRESSED)
+        rules.append(Rule.of_all(LayerFormat()))
+    return StoredFormat("compressed-tensors", tuple(rules))
+
+
+_COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+
+
+def _group(group: Mapping[str, Any], format: object) -> LayerFormat:
+    """What one of ``config_groups`` says of its layers' weights."""
+    weights = group.get("weights")
+    if not isinstance(weights, Mapping):
+        raise UnreadFormatError("config_groups without weights")
+    _expect({"format": format}, "format", _COMPRESSED)
+    is_packed, strategy = format == "pack-quantized", weights.get("strategy")
+    _expect(weights, "num_bits", (4, 8))
+    _expect(weights, "type", (None, "int") if is_packed else (None, "int", "float"))
+    _expect(weights, "strategy", (None, "tensor", "channel", "group", "block"))
+    size = _group_size(weights, "group_size")
+    return LayerFormat(
+        block=_block(weights, "block_structure") if strategy == "block" else None,
+        bits=weights["num_bits"],
+        group_size=WHOLE_ROWS if strategy in ("tensor", "channel") else size,
+        also_needed=_also_needed(weights),
+        has_zero_points=not (is_packed and weights.get("symmetric") is True),
     )
 
 
 def _gptq(values: Mapping[str, Any]) -> StoredFormat:
     """GPTQ: zero points are stored less one, except in version 2 of the format."""
     _expect(values, "bits", (4, 8))
-    _expect(values, "checkpoint_format", (None, "", "gptq", "gptq_v2"))
-    offset = 0 if values.get("checkpoint_format") == "gptq_v2" else 1
-    size = _group_size(values.get("group_size"))
-    needed = frozenset({"g_idx"} if values.get("desc_act") else ())
-    return StoredFormat("gptq", bits=values["bits"], zero_offset=offset, group_size=size, also_needed=needed)
+    for name in ("checkpoint_format", "format"):
+        _expect(values, name, (None, "", "gptq", "gptq_v2"))
+    named = {values[name] for name in ("checkpoint_format", "format") if values.get(name)}
+    if len(named) > 1:
+        raise UnreadFormatError(
+            f"checkpoint_format {values['checkpoint_format']!r} and format {values['format']!r}"
+        )
+    _expect(values, "pack_dtype", (None, "int32"))
+    _expect(values, "is_marlin_format", (None, False))
+    for name in ("adapter", "rotation", "extra_config"):
+        _expect(values, name, (None, "", {}))
+    offset = 0 if named == {"gptq_v2"} else 1
+
+    def layer(changes: Mapping[str, Any]) -> LayerFormat:
+        own = {**values, **changes}
+        _expect(own, "bits", (4, 8))
+        return LayerFormat(
+            bits=own["bits"],
+            zero_offset=offset,
+            group_size=_group_size(own, "group_size"),
+            also_needed=frozenset({"g_idx"} if own.get("desc_act") else ()),
+        )
+
+    return StoredFormat("gptq", (*dynamic_rules(values.get("dynamic"), layer), Rule.of_all(layer({}))))
 
 
 def _awq(values: Mapping[str, Any]) -> StoredFormat:
     """AWQ as AutoAWQ's ``gemm`` version stores it."""
     _expect({"bits": values.get("bits", values.get("w_bit"))}, "bits", (4,))
-    _expect({"version": str(values.get("version") or "gemm").lower()}, "version", ("gemm",))
-    return StoredFormat(
-        "awq", bits=4, group_size=_group_size(values.get("group_size", values.get("q_group_size")))
-    )
+    for name in ("version", "checkpoint_format", "format"):
+        _expect({name: str(values.get(name) or "gemm").lower()}, name, ("gemm",))
+    _expect(values, "zero_point", (None, True), is_switch=True)
+    _expect(values, "backend", (None, "auto", "autoawq"))
+    _expect(values, "dynamic", (None, {}))
+    name = "group_size" if "group_size" in values else "q_group_size"
+    return StoredFormat("awq", (Rule.of_all(LayerFormat(bits=4, group_size=_group_size(values, name))),))
 
 
 def _mxfp4(values: Mapping[str, Any]) -> StoredFormat:
     """gpt-oss's own: experts in MXFP4, everything else in bfloat16."""
-    return StoredFormat(MXFP4)
+    return StoredFormat(MXFP4, (Rule.of_all(LayerFormat()),))
 
 
 READERS = {
@@ -166,22 +203,35 @@ READERS = {
 """Readers of a method's section, by its name."""
 
 
-def _expect(values: Mapping[str, Any], name: str, allowed: tuple[object, ...]) -> None:
+def _expect(
+    values: Mapping[str, Any], name: str, allowed: tuple[object, ...], *, is_switch: bool = False
+) -> None:
     value = values.get(name)
-    if isinstance(value, bool) or value not in allowed:
+    if (isinstance(value, bool) and not is_switch and value is not False) or value not in allowed:
         raise UnreadFormatError(f"{name} {value!r}")
+
+
+def _names(name: str, value: object) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
+        raise UnreadFormatError(f"{name} {value!r}")
+    return tuple(value)
 
 
 def _also_needed(weights: Mapping[str, Any]) -> frozenset[str]:
     """What layers of compressed-tensors have with zero points, or with groups in an order of their own."""
-    zero_points = () if weights.get("symmetric", True) else ("weight_zero_point",)
+    zero_points = () if weights.get("symmetric", True) else (ZERO_POINT,)
     order = ("weight_g_idx",) if weights.get("actorder") in ("group", "dynamic", True) else ()
     return frozenset((*zero_points, *order))
 
 
-def _group_size(size: object) -> int | None:
-    """Columns of a group; -1 in a configuration is a whole row."""
-    return size if type(size) is int and size > 0 else None
+def _group_size(values: Mapping[str, Any], name: str) -> int | None:
+    """Columns of a group; None: nothing is said of them."""
+    size = values.get(name)
+    if size is None:
+        return None
+    if type(size) is not int or (size < 1 and size != WHOLE_ROWS):
+        raise UnreadFormatError(f"{name} {size!r}")
+    return size
 
 
 def _block(values: Mapping[str, Any], name: str) -> tuple[int, int] | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from specray.engine.model.checkpoint import dequantise
+from specray.engine.model.checkpoint.layer_formats import StoredFormat
 from specray.engine.model.checkpoint.named_weights import NamedWeights
 from specray.engine.model.checkpoint.safetensors_files import SafetensorsWeights
 from specray.engine.model.checkpoint.source import Part
@@ -14,8 +15,9 @@ from specray.engine.model.checkpoint.stored_format import (
     NEEDED,
     PARTS,
     UNUSED,
-    StoredFormat,
+    ZERO_POINT,
     is_mark,
+    layer_format,
 )
 from specray.engine.model.checks.messages import one_line
 from specray.errors import ConfigError
@@ -44,7 +46,9 @@ class StoredWeights(NamedWeights):
     ) -> None:
         self._path, self._stored, self._dtype, self._device = path, stored, dtype, device
         self._files = SafetensorsWeights(path, directory, dtype=dtype, device=device, entry=entry)
-        self._layers = {f"{layer}.weight": layer for layer in self._quantised_layers()}
+        layers = self._quantised_layers()
+        self._formats = {layer: layer_format(path, stored, layer) for layer in layers}
+        self._layers = {f"{layer}.weight": layer for layer in layers}
         used = {f"{layer}.{suffix}" for layer in self._layers.values() for suffix in PARTS[self._kind(layer)]}
         shapes = {
             name: shape
@@ -84,9 +88,14 @@ class StoredWeights(NamedWeights):
             kind = "awq" if self._stored.method == "awq" else "gptq"
         else:
             kind = "packed" if f"{layer}.weight_packed" in has else "scaled"
-        for suffix in (*NEEDED[kind], *sorted(self._stored.also_needed)):
+        for suffix in (*NEEDED[kind], *sorted(self._formats[layer].also_needed)):
             if f"{layer}.{suffix}" not in has:
                 raise ConfigError(f"model {self._path!r} lacks weights: {layer}.{suffix}")
+        if f"{layer}.{ZERO_POINT}" in has and not self._formats[layer].has_zero_points:
+            raise ConfigError(
+                f"model {self._path!r} has weights that its configuration says are not there: "
+                f"{layer}.{ZERO_POINT}"
+            )
         return kind
 
     def _shape(self, layer: str) -> tuple[int, ...]:
@@ -97,11 +106,11 @@ class StoredWeights(NamedWeights):
         if kind == "packed":
             return tuple(int(size) for size in self._files.raw(f"{layer}.weight_shape").tolist())
         rows, columns = shapes[f"{layer}.qweight"]
-        per_word = 32 // self._stored.bits
+        per_word = 32 // self._formats[layer].bits
         return (columns, rows * per_word) if kind == "gptq" else (columns * per_word, rows)
 
     def _dequantised(self, layer: str) -> torch.Tensor:
-        stored, kind = self._stored, self._kind(layer)
+        stored, kind = self._formats[layer], self._kind(layer)
 
         def raw(suffix: str) -> torch.Tensor:
             return self._files.raw(f"{layer}.{suffix}")
@@ -112,16 +121,20 @@ class StoredWeights(NamedWeights):
         if kind == "scaled":
             scale = optional("weight_scale")
             scale = raw("weight_scale_inv") if scale is None else scale
-            return dequantise.scaled(raw("weight"), scale, optional("weight_zero_point"), stored.block)
+            zero_point = optional(ZERO_POINT)
+            return dequantise.scaled(
+                raw("weight"), scale, zero_point, stored.block, group_size=stored.group_size
+            )
         if kind == "packed":
             rows, columns = self._shape(layer)
-            zero_point, groups = optional("weight_zero_point"), optional("weight_g_idx")
+            zero_point, groups = optional(ZERO_POINT), optional("weight_g_idx")
             return dequantise.packed_rows(
                 raw("weight_packed"),
                 (rows, columns),
                 raw("weight_scale"),
                 zero_point,
                 groups,
+                bits=stored.bits,
                 group_size=stored.group_size,
             )
         if kind == "awq":

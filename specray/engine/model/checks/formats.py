@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specray.engine.model.checkpoint.headers import TensorHeader, read_headers, read_json
+from specray.engine.model.checkpoint.layer_formats import StoredFormat, UnreadFormatError
 from specray.engine.model.checkpoint.stored_format import (
     KNOWN_PARTS,
     SCALES,
-    StoredFormat,
-    UnreadFormatError,
     is_mark,
+    layer_format,
     read_stored_format,
 )
 from specray.errors import ConfigError
@@ -32,6 +32,8 @@ CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
 """Keys of config.json: of transformers, of compressed-tensors once, and of MLX."""
 _FP8 = "F8_E4M3"
 _SCALED_DTYPES = frozenset({_FP8, "I8"})
+_WHOLE_DTYPES_OF = {"weight": "I8", "qweight": "I32", "qzeros": "I32", "weight_packed": "I32"}
+"""Whole numbers of which these parts of a layer may be made."""
 _PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "C64", "BOOL"})
 _WHOLE_DTYPES = frozenset({"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"})
 _WEIGHT_NAME = re.compile(r"(weight|_proj|_packed|experts\.\w+)$")
@@ -92,7 +94,10 @@ def check_tensors(path: str, headers: Mapping[str, TensorHeader], stored: Stored
     for name, header in headers.items():
         is_packed = header.dtype in _WHOLE_DTYPES and len(header.shape) > 1 and _WEIGHT_NAME.search(name)
         if is_packed or _QUANTISED_NAME.search(name):
-            if stored is not None and name.rpartition(".")[2] in KNOWN_PARTS:
+            part = name.rpartition(".")[2]
+            if stored is not None and part in KNOWN_PARTS:
+                if header.dtype in _WHOLE_DTYPES - {_WHOLE_DTYPES_OF.get(part, header.dtype)}:
+                    raise _unread(path, f"{header.dtype} tensors such as {name!r}")
                 continue
             raise _unread(path, f"{header.dtype} tensors such as {name!r}, without {named}")
     if stored is not None and headers:
@@ -100,13 +105,22 @@ def check_tensors(path: str, headers: Mapping[str, TensorHeader], stored: Stored
 
 
 def _check_stored(path: str, headers: Mapping[str, TensorHeader], stored: StoredFormat) -> None:
-    """Raises ConfigError where a quantised weight has no scales, or none is quantised."""
+    """Raises ConfigError where a quantised weight has no scales, a plain one has, or none is quantised."""
     for name, header in headers.items():
         layer, _, part = name.rpartition(".")
+        weight = headers.get(f"{layer}.weight")
+        if part in SCALES and weight is not None and weight.dtype not in _SCALED_DTYPES:
+            raise ConfigError(
+                f"model {path!r}: {layer}.weight is {weight.dtype} and has scales; allowed: "
+                f"{' or '.join(sorted(_SCALED_DTYPES))} with them, or none"
+            )
         is_scaled = any(f"{layer}.{scale}" in headers for scale in SCALES)
         if part == "weight" and header.dtype in _SCALED_DTYPES and not is_scaled:
             raise ConfigError(f"model {path!r} lacks weights: {layer}.{SCALES[0]}")
-    if not any(is_mark(name) for name in headers):
+    marks = [name for name in headers if is_mark(name)]
+    for name in marks:
+        layer_format(path, stored, name.rpartition(".")[0])
+    if not marks:
         raise ConfigError(
             f"model {path!r}: its configuration says that it is quantised ({stored.method!r}), and none of "
             "its tensors is; allowed: both, or neither"

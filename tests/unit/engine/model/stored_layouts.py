@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,25 +96,31 @@ def _grouped(
     return codes, zeros, scales, (codes - zeros[:, index]).float() * scales.float()[:, index]
 
 
-def _packed(bits: int, *, is_symmetric: bool) -> Callable[..., tuple[Tensors, torch.Tensor]]:
+def packed_rows(
+    bits: int, *, is_symmetric: bool, size: int = GROUP
+) -> Callable[..., tuple[Tensors, torch.Tensor]]:
+    """Stores layers as compressed-tensors packs them."""
+
     def store(shape: tuple[int, int], random: torch.Generator) -> tuple[Tensors, torch.Tensor]:
-        codes, zeros, scales, meant = _grouped(shape, bits, random)
+        codes, zeros, scales, meant = _grouped(shape, bits, random, size=size)
         tensors = {
             "weight_packed": packed(codes, bits),
             "weight_shape": torch.tensor(shape),
             "weight_scale": scales,
         }
         if is_symmetric:
-            index = torch.arange(shape[1]) // GROUP
+            index = torch.arange(shape[1]) // size
             return tensors, (codes - (1 << (bits - 1))).float() * scales.float()[:, index]
         return {**tensors, "weight_zero_point": packed(zeros.T, bits).T.contiguous()}, meant
 
     return store
 
 
-def _gptq(
+def gptq(
     bits: int, *, is_reordered: bool, stored_less: int, size: int = GROUP
 ) -> Callable[..., tuple[Tensors, torch.Tensor]]:
+    """Stores layers as GPTQ packs them."""
+
     def store(shape: tuple[int, int], random: torch.Generator) -> tuple[Tensors, torch.Tensor]:
         order = torch.randperm(shape[1], generator=random) if is_reordered else torch.arange(shape[1])
         groups = order // size
@@ -140,8 +146,16 @@ def _awq(shape: tuple[int, int], random: torch.Generator) -> tuple[Tensors, torc
 
 def compressed(format: str, **weights: Any) -> dict[str, Any]:
     """A ``quantization_config`` of compressed-tensors with one group."""
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    return {"quant_method": "compressed-tensors", "format": format, "config_groups": groups}
+    return compressed_groups(format, {"Linear": weights})
+
+
+def compressed_groups(format: str, weights: Mapping[str, Any], **values: Any) -> dict[str, Any]:
+    """One with a group for each target."""
+    groups = {
+        f"group_{index}": {"targets": [target], "weights": own}
+        for index, (target, own) in enumerate(weights.items())
+    }
+    return {"quant_method": "compressed-tensors", "format": format, "config_groups": groups, **values}
 
 
 LAYOUTS = {
@@ -156,47 +170,50 @@ LAYOUTS = {
     ),
     "compressed-pack4": Layout(
         compressed("pack-quantized", num_bits=4, strategy="group", group_size=GROUP),
-        _packed(4, is_symmetric=True),
+        packed_rows(4, is_symmetric=True),
     ),
     "compressed-pack4-zeros": Layout(
         compressed("pack-quantized", num_bits=4, strategy="group", group_size=GROUP),
-        _packed(4, is_symmetric=False),
+        packed_rows(4, is_symmetric=False),
     ),
     "compressed-pack8": Layout(
         compressed("pack-quantized", num_bits=8, strategy="group", group_size=GROUP),
-        _packed(8, is_symmetric=True),
+        packed_rows(8, is_symmetric=True),
     ),
     "gptq": Layout(
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP},
-        _gptq(4, is_reordered=False, stored_less=1),
+        gptq(4, is_reordered=False, stored_less=1),
     ),
     "gptq-short-last-group": Layout(
         # Of 48 columns, which two groups of 24 would divide as well.
         {"quant_method": "gptq", "bits": 4, "group_size": 32},
-        _gptq(4, is_reordered=False, stored_less=1, size=32),
+        gptq(4, is_reordered=False, stored_less=1, size=32),
     ),
     "gptq-whole-rows": Layout(
         {"quant_method": "gptq", "bits": 4, "group_size": -1},
-        _gptq(4, is_reordered=False, stored_less=1, size=48),
+        gptq(4, is_reordered=False, stored_less=1, size=48),
     ),
     "gptq-reordered-8": Layout(
         {"quant_method": "gptq", "bits": 8, "group_size": GROUP, "desc_act": True},
-        _gptq(8, is_reordered=True, stored_less=1),
+        gptq(8, is_reordered=True, stored_less=1),
     ),
     "gptq-v2": Layout(
         {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"},
-        _gptq(4, is_reordered=True, stored_less=0),
+        gptq(4, is_reordered=True, stored_less=0),
     ),
     "awq": Layout({"quant_method": "awq", "bits": 4, "version": "gemm"}, _awq),
 }
 """Every layout that is read, by name."""
 
 
-def quantise_checkpoint(directory: Path, layout: Layout, *, plain: tuple[str, ...] = ()) -> Tensors:
+def quantise_checkpoint(
+    directory: Path, layout: Layout, *, plain: tuple[str, ...] = (), only: str = "_proj"
+) -> Tensors:
     """Stores the linear layers of a checkpoint in a layout, with random numbers.
 
     Args:
         plain: layers that stay as they are.
+        only: end of the names of the others.
 
     Returns:
         All tensors as they are meant, in float32.
@@ -206,7 +223,7 @@ def quantise_checkpoint(directory: Path, layout: Layout, *, plain: tuple[str, ..
     meant = dict(tensors)
     for name in sorted(tensors):
         layer = name.removesuffix(".weight")
-        if not layer.endswith("_proj") or layer in plain:
+        if not name.endswith(f"{only}.weight") or layer in plain:
             continue
         rows, columns = tensors.pop(name).shape
         parts, meant[name] = layout.store((rows, columns), random)

@@ -16,7 +16,15 @@ from specray.engine.model.description import ModelArgs, check_loadable
 from specray.engine.model.loader import DecoderSource, load_model
 from specray.errors import ConfigError
 from tests.unit.engine.model.checkpoints import write_checkpoint
-from tests.unit.engine.model.stored_layouts import LAYOUTS, Layout, compressed, quantise_checkpoint
+from tests.unit.engine.model.stored_layouts import (
+    LAYOUTS,
+    Layout,
+    compressed,
+    compressed_groups,
+    gptq,
+    packed_rows,
+    quantise_checkpoint,
+)
 
 CPU = torch.device("cpu")
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -53,6 +61,85 @@ def test_every_weight_is_what_its_layout_means(checkpoint: Path, name: str) -> N
     assert torch.equal(part, meant[DOWN][:, columns // 2 :]) and part.is_contiguous()
     half = source(checkpoint, torch.bfloat16).weights.take(DOWN)
     assert torch.equal(half, meant[DOWN].bfloat16())
+
+
+GPTQ = LAYOUTS["gptq"].config
+
+
+@pytest.mark.parametrize(
+    ("config", "own", "other"),
+    [
+        # 32 columns are twice 16, or 20 and 12: two scales either way.
+        (
+            compressed_groups(
+                "pack-quantized",
+                {
+                    "re:.*self_attn.*": {"num_bits": 4, "group_size": 20},
+                    "Linear": {"num_bits": 4, "group_size": 16, "symmetric": False},
+                },
+                ignore=["lm_head"],
+            ),
+            packed_rows(4, is_symmetric=True, size=20),
+            packed_rows(4, is_symmetric=False),
+        ),
+        (
+            {**GPTQ, "dynamic": {"+:.*self_attn.*": {"bits": 8, "group_size": 20}, "-:lm_head": {}}},
+            gptq(8, is_reordered=False, stored_less=1, size=20),
+            LAYOUTS["gptq"].store,
+        ),
+    ],
+    ids=["compressed-tensors", "gptq"],
+)
+def test_layers_with_rules_of_their_own(
+    checkpoint: Path, config: dict[str, Any], own: Any, other: Any
+) -> None:
+    meant: dict[str, torch.Tensor] = {}
+    for only in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        meant |= {
+            name: weight
+            for name, weight in quantise_checkpoint(checkpoint, Layout(config, own), only=only).items()
+            if name.endswith(f"{only}.weight")
+        }
+    meant = {**quantise_checkpoint(checkpoint, Layout(config, other)), **meant}
+    weights = source(checkpoint).weights
+    for tensor in (DOWN, "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.o_proj.weight"):
+        assert torch.equal(weights.take(tensor), meant[tensor]), tensor
+
+
+def test_a_layer_that_the_configuration_says_is_plain(checkpoint: Path) -> None:
+    layout = LAYOUTS["fp8-blocks"]
+    config = {**layout.config, "modules_to_not_convert": ["model.layers.1.mlp"]}
+    quantise_checkpoint(checkpoint, Layout(config, layout.store))
+    message = refused(checkpoint)
+    assert "by its configuration 'model.layers.1.mlp." in message and "' is not quantised" in message
+
+
+def test_groups_in_an_order_that_was_never_set_are_in_order(checkpoint: Path) -> None:
+    meant = quantise_checkpoint(checkpoint, LAYOUTS["compressed-pack4"])
+    change(checkpoint, weight_g_idx=torch.full((48,), -1, dtype=torch.int32))
+    assert torch.equal(source(checkpoint).weights.take(DOWN), meant[DOWN])
+
+
+def test_zero_points_that_the_configuration_says_are_not_there(checkpoint: Path) -> None:
+    layout = LAYOUTS["compressed-pack4-zeros"]
+    config = compressed("pack-quantized", num_bits=4, strategy="group", group_size=16, symmetric=True)
+    quantise_checkpoint(checkpoint, Layout(config, layout.store))
+    with pytest.raises(ConfigError, match=r"says are not there: .*weight_zero_point$"):
+        source(checkpoint)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+def test_whole_numbers_that_no_method_means(checkpoint: Path, dtype: torch.dtype) -> None:
+    quantise_checkpoint(checkpoint, LAYOUTS["compressed-int8"])
+    change(checkpoint, weight=torch.ones(32, 48, dtype=dtype))
+    assert f"tensors such as {DOWN!r}" in refused(checkpoint)
+
+
+def test_plain_weights_that_have_scales(checkpoint: Path) -> None:
+    """As of a checkpoint that was calibrated, and not compressed."""
+    quantise_checkpoint(checkpoint, LAYOUTS["compressed-int8"])
+    change(checkpoint, weight=torch.ones(32, 48, dtype=torch.float16))
+    assert "down_proj.weight is F16 and has scales; allowed: F8_E4M3 or I8 with" in refused(checkpoint)
 
 
 def test_a_library_that_names_no_groups_means_them_in_order(checkpoint: Path) -> None:

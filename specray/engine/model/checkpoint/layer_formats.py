@@ -1,0 +1,132 @@
+"""Which layers of a quantised checkpoint are stored how: rules by their names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+WHOLE_ROWS = -1
+"""Size of a group that is a whole row."""
+
+
+class UnreadFormatError(Exception):
+    """The method's variant is none that is read; the text names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFormat:
+    """How the weight of a quantised layer is stored."""
+
+    block: tuple[int, int] | None = None
+    """Rows and columns that share a scale of ``weight_scale`` or ``weight_scale_inv``; None: whole rows, the
+    whole weight, or groups along the columns, as the scales' shape says."""
+    bits: int = 8
+    """Bits of a packed number."""
+    zero_offset: int = 0
+    """What is added to the zero points of ``qzeros``."""
+    group_size: int | None = None
+    """Columns of a group, the last of which may have fewer, or ``WHOLE_ROWS``; None: as the scales' shape
+    says."""
+    also_needed: frozenset[str] = frozenset()
+    """Further tensors that the layer must have, since the configuration speaks of them."""
+    has_zero_points: bool = True
+    """It may have ``weight_zero_point``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a configuration says of the layers whose names its pattern matches."""
+
+    pattern: re.Pattern[str]
+    """It need match no more than a name's beginning."""
+    layer: LayerFormat | None
+    """None: they are not quantised."""
+    rank: int
+    """Of several rules that match, those of the lowest rank count."""
+
+    @classmethod
+    def of_all(cls, layer: LayerFormat) -> Rule:
+        """The rule of all layers of which no other speaks."""
+        return cls(re.compile(""), layer, _LAST)
+
+
+_SKIPPED, _BY_NAME, _BY_PATTERN, _LAST = 0, 1, 2, 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFormat:
+    """A format of quantised weights that :mod:`stored_weights` reads."""
+
+    method: str
+    """Name of the method: a key of ``READERS``."""
+    rules: tuple[Rule, ...]
+
+    def of_layer(self, name: str) -> LayerFormat:
+        """How a layer is stored whose tensors are quantised.
+
+        Raises:
+            UnreadFormatError: by the configuration it is not quantised, or in several ways.
+        """
+        found = [rule for rule in self.rules if rule.pattern.match(name)]
+        first = min((rule.rank for rule in found), default=_LAST)
+        layers = {rule.layer for rule in found if rule.rank == first}
+        if len(layers) > 1:
+            raise UnreadFormatError(f"several groups speak of {name!r}, each in its own way")
+        layer = layers.pop() if layers else None
+        if layer is None:
+            raise UnreadFormatError(f"by its configuration {name!r} is not quantised, and its tensors are")
+        return layer
+
+
+def target_rule(target: str, layer: LayerFormat | None) -> Rule:
+    """A target of compressed-tensors: a layer's name, ``re:`` and a pattern, or a class of modules.
+
+    Names count before patterns, and these before classes; what is ignored is not quantised whatever else
+    matches.
+
+    Args:
+        layer: None: the target is ignored.
+    """
+    if target.startswith("re:"):
+        pattern, rank = _compiled(target.removeprefix("re:")), _BY_PATTERN
+    elif target == "Linear":
+        pattern, rank = re.compile(""), _LAST
+    else:
+        pattern, rank = re.compile(rf"{re.escape(target)}\Z"), _BY_NAME
+    return Rule(pattern, layer, rank if layer is not None else _SKIPPED)
+
+
+def skipped_rules(names: tuple[str, ...]) -> list[Rule]:
+    """Layers that transformers leaves as they are: patterns from a name's beginning to the end of one of its
+    parts, or ends of names."""
+    return [
+        Rule(_compiled(rf"(?:{name})(?:(?<=\.)|(?=\.|$))|.*{re.escape(name)}\Z"), None, _SKIPPED)
+        for name in names
+    ]
+
+
+def dynamic_rules(dynamic: object, layer: Callable[[Mapping[str, Any]], LayerFormat]) -> list[Rule]:
+    """GPTQModel's ``dynamic``: patterns of layers with values of their own, the first of which counts.
+
+    Args:
+        layer: the format of a layer, by the values that are its own.
+    """
+    if dynamic is None:
+        return []
+    if not isinstance(dynamic, Mapping) or not all(isinstance(own, Mapping) for own in dynamic.values()):
+        raise UnreadFormatError(f"dynamic {dynamic!r}")
+    rules = []
+    for rank, (pattern, own) in enumerate(dynamic.items()):
+        is_skipped = pattern.startswith("-:")
+        compiled = _compiled(pattern.removeprefix("-:" if is_skipped else "+:"))
+        rules.append(Rule(compiled, None if is_skipped else layer(own), rank))
+    return rules
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise UnreadFormatError(f"pattern {pattern!r}: {error}") from None
