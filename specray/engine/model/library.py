@@ -167,10 +167,14 @@ def load_config(path: str, directory: Path | None) -> LibraryConfig:
     stored = check_format(path, directory, dict(values))
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(where, trust_remote_code=False, **options)
+        text = config.get_text_config()
+        if getattr(text, "rope_parameters", None):
+            # Its models do so: what stands beside the rotary parameters may count before them.
+            text.standardize_rope_params()
     except Exception as error:  # Values that a configuration class refuses raise all kinds.
         raise ConfigError(f"model {path!r} cannot be loaded: {one_line(error)}") from None
     _check_causal(path, config)
-    return LibraryConfig(config, config.get_text_config(), stored)
+    return LibraryConfig(config, text, stored)
 
 
 def check_served(

@@ -20,6 +20,8 @@ _BEGUN_ANEW = frozenset({"jamba", "zamba"})
 """Model types whose recurrent layers go on from a state with one token only (Mamba 1)."""
 _OWN_STATES = frozenset({"recurrent_gemma", "minimax"})
 """Model types whose recurrent layers do not keep their states as those of others do."""
+_LEAST_WINDOW = 2
+"""Tokens of the smallest window that the library's cache keeps."""
 _SPARSE_FIELDS = ("index_topk", "index_n_heads", "index_topk_blocks")
 _SPARSE_KINDS = frozenset(
     {"indexed_attention", "heavily_compressed_attention", "compressed_sparse_attention"}
@@ -98,6 +100,11 @@ def window_refusal(config: Any, windows: Sequence[int | None], *, max_model_len:
     except Exception as error:  # Of windows that are not set, each in its own way.
         return f"transformers makes no cache for it ({first_line(error)})"
     for index, (layer, window) in enumerate(zip(layers, windows, strict=False)):
+        if window is not None and window < _LEAST_WINDOW:
+            return (
+                f"layer {index} has a window of {window} tokens, of which transformers' cache keeps others; "
+                f"allowed: {_LEAST_WINDOW} or more"
+            )
         kept = getattr(layer, "sliding_window", None)
         if kept is not None and kept < min(window or max_model_len, max_model_len):
             return (

@@ -126,7 +126,7 @@ def _windows(model_type: str, fields: Fields) -> tuple[int | None, ...]:
     num_layers = fields.size("num_hidden_layers")
     if model_type == "llama":
         return (None,) * num_layers
-    window = fields.size_or_none("sliding_window")
+    window = fields.window("sliding_window")
     if model_type == "mistral":
         return (window,) * num_layers
     if not fields.flag("use_sliding_window"):

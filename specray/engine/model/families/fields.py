@@ -87,6 +87,13 @@ class Fields:
     def size_or_none(self, name: str) -> int | None:
         return None if self._values[name] is None else self.size(name)
 
+    def window(self, name: str) -> int | None:
+        """Tokens that a layer attends to; of one alone the library's cache keeps another."""
+        size = self.size_or_none(name)
+        if size == 1:
+            raise NotUnderstoodError(name)
+        return size
+
     def flag(self, name: str) -> bool:
         """True or False; False for a type that has no such field."""
         value = self._values.get(name, False)

@@ -42,7 +42,11 @@ _GPT_OSS_NAMES = StackedNames("mlp.router", "mlp.experts.gate_up_proj", "mlp.exp
 
 def can_lower(config: Any) -> bool:
     """Whether the decoder computes what a text configuration describes."""
-    if config.model_type not in MODEL_TYPES or _activation(config) not in _ACTIVATIONS:
+    if (
+        config.is_heterogeneous
+        or config.model_type not in MODEL_TYPES
+        or _activation(config) not in _ACTIVATIONS
+    ):
         return False
     if _rotary_share(config) != 1.0 and (
         config.model_type not in _PARTLY_ROTATED or int(_head_dim(config) * _rotary_share(config)) % 2
@@ -190,9 +194,11 @@ def _activation(config: Any) -> str:
 
 
 def _rotary_share(config: Any) -> float:
-    """Share of each head that is rotated."""
+    """Share of each head that is rotated; of layers of several kinds, the first that is named."""
     values = getattr(config, "rope_parameters", None) or {}
-    share = values.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None)
+    nested = (each for each in values.values() if isinstance(each, Mapping))
+    named = [each.get("partial_rotary_factor") for each in (values, *nested)]
+    share = next(filter(None, named), None) or getattr(config, "partial_rotary_factor", None)
     return 1.0 if share is None else float(share)
 
 

@@ -68,7 +68,9 @@ def read(values: Mapping[str, Any]) -> DecoderConfig:
     if not is_whole(fields.value("_sliding_window_pattern")):
         raise NotUnderstoodError("_sliding_window_pattern")
     longest, kinds = fields.size("max_position_embeddings"), _layer_types(fields)
-    sliding, window = _rope(fields, _SLIDING, longest), fields.size_or_none("sliding_window")
+    sliding, window = _rope(fields, _SLIDING, longest), fields.window("sliding_window")
+    if window is None and _SLIDING in kinds:
+        raise NotUnderstoodError("sliding_window")
     return DecoderConfig(
         model_type=MODEL_TYPE,
         vocab_size=fields.size("vocab_size"),

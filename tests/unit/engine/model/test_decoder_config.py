@@ -312,6 +312,7 @@ PLAIN = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4}
         {**PLAIN, "rope_parameters": [1]},
         {"model_type": "mistral", "num_key_value_heads": None},
         {"model_type": "mistral", "layer_types": ["full_attention"]},
+        {"model_type": "mistral", "sliding_window": 1},
         {"model_type": "qwen2", "num_hidden_layers": 2, "layer_types": ["full_attention"]},
         {"model_type": "qwen2", "num_hidden_layers": 1, "layer_types": ["chunked_attention"]},
         {"model_type": "qwen2", "head_dim": None},

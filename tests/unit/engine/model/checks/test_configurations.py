@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from specray.config import EngineConfig
+from specray.engine.model.decoder_config import Llama3Scaling, RopeFormula
 from specray.engine.model.description import ModelArgs, ModelDescription, describe
 from specray.engine.runner.assembly import build_runner
 from specray.errors import ConfigError
@@ -49,6 +50,20 @@ def described(directory: Path, family: str, changed: dict[str, Any]) -> ModelDes
             {"sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]},
             "a window of 16 tokens for layer 1, which attends to all; allowed: max_model_len up to 16",
         ),
+        # Of a window of one, transformers' cache keeps the first tokens as well.
+        (
+            "mistral-windowed",
+            {"sliding_window": 1},
+            "layer 0 has a window of 1 tokens, of which transformers' cache keeps others; allowed: 2 or more",
+        ),
+        ("phi3", {"sliding_window": -1}, "layer 0 has a window of -1 tokens"),
+        ("starcoder2", {"sliding_window": 1}, "with transformers' own cache its logits are off by"),
+        # Layers with fields of their own, of which the model's code does not know.
+        (
+            "llama",
+            {"per_layer_config": {"1": {"rms_norm_eps": 0.5}}},
+            "'rms_norm_eps' is a per-layer attribute",
+        ),
         ("olmo", {"sliding_window": 16}, "with transformers' own cache its logits are off by"),
         ("qwen2-sliding", {"use_sliding_window": False}, "transformers makes no cache for it"),
         ("llama", {"is_causal": False}, "its tokens see those behind them (is_causal is false)"),
@@ -70,6 +85,16 @@ def test_is_refused(tmp_path: Path, family: str, changed: dict[str, Any], senten
 def test_a_window_that_no_sequence_reaches_is_none(tmp_path: Path) -> None:
     decoder = described(tmp_path, "llama", {"sliding_window": MAX_MODEL_LEN}).decoder
     assert decoder is not None and decoder.windows == (None, None)
+
+
+def test_the_original_context_beside_the_rotary_parameters_counts(tmp_path: Path) -> None:
+    """As the library's models read it, whatever is within them."""
+    scaling = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = {"rope_type": "llama3", "rope_theta": 500.0, **scaling, "original_max_position_embeddings": 128}
+    changed = {"original_max_position_embeddings": 64, "rope_parameters": rope}
+    decoder = described(tmp_path, "llama", changed).decoder
+    assert decoder is not None
+    assert decoder.rope == RopeFormula(500.0, Llama3Scaling(4.0, 1.0, 4.0, 64))
 
 
 def test_an_odd_number_of_rotated_dimensions_is_left_to_the_library(tmp_path: Path) -> None:

@@ -35,6 +35,15 @@ def config_of(model_type: str, **values: Any) -> Any:
         ("gemma3_text", {"attn_logit_softcapping": 50.0}),
         ("gemma3_text", {"use_bidirectional_attention": True}),
         ("gemma3_text", {"query_pre_attn_scalar": 0}),
+        (
+            "gemma3_text",
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "default", "partial_rotary_factor": 0.5},
+                    "sliding_attention": {"rope_type": "default"},
+                }
+            },
+        ),
         ("granite", {"residual_multiplier": 0.0}),
         ("granite", {"logits_scaling": 0.0}),
         ("qwen3", {"layer_types": ["full_attention", "chunked_attention"] * 2}),
@@ -44,6 +53,7 @@ def config_of(model_type: str, **values: Any) -> Any:
         ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 5}),
         ("gpt_oss", {"num_local_experts": 4, "hidden_act": "gelu"}),
         ("olmo2", {}),
+        ("llama", {"per_layer_config": {"1": {"intermediate_size": 24}}}),
     ],
 )
 def test_what_is_left_to_the_other_forward(model_type: str, values: dict[str, Any]) -> None:

@@ -60,7 +60,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     kinds = st.sampled_from(["full_attention", "sliding_attention"])
     optional: dict[str, st.SearchStrategy[Any]] = {
         "layer_types": st.none() | st.lists(kinds, min_size=num_layers, max_size=num_layers),
-        "sliding_window": st.sampled_from([None, 7]),
+        "sliding_window": st.sampled_from([2, 7]),
         "sliding_window_pattern": st.integers(1, 4),
         "query_pre_attn_scalar": st.sampled_from([24, 256]),
         "attention_bias": st.booleans(),
@@ -132,6 +132,8 @@ def test_scaling_of_older_files_is_for_full_attention() -> None:
         {**PLAIN, "layer_types": ["full_attention", "full_attention", "chunked_attention"]},
         {**PLAIN, "query_pre_attn_scalar": 0},
         {**PLAIN, "sliding_window_pattern": 0},
+        {**PLAIN, "sliding_window": 1},
+        {**PLAIN, "sliding_window": None},
         {**PLAIN, "_sliding_window_pattern": "6"},
         {**PLAIN, "rope_scaling": {"type": "linear", "factor": 8.0}},
         {**PLAIN, "rope_parameters": {"rope_type": "default"}},
