@@ -122,7 +122,7 @@ HF: dict[str, dict[str, Any]] = {
     "olmo2": {"num_key_value_heads": 2},
     **{name: FAMILIES[name].values for name in ("deepseek_v3", "mimo_v2_flash")},
 }
-SHARED = {name: FAMILIES[name].values for name in ("gemma2", "minicpm3")}
+SHARED = {name: FAMILIES[name].values for name in ("gemma2", "minicpm3", "minimax_m2", "aria_text")}
 """More of the library's, for ranks."""
 
 

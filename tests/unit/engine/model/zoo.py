@@ -154,7 +154,7 @@ FAMILIES: dict[str, Family] = {
         "mimo_v2_flash",
         {
             **SLIDING,
-            "num_key_value_heads": 1,
+            **GROUPED,
             "head_dim": 12,
             "v_head_dim": 8,
             "n_routed_experts": 4,

@@ -171,7 +171,10 @@ CASES = [
     ("deepseek_v3", "hf", 96),
     ("minicpm3", "hf", 96),
 ]
-ALONE = [(name, "decoder", 96) for name in ("smollm3", "granite", "mixtral")]
+ALONE = [
+    *((name, "decoder", 96) for name in ("smollm3", "granite", "mixtral")),
+    *((name, "hf", 96) for name in ("minimax_m2", "aria_text")),
+]
 """Further families, whose tokens are compared only."""
 
 

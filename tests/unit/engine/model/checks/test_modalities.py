@@ -87,8 +87,8 @@ def test_names_of_both_layouts_are_read_and_only_the_language_model_stays(
     [
         ("qwen3_vl", "qwen3_vl_text"),
         ("gemma4", "gemma4_text"),
-        ("longcat_flash", "longcat_flash"),
-        ("mimo_v2_flash", "mimo_v2_flash"),
+        # Two ranks of it start, and compute something else.
+        ("gemma3n", "gemma3n_text"),
     ],
 )
 def test_several_ranks_are_refused_before_weights_load(name: str, model_type: str, tmp_path: Path) -> None:

@@ -142,6 +142,19 @@ _VALUES: dict[str, dict[str, Any]] = {
     },
     "ministral3": {**LAYERS, "head_dim": 8, "sliding_window": 8},
     "nanochat": {**LAYERS},
+    "olmoe": {**LAYERS, "num_experts": 4, "num_experts_per_tok": 2},
+    "phimoe": {**LAYERS, **ROUTED},
+    "seed_oss": {**LAYERS, "head_dim": 8},
+    "solar_open": {
+        **LAYERS,
+        "head_dim": 8,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+    },
 }
 
 MORE: dict[str, Family] = {
