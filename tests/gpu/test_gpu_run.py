@@ -21,6 +21,8 @@ from specray.bench.gpu.pair import Agreement, arms_of, compare, num_compared
 from specray.bench.gpu.report import problems, write_report
 from specray.config import EMBEDDED
 from specray.errors import ConfigError
+from specray.serving.local import pair as pair_module
+from tests.unit.engine.processes import forked_worker
 
 
 def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -49,11 +51,12 @@ class StagesHere:
 
 @pytest.fixture
 def run_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Runs the script in this process; only the engines of the pair are processes of their own."""
+    """Runs the script in this process; only the engines of the pair are processes of their own, forked."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(script, "Stages", StagesHere)
+    monkeypatch.setattr(pair_module, "_worker", forked_worker)
 
     def run(*arguments: str) -> None:
         monkeypatch.setattr(sys, "argv", ["gpu", *arguments])

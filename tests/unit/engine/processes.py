@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from multiprocessing.connection import Connection
@@ -12,6 +14,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+from specray.bench.gpu.pair import WORKER_COMMAND as GPU_WORKER_COMMAND
 from specray.config import EngineConfig
 from specray.engine.runner.gpu_claim import claim_gpu
 
@@ -51,13 +54,24 @@ class ForkedCommand:
 
     Args:
         log: file for what it says on stderr.
+        program: runs in place of ``specray``: finds the arguments in sys.argv, and returns its exit code.
+        starts_ranks: it starts its other ranks as programs, as ever, and does not fork them.
     """
 
-    def __init__(self, arguments: Sequence[str], log: Path) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        log: Path,
+        program: Callable[[], int | None] | None = None,
+        *,
+        starts_ranks: bool = False,
+    ) -> None:
         self.log = log
         ours, theirs = os.pipe()
         self._said, said = Connection(ours, writable=False), Connection(theirs, readable=False)
-        self.process = preloaded_context().Process(target=_run_command, args=(arguments, said, log))
+        self.process = preloaded_context().Process(
+            target=_run_command, args=(arguments, said, log, program, starts_ranks)
+        )
         self.process.start()
         said.close()
 
@@ -98,24 +112,67 @@ class ForkedCommand:
 async def forked_worker(
     role: str, config_path: Path, command: Sequence[str], address: str, *, log_name: str | None = None
 ) -> AsyncIterator[ForkedCommand]:
-    """``specray worker``, in place of a pair's ``_worker``, where a program of its own is of no matter."""
-    arguments = ["worker", role, f"--config={config_path}", f"--listen={address}"]
-    worker = ForkedCommand(arguments, config_path.with_name(f"{log_name or role}.log"))
+    """A pair's worker, in place of its ``_worker``, where a program of its own is of no matter."""
+    log = config_path.with_name(f"{log_name or role}.log")
+    arguments = [role, f"--config={config_path}", f"--listen={address}"]
+    if tuple(command) == GPU_WORKER_COMMAND:
+        worker = ForkedCommand(arguments, log, _gpu_worker)
+    else:
+        worker = ForkedCommand(["worker", *arguments], log)
     try:
         yield worker
     finally:
         await worker.end()
 
 
-def _run_command(arguments: Sequence[str], said: Connection, log: Path) -> None:
+def _gpu_worker() -> int:
+    """What runs the engines of ``specray.bench.gpu``; its parent is the process that forks."""
+    from specray.bench.gpu.worker import main
+
+    sys.argv.append(f"--parent-pid={os.getppid()}")
+    return main()
+
+
+class _ForkedRank(subprocess.Popen[bytes]):
+    """Another rank of a worker, in a copy of the worker's process; anything else as ever."""
+
+    def _execute_child(self, command: Sequence[str], *others: Any) -> None:
+        if "worker" not in command:
+            super()._execute_child(command, *others)  # type: ignore[misc]
+            return
+        self.pid = os.fork()
+        if self.pid:
+            self._child_created = True
+            return
+        from specray.cli.app import run
+
+        code = 1
+        try:
+            os.setsid()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            code = run(command[command.index("worker") :])
+        finally:
+            os._exit(code)
+
+
+def _run_command(
+    arguments: Sequence[str],
+    said: Connection,
+    log: Path,
+    program: Callable[[], int | None] | None,
+    starts_ranks: bool,
+) -> None:
     from specray.cli.app import run
 
+    if not starts_ranks:
+        subprocess.Popen = _ForkedRank  # type: ignore[misc,assignment]
     os.setsid()
     os.dup2(said.fileno(), 1)
     said.close()
     with log.open("wb") as file:
         os.dup2(file.fileno(), 2)
-    raise SystemExit(run(arguments))
+    sys.argv[1:] = arguments
+    raise SystemExit(run(arguments) if program is None else program())
 
 
 def hold_gpu(connection: Connection, directory: Path, num_gpus: float | None) -> None:

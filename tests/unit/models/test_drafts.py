@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,9 @@ from specray.errors import ConfigError
 from specray.models import drafts
 from specray.models.cache import KeptCheckpoint, ModelCache
 from specray.models.catalogue import GEMMA_3_270M, SMOLLM2_135M_INSTRUCT
+from specray.models.child import Ended
 from specray.models.drafts import compact_draft, complete_draft
+from specray.train.draft import completion
 from specray.train.draft.checkpoint import write_compact
 from specray.train.draft.student import DraftShape, Student
 from specray.train.shapes import ModelShape, new_model, save_model
@@ -45,6 +51,14 @@ def write_draft(target: KeptCheckpoint, directory: Path, *, seed: int) -> None:
     write_compact(Student(shape, embedding, torch.tensor([2, 5, 9]), seed=seed), directory, {})
 
 
+def run_here(command: Sequence[str], **_: object) -> Ended:
+    """What a child would run and say, without its imports."""
+    assert list(command[1:3]) == ["-m", "specray.train.draft.completion"]
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(io.StringIO()) as errors:
+        patch.setattr(sys, "argv", list(command[2:]))
+        return Ended(completion.main(), "", errors.getvalue())
+
+
 @pytest.mark.slow
 def test_a_draft_is_completed_once_for_each_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, compact = ModelCache(tmp_path / "cache"), tmp_path / "compact"
@@ -58,6 +72,7 @@ def test_a_draft_is_completed_once_for_each_version(tmp_path: Path, monkeypatch:
     written = (first / "model.safetensors").stat().st_mtime_ns
     assert complete_draft(SMOLLM2_135M_INSTRUCT, target, cache, Recorder()) == first
     assert (first / "model.safetensors").stat().st_mtime_ns == written
+    monkeypatch.setattr(drafts, "run_child", run_here)
     write_draft(target, compact, seed=2)
     assert complete_draft(SMOLLM2_135M_INSTRUCT, target, cache, Recorder()) != first
 
@@ -66,6 +81,7 @@ def test_a_draft_is_completed_once_for_each_version(tmp_path: Path, monkeypatch:
 def test_a_draft_of_another_target_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, compact = ModelCache(tmp_path / "cache"), tmp_path / "compact"
     monkeypatch.setattr(drafts, "compact_draft", lambda known: compact)
+    monkeypatch.setattr(drafts, "run_child", run_here)
     write_draft(kept_target(cache, tmp_path, seed=0), compact, seed=1)
     other = kept_target(cache, tmp_path, seed=5)
     with pytest.raises(ConfigError, match=r"cannot be completed: .* another embedding"):

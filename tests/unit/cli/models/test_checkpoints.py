@@ -14,9 +14,10 @@ from specray.cli.settings import build_config, pair_options
 from specray.config import Config, parse_config
 from specray.errors import ConfigError
 from specray.models import catalogue, fetch
+from specray.models.cache import ModelCache
 from specray.models.catalogue import KnownModel
 from specray.models.progress import Listener
-from tests.unit.models.tiny_models import use_index, write_gguf, write_known
+from tests.unit.models.tiny_models import Recorder, use_index, write_gguf, write_known
 
 FALLBACK = (
     "specray: tiny-part0==1.0 cannot be downloaded: the package index does not have it; "
@@ -44,6 +45,28 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> Known
     monkeypatch.setattr(catalogue, "KNOWN_MODELS", (known,))
     monkeypatch.setattr(checkpoints, "DEFAULT_MODEL", known)
     return known
+
+
+@pytest.fixture(scope="module")
+def fetched(tmp_path_factory: pytest.TempPathFactory) -> tuple[KnownModel, Path]:
+    """A known model that pip has fetched, and the directory of caches in which it is kept."""
+    directory = tmp_path_factory.mktemp("fetched")
+    (directory / "index").mkdir()
+    known = write_known(directory / "index", b"GGUF of two parts")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fetch, "convert", fake_convert)
+        use_index(patch, directory / "index")
+        fetch.known_checkpoint(known, ModelCache(directory / "xdg" / "specray" / "models"), Recorder())
+    return known, directory / "xdg"
+
+
+@pytest.fixture
+def kept_by_name(fetched: tuple[KnownModel, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only known model is there already: no pip is started."""
+    known, caches = fetched
+    monkeypatch.setenv("XDG_CACHE_HOME", str(caches))
+    monkeypatch.setattr(catalogue, "KNOWN_MODELS", (known,))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
 @pytest.fixture
@@ -175,20 +198,17 @@ def test_only_serve_has_another_default(known: KnownModel, cache: Path) -> None:
     ],
 )
 def test_an_own_draft_on_a_processor_is_int8_where_nobody_says_otherwise(
-    known: KnownModel,
-    cache: Path,
+    kept_by_name: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     options: dict[str, object],
     expected: tuple[str, str],
 ) -> None:
-    use_index(monkeypatch, tmp_path / "index")
     (tmp_path / "own").mkdir()
     monkeypatch.setattr(checkpoints, "compact_draft", lambda known: tmp_path / "own")
     monkeypatch.setattr(checkpoints, "complete_draft", lambda *arguments: tmp_path / "own")
     monkeypatch.setattr(checkpoints, "has_int8_kernels", lambda: True)
     monkeypatch.setattr(checkpoints, "has_nvidia_gpu", lambda: False)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     draft = build_config(None, {"target.model": "tiny-chat", **options}).draft
     assert draft.model == str(tmp_path / "own")
     assert (draft.quantization, draft.lm_head_quantization) == expected
@@ -197,9 +217,8 @@ def test_an_own_draft_on_a_processor_is_int8_where_nobody_says_otherwise(
 @pytest.mark.slow
 @pytest.mark.parametrize("missing", ["kernels", "processor", "own"])
 def test_an_own_draft_stays_as_it_is_where_int_8_may_not_be_quicker(
-    known: KnownModel, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+    kept_by_name: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
-    use_index(monkeypatch, tmp_path / "index")
     (tmp_path / "own").mkdir()
     if missing != "own":
         monkeypatch.setattr(checkpoints, "compact_draft", lambda known: tmp_path / "own")

@@ -41,9 +41,9 @@ PROMPT = (5, 6, 7, 8, 9, 10, 11)
 
 
 @contextmanager
-def worker(role: str, directory: Path, *options: str) -> Iterator[ForkedCommand]:
+def worker(role: str, directory: Path, *options: str, starts_ranks: bool = False) -> Iterator[ForkedCommand]:
     arguments = ["worker", role, f"--listen=unix:{directory / 's'}", *SMALL, *UNMEASURED, *options]
-    process = ForkedCommand(arguments, directory / "log")
+    process = ForkedCommand(arguments, directory / "log", starts_ranks=starts_ranks)
     try:
         yield process
     finally:
@@ -96,7 +96,6 @@ async def outputs(tensor_parallel_size: int, *, has_draft: bool) -> list[tuple[i
 
 @pytest.mark.timeout(DEADLINE_S)
 async def test_a_pair_of_two_ranks_each_gives_the_tokens_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The leaders alone: each starts its other rank as a program.
     monkeypatch.setattr(pair_module, "_worker", forked_worker)
     alone, together = await outputs(1, has_draft=False), await outputs(2, has_draft=True)
     assert together == alone
@@ -105,7 +104,8 @@ async def test_a_pair_of_two_ranks_each_gives_the_tokens_of_one(monkeypatch: pyt
 
 @pytest.mark.timeout(DEADLINE_S)
 def test_a_signal_ends_the_worker_with_its_rank(tmp_path: Path) -> None:
-    with worker("target", tmp_path, "--set=target.tensor_parallel_size=2") as process:
+    """The rank is a program, as users start it."""
+    with worker("target", tmp_path, "--set=target.tensor_parallel_size=2", starts_ranks=True) as process:
         rank = ready_with_its_rank(process)
         os.kill(process.pid, signal.SIGTERM)
         assert process.wait(DEADLINE_S) == 0
@@ -138,26 +138,29 @@ def test_a_model_that_cannot_be_shared_is_refused_at_once(tmp_path: Path) -> Non
         assert "tensor_parallel_size" in process.log.read_text("utf-8")
 
 
-def with_ranks_that(code: str) -> list[int]:
-    """Returns the signals that came while ranks of a group ran this code."""
+def with_ranks_that(code: str, *, wait_s: float) -> list[int]:
+    """Returns the signals that came while ranks of a group ran this code, for at most so long."""
     config = parse_config({"target": {"tensor_parallel_size": 3, "device": "cpu"}})
     came = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda number, frame: came.set())
     try:
         with local_ranks(config, "target", worker_command=(sys.executable, "-c", code)):
-            came.wait(3.0)
+            came.wait(wait_s)
     finally:
         signal.signal(signal.SIGTERM, before)
     return [signal.SIGTERM] if came.is_set() else []
 
 
 def test_ranks_that_were_let_go_are_no_loss() -> None:
-    assert with_ranks_that("pass") == []
+    assert with_ranks_that("pass", wait_s=1.5) == []
 
 
-def test_one_rank_that_fails_ends_the_block() -> None:
+def test_one_rank_that_fails_ends_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(specray.serving.local.ranks, "_END_TIMEOUT_S", 0.2)
     with pytest.raises(EngineLostError, match=r"^rank 2 of the target has ended, with exit status 3$"):
-        with_ranks_that("import sys, time; sys.exit(3) if '--rank=2' in sys.argv else time.sleep(60)")
+        with_ranks_that(
+            "import sys, time; sys.exit(3) if '--rank=2' in sys.argv else time.sleep(60)", wait_s=30.0
+        )
 
 
 @pytest.mark.parametrize("is_loaded", [False, True])
