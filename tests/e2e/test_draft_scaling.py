@@ -23,10 +23,12 @@ ROUTER = {
     "autoscaling": {"min_replicas": 1, "max_replicas": 2, "target_queued_tokens": 2, **DELAYS},
 }
 TARGET = {"max_num_seqs": 1}
-NUM_CLIENTS = 6
+NUM_CLIENTS = 4
 MAX_TOKENS = 16
 PERIOD_S = 0.5
-"""Seconds between two looks, and between requests: what is waited for needs the processor time, too."""
+"""Seconds between two looks."""
+PAUSE_S = 1.0
+"""Seconds between requests of a client: what is waited for needs the processor time, too."""
 SCALING_DEADLINE_S = 150.0
 """Seconds for a second router and, 20 s after the first draft's start (UNJUDGED_S), a second draft."""
 PROMPT = "def fibonacci(n):\n"
@@ -93,7 +95,7 @@ async def test_a_queue_brings_a_second_router_and_that_a_second_draft(
         while not is_over.is_set():
             answers = await asyncio.gather(*(complete(http, service, **fields) for _ in range(NUM_CLIENTS)))
             assert [answer["choices"] for answer in answers] == [expected] * NUM_CLIENTS
-            await asyncio.sleep(PERIOD_S)
+            await asyncio.sleep(PAUSE_S)
 
     async with asyncio.TaskGroup() as group:
         group.create_task(clients())

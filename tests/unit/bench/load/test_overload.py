@@ -15,6 +15,7 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
+from specray.bench.load import overload
 from specray.bench.load.memory import read_memory, service_pids
 from specray.bench.load.overload import OverloadPlan, arrivals, measure_overload
 from specray.bench.load.overload_report import class_table, memory_table, overload_table
@@ -152,7 +153,13 @@ class TwoAtATime(FakeRouterClient):
             self.num_running -= 1
 
 
-async def test_a_level_that_is_not_sent_still_makes_two_classes() -> None:
+@pytest.fixture
+def settles_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scripted service frees nothing behind its last answer."""
+    monkeypatch.setattr(overload, "SETTLE_S", 0.0)
+
+
+async def test_a_level_that_is_not_sent_still_makes_two_classes(settles_at_once: None) -> None:
     router = TwoAtATime(info=INFO)
     async with serving(router) as service:
         plan = OverloadPlan(
@@ -174,7 +181,7 @@ async def test_a_level_that_is_not_sent_still_makes_two_classes() -> None:
     assert [own.attainment for own in result.capacity.classes.values()] == [1.0, 1.0]
 
 
-async def test_run_counts_every_request_once_and_is_shown() -> None:
+async def test_run_counts_every_request_once_and_is_shown(settles_at_once: None) -> None:
     router = TwoAtATime(info=INFO)
     async with serving(router) as service:
         plan = OverloadPlan(
@@ -193,33 +200,33 @@ async def test_run_counts_every_request_once_and_is_shown() -> None:
         )
         phases: list[str] = []
         result = await measure_overload(plan, lambda name, share: phases.append(name))
-    capacity, overload = result.capacity, result.overload
+    capacity, overloaded = result.capacity, result.overload
     assert list(dict.fromkeys(phases)) == ["warm-up", "capacity", "overload"]
     # The warm-up does not count.
     assert capacity.num_sent == phases.count("capacity") < phases.count("capacity") + phases.count("warm-up")
     assert (capacity.num_refused, capacity.errors) == (0, {})
     assert result.offered_per_s == 100.0
-    assert overload.num_sent == len(list(arrivals(100.0, 0.5, 10_000, seed=0)))
-    assert overload.num_sent == overload.num_admitted + overload.num_refused
-    assert overload.num_admitted >= 2 and overload.num_refused > overload.num_admitted
-    assert overload.num_refused_with_retry_after == overload.num_refused
-    assert overload.itl_ms is not None and overload.itl_ms.count == 3 * overload.num_admitted
+    assert overloaded.num_sent == len(list(arrivals(100.0, 0.5, 10_000, seed=0)))
+    assert overloaded.num_sent == overloaded.num_admitted + overloaded.num_refused
+    assert overloaded.num_admitted >= 2 and overloaded.num_refused > overloaded.num_admitted
+    assert overloaded.num_refused_with_retry_after == overloaded.num_refused
+    assert overloaded.itl_ms is not None and overloaded.itl_ms.count == 3 * overloaded.num_admitted
     assert result.itl_ratio is not None and result.itl_ratio > 0
     # A quarter has the level, one request in four; an event comes every 10 ms, so nobody keeps it.
     assert [request.level is not None for request in router.requests[:8]] == [False, False, False, True] * 2
     assert router.requests[3].level == ServiceLevel(10_000.0, 5.0)
-    classes = overload.classes
-    assert sum(own.num_admitted for own in classes.values()) == overload.num_admitted
+    classes = overloaded.classes
+    assert sum(own.num_admitted for own in classes.values()) == overloaded.num_admitted
     assert [own.attainment for own in capacity.classes.values()] == [0.0, 0.0]
     values = result.as_json()
-    assert (values["plan"]["num_prompts"], values["overload"]["num_refused"]) == (1, overload.num_refused)
+    assert (values["plan"]["num_prompts"], values["overload"]["num_refused"]) == (1, overloaded.num_refused)
     json.dumps(values)
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(overload_table(result))
     levels = class_table(result)
     assert levels is not None and levels.row_count == 4
     console.print(levels)
-    assert f"refused (429) │ 0 │ {overload.num_refused} │" in " ".join(console.export_text().split())
+    assert f"refused (429) │ 0 │ {overloaded.num_refused} │" in " ".join(console.export_text().split())
     if sys.platform == "linux":
         # The scripted service runs in this process.
         assert os.getpid() in [each.pid for each in result.memory_before]

@@ -34,6 +34,7 @@ def result_of(*groups: Group) -> StructuredResult:
     return StructuredResult(plan, "tiny", groups, 60.0)
 
 
+@pytest.mark.slow
 async def test_small_run_asks_for_every_schema_in_every_arm() -> None:
     tokenizer = chat_tokenizer(PLAIN)
     router = babbling(tokenizer, seed=None)
@@ -125,7 +126,8 @@ def writing(reply: Any) -> FakeRouterClient:
     )
 
 
-async def attack(router: FakeRouterClient) -> HostileResult:
+async def attack(router: FakeRouterClient, *names: str) -> HostileResult:
+    """Each attack is one request: what follows it at once comes too late for ``attack_s``."""
     async with serving(router, tokenizer=chat_tokenizer(PLAIN)) as service:
         return await measure_hostile(
             service.url,
@@ -135,9 +137,12 @@ async def attack(router: FakeRouterClient) -> HostileResult:
             attack_s=0.01,
             timeout_s=30.0,
             on_progress=quiet,
+            names=names,
+            pause_s=0.02,
         )
 
 
+@pytest.mark.slow
 async def test_hostile_grammars_are_answered_or_refused_while_others_are_served() -> None:
     router = writing(lambda request: (200,) * request.max_tokens)
     result = await attack(router)
@@ -156,7 +161,7 @@ async def test_others_that_fail_are_told() -> None:
         raise SpecrayError("broken")
 
     with pytest.raises(SpecrayError, match="no ordinary request was answered"):
-        await attack(writing(fail))
+        await attack(writing(fail), "enum of 5000")
 
 
 def test_variants_of_an_attack_differ_and_shortfalls_name_their_goal() -> None:

@@ -43,7 +43,7 @@ def join(
 
 def hang_or_die(rank: int, meeting: Queue[str], answers: Queue[Any], verb: str, shares_memory: bool) -> None:
     """The follower dies, or the leader hangs; the other says how it ended."""
-    group = join(rank, meeting, silence_timeout_s=2, shares_memory=shares_memory)
+    group = join(rank, meeting, silence_timeout_s=1, shares_memory=shares_memory)
     if rank == 0 and verb == "hang":
         # What a stuck leader looks like from outside: alive, connected, silent.
         group._is_closing.set()

@@ -108,26 +108,24 @@ def build(
 
 def serve_rank(rank: int, meeting: Queue[str], answers: Queue[Any], cases: list[tuple[str, str]]) -> None:
     """One group per case, one after the other in the same processes."""
-    for number, (path, forward) in enumerate(cases):
-        # Of the first one alone the silence is shorter than the leader's: kernels may be compiled in a step.
-        runner = build(rank, meeting, path, forward, silence_timeout_s=60 if number else 5)
+    for path, forward in cases:
+        # Kernels may be compiled in a step.
+        runner = build(rank, meeting, path, forward, silence_timeout_s=60)
         if rank > 0:
             runner.follow()
         else:
-            # Longer than the silence that the follower allows: an idle leader is not a lost one.
-            answers.put(lead(runner, idle_s=0 if number else 6))
+            answers.put(lead(runner))
         runner.close()
         runner.close()
 
 
-def lead(runner: ModelRunner, *, idle_s: float) -> tuple[list[int], list[list[float]], list[list[float]]]:
+def lead(runner: ModelRunner) -> tuple[list[int], list[list[float]], list[list[float]]]:
     """Greedy tokens, the prompt's logits, and those of a batch that does not fit the first broadcast.
 
     The last rows of the batch belong to a prefix that was copied, on every rank, from another block.
     """
     prompt_logits = runner.run([SequenceInput(PROMPT, 0, [0], len(PROMPT))]).logits
     tokens = [*PROMPT, int(prompt_logits[-1].argmax())]
-    time.sleep(idle_s)
     while len(tokens) < len(PROMPT) + NUM_TOKENS:
         logits = runner.run([SequenceInput(tokens[-1:], len(tokens) - 1, [0], 1)]).logits
         tokens.append(int(logits[0].argmax()))
@@ -206,6 +204,26 @@ def start_late(rank: int, meeting: Queue[str], answers: Queue[Any]) -> None:
 def test_a_rank_may_load_for_longer_than_it_may_be_silent_later() -> None:
     with running_ranks(start_late) as (_, answers):
         assert [answers.get(timeout=DEADLINE_S) for _ in range(2)] == [7, 7]
+
+
+def idle(rank: int, meeting: Queue[str], answers: Queue[Any]) -> None:
+    """The leader has no step for longer than the silence that the other allows it."""
+    group = join(rank, meeting, silence_timeout_s=1.5)
+    group.start({})
+    if rank == 0:
+        time.sleep(2)
+        group.send_step([SequenceInput([5], 0, [0], 1)])
+    else:
+        answers.put(group.receive_step())
+    group.close()
+
+
+def test_an_idle_leader_is_not_a_lost_one() -> None:
+    with running_ranks(idle) as (ranks, answers):
+        assert answers.get(timeout=DEADLINE_S) == ([SequenceInput([5], 0, [0], 1)], Moves(), None)
+        for process in ranks:
+            process.join(DEADLINE_S)
+        assert [process.exitcode for process in ranks] == [0, 0]
 
 
 def verify_trees(
