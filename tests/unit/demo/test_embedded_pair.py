@@ -50,7 +50,7 @@ def test_no_checkpoint_file_needs_unpickling() -> None:
 
 
 @given(text=st.text(max_size=40))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_text_survives_the_tokenizer(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     ids = tokenizer.encode(text)
     assert ids[0] == 0

@@ -51,6 +51,9 @@ from tests.unit.engine.trees.drafters import (
 
 pytestmark = pytest.mark.slow
 
+NUM_DRAFTS = (0, 1, 2, 3, 5, 8)
+"""None, the least, and both sides of a block's four slots, of which each round begins at another."""
+
 DRAFTERS = [
     "perfect",
     "close",
@@ -66,6 +69,7 @@ DRAFTERS = [
 ]
 
 
+NUM_SAMPLES = 1000
 TRIMMED = (1, 3, 4, 5, 9, 12, 13, 17, 21)
 
 
@@ -102,7 +106,7 @@ def test_output_is_the_targets_alone_with_any_draft(name: str, sampling: Samplin
     expected = expected_output(sampling)
     target, _ = toy_target()
     # A drafter without draft tokens does not ask how many are wanted.
-    for num_drafts in range(1 if name == "empty" else 9):
+    for num_drafts in NUM_DRAFTS[: 1 if name == "empty" else None]:
         drafter, draft = make_drafter(name, sampling)
         current = session(sampling)
         assert generate_serial(target, drafter, current, NUM_OUTPUT, num_drafts) == expected
@@ -121,7 +125,7 @@ def test_output_is_the_targets_alone_with_any_draft(name: str, sampling: Samplin
 def test_output_is_the_targets_alone_with_overlap(fanout: str, sampling: SamplingParams) -> None:
     expected = expected_output(sampling)
     target, _ = toy_target()
-    for num_drafts in range(9):
+    for num_drafts in NUM_DRAFTS:
         draft, _ = toy_draft() if num_drafts % 2 else toy_draft(token_ids=TRIMMED)
         current = session(sampling)
         output = generate_overlapped(target, draft, current, NUM_OUTPUT, num_drafts, FANOUTS[fanout])
@@ -190,7 +194,7 @@ def test_rejection_keeps_the_distribution_through_both_heads(fanout: str) -> Non
     draft, _ = toy_draft(table(error=1.5), **room)
     seen: Counter[tuple[int, ...]] = Counter()
     accepted, hits = [], []
-    for first in range(0, 1500, 50):
+    for first in range(0, NUM_SAMPLES, 50):
         seeds = range(first, first + 50)
         sessions = [session(replace(sampling, seed=seed), request_id=str(seed)) for seed in seeds]
         seen.update(map(tuple, generate_together(target, draft, sessions, 3, 1, FANOUTS[fanout])))
@@ -203,4 +207,4 @@ def test_rejection_keeps_the_distribution_through_both_heads(fanout: str) -> Non
     assert set(seen) <= set(expected)
     outputs = list(expected)
     observed = [seen[output] for output in outputs]
-    assert chi_square_p_value(observed, [1500 * expected[output] for output in outputs]) > 1e-3
+    assert chi_square_p_value(observed, [NUM_SAMPLES * expected[output] for output in outputs]) > 1e-3

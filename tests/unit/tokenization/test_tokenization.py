@@ -44,6 +44,7 @@ def byte_ids(data: bytes) -> list[int]:
     return [table[bytes([byte])] for byte in data]
 
 
+@pytest.mark.slow
 def test_other_threads_run_while_a_long_text_is_encoded() -> None:
     text = "hello hello world é🎉 " * 20_000
     found: list[tuple[int, ...]] = []
@@ -66,7 +67,8 @@ def test_encode_merges_and_decode_gives_the_text_back() -> None:
     assert TOKENIZER.vocab_size == VOCAB_SIZE
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
 @given(
     ids=st.lists(st.integers(0, VOCAB_SIZE + 3), max_size=40), cuts=st.lists(st.integers(0, 100), max_size=6)
 )
@@ -132,7 +134,8 @@ def test_one_token_may_hold_the_stop_string_and_what_follows() -> None:
     assert stream.stop_reason == "el"
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
 @given(
     text=st.text(alphabet="abé", max_size=20),
     stop=st.lists(st.text(alphabet="abé", min_size=1, max_size=4), min_size=1, max_size=3),
@@ -172,7 +175,8 @@ WORDS = sentencepiece_tokenizer()
 MY, NAME, IS, JOHN, BARE_JOHN, DOT, SPACE, C3, A9, NEWLINE, Z, BEGIN, ASSISTANT = range(len(PIECES) + 2)
 
 
-@settings(max_examples=400, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None)
 @given(
     prompt=st.lists(st.integers(0, ASSISTANT), max_size=12),
     ids=st.lists(st.integers(0, ASSISTANT), max_size=20),

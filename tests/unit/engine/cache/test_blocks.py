@@ -106,7 +106,8 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@pytest.mark.slow
+@settings(deadline=None, max_examples=80)
 @given(operations=OPERATIONS, num_blocks=st.integers(1, 12), block_size=st.integers(1, 7))
 def test_integrity_after_every_operation(
     operations: list[tuple[str, int, int]], num_blocks: int, block_size: int

@@ -179,7 +179,7 @@ operations = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(operations, st.booleans())
 def test_blocks_are_never_lost_or_shared(
     steps: list[tuple[str, str, int, list[int]]], can_evict: bool

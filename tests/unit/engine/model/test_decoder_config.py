@@ -199,7 +199,7 @@ _FIELDS = (
         [None, True, 0, -1, 3, 1.5, 1, "x", "gelu", "float16", [], ["x"], {}, {"rope_type": "yarn"}]
     ),
 )
-@settings(MANY, max_examples=120)
+@settings(MANY, max_examples=80)
 def test_what_is_read_at_all_is_what_the_library_reads(
     directory: Path, values: dict[str, Any], field: str, value: Any
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from specray.types import SamplingParams
 from tests.unit.engine.features.mtp.checkpoints import FAMILIES, Weights, Written, drafted, write_target
 from tests.unit.engine.features.targets import Session, generate, step, watch
 from tests.unit.engine.model.checkpoints import reference_greedy, reference_model
+
+pytestmark = pytest.mark.slow
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 30]
 K = 3
@@ -59,13 +62,19 @@ def test_every_round_drafts_what_the_layer_says_without_a_cache(written: Written
 SAMPLINGS = {"greedy": SamplingParams(temperature=0.0), "coupled": SamplingParams(temperature=30.0, seed=11)}
 
 
+@functools.cache
+def written_alone(path: Path, name: str) -> list[int]:
+    return generate(make_target(path, None), Session("a", list(PROMPT), SAMPLINGS[name]), 16, 0)
+
+
 @pytest.mark.parametrize("tree", [None, TreeBudget(10)], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_the_output_is_the_targets_alone(written: Written, name: str, tree: Any) -> None:
     sampling = SAMPLINGS[name]
-    alone = generate(make_target(written.path, None), Session("a", list(PROMPT), sampling), 16, 0)
     target = make_target(written.path, block_size=16, prefix_cache=False)
-    assert generate(target, Session("a", list(PROMPT), sampling), 16, K, next_tree=tree) == alone
+    assert generate(target, Session("a", list(PROMPT), sampling), 16, K, next_tree=tree) == written_alone(
+        written.path, name
+    )
     target.release(["a"])
     assert target.info.num_blocks_in_use == 0
 

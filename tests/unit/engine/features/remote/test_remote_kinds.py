@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from tests.unit.engine.features.remote.pairs import RemoteSession, make_pair, pa
 from tests.unit.engine.features.remote.test_remote_service import serve, written_alone
 from tests.unit.engine.features.targets import GREEDY, Session, generate, make_target, step
 from tests.unit.engine.model.checkpoints import write_checkpoint
+
+pytestmark = pytest.mark.slow
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 30]
 LONG = [(7 * index) % 90 + 3 for index in range(70)]
@@ -60,13 +63,18 @@ def rounded(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fuser, "fuse", rounding)
 
 
+@functools.cache
+def sampled_alone(target: Path, sampling: SamplingParams) -> list[int]:
+    return generate(make_target(target, None), Session("alone", list(PROMPT), sampling), 24, 0)
+
+
 @pytest.mark.parametrize("tree", [None, TreeBudget(8)], ids=["chain", "tree"])
 @pytest.mark.parametrize("sampling", [GREEDY, COUPLED], ids=["greedy", "coupled"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_proposals_are_those_beside_the_target(
     pairs: dict[str, Files], rounded: None, kind: str, sampling: SamplingParams, tree: TreeBudget | None
 ) -> None:
-    alone = generate(make_target(pairs[kind][0], None), Session("alone", list(PROMPT), sampling), 24, 0)
+    alone = sampled_alone(pairs[kind][0], sampling)
     beside, own = make_target(*pairs[kind]), Session("a", list(PROMPT), sampling)
     target, draft = make_pair(*pairs[kind])
     session, drafted = RemoteSession("a", list(PROMPT), sampling), NO_DRAFT

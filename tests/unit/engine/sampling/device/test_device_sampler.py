@@ -17,6 +17,8 @@ from specray.types import Verification
 from tests.unit.engine.sampling.device.cases import random_group, random_logits, random_rounds
 
 VOCAB_SIZES = (1, 2, 5, 33, 500)
+NUM_SEEDS = 24
+"""Random steps of each size, of one to seven sequences."""
 
 
 def samplers(vocab_size: int, support: int = 64) -> tuple[DeviceSampler, CpuSampler]:
@@ -27,7 +29,7 @@ def samplers(vocab_size: int, support: int = 64) -> tuple[DeviceSampler, CpuSamp
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 def test_verdicts_are_those_of_a_cpu(vocab_size: int) -> None:
     device, cpu = samplers(vocab_size)
-    for seed in range(40):
+    for seed in range(NUM_SEEDS):
         logits, rounds = random_rounds(seed, vocab_size, 1 + seed % 7)
         before = logits.clone()
         assert device.verify(logits, rounds) == cpu.verify(logits, rounds), seed
@@ -38,7 +40,7 @@ def test_verdicts_are_those_of_a_cpu(vocab_size: int) -> None:
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 def test_draft_tokens_are_those_of_a_cpu(vocab_size: int) -> None:
     device, cpu = samplers(vocab_size, support=20)
-    for seed in range(40):
+    for seed in range(NUM_SEEDS):
         rng = random.Random(seed)
         groups = [random_group(rng, vocab_size, 0) for _ in range(1 + seed % 5)]
         logits = random_logits(rng, len(groups), vocab_size)
@@ -64,7 +66,7 @@ def test_leads_are_zero_unless_asked_for() -> None:
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 def test_ranked_tokens_are_those_of_a_cpu(vocab_size: int) -> None:
     device, cpu = samplers(vocab_size)
-    for seed in range(40):
+    for seed in range(NUM_SEEDS):
         rng = random.Random(seed)
         groups = [random_group(rng, vocab_size, rng.randint(0, 3)) for _ in range(1 + seed % 4)]
         num_rows = sum(group.num_rows for group in groups)
