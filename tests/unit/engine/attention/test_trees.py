@@ -15,7 +15,6 @@ from specray.engine.model.operators_torch import rotary_tables
 from specray.engine.model.rotary import RotaryTables
 from specray.engine.step import CacheShape, HeadShape
 from tests.unit.engine.attention.trees import MAX_LEN, TREES, Tree, angles, expected, random_rows, tree_steps
-from tests.unit.engine.cpu.amx_emulated import emulated_tiles
 
 pytestmark = pytest.mark.slow
 
@@ -49,6 +48,9 @@ def amx(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if tiles.is_usable():
         yield
         return
+    # Importing it compiles what stands for the instructions: not for whoever only collects tests.
+    from tests.unit.engine.cpu.amx_emulated import emulated_tiles
+
     with emulated_tiles(monkeypatch):
         yield
 
