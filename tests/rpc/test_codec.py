@@ -181,6 +181,7 @@ def test_speculate_request_round_trip(items: tuple[SpeculateItem, ...], releases
     assert draft_codec.decode_speculate_request(data) == RequestBatch(items, releases)
 
 
+@pytest.mark.slow
 @example((Proposal("", 0, 0, NO_DRAFT), Outcomes("", 0, 0, ()), UnknownSequence("", 0, 0)), 0)
 @MANY_ITEMS
 @given(tuples_of(PROPOSALS | OUTCOMES | UNKNOWN | FAILED), U64)
@@ -197,6 +198,7 @@ def test_verify_request_round_trip(items: tuple[VerifyItem, ...], releases: tupl
     assert target_codec.decode_verify_request(data) == RequestBatch(items, releases)
 
 
+@pytest.mark.slow
 @example((Verdict("", 0, 0, 0, 0), Verdict("", 0, 0, 0, None, held_len=0)), 0, 0)
 @MANY_ITEMS
 @given(tuples_of(VERDICTS | UNKNOWN | FAILED), U64, st.none() | U32)
@@ -205,6 +207,7 @@ def test_target_replies_round_trip(replies: tuple, forward_ns: int, num_rows: in
     assert target_codec.decode_target_replies(target_codec.encode_target_replies(batch)) == batch
 
 
+@pytest.mark.slow
 @given(INFOS)
 def test_info_round_trip_in_both_services(info: EngineInfo) -> None:
     assert draft_codec.decode_draft_info(draft_codec.encode_draft_info(info)) == info
@@ -370,6 +373,7 @@ def test_a_budget_that_the_engine_could_not_keep_is_refused() -> None:
         target_codec.decode_verify_request(message.SerializeToString())
 
 
+@pytest.mark.slow
 @given(draft_tokens(), st.integers(), st.data())
 def test_invalid_parents_are_refused_by_name(draft: DraftTokens, foreign: int, data: st.DataObject) -> None:
     """Whichever node has a parent that does not come before it."""

@@ -77,6 +77,7 @@ last_chunks = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(open_chunks | last_chunks, max_size=4))
 def test_chunks_come_back_as_they_were_sent(chunks: list[OutputChunk]) -> None:
     assert decode_chunks(encode_chunks(chunks)) == chunks
@@ -123,6 +124,7 @@ async def test_chunks_reach_the_mailbox_of_their_request_and_no_other(host: str,
         await sinks.close()
 
 
+@pytest.mark.slow
 async def test_an_ingress_that_ends_fails_its_requests_and_the_next_one_connects_anew(address: str) -> None:
     async with asyncio.timeout(DEADLINE_S):
         sinks = stream_sinks()
@@ -186,6 +188,7 @@ async def deaf_ingress_at(address: str) -> AsyncIterator[None]:
         await server.stop(0)
 
 
+@pytest.mark.slow
 async def test_closing_fails_a_send_under_way_and_does_not_cancel_who_sends(address: str) -> None:
     async with deaf_ingress_at(address), asyncio.timeout(DEADLINE_S):
         connection = await DeliveryConnection.connect(address, timeout_s=DEADLINE_S)

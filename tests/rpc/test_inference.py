@@ -171,6 +171,7 @@ async def test_broken_bytes_are_the_callers_mistake(data: bytes, says: str, addr
     assert handler.seen == []
 
 
+@pytest.mark.slow
 async def test_a_message_over_the_limit_is_refused_by_size(address: str) -> None:
     handler = ScriptedHandler()
     async with serving(handler, address, options=ChannelOptions(max_receive_bytes=10_000)):
@@ -240,6 +241,7 @@ class EndlessHandler(ScriptedHandler):
             self.closed.set()
 
 
+@pytest.mark.slow
 async def test_a_client_that_does_not_read_holds_the_handler_back(address: str) -> None:
     handler = EndlessHandler()
     async with serving(handler, address), aio.insecure_channel(address) as channel:
@@ -255,6 +257,7 @@ async def test_a_client_that_does_not_read_holds_the_handler_back(address: str) 
         assert await closed(handler)
 
 
+@pytest.mark.slow
 async def test_a_client_that_does_not_read_is_given_up_though_its_call_has_no_deadline(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

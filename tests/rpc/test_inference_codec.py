@@ -84,6 +84,7 @@ EVENTS = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(EVENTS)
 def test_generate_event_round_trip(event: GenerateEvent) -> None:
     assert inference_codec.decode_generate_event(inference_codec.encode_generate_event(event)) == event

@@ -95,6 +95,7 @@ def test_what_follows_a_dropped_node_is_dropped() -> None:
     assert TREE.without([True] * 6) == NO_DRAFT
 
 
+@pytest.mark.slow
 @given(trees(), st.data())
 def test_nodes_that_are_left_keep_their_paths(tree: DraftTokens, data: st.DataObject) -> None:
     is_dropped = data.draw(st.lists(st.booleans(), min_size=len(tree), max_size=len(tree)))
@@ -117,6 +118,7 @@ def test_first_chain_follows_parents_and_leaves_out_no_first_child(tree: DraftTo
         assert [row.token_ids for row in chain.probs] == [(node,) for node in chain.token_ids]
 
 
+@pytest.mark.slow
 @given(trees(), st.integers(0, 14))
 def test_first_nodes_keep_their_parents(tree: DraftTokens, num_nodes: int) -> None:
     cut = tree.first(num_nodes)

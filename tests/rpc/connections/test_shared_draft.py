@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
+import pytest
+
 from specray.config import SpeculationConfig
 from specray.draft_tokens import DraftTokens
 from specray.fakes import FakeDraft, FakeTarget, NoisyGuesser
@@ -66,6 +68,7 @@ class SlowDraft(ScriptedDraft):
         return super().speculate(items)
 
 
+@pytest.mark.slow
 async def test_router_that_sends_much_lets_another_into_its_next_call(address: str) -> None:
     engine = SlowDraft()
     async with serving(engine, address) as (_, [greedy, modest]):
@@ -183,6 +186,7 @@ def request(number: int) -> GenerateRequest:
     return GenerateRequest(f"r{number}", (1, 2, 3 + number), sampling, NUM_TOKENS)
 
 
+@pytest.mark.slow
 async def test_equal_requests_of_two_routers_share_a_draft_with_too_few_places(address: str) -> None:
     targets = [FakeTarget(), FakeTarget()]
     draft = FakeDraft(NoisyGuesser(targets[0].model, 0.6), info=fake_info("draft", max_num_seqs=4))
@@ -201,6 +205,7 @@ async def test_equal_requests_of_two_routers_share_a_draft_with_too_few_places(a
         await eventually(lambda: not draft.held_request_ids)
 
 
+@pytest.mark.slow
 async def test_router_leaves_a_draft_that_drains_without_losing_it(address: str) -> None:
     target = FakeTarget()
     drafts = [FakeDraft(NoisyGuesser(target.model, 0.6)) for _ in range(2)]

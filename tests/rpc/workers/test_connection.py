@@ -123,6 +123,7 @@ async def test_a_peer_that_accepts_and_says_nothing_is_lost_at_the_deadline(sock
         quiet.close()
 
 
+@pytest.mark.slow
 async def test_wait_for_ready_waits_for_a_worker_that_comes_up(address: str) -> None:
     connecting = asyncio.create_task(GrpcDrafter.connect(address, timeout_s=DEADLINE_S, wait_for_ready=True))
     await asyncio.sleep(0.1)
@@ -192,6 +193,7 @@ async def test_partition_is_noticed_by_keepalive_on_both_sides() -> None:
         partition.stop()
 
 
+@pytest.mark.slow
 async def test_pings_of_an_idle_connection_do_not_end_it(address: str) -> None:
     engine = ScriptedDraft()
     options = ChannelOptions(keepalive_time_s=0.05, keepalive_timeout_s=DEADLINE_S)

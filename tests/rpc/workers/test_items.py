@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from specray.draft_tokens import DraftTokens
 from specray.interfaces import Drafter, Verifier
 from specray.rpc.channel import ChannelOptions
@@ -65,6 +67,7 @@ async def test_target_verifies_a_request_as_one_step_with_one_reply_per_item(add
         await verifier.close()
 
 
+@pytest.mark.slow
 async def test_waiting_requests_of_all_routers_become_one_draft_call(address: str) -> None:
     engine = ScriptedDraft()
     async with serving_draft(engine, address), drafters(address, 2) as [one, two]:

@@ -213,6 +213,7 @@ async def test_a_step_ahead_that_fails_breaks_the_engine_only_if_its_check_fails
     host.stop()
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.data())
 def test_answers_are_those_of_a_target_that_never_goes_ahead(data: st.DataObject) -> None:

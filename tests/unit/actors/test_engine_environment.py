@@ -61,6 +61,7 @@ def test_what_the_user_has_set_stays(environment: dict[str, str], given: dict[st
     assert found(environment) == given | LOOPBACK
 
 
+@pytest.mark.slow
 def test_torch_is_loaded_after_it() -> None:
     """Threads read it when torch is loaded."""
     modules = "specray.actors.drafts.deployment, specray.actors.targets.ranks"

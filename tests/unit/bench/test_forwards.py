@@ -63,6 +63,7 @@ def test_sequences_side_by_side_that_the_cache_has_no_room_for(tmp_path: Path) -
         measure_forwards(runner, rows=(2,), num_sequences=1000, context_len=20)
 
 
+@pytest.mark.slow
 def test_drafting_measures_rounds_that_grow(tmp_path: Path) -> None:
     """And leaves no block in use."""
     path = write_checkpoint(tmp_path, "llama")

@@ -37,6 +37,7 @@ def plan(profile_path: Path, *options: object) -> int:
     return run("plan", "--profile", profile_path, *load, "--max-groups", 8, *options)
 
 
+@pytest.mark.slow
 def test_plan_prints_a_table_and_one_sentence(profile_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(profile_path, "--slo-ttft-ms", 500, "--drafts-per-group", "0,0.5,1") == 0
     text = capsys.readouterr().out
@@ -45,6 +46,7 @@ def test_plan_prints_a_table_and_one_sentence(profile_path: Path, capsys: pytest
     assert "Take 1 target group of 1 x big without drafts: it serves 3 requests/s" in " ".join(text.split())
 
 
+@pytest.mark.slow
 def test_plan_writes_json(profile_path: Path, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     costs = ("--cost", "big=4", "--cost", "little=0.5")

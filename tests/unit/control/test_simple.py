@@ -90,6 +90,7 @@ def test_no_slower_than_098_of_the_best_mode_once_experiments_have_shown_it(
     assert speedup == 1.0 or (controller.modes.mode is Mode.MODEL) is (speedup > 1.0)
 
 
+@pytest.mark.slow
 def test_speculation_returns_when_the_machine_has_changed() -> None:
     controller = simple_controller()
     sessions = [controller.start_session(request(f"r{index}")) for index in range(8)]

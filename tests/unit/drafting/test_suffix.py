@@ -108,6 +108,7 @@ def _path_score(texts: Sequence[Sequence[int]], string: list[int], longest: int,
     return score
 
 
+@pytest.mark.slow
 @example(text=[0] * 20, past=[], k=3, spec_factor=1.0)
 @example(text=[0, 0, 1, 0, 2, 0], past=[[0, 0, 0, 2, 0], [0, 2, 1, 0, 2]], k=2, spec_factor=2.0)
 @example(text=[2, 1], past=[[1, 1, 1, 2, 1, 2, 1, 0]], k=2, spec_factor=2.0)

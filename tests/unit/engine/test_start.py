@@ -35,6 +35,7 @@ def test_engines_of_the_embedded_pair_are_built_without_the_library() -> None:
     assert imported(code, of=LIBRARY | {"torch"}) == {"torch"}
 
 
+@pytest.mark.slow
 def test_embedded_pair_is_checked_without_torch() -> None:
     code = (
         "from specray.config import Config\n"
@@ -46,5 +47,6 @@ def test_embedded_pair_is_checked_without_torch() -> None:
     }
 
 
+@pytest.mark.slow
 def test_library_is_seen_where_it_is_imported() -> None:
     assert imported("import transformers", of=LIBRARY) >= {"transformers"}

@@ -33,6 +33,7 @@ def test_output_errors_and_exit_code(tmp_path: Path) -> None:
     assert ticks
 
 
+@pytest.mark.slow
 def test_a_child_is_ended_at_its_deadline(tmp_path: Path) -> None:
     code = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     started_s = time.monotonic()

@@ -65,6 +65,7 @@ def endpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     thread.join(10)
 
 
+@pytest.mark.slow
 def test_a_model_of_the_hub_is_fetched_without_its_code(endpoint: str) -> None:
     directory = fetch_from_hub("owner/model", endpoint=endpoint)
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == {
@@ -72,11 +73,13 @@ def test_a_model_of_the_hub_is_fetched_without_its_code(endpoint: str) -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_model_without_safetensors_is_refused(endpoint: str) -> None:
     with pytest.raises(ConfigError, match=r"owner/bare has no config\.json with \*\.safetensors"):
         fetch_from_hub("owner/bare", endpoint=endpoint)
 
 
+@pytest.mark.slow
 def test_a_model_that_the_hub_has_not_is_refused_in_one_sentence(endpoint: str) -> None:
     with pytest.raises(ConfigError, match=r"^the hub gives no owner/absent: ") as refused:
         fetch_from_hub("owner/absent", endpoint=endpoint)

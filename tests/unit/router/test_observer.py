@@ -90,6 +90,7 @@ def test_an_experiment_that_is_given_up_is_told_without_a_speedup() -> None:
     assert told.speedups() == [1.5, 1.5, 0.0]
 
 
+@pytest.mark.slow
 def test_a_router_tells_metrics_and_trace_the_same() -> None:
     clock = VirtualClock()
 

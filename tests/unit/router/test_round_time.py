@@ -68,6 +68,7 @@ def test_round_overhead_leaves_both_forwards_out() -> None:
     run(clock, main())
 
 
+@pytest.mark.slow
 def test_late_proposal_of_one_session_holds_back_another_for_a_quarter_step_at_most() -> None:
     clock = VirtualClock()
 

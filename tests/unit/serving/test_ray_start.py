@@ -66,6 +66,7 @@ def test_a_second_attempt_begins_when_the_processes_of_the_first_have_ended(
         other.wait()
 
 
+@pytest.mark.slow
 def test_two_failures_are_told_in_words(starts: Any) -> None:
     start = starts(RuntimeError("no port"), TimeoutError("no node"))
     with pytest.raises(ConfigError, match=r"Ray did not start after two attempts: no node"):

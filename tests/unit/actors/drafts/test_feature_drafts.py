@@ -22,6 +22,8 @@ from tests.unit.engine.features.checkpoints import eagle3_weights, official, wri
 from tests.unit.engine.model.checkpoints import reference_greedy, reference_model, write_checkpoint
 from tests.unit.router.harness import request
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 30]
 NUM_TOKENS = 20
 TIMEOUT_S = 20.0

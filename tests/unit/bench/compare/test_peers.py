@@ -262,6 +262,7 @@ def test_checkpoints_are_converted_once_and_again_when_they_change(llama_setup: 
     assert (work_dir / "draft.gguf").read_text().startswith("bf16")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_converted_is_a_config_error(llama_setup: Setup) -> None:
     (llama_setup.target / "config.json").rename(llama_setup.target / "other.json")
     with pytest.raises(
@@ -327,6 +328,7 @@ async def test_a_server_that_ends_at_once_is_told_with_its_last_lines(tmp_path: 
             raise AssertionError("it never was ready")
 
 
+@pytest.mark.slow
 async def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
     code = f"import os, time; open('{tmp_path}/pid', 'w').write(str(os.getpid())); time.sleep(600)"
     with pytest.raises(EngineLostError, match=r"was not ready within 0\.5 s"):

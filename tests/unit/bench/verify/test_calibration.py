@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from specray.bench.verify.calibration import NUM_LIKELY, Calibration, ScoredOutput, calibrate
 
+pytestmark = pytest.mark.slow
+
 VOCAB_SIZE = 64
 FAULT_LIMIT = 4e-5
 """A thousandth over the 23 comparisons of a run: what ``verify`` takes for a fault."""
@@ -92,7 +94,6 @@ def test_exact_draws_pass(draw: Draw) -> None:
     assert found.p_value > 0.01
 
 
-@pytest.mark.slow
 def test_wealth_is_rare_where_draws_are_exact() -> None:
     runs = [scored(by_rejection(1.0), seed=seed, num_outputs=1, num_tokens=40) for seed in range(200)]
     chances = np.array([calibrate(run).p_value for run in runs])

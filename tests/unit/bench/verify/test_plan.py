@@ -47,6 +47,7 @@ def plain() -> list[Output]:
     return [sampled(seed, lambda length: length) for seed in range(NUM_OUTPUTS)]
 
 
+@pytest.mark.slow
 def test_penalties_without_the_last_draft_token_show(plain: list[Output]) -> None:
     def without_last(length: int) -> int:
         return length - (length % (NUM_DRAFT_TOKENS + 1) != 0)
@@ -55,6 +56,7 @@ def test_penalties_without_the_last_draft_token_show(plain: list[Output]) -> Non
     assert found.num_diverged >= 3
 
 
+@pytest.mark.slow
 def test_penalties_of_the_prefix_before_the_draft_show(plain: list[Output]) -> None:
     def before_draft(length: int) -> int:
         return length - length % (NUM_DRAFT_TOKENS + 1)

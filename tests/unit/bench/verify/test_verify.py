@@ -23,6 +23,8 @@ from specray.requests import GenerateRequest, OutputChunk
 from specray.types import DraftKind, TokenLogprobs, Verification
 from tests.unit.serving.http.service import INFO, TOKENIZER, serving
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY = TOKENIZER.encode("hello, a ")
 SHARES = {token: count / len(VOCABULARY) for token, count in Counter(VOCABULARY).most_common()}
 """Probability of each token, at any place, likeliest first."""

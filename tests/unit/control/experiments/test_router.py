@@ -99,6 +99,7 @@ def test_while_plain_decoding_is_tried_nothing_is_asked_of_the_draft_but_for_a_f
     assert clock.run(draft_steps(SpeculationParams(num_speculative_tokens=2))) > 10
 
 
+@pytest.mark.slow
 def test_an_experiment_does_not_wait_for_a_session_that_came_meanwhile_to_end() -> None:
     """A session at a time: plain decoding is tried while one ends and the next, which is long, begins."""
     clock = VirtualClock()

@@ -18,6 +18,8 @@ from tests.unit.engine.features.targets import Session, make_target, step
 from tests.unit.engine.model.checkpoints import reference_logits, reference_model, write_checkpoint
 from tests.unit.engine.p_values import chi_square_p_value
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [5, 6, 7]
 ALLOWED = (5, 7, 9)
 TEMPERATURE = 12.0

@@ -29,6 +29,8 @@ from tests.unit.engine.features.reference import Flags
 from tests.unit.engine.features.targets import Session, generate, make_target, step
 from tests.unit.engine.model.checkpoints import reference_model, write_checkpoint
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 30]
 WEIGHTS = eagle3_weights()
 WIDE = TreeBudget.of_widths((3, 2, 2))

@@ -30,6 +30,8 @@ from tests.unit.engine.harness import engine_info
 from tests.unit.engine.model.checkpoints import write_checkpoint
 from tests.unit.engine.runner.tape import Tape
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingParams(temperature=0.0)
 COUPLED = SamplingParams(seed=3)
 TOP_P = SamplingParams(seed=4, temperature=0.8, top_p=0.8, top_k=40, min_p=0.01)

@@ -78,6 +78,7 @@ def test_tenant_whose_request_ended_early_is_charged_what_it_took() -> None:
     assert queue.pop().request_id == "b1"
 
 
+@pytest.mark.slow
 @given(
     pushed=st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 1), st.integers(1, 9)), max_size=30),
     num_taken=st.integers(0, 30),
@@ -115,6 +116,7 @@ def test_idle_tenant_is_forgotten_when_too_many_are_remembered() -> None:
     assert len(fair._idle_tags) <= MAX_IDLE_TENANTS
 
 
+@pytest.mark.slow
 @given(
     costs=st.lists(st.tuples(st.integers(1, 500), st.integers(1, 500)), min_size=5, max_size=60),
     num_taken=st.integers(1, 40),

@@ -68,6 +68,7 @@ def test_prompt_tokens_of_a_key_are_bounded_while_they_wait() -> None:
     run(clock, main())
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 9), st.booleans()), max_size=30))
 def test_nothing_is_left_when_all_have_ended(steps: list[tuple[str, int, bool]]) -> None:
     quotas = Quotas()

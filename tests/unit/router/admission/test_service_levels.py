@@ -138,6 +138,7 @@ async def _paces(clock: VirtualClock, requests: list[GenerateRequest], **options
     return {**spans, "kept": kept, "missed": missed, "yielded": float("service_level" in reasons)}
 
 
+@pytest.mark.slow
 def test_a_level_is_kept_where_the_rest_can_give_way() -> None:
     """Eight sessions; a step takes 4 ms and 4 ms a row. The level is about half of what it gets without."""
     clock = VirtualClock()

@@ -109,6 +109,7 @@ def test_by_rejection_what_the_draft_drew_decides_nothing() -> None:
     assert extended((1, 2), verification=Verification.REJECTION) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling",
     [

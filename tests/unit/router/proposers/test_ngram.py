@@ -17,6 +17,7 @@ from tests.unit.router.proposers.harness import (
     target_of,
     truth,
 )
+from tests.unit.router.test_theorem import LENGTHS
 
 LOCAL = (DraftKind.NGRAM, DraftKind.SUFFIX)
 
@@ -30,7 +31,7 @@ def by_request(draft: DraftKind, tenant: str = "", k: int | None = None) -> Spec
 
 @pytest.mark.parametrize("overlap", ["serial", "ahead", "enumerate", "auto"])
 @pytest.mark.parametrize("kind", LOCAL)
-@pytest.mark.parametrize("k", [*range(9), "auto"])
+@pytest.mark.parametrize("k", LENGTHS)
 @pytest.mark.parametrize("model", [REPEATING, CHANGING], ids=["repeating", "changing"])
 def test_output_is_the_targets_alone(model: ToyModel, k: int | str, kind: DraftKind, overlap: str) -> None:
     given = [

@@ -58,7 +58,7 @@ def given_requests() -> list[GenerateRequest]:
 @pytest.mark.parametrize("overlap", ["serial", "auto"])
 @pytest.mark.parametrize("tree", ["12", "3x2x1", "auto"])
 @pytest.mark.parametrize("name", GUESSERS)
-@pytest.mark.parametrize("k", [2, 5, "auto"])
+@pytest.mark.parametrize("k", [2, pytest.param(5, marks=pytest.mark.slow), "auto"])
 def test_output_is_the_targets_alone(name: str, tree: str, k: int | str, overlap: str) -> None:
     clock = VirtualClock()
 

@@ -140,6 +140,7 @@ def test_draft_that_ends_before_another_is_there_is_lost_as_any() -> None:
     run(clock, main())
 
 
+@pytest.mark.slow
 def test_router_moves_to_a_draft_that_fewer_routers_share() -> None:
     clock = VirtualClock()
 

@@ -135,6 +135,7 @@ async def test_priority_and_the_calls_deadline_reach_the_router() -> None:
     assert request.timeout_s is not None and 29 < request.timeout_s < 31
 
 
+@pytest.mark.slow
 async def test_caller_that_cancels_aborts_the_request() -> None:
     router = endless()
     async with connected(router) as client:

@@ -33,6 +33,7 @@ async def test_request_that_the_router_gives_up_is_no_success(reason: FinishReas
     assert (answered, answer["error"]["message"]) == (status, "the reason why")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_client_that_leaves_aborts_every_choice(is_stream: bool) -> None:
     router = endless()

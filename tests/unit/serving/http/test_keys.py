@@ -287,6 +287,7 @@ async def test_one_call_over_the_bound_is_a_mistake_not_an_overload() -> None:
         assert (await ask(service, body={**TEXT, "prompt": ["a", "b"]}))[0] == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 async def test_nothing_stays_in_hand_after_a_request_that_fails(stream: bool) -> None:
     router = FakeRouterClient(info=INFO, errors=[OverloadedError("full"), RuntimeError("a bug")])

@@ -105,6 +105,7 @@ def test_a_script_has_the_place_of_the_dashboards_agent(monkeypatch: pytest.Monk
     ]
 
 
+@pytest.mark.slow
 def test_that_script_ends_with_the_raylet() -> None:
     raylet = (
         "import os, subprocess, sys; os.environ['RAY_RAYLET_PID'] = str(os.getpid());"

@@ -118,6 +118,7 @@ def test_call_behind_one_that_was_told_may_be_of_another_form(size: int) -> None
     assert lost == ', {"name": "clock", "arguments": 1}'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [entry.name for entry in FORMATS])
 @pytest.mark.parametrize("filler", [" ", "\n", "[", "[ARGS]", '{"name":', "a", "\\"])
 def test_nothing_that_a_model_writes_makes_it_slow(name: str, filler: str) -> None:

@@ -209,6 +209,7 @@ def test_a_call_that_breaks_off_behind_a_complete_one_is_content_of_a_whole_answ
     assert (content, put_together(parts)) == (", get_weather(city='Ro", [("clock", "{}", True)])
 
 
+@pytest.mark.slow
 def test_a_whole_answer_of_many_arguments_is_read_in_time() -> None:
     arguments = {f"a{index}": 1 for index in range(20_000)}
     answer = "[get_weather(" + ",".join(f"{key}=1" for key in arguments) + ")]"

@@ -28,6 +28,8 @@ from specray.types import Proposal, SpeculateItem
 from tests.unit.engine.features.targets import GREEDY, Session, make_target, step
 from tests.unit.train.heads.runs import ROW_LEN, begin, config, held_out, methods, target_model, write_target
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [1, 60, 70, 80, 90, 100, 110, 61, 62, 63]
 NO = np.zeros(1, bool)
 FILES = {"medusa": "medusa_lm_head.safetensors"}

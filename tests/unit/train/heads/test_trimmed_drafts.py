@@ -23,6 +23,8 @@ from specray.types import Proposal, SpeculateItem
 from tests.unit.engine.features.targets import GREEDY
 from tests.unit.train.heads.runs import begin, config, held_out, write_target
 
+pytestmark = pytest.mark.slow
+
 IDS = [258, *range(255, 30, -2), 4, 2]
 """Token ids of the head, in no order; the mask is none of them."""
 PROMPT = [1, 60, 70, 80, 90, 100, 110, 61, 62, 63]

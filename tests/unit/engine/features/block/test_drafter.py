@@ -22,6 +22,8 @@ from tests.unit.engine.features.checkpoints import write
 from tests.unit.engine.features.targets import GREEDY, Session, generate, make_target, step, watch
 from tests.unit.engine.model.checkpoints import VOCAB_SIZE, reference_model, write_checkpoint
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 30]
 LONG = [(7 * index) % 90 + 3 for index in range(70)]
 BLOCK = LAYOUTS["windows"]

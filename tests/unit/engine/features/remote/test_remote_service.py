@@ -31,6 +31,8 @@ from tests.unit.engine.features.targets import Session, generate, make_target
 from tests.unit.engine.model.checkpoints import write_checkpoint
 from tests.unit.router.harness import request, router_config, run, serving
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = {"short": [5, 6, 7], "long": [(7 * index) % 90 + 3 for index in range(40)], "single": [11]}
 NUM_OUTPUT = 24
 K = 3

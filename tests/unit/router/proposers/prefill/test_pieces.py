@@ -46,7 +46,7 @@ def test_alone_a_prompt_goes_in_whole_chunks_and_the_last_with_a_question(overla
 
 @pytest.mark.parametrize("overlap", ["serial", "ahead", "enumerate", "auto"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("dies_after", [None, 2, 5])
+@pytest.mark.parametrize("dies_after", [None, 2, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("k", [3, "auto"])
 def test_output_is_the_targets_alone_however_it_is_read(
     overlap: str, temperature: float, dies_after: int | None, k: int | str

@@ -175,6 +175,7 @@ class GetWeather(BaseModel):
     days: int
 
 
+@pytest.mark.slow
 async def test_openai_helpers_parse_strict_tools_and_stream_them() -> None:
     tokenizer = chat_tokenizer(HERMES)
     tool = openai.pydantic_function_tool(GetWeather, name="get_weather")

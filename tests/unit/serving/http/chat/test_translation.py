@@ -82,6 +82,7 @@ APIS: dict[str, tuple[Any, type[ChatCompletionRequest], dict[str, Any], Renames]
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", APIS)
 def test_spoiled_bodies_are_refused_by_their_own_fields(name: str) -> None:
     schema, chat_schema, good, renames = APIS[name]

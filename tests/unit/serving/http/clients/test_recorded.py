@@ -46,6 +46,7 @@ def test_clients_read_all_of_the_answer(name: str) -> None:
         assert parsed == answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, scenario in SCENARIOS.items() if scenario[0] == "openai"])
 async def test_installed_openai_sends_and_reads_what_is_recorded(name: str) -> None:
     now = await record_scenario(*SCENARIOS[name])

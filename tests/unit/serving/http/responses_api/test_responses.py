@@ -386,6 +386,7 @@ class City(BaseModel):
     city: str
 
 
+@pytest.mark.slow
 async def test_openai_client_parses_whole_responses_and_streams() -> None:
     tokenizer = chat_tokenizer(PLAIN)
     async with serving(saying(tokenizer, '{"city": "Rome"}', chunk_size=2), tokenizer=tokenizer) as service:
