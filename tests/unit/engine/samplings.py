@@ -13,8 +13,8 @@ from tests.unit.engine.harness import TARGET, Session, model_logits, target_only
 from tests.unit.engine.sampling.rows import row_group
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
-NUM_OUTPUT = 17
-"""Five more than the first that ``PROCESSED`` cannot stop at; four blocks of four tokens begin on the way."""
+NUM_OUTPUT = 24
+"""Output tokens: twice the first that ``PROCESSED`` cannot stop at, over six blocks of four."""
 GREEDY = SamplingParams(temperature=0.0, num_prompt_tokens=len(PROMPT))
 COUPLED = SamplingParams(seed=77, num_prompt_tokens=len(PROMPT))
 REJECTION = replace(COUPLED, verification=Verification.REJECTION)

@@ -51,8 +51,8 @@ from tests.unit.engine.trees.drafters import (
 
 pytestmark = pytest.mark.slow
 
-NUM_DRAFTS = (0, 1, 2, 3, 5, 8)
-"""None, the least, and both sides of a block's four slots, of which each round begins at another."""
+NUM_DRAFTS = range(9)
+"""None, and up to two blocks of four slots."""
 
 DRAFTERS = [
     "perfect",
@@ -69,7 +69,7 @@ DRAFTERS = [
 ]
 
 
-NUM_SAMPLES = 1000
+NUM_SAMPLES = 1500
 TRIMMED = (1, 3, 4, 5, 9, 12, 13, 17, 21)
 
 
