@@ -112,8 +112,9 @@ _SEVERAL_RANKS = frozenset(
 """Model types that several ranks of forward hf were seen to compute rightly (``make zoo``).
 
 Not among them are types without a plan for tensor parallelism in transformers (``gpt2``, ``opt``, ...), those
-whose layers differ in sizes (``gemma4_text``), those that are refused on one rank (``nemotron``), and
-``gemma3n_text``, whose logits two ranks compute wrongly without a word, off by 0.9 of their deviation.
+whose layers differ in sizes (``gemma4_text``), those that are refused on one rank (``nemotron``), those
+that were not tried (the text of ``phi4_multimodal`` among them), and ``gemma3n_text``, whose logits two ranks
+compute wrongly without a word, off by 0.9 of their deviation.
 """
 
 

@@ -67,7 +67,8 @@ def packed_rows(
     rows, columns = shape
     if packed.shape != (rows, num_words := -(-columns * bits // _WORD_BITS)):
         raise ValueError(
-            f"{packed.shape[-1]} words for {columns} numbers of {bits} bits; allowed: {num_words}"
+            f"packed numbers of shape {list(packed.shape)} for a weight of {[rows, columns]} in {bits} bits; "
+            f"allowed: {[rows, num_words]}"
         )
     codes = unpack(packed, bits)[:, :columns]
     offset = torch.full((), 1 << (bits - 1), dtype=torch.int32)
@@ -169,7 +170,10 @@ def _group_columns(columns: int, num_groups: int, group_size: int | None) -> int
         size = columns
     is_open = group_size is None and num_groups > 1
     if is_open and (columns % num_groups or size & (size - 1)):
-        raise ValueError(f"{num_groups} groups for {columns} columns")
+        raise ValueError(
+            f"{num_groups} groups for {columns} columns, and no size of them; allowed: equal ones of a power "
+            "of two"
+        )
     if -(-columns // size) != num_groups:
         raise ValueError(f"{num_groups} groups for {columns} columns; allowed: groups of {size}")
     return size

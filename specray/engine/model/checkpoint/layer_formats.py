@@ -12,7 +12,7 @@ WHOLE_ROWS = -1
 
 
 class UnreadFormatError(Exception):
-    """The method's variant is none that is read; the text names it."""
+    """The method's variant is none that is read, or a layer has no one format; the text names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class Rule:
     """It need match no more than a name's beginning."""
     layer: LayerFormat | None
     """None: they are not quantised."""
-    rank: int
-    """Of several rules that match, those of the lowest rank count."""
+    priority: int
+    """Of several rules that match, those of the lowest number count."""
 
     @classmethod
     def of_all(cls, layer: LayerFormat) -> Rule:
@@ -70,13 +70,17 @@ class StoredFormat:
             UnreadFormatError: by the configuration it is not quantised, or in several ways.
         """
         found = [rule for rule in self.rules if rule.pattern.match(name)]
-        first = min((rule.rank for rule in found), default=_LAST)
-        layers = {rule.layer for rule in found if rule.rank == first}
+        first = min((rule.priority for rule in found), default=_LAST)
+        layers = {rule.layer for rule in found if rule.priority == first}
         if len(layers) > 1:
             raise UnreadFormatError(f"several groups speak of {name!r}, each in its own way")
-        layer = layers.pop() if layers else None
+        if not layers:
+            raise UnreadFormatError(f"no target names {name!r}, and its tensors are quantised")
+        layer = layers.pop()
         if layer is None:
-            raise UnreadFormatError(f"by its configuration {name!r} is not quantised, and its tensors are")
+            raise UnreadFormatError(
+                f"{name!r} is among what the configuration leaves as it was, and its tensors are quantised"
+            )
         return layer
 
 
@@ -90,12 +94,12 @@ def target_rule(target: str, layer: LayerFormat | None) -> Rule:
         layer: None: the target is ignored.
     """
     if target.startswith("re:"):
-        pattern, rank = _compiled(target.removeprefix("re:")), _BY_PATTERN
+        pattern, priority = _compiled(target.removeprefix("re:")), _BY_PATTERN
     elif target == "Linear":
-        pattern, rank = re.compile(""), _LAST
+        pattern, priority = re.compile(""), _LAST
     else:
-        pattern, rank = re.compile(rf"{re.escape(target)}\Z"), _BY_NAME
-    return Rule(pattern, layer, rank if layer is not None else _SKIPPED)
+        pattern, priority = re.compile(rf"{re.escape(target)}\Z"), _BY_NAME
+    return Rule(pattern, layer, priority if layer is not None else _SKIPPED)
 
 
 def skipped_rules(names: tuple[str, ...]) -> list[Rule]:
@@ -118,10 +122,10 @@ def dynamic_rules(dynamic: object, layer: Callable[[Mapping[str, Any]], LayerFor
     if not isinstance(dynamic, Mapping) or not all(isinstance(own, Mapping) for own in dynamic.values()):
         raise UnreadFormatError(f"dynamic {dynamic!r}")
     rules = []
-    for rank, (pattern, own) in enumerate(dynamic.items()):
+    for priority, (pattern, own) in enumerate(dynamic.items()):
         is_skipped = pattern.startswith("-:")
         compiled = _compiled(pattern.removeprefix("-:" if is_skipped else "+:"))
-        rules.append(Rule(compiled, None if is_skipped else layer(own), rank))
+        rules.append(Rule(compiled, None if is_skipped else layer(own), priority))
     return rules
 
 

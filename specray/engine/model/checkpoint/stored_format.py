@@ -89,11 +89,10 @@ def _fp8(values: Mapping[str, Any]) -> StoredFormat:
     """DeepSeek's and transformers' own: ``weight_scale_inv`` by blocks; or one scale for each weight."""
     _expect(values, "fmt", (None, "e4m3", "float8_e4m3fn"))
     _expect(values, "expert_dtype", (None, "fp8"))
-    skipped = values.get("modules_to_not_convert") or values.get("ignored_layers") or ()
+    name = "modules_to_not_convert" if values.get("modules_to_not_convert") else "ignored_layers"
+    skipped = skipped_rules(_names(name, values.get(name) or ()))
     layer = LayerFormat(block=_block(values, "weight_block_size"))
-    return StoredFormat(
-        "fp8", (*skipped_rules(_names("modules_to_not_convert", skipped)), Rule.of_all(layer))
-    )
+    return StoredFormat("fp8", (*skipped, Rule.of_all(layer)))
 
 
 def _modelopt(values: Mapping[str, Any]) -> StoredFormat:
@@ -177,14 +176,19 @@ def _gptq(values: Mapping[str, Any]) -> StoredFormat:
 
 def _awq(values: Mapping[str, Any]) -> StoredFormat:
     """AWQ as AutoAWQ's ``gemm`` version stores it."""
-    _expect({"bits": values.get("bits", values.get("w_bit"))}, "bits", (4,))
     for name in ("version", "checkpoint_format", "format"):
         _expect({name: str(values.get(name) or "gemm").lower()}, name, ("gemm",))
-    _expect(values, "zero_point", (None, True), is_switch=True)
-    _expect(values, "backend", (None, "auto", "autoawq"))
-    _expect(values, "dynamic", (None, {}))
+    if values.get("backend") == "llm-awq":
+        # All others are kernels, which read one layout.
+        raise UnreadFormatError("backend 'llm-awq'")
     name = "group_size" if "group_size" in values else "q_group_size"
-    return StoredFormat("awq", (Rule.of_all(LayerFormat(bits=4, group_size=_group_size(values, name))),))
+
+    def layer(changes: Mapping[str, Any]) -> LayerFormat:
+        own = {**values, **changes}
+        _expect({"bits": own.get("bits", own.get("w_bit"))}, "bits", (4,))
+        return LayerFormat(bits=4, group_size=_group_size(own, name))
+
+    return StoredFormat("awq", (*dynamic_rules(values.get("dynamic"), layer), Rule.of_all(layer({}))))
 
 
 def _mxfp4(values: Mapping[str, Any]) -> StoredFormat:
@@ -203,11 +207,9 @@ READERS = {
 """Readers of a method's section, by its name."""
 
 
-def _expect(
-    values: Mapping[str, Any], name: str, allowed: tuple[object, ...], *, is_switch: bool = False
-) -> None:
+def _expect(values: Mapping[str, Any], name: str, allowed: tuple[object, ...]) -> None:
     value = values.get(name)
-    if (isinstance(value, bool) and not is_switch and value is not False) or value not in allowed:
+    if value is True or value not in allowed:
         raise UnreadFormatError(f"{name} {value!r}")
 
 

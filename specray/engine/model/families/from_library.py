@@ -194,12 +194,12 @@ def _activation(config: Any) -> str:
 
 
 def _rotary_share(config: Any) -> float:
-    """Share of each head that is rotated; of layers of several kinds, the first that is named."""
+    """Share of each head that is rotated; of layers of several kinds, the first that is not all of it."""
     values = getattr(config, "rope_parameters", None) or {}
     nested = (each for each in values.values() if isinstance(each, Mapping))
     named = [each.get("partial_rotary_factor") for each in (values, *nested)]
-    share = next(filter(None, named), None) or getattr(config, "partial_rotary_factor", None)
-    return 1.0 if share is None else float(share)
+    shares = list(filter(None, named)) or [getattr(config, "partial_rotary_factor", None) or 1.0]
+    return float(next((share for share in shares if share != 1.0), 1.0))
 
 
 def _draft_vocab_size(config: Any) -> int | None:

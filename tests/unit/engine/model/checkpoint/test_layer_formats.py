@@ -52,23 +52,23 @@ def test_groups_may_have_formats_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("values", "name", "problem"),
     [
-        (compressed_groups("pack-quantized", {"re:.*q_proj": packed(16)}), DOWN, "is not quantised"),
-        (compressed_groups("pack-quantized", {"Embedding": packed(16)}), Q, "is not quantised"),
+        (compressed_groups("pack-quantized", {"re:.*q_proj": packed(16)}), DOWN, "no target names"),
+        (compressed_groups("pack-quantized", {"Embedding": packed(16)}), Q, "no target names"),
         (
             {**compressed("pack-quantized", **packed(16)), "ignore": ["lm_head"]},
             "lm_head",
-            "is not quantised",
+            "leaves as it was",
         ),
-        ({**compressed("pack-quantized", **packed(16)), "ignore": ["re:.*mlp.*"]}, DOWN, "is not quantised"),
+        ({**compressed("pack-quantized", **packed(16)), "ignore": ["re:.*mlp.*"]}, DOWN, "leaves as it was"),
         (
             compressed_groups("pack-quantized", {"re:.*q_proj": packed(16), "re:.*attn.*": packed(32)}),
             Q,
             "several groups speak of",
         ),
-        ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*down": {}}}, DOWN, "is not quantised"),
-        ({"quant_method": "fp8", "modules_to_not_convert": ["model.layers.0"]}, Q, "is not quantised"),
-        ({"quant_method": "fp8", "modules_to_not_convert": ["down_proj"]}, DOWN, "is not quantised"),
-        ({"quant_method": "fp8", "ignored_layers": ["lm_head"]}, "lm_head", "is not quantised"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*down": {}}}, DOWN, "leaves as it was"),
+        ({"quant_method": "fp8", "modules_to_not_convert": ["model.layers.0"]}, Q, "leaves as it was"),
+        ({"quant_method": "fp8", "modules_to_not_convert": ["down_proj"]}, DOWN, "leaves as it was"),
+        ({"quant_method": "fp8", "ignored_layers": ["lm_head"]}, "lm_head", "leaves as it was"),
     ],
 )
 def test_layers_that_the_configuration_leaves_out_or_describes_twice(
@@ -101,6 +101,18 @@ def test_the_first_pattern_of_gptq_counts() -> None:
     assert found.of_layer(Q).also_needed == {"g_idx"}
 
 
+def test_awq_of_any_kernel_and_with_zero_points_all_in_the_middle() -> None:
+    """GPTQModel writes both, and ``dynamic`` for what it left as it was."""
+    values = {"bits": 4, "group_size": 128, "zero_point": False, "backend": "marlin"}
+    found = stored(
+        {"quant_method": "awq", **values, "dynamic": {"-:.*mlp.gate$": {}, ".*q_proj": {"group_size": 64}}}
+    )
+    assert found.of_layer(DOWN) == LayerFormat(bits=4, group_size=128)
+    assert found.of_layer(Q) == LayerFormat(bits=4, group_size=64)
+    with pytest.raises(UnreadFormatError, match="leaves as it was"):
+        found.of_layer(GATE)
+
+
 @pytest.mark.parametrize(
     ("values", "offset"),
     [({}, 1), ({"format": "gptq"}, 1), ({"format": "gptq_v2"}, 0), ({"checkpoint_format": "gptq_v2"}, 0)],
@@ -123,7 +135,9 @@ def test_both_names_of_the_version_of_gptq(values: Mapping[str, Any], offset: in
         ({"bits": 4, "pack_dtype": "int64"}, "pack_dtype 'int64'"),
         ({"bits": 4, "adapter": {"name": "lora"}}, "adapter"),
         ({"quant_method": "awq", "bits": 4, "format": "gemv_fast"}, "format 'gemv_fast'"),
-        ({"quant_method": "awq", "bits": 4, "zero_point": False}, "zero_point False"),
+        ({"quant_method": "awq", "bits": 8}, "bits 8"),
+        ({"quant_method": "awq", "bits": 4, "dynamic": {".*": {"bits": 8}}}, "bits 8"),
+        ({"quant_method": "fp8", "ignored_layers": "lm_head"}, "ignored_layers 'lm_head'"),
         ({"quant_method": "awq", "bits": 4, "backend": "llm-awq"}, "backend 'llm-awq'"),
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype 'fp4'"),
         ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, "modules_to_not_convert 'lm_head'"),
