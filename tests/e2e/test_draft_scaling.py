@@ -23,11 +23,11 @@ ROUTER = {
     "autoscaling": {"min_replicas": 1, "max_replicas": 2, "target_queued_tokens": 2, **DELAYS},
 }
 TARGET = {"max_num_seqs": 1}
-NUM_CLIENTS = 4
+NUM_CLIENTS = 6
 MAX_TOKENS = 16
 PERIOD_S = 0.5
 """Seconds between two looks."""
-PAUSE_S = 1.0
+PAUSE_S = 0.5
 """Seconds between requests of a client: what is waited for needs the processor time, too."""
 SCALING_DEADLINE_S = 150.0
 """Seconds for a second router and, 20 s after the first draft's start (UNJUDGED_S), a second draft."""

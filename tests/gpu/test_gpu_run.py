@@ -51,12 +51,17 @@ class StagesHere:
 
 @pytest.fixture
 def run_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Runs the script in this process; only the engines of the pair are processes of their own, forked."""
+    """Runs the script in this process; only the engines of the pair are processes of their own: the draft a
+    program, as on a device, the target forked."""
+    start_program = pair_module._worker
+
+    def worker(role: str, *arguments: Any, **options: Any) -> Any:
+        return (start_program if role == "draft" else forked_worker)(role, *arguments, **options)
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(script, "Stages", StagesHere)
-    monkeypatch.setattr(pair_module, "_worker", forked_worker)
+    monkeypatch.setattr(pair_module, "_worker", worker)
 
     def run(*arguments: str) -> None:
         monkeypatch.setattr(sys, "argv", ["gpu", *arguments])

@@ -11,6 +11,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from specray.tokenization import Tokenizer, load_tokenizer
 
 WARMUP_BURST_TOKENS = 16
 WARMUP_LABEL = "warm-up"
-"""Label of the prompts before the first pass; no label is longer."""
+"""Label of the prompts before the first pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,10 @@ async def compare(
 def _check_lengths(plan: ComparePlan, tokenizer: Tokenizer, max_model_len: int) -> None:
     """Refuses prompts that no server would take, before one is started."""
     count = max(*plan.concurrencies, plan.num_prompts, plan.num_warmup)
-    longest = max(map(len, cell_prompts(plan, tokenizer, WARMUP_LABEL, count))) + plan.max_tokens
+    pairs = product(plan.temperatures, plan.concurrencies)
+    labels = (WARMUP_LABEL, *(_label(temperature, concurrency) for temperature, concurrency in pairs))
+    prompts = chain.from_iterable(cell_prompts(plan, tokenizer, label, count) for label in labels)
+    longest = max(map(len, prompts)) + plan.max_tokens
     if longest > max_model_len:
         raise ConfigError(
             f"--max-model-len is {max_model_len}; allowed: {longest} or more, "
@@ -145,7 +149,7 @@ async def _run_turn(
         fields = {"model": await client.model(), "ignore_eos": True, "max_tokens": plan.max_tokens}
         await _warm_up(client, plan, fields, tokenizer, system)
         for temperature, concurrency in cells:
-            prompts = cell_prompts(plan, tokenizer, f"{temperature:g} {concurrency}", concurrency)
+            prompts = cell_prompts(plan, tokenizer, _label(temperature, concurrency), concurrency)
             sampling = {"temperature": temperature, **system.request_fields(temperature)}
             bodies = [{**fields, **sampling, "prompt": prompt} for prompt in prompts]
             journal.add(await _measure(client, plan, arm, bodies, (turn, temperature, concurrency)))
@@ -166,6 +170,10 @@ async def _warm_up(
     together = await run_pass(client, burst, concurrency=most)
     for error in (*single.errors, *together.errors):
         raise SpecrayError(f"the warm-up failed: {error}")
+
+
+def _label(temperature: float, concurrency: int) -> str:
+    return f"{temperature:g} {concurrency}"
 
 
 def cell_prompts(plan: ComparePlan, tokenizer: Tokenizer, label: str, concurrency: int) -> list[list[int]]:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from multiprocessing.connection import Connection
@@ -151,6 +152,8 @@ class _ForkedRank(subprocess.Popen[bytes]):
             os.setsid()
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             code = run(command[command.index("worker") :])
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
 

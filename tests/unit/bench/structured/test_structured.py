@@ -148,7 +148,7 @@ async def test_hostile_grammars_are_answered_or_refused_while_others_are_served(
     result = await attack(router)
     assert [each.name for each in result.attacks] == [each.name for each in attacks()]
     assert {status for each in result.attacks for status in each.statuses} == {200, 400}
-    assert result.num_failed_others == 0 and result.shortfalls == ()
+    assert result.num_failed_others == 0
     assert all(each.quiet_itl_ms is None or each.quiet_itl_ms >= 2 for each in result.attacks)
     refused = {each.name for each in result.attacks if each.statuses == (400,)}
     assert {"anyOf, 300 deep", "arrays, 2000 deep", "5000 properties", "16 patterns in allOf"} <= refused

@@ -112,9 +112,8 @@ def test_a_draft_that_knows_the_target_is_accepted_up_to_the_first_token_that_it
     target, _ = toy_target()
     draft, _ = toy_reader("intersect", TARGET)
     current = session(sampling)
-    # As long as it takes to accept a whole proposal here and there.
-    expected = expected_output(sampling, 24 + 9)
-    generate_serial(target, engine_drafter(draft), current, 24, 4)
+    expected = expected_output(sampling, NUM_OUTPUT + 9)
+    generate_serial(target, engine_drafter(draft), current, NUM_OUTPUT, 4)
     place, num_accepted = 0, []
     while len(num_accepted) < len(current.accepted):
         run = next((n for n in range(4) if expected[place + n] in ALONE), 4)

@@ -208,10 +208,10 @@ def test_a_rank_may_load_for_longer_than_it_may_be_silent_later() -> None:
 
 def idle(rank: int, meeting: Queue[str], answers: Queue[Any]) -> None:
     """The leader has no step for longer than the silence that the other allows it."""
-    group = join(rank, meeting, silence_timeout_s=1.5)
+    group = join(rank, meeting, silence_timeout_s=3.0)
     group.start({})
     if rank == 0:
-        time.sleep(2)
+        time.sleep(4)
         group.send_step([SequenceInput([5], 0, [0], 1)])
     else:
         answers.put(group.receive_step())

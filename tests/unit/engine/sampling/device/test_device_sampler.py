@@ -18,7 +18,7 @@ from tests.unit.engine.sampling.device.cases import random_group, random_logits,
 
 VOCAB_SIZES = (1, 2, 5, 33, 500)
 NUM_SEEDS = 24
-"""Random steps of each size, of one to seven sequences."""
+"""Random steps of each size."""
 
 
 def samplers(vocab_size: int, support: int = 64) -> tuple[DeviceSampler, CpuSampler]:
