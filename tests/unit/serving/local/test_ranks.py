@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -52,7 +52,12 @@ def worker(role: str, directory: Path, *options: str, starts_ranks: bool = False
 
 def children(pid: int) -> list[int]:
     tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    found: list[int] = []
+    for task in tasks:
+        # A thread may end meanwhile; those that start ranks do not.
+        with suppress(FileNotFoundError, ProcessLookupError):
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def is_there(pid: int) -> bool:
