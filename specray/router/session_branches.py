@@ -76,7 +76,7 @@ class Branches:
         """What follows a verdict; the branches belong to the round that it ends, and are forgotten.
 
         Args:
-            is_asked: the draft owes an answer, or has given one that more may follow.
+            is_asked: the draft was asked about this round, whether it has answered or not.
             has_fanout: it was asked for outcomes, and not for a proposal.
         """
         draft = self._by_outcome.get(outcome)

@@ -44,7 +44,7 @@ class Rule:
     layer: LayerFormat | None
     """None: they are not quantised."""
     priority: int
-    """Of several rules that match, those of the lowest number count."""
+    """Place among the rules that match one name: the lowest counts."""
 
     @classmethod
     def of_all(cls, layer: LayerFormat) -> Rule:
