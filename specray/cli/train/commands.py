@@ -166,7 +166,7 @@ def _train_head(method: Method, target: str, options: HeadOptions) -> None:
         method,
         _checkpoint(target),
         options.work_dir,
-        HeadTrainConfig(options.limit(), options.text(), steps, options.evaluate_every),
+        HeadTrainConfig(options.limit(), options.text(), steps, options.evaluate_every, options.readings_gib),
         device=device,
         has_bfloat16=has_bfloat16(device),
         name=target,

@@ -103,9 +103,15 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class HeadOptions(RunOptions):
-    """And when it is evaluated."""
+    """And when it is evaluated, and what is kept of the target."""
 
     evaluate_every: Annotated[
         float,
         typer.Option(min=1, help="Seconds between two evaluations; what is trained is written each time."),
     ] = 600
+    readings_gib: Annotated[
+        float,
+        typer.Option(
+            min=0, help="GiB of memory for what is read of the target, so that it runs once over a row."
+        ),
+    ] = 4.0

@@ -1,4 +1,8 @@
-"""Reads a target as its heads see it: residuals of some layers, what its own head reads, and logits."""
+"""Reads a target as its heads see it: residuals of some layers, what its own head reads, and logits.
+
+A run sees its text several times, and the target says the same of it each time: what was read is kept, so
+that the target runs once.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from specray.errors import ConfigError
+from specray.train.draft.loss import TargetView
 from specray.train.heads.base import text_section, whole_number
+
+_PRODUCT_TOLERANCE = 0.02
+"""Share of the largest logit by which a product with the target's head may miss its logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +26,8 @@ class TargetRows:
 
     features: dict[int, torch.Tensor]
     """Features by layer, ``[num_rows, length, hidden_size]`` each."""
+    last: torch.Tensor
+    """What the target's own head reads, ``[num_rows, length, hidden_size]``."""
     logits: torch.Tensor
     """Logits ``[num_rows, length, vocab_size]``."""
 
@@ -35,7 +46,7 @@ class FeatureReader:
     """
 
     def __init__(self, model: Any, layers: tuple[int, ...]) -> None:
-        self._model = model
+        self.model = model
         self._layers = layers
         self._num_layers = whole_number(text_section(model.config), "num_hidden_layers")
         if not all(0 <= layer <= self._num_layers + 1 for layer in layers):
@@ -61,7 +72,7 @@ class FeatureReader:
                 lambda module, arguments: entering.append(arguments[0])
             )
         try:
-            output = self._model(input_ids=token_ids, output_hidden_states=True, use_cache=False)
+            output = self.model(input_ids=token_ids, output_hidden_states=True, use_cache=False)
         finally:
             if handle is not None:
                 handle.remove()
@@ -70,4 +81,102 @@ class FeatureReader:
             layer: entering[-1] if layer == self._num_layers else states[min(layer, self._num_layers)]
             for layer in self._layers
         }
-        return TargetRows(found, output.logits)
+        return TargetRows(found, states[self._num_layers], output.logits)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRows:
+    """What a head reads of its target, and what it is compared with, of rows of token ids."""
+
+    features: dict[int, torch.Tensor]
+    """Features by layer, ``[num_rows, length, hidden_size]`` each."""
+    views: list[TargetView]
+    """Of each row."""
+    best: torch.Tensor
+    """The target's most likely tokens, ``[num_rows, length]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What is kept of a row, in memory of the CPU."""
+
+    features: dict[int, torch.Tensor]
+    said: torch.Tensor
+    """What the target's own head reads, ``[length, hidden_size]``: logits follow from it, and are far larger.
+    Where they do not, the logits of the head's tokens."""
+    log_total: torch.Tensor
+    """Logarithm of the sum of all exponentials of logits, ``[length]``."""
+    best: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.nbytes for each in (*self.features.values(), self.said, self.log_total, self.best))
+
+
+class TargetReadings:
+    """A target over rows of token ids, each of which it runs over once as long as there is memory.
+
+    Args:
+        reader: reads the head's layers.
+        draft_ids: the target's ids that the head can propose, ascending.
+        max_bytes: memory for what is kept; rows beyond it are read again each time.
+    """
+
+    def __init__(self, reader: FeatureReader, draft_ids: torch.Tensor, *, max_bytes: int) -> None:
+        self._reader = reader
+        self._draft_ids = draft_ids
+        self._room = max_bytes
+        self._kept: dict[bytes, _Row] = {}
+        head = reader.model.get_output_embeddings()
+        weight, bias = head.weight.detach(), getattr(head, "bias", None)
+        is_all = len(draft_ids) == len(weight)
+        self._weight = weight if is_all else weight[draft_ids]
+        self._bias = bias if is_all or bias is None else bias.detach()[draft_ids]
+        self._is_product: bool | None = None
+
+    @torch.no_grad()
+    def read(self, token_ids: torch.Tensor) -> ReadRows:
+        """What the target says of rows of token ids, ``[num_rows, length]``, on their device."""
+        # Row by row: what is said of one does not depend on those that were read before.
+        rows = [self._row(ids) for ids in token_ids]
+        device = token_ids.device
+        return ReadRows(
+            {
+                layer: torch.stack([row.features[layer] for row in rows]).to(device)
+                for layer in rows[0].features
+            },
+            [self._view(row, device) for row in rows],
+            torch.stack([row.best for row in rows]).to(device),
+        )
+
+    def _row(self, ids: torch.Tensor) -> _Row:
+        key = ids.cpu().numpy().tobytes()
+        if key in self._kept:
+            return self._kept[key]
+        read = self._reader.read(ids[None])
+        logits, last = read.logits[0].float(), read.last[0]
+        own = logits[:, self._draft_ids]
+        if self._is_product is None:
+            # Some targets cap or scale what their head gives.
+            missed = (self._product(last) - own).abs().max()
+            self._is_product = bool(missed <= _PRODUCT_TOLERANCE * own.abs().max())
+        row = _Row(
+            {layer: each[0].cpu() for layer, each in read.features.items()},
+            (last if self._is_product else own).cpu(),
+            logits.logsumexp(-1).cpu(),
+            logits.argmax(-1).cpu(),
+        )
+        if row.num_bytes <= self._room:
+            self._kept[key] = row
+            self._room -= row.num_bytes
+        return row
+
+    def _view(self, row: _Row, device: torch.device) -> TargetView:
+        said, best = row.said.to(device), row.best.to(device)
+        logits = self._product(said) if self._is_product else said
+        column = torch.searchsorted(self._draft_ids, best).clamp(max=len(self._draft_ids) - 1)
+        log_probs = logits - row.log_total.to(device)[:, None]
+        return TargetView(log_probs, column, self._draft_ids[column] == best)
+
+    def _product(self, last: torch.Tensor) -> torch.Tensor:
+        return F.linear(last, self._weight, self._bias).float()

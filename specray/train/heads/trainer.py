@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from specray.train.draft.loss import DraftLoss, LossConfig, LossWeights, TargetView, target_view, view_loss
+from specray.train.draft.loss import DraftLoss, LossConfig, LossWeights, TargetView, view_loss
 from specray.train.draft.text import picked_rows
 from specray.train.draft.writing import Written
 from specray.train.heads.acceptance import (
@@ -21,7 +21,7 @@ from specray.train.heads.acceptance import (
     tokens_per_round,
 )
 from specray.train.heads.base import DraftRows, Head, all_anchors, is_range
-from specray.train.heads.target import FeatureReader
+from specray.train.heads.target import TargetReadings
 from specray.train.loop import RunState
 from specray.train.optim import MasterOptimizer
 
@@ -49,21 +49,21 @@ class HeadTrainer:
     """Steps a head over rows that its target has written.
 
     Args:
-        reader: the target; reads the head's layers.
+        readings: the target over rows of text, as the head reads it.
         written: rows to train on.
         optimizer: of the head.
     """
 
     def __init__(
         self,
-        reader: FeatureReader,
+        readings: TargetReadings,
         head: Head,
         written: Written,
         config: StepConfig,
         optimizer: MasterOptimizer,
         device: torch.device,
     ) -> None:
-        self._reader = reader
+        self._readings = readings
         self._head = head
         self._config = config
         self._device = device
@@ -167,16 +167,15 @@ class HeadTrainer:
         """
         num_rows, draft_ids = len(ids), self._head.draft_ids
         # What the target's row i says is of token i + 1.
-        target = self._reader.read(ids[:, :-1])
-        best = target.logits.argmax(-1)
+        target = self._readings.read(ids[:, :-1])
+        best = target.best
         features = {layer: rows[:, :-1] for layer, rows in target.features.items()}
         drafted = self._head.unroll(features, ids[:, :-1], anchors)
-        views = [target_view(rows, draft_ids) for rows in target.logits]
         losses, hits, columns = [], [], []
         for depth, (rows, own) in enumerate(zip(drafted, anchors, strict=True)):
             # Depth s of anchor q drafts token q + 2 + s.
             places = _Places(own, 1 + depth)
-            view = _joined_view([places.view(each) for each in views])
+            view = _joined_view([places.view(each) for each in target.views])
             own_weights = places.of(weights[:, 1:]).flatten()
             found = view_loss(view, rows.logits.flatten(0, 1), own_weights, loss)
             if rows.confidence is not None:

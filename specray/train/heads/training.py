@@ -14,7 +14,7 @@ from specray.train.heads.card import Card
 from specray.train.heads.checkpoint import write_head
 from specray.train.heads.loading import loaded, markers_of
 from specray.train.heads.methods import Method, Target
-from specray.train.heads.target import FeatureReader
+from specray.train.heads.target import FeatureReader, TargetReadings
 from specray.train.heads.trainer import HeadTrainer, StepConfig
 from specray.train.loop import RunLimit, TrainingRun
 from specray.train.optim import MasterOptimizer
@@ -29,6 +29,8 @@ class HeadTrainConfig:
     steps: StepConfig = field(default_factory=StepConfig)
     evaluate_every_s: float = 600.0
     """Seconds between two evaluations; the head is written each time."""
+    readings_gib: float = 4.0
+    """GiB of memory for what was read of the target, so that it runs once over each row."""
 
 
 def train_head(
@@ -68,8 +70,12 @@ def train_head(
     )
     head = method.make(made_for)
     optimizer = MasterOptimizer(head.module, method.optimizer)
-    reader = FeatureReader(made_for.model, head.feature_layers)
-    trainer = HeadTrainer(reader, head, made_for.written, config.steps, optimizer, made_for.model.device)
+    readings = TargetReadings(
+        FeatureReader(made_for.model, head.feature_layers),
+        head.draft_ids,
+        max_bytes=int(config.readings_gib * 2**30),
+    )
+    trainer = HeadTrainer(readings, head, made_for.written, config.steps, optimizer, made_for.model.device)
     run = TrainingRun(
         method.name, work_dir, optimizer, config.limit, checkpoint_every_s=config.evaluate_every_s
     )

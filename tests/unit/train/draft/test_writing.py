@@ -15,7 +15,7 @@ from specray.train.draft.decoding import LibraryDecoder, row_decoder
 from specray.train.draft.markers import TurnMarkers, turn_markers
 from specray.train.draft.prompts import Beginning, Beginnings, without_head_comment
 from specray.train.draft.vocabulary import frequent_ids
-from specray.train.draft.writing import write_rows
+from specray.train.draft.writing import _drawn, write_rows
 from specray.train.sample import CachedDecoder
 from specray.train.shapes import ModelShape, new_model
 
@@ -207,3 +207,16 @@ def test_ids_beyond_two_bytes_are_kept() -> None:
     model = new_model(shape_of(70_000), seed=1)
     written = write_rows(model, [Beginning((69_999, 4, 68_000), "text")], None, row_len=4, seed=0)
     assert written.token_ids[0, :3].tolist() == [69_999, 4, 68_000]
+
+
+def test_draws_have_the_models_distribution_at_the_rows_temperature() -> None:
+    probs = torch.tensor([0.0, 0.1, 0.2, 0.0, 0.3, 0.4, 0.0])
+    num_rows = 30_000
+    logits = (probs.log()).expand(num_rows, 7)
+    temperature = torch.tensor([1.0, 0.5, 0.0]).repeat(num_rows // 3)
+    drawn = _drawn(logits, temperature, torch.Generator().manual_seed(0))
+    squares = probs**2
+    for first, expected in enumerate((probs, squares / squares.sum(), torch.eye(7)[5])):
+        found = torch.bincount(drawn[first::3], minlength=7) / (num_rows // 3)
+        assert float((found - expected).abs().max()) < 0.02
+        assert torch.equal(found > 0, expected > 0)

@@ -20,7 +20,7 @@ from specray.train.heads.base import Head, all_anchors
 from specray.train.heads.block import BlockHead
 from specray.train.heads.methods import Block, Target, mask_token
 from specray.train.heads.pard import PardDraft
-from specray.train.heads.target import FeatureReader
+from specray.train.heads.target import FeatureReader, TargetReadings
 from specray.train.heads.trainer import HeadTrainer, StepConfig
 from specray.train.loop import RunState
 from specray.train.optim import MasterOptimizer, OptimizerConfig
@@ -166,6 +166,10 @@ def test_a_share_of_the_anchors_is_trained(target: Any) -> None:
     ]
 
 
+def readings_of(target: Any, head: Head) -> TargetReadings:
+    return TargetReadings(FeatureReader(target, head.feature_layers), head.draft_ids, max_bytes=1 << 20)
+
+
 def expected_loss(target: Any, head: Head, rows: list[Any], *, has_distance: bool) -> float:
     """The loss of one step written down once more: by depth and token, with decays of 0.8.
 
@@ -214,8 +218,8 @@ def test_the_loss_of_a_step_is_that_of_a_forward_for_each_prefix(
             for own, each in zip(anchors, found, strict=True)
         ]
         expected = expected_loss(target, head, rows, has_distance=progress >= 0.6)
-    reader, optimizer = FeatureReader(target, head.feature_layers), MasterOptimizer(head.module, _STILL)
-    trainer = HeadTrainer(reader, head, written, config, optimizer, torch.device("cpu"))
+    readings, optimizer = readings_of(target, head), MasterOptimizer(head.module, _STILL)
+    trainer = HeadTrainer(readings, head, written, config, optimizer, torch.device("cpu"))
     assert trainer.step(RunState(), progress)["loss"] == pytest.approx(expected, rel=1e-5)
 
 
@@ -255,8 +259,8 @@ def test_the_acceptance_is_told_by_domain(target: Any) -> None:
     ids = np.array([TOKENS, TOKENS[::-1], [*TOKENS[1:], 3]], np.uint16)
     domains = np.array(["code", "chat", "code"])
     written = Written(ids, np.ones(ids.shape, bool), domains, np.ones(3, bool))
-    reader, optimizer = FeatureReader(target, head.feature_layers), MasterOptimizer(head, _STILL)
-    trainer = HeadTrainer(reader, head, written, StepConfig(), optimizer, torch.device("cpu"))
+    readings, optimizer = readings_of(target, head), MasterOptimizer(head, _STILL)
+    trainer = HeadTrainer(readings, head, written, StepConfig(), optimizer, torch.device("cpu"))
     figures = trainer.evaluate(written)
     assert list(trainer.domains) == ["chat", "code"]
     assert [counts[0].num_reached for counts in trainer.domains.values()] == [8, 16]

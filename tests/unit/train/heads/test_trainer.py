@@ -15,7 +15,7 @@ from specray.train.draft.loss import LossConfig
 from specray.train.draft.writing import Written
 from specray.train.heads.acceptance import DepthCounts, count_accepted, tokens_per_round
 from specray.train.heads.base import DraftRows, all_anchors
-from specray.train.heads.target import FeatureReader
+from specray.train.heads.target import FeatureReader, TargetReadings
 from specray.train.heads.trainer import HeadTrainer, StepConfig
 from specray.train.optim import MasterOptimizer, OptimizerConfig
 from tests.unit.train.heads.runs import varied_model
@@ -82,11 +82,11 @@ def evaluated(*, late: int) -> tuple[dict[str, float], Oracle]:
     assert len(set(IDS[0].tolist())) > 5
     answers = np.array([[False, False, True, True, True, True, True, True]])
     written = written_of(IDS, answers)
-    reader = FeatureReader(model, (1,))
     config = StepConfig(loss=LossConfig(argmax_weight=0.0))
     head = Oracle(model, late=late)
+    readings = TargetReadings(FeatureReader(model, (1,)), head.draft_ids, max_bytes=1 << 20)
     optimizer = MasterOptimizer(head, OptimizerConfig())
-    trainer = HeadTrainer(reader, head, written, config, optimizer, torch.device("cpu"))
+    trainer = HeadTrainer(readings, head, written, config, optimizer, torch.device("cpu"))
     return trainer.evaluate(written), head
 
 
