@@ -116,11 +116,16 @@ def view_loss(
         draft_logits: ``[num_tokens, draft_vocab_size]``.
         weights: ``[num_tokens]``.
     """
-    draft_log_probs = draft_logits.float().log_softmax(-1)
+    logits = draft_logits.float()
+    log_total = logits.logsumexp(-1)
     probs = view.log_probs.exp()
-    divergence = (probs * (view.log_probs - draft_log_probs)).sum(-1)
-    surprise = -draft_log_probs.gather(1, view.column[:, None])[:, 0] * view.is_known
-    overlap = torch.minimum(probs, draft_log_probs.exp()).sum(-1)
+    # sum(p * (log p - log q)), without a tensor of all log q to be kept for the gradient.
+    entropy = (probs * view.log_probs).sum(-1)
+    divergence = entropy - (probs * logits).sum(-1) + probs.sum(-1) * log_total
+    surprise = (log_total - logits.gather(1, view.column[:, None])[:, 0]) * view.is_known
+    # The overlap is always told, and has a gradient only where it is part of the loss.
+    with torch.set_grad_enabled(torch.is_grad_enabled() and (parts.distance > 0 or parts.is_adaptive)):
+        overlap = torch.minimum(probs, (logits - log_total[:, None]).exp()).sum(-1)
     overlaps = overlap.detach()
     total, first, second = weights.sum(), 1.0, parts.distance
     if parts.is_adaptive:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from specray.train.heads.base import DraftRows, text_section, whole_number
-from specray.train.heads.layer import Layer, layer_shape, rotary, rotated
+from specray.train.heads.layer import FeatureEntry, Layer, final_norm, layer_shape, rotary, rotated
 
 _MAX_ROWS = 2048
 """Rows of blocks that are computed at once."""
@@ -38,11 +38,11 @@ class BlockHead(nn.Module):
         mask_id: token of the target that stands for one to be drafted.
         has_confidence: it also learns the chance that the target draws what is drawn.
         anchor_share: share of a row's anchors that a step computes, in (0, 1].
+        sizes: usual sizes of what it reads, as ``target.usual_sizes`` finds them.
     """
 
     name = "block"
     rank_acceptance: list[list[float]] | None = None
-    target_embedding: torch.Tensor
     output: torch.Tensor
     draft_ids: torch.Tensor
 
@@ -57,6 +57,7 @@ class BlockHead(nn.Module):
         has_confidence: bool,
         anchor_share: float,
         seed: int,
+        sizes: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         self.shape = shape = layer_shape(model.config)
@@ -69,18 +70,19 @@ class BlockHead(nn.Module):
         hidden, eps = shape.hidden_size, shape.rms_norm_eps
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            self.fc = nn.Linear(len(feature_layers) * hidden, hidden, bias=False)
+            self.fc = FeatureEntry(shape, len(feature_layers), sizes)
             self.layers = nn.ModuleList(
                 Layer(shape, width=hidden, has_head_norms=True) for _ in range(num_layers)
             )
             self.confidence_head = nn.ModuleDict({"proj": nn.Linear(hidden, 1)}) if has_confidence else None
         self.hidden_norm = nn.RMSNorm(hidden, eps)
-        self.norm = nn.RMSNorm(hidden, eps)
+        self.norm = final_norm(model, shape)
         output = model.get_output_embeddings().weight.detach()
         self.register_buffer("output", output, persistent=False)
-        self.register_buffer(
-            "target_embedding", model.get_input_embeddings().weight.detach(), persistent=False
-        )
+        embedding = model.get_input_embeddings()
+        self._vocab_size = len(embedding.weight)
+        # Not the table alone: some targets scale what they look up. A method is no part of this module.
+        self._embed = embedding.forward
         self.register_buffer("draft_ids", torch.arange(len(output), device=output.device), persistent=False)
 
     @property
@@ -102,8 +104,7 @@ class BlockHead(nn.Module):
         anchors: Sequence[torch.Tensor],
     ) -> Sequence[DraftRows]:
         """See ``base.Head``; the tokens between are unknown to the rows."""
-        joined = torch.cat([features[layer] for layer in self.feature_layers], -1)
-        context = self.hidden_norm(self.fc(joined.to(self.fc.weight.dtype)))
+        context = self.hidden_norm(self.fc.join([features[layer] for layer in self.feature_layers]))
         groups = torch.split(anchors[0], max(1, _MAX_ROWS // self.block_size))
         blocks = torch.cat([self._blocks(context, token_ids, group) for group in groups], 1)
         drawing = blocks[:, :, self.block_size - self.num_depths :]
@@ -120,7 +121,8 @@ class BlockHead(nn.Module):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """See ``base.Head``; without embedding and head, which are the target's."""
-        return {name: tensor.detach() for name, tensor in self.named_parameters()}
+        tensors = {name: tensor.detach() for name, tensor in self.named_parameters()}
+        return {**tensors, "fc.weight": self.fc.written()}
 
     def config(self, target: str) -> dict[str, Any]:
         """See ``base.Head``."""
@@ -135,7 +137,7 @@ class BlockHead(nn.Module):
             **self.shape.fields(),
             "num_hidden_layers": len(self.layers),
             "num_target_layers": self._num_target_layers,
-            "vocab_size": len(self.target_embedding),
+            "vocab_size": self._vocab_size,
             "block_size": self.block_size,
             "tie_word_embeddings": False,
             "dtype": "bfloat16",
@@ -157,7 +159,8 @@ class BlockHead(nn.Module):
         num_rows, num_context = context.shape[:2]
         ids = torch.full((num_rows, len(anchors), self.block_size), self._mask_id, device=token_ids.device)
         ids[:, :, 0] = token_ids[:, anchors + 1]
-        hidden = F.embedding(ids, self.target_embedding).to(context.dtype)
+        with torch.no_grad():
+            hidden = self._embed(ids).to(context.dtype)
         places = torch.arange(self.block_size, device=context.device)
         own = rotary(anchors[:, None] + 1 + places, self.shape, context.dtype)
         before = rotary(torch.arange(num_context, device=context.device), self.shape, context.dtype)

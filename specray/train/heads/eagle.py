@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from specray.train.heads.base import DraftRows, all_anchors
-from specray.train.heads.layer import Layer, layer_shape, rotary, rotated
+from specray.train.heads.layer import FeatureEntry, Layer, final_norm, layer_shape, rotary, rotated
 
 
 class EagleHead(nn.Module):
@@ -33,6 +33,7 @@ class EagleHead(nn.Module):
         draft_ids: int64 ``[draft_vocab_size]``, ascending: the target's ids that can be proposed.
         feature_layers: layers of the target that it reads, in this order.
         num_depths: places ahead that are trained.
+        sizes: usual sizes of what it reads, as ``target.usual_sizes`` finds them.
     """
 
     name = "eagle3"
@@ -48,6 +49,7 @@ class EagleHead(nn.Module):
         feature_layers: tuple[int, ...],
         num_depths: int,
         seed: int,
+        sizes: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         self.shape = shape = layer_shape(model.config)
@@ -55,9 +57,9 @@ class EagleHead(nn.Module):
         self.num_depths = num_depths
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            self.fc = nn.Linear(len(feature_layers) * shape.hidden_size, shape.hidden_size, bias=False)
+            self.fc = FeatureEntry(shape, len(feature_layers), sizes)
             self.midlayer = Layer(shape, width=2 * shape.hidden_size, has_hidden_norm=True)
-        self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.norm = final_norm(model, shape)
         rows = model.get_output_embeddings().weight.detach()[draft_ids]
         # Rows of tokens: the optimizer steps what has "embed" in its name as it does embeddings.
         self.unembedding = nn.Parameter(rows.clone())
@@ -82,8 +84,7 @@ class EagleHead(nn.Module):
         anchors: Sequence[torch.Tensor],
     ) -> Sequence[DraftRows]:
         """See ``base.Head``."""
-        joined = torch.cat([features[layer] for layer in self.feature_layers], -1)
-        hidden = self.fc(joined.to(self.fc.weight.dtype))
+        hidden = self.fc.join([features[layer] for layer in self.feature_layers])
         embedded = F.embedding(token_ids[:, 1:], self.target_embedding).to(hidden.dtype)
         seen: list[tuple[torch.Tensor, torch.Tensor]] = []
         found = []
@@ -98,6 +99,7 @@ class EagleHead(nn.Module):
     def tensors(self) -> dict[str, torch.Tensor]:
         """See ``base.Head``."""
         tensors = {name: tensor.detach() for name, tensor in self.named_parameters()}
+        tensors["fc.weight"] = self.fc.written()
         tensors["lm_head.weight"] = tensors.pop("unembedding")
         vocab_size = len(self.target_embedding)
         known = torch.zeros(vocab_size, dtype=torch.bool)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +123,52 @@ class Layer(nn.Module):
         gated = F.silu(self.mlp["gate_proj"](normed)) * self.mlp["up_proj"](normed)
         output: torch.Tensor = hidden + self.mlp["down_proj"](gated)
         return output
+
+
+class FeatureEntry(nn.Linear):
+    """``fc``: joins features of several layers, after each number was divided by its usual size.
+
+    Residuals grow from layer to layer, and some of their numbers are a hundred times as large as others.
+    Behind a plain product they would drown the token's embedding, and steps would move what the largest give
+    alone. What is written is the plain product: the divisors are folded into its weights.
+
+    Args:
+        num_layers: layers that are joined.
+        sizes: usual sizes of their numbers, ``[num_layers * hidden_size]``; None: all are 1.
+    """
+
+    sizes: torch.Tensor
+
+    def __init__(self, shape: LayerShape, num_layers: int, sizes: torch.Tensor | None) -> None:
+        super().__init__(num_layers * shape.hidden_size, shape.hidden_size, bias=False)
+        found = torch.ones(self.in_features) if sizes is None else sizes.float()
+        self.register_buffer("sizes", found, persistent=False)
+
+    def join(self, features: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One vector ``[..., hidden_size]`` of features of each layer, ``[..., hidden_size]`` each."""
+        joined = torch.cat(tuple(features), -1) / self.sizes
+        output: torch.Tensor = self(joined.to(self.weight.dtype))
+        return output
+
+    def written(self) -> torch.Tensor:
+        """Weights for features as they are, ``[hidden_size, num_layers * hidden_size]``."""
+        return (self.weight.detach() / self.sizes).to(self.weight.dtype)
+
+
+def final_norm(model: Any, shape: LayerShape) -> nn.RMSNorm:
+    """A norm that begins with the gains of the target's own last one, before whose head it may stand, too."""
+    found = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+    norm = getattr(model.get_decoder(), "norm", None)
+    if norm is None:
+        return found
+    weight = next(model.parameters())
+    ones = torch.ones(1, shape.hidden_size, dtype=weight.dtype, device=weight.device)
+    with torch.no_grad():
+        # By what it does: families store gains in several ways. A norm that takes off the mean gives nothing.
+        gains = (norm(ones) - norm(-ones))[0].float() / 2
+        if gains.shape == found.weight.shape and bool(gains.any()):
+            found.weight.copy_(gains)
+    return found
 
 
 def rotary(

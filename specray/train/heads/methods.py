@@ -23,12 +23,16 @@ from specray.train.heads.loading import loaded_draft
 from specray.train.heads.medusa import MedusaHeads
 from specray.train.heads.pard import PardDraft
 from specray.train.heads.peagle import ParallelEagleHead
+from specray.train.heads.target import FeatureReader, usual_sizes
 from specray.train.optim import OptimizerConfig
 
 _FROM_NOTHING = OptimizerConfig(matrix_learning_rate=4e-3, learning_rate=6e-4, weight_decay=0.02)
 """Learning rates of heads that begin with random weights."""
 _TUNED = OptimizerConfig(matrix_learning_rate=1e-3, learning_rate=3e-4, weight_decay=0.0)
 """Learning rates of a model that was trained before."""
+
+_NUM_SIZED_ROWS = 8
+"""Rows of text over which the sizes of features are told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,11 @@ class Target:
     @property
     def num_layers(self) -> int:
         return whole_number(text_section(self.model.config), "num_hidden_layers")
+
+    def sizes(self, layers: tuple[int, ...]) -> torch.Tensor:
+        """Usual sizes of what a head reads of these layers, on some rows of the text."""
+        token_ids = torch.from_numpy(self.written.token_ids[:_NUM_SIZED_ROWS].astype(np.int64))
+        return usual_sizes(FeatureReader(self.model, layers), layers, token_ids.to(self.model.device))
 
     @property
     def vocab_size(self) -> int:
@@ -81,6 +90,7 @@ class Eagle3:
             feature_layers=default_layers(target.num_layers),
             num_depths=self.num_depths,
             seed=target.seed,
+            sizes=target.sizes(default_layers(target.num_layers)),
         )
         return head.to(device=target.model.device, dtype=target.model.dtype)
 
@@ -114,6 +124,7 @@ class PEagle:
             keep_rate=self.keep_rate,
             min_kept=self.min_kept,
             seed=target.seed,
+            sizes=target.sizes(default_layers(target.num_layers)),
         )
         return head.to(device=target.model.device, dtype=target.model.dtype)
 
@@ -163,6 +174,7 @@ class Block:
             has_confidence=self.has_confidence,
             anchor_share=self.anchor_share,
             seed=target.seed,
+            sizes=target.sizes(default_layers(target.num_layers)),
         )
         return head.to(device=target.model.device, dtype=target.model.dtype)
 

@@ -23,7 +23,7 @@ class ParallelEagleHead(EagleHead):
     """Implements ``base.Head``.
 
     Args:
-        model, draft_ids, feature_layers, seed: as ``EagleHead`` takes them.
+        model, draft_ids, feature_layers, seed, sizes: as ``EagleHead`` takes them.
         num_depths: tokens that are drafted in one forward.
         mask_id: token of the target that stands for one to be drafted.
         keep_rate: share of the masks of a depth that the next one keeps, in (0, 1].
@@ -43,8 +43,11 @@ class ParallelEagleHead(EagleHead):
         keep_rate: float,
         min_kept: float,
         seed: int,
+        sizes: torch.Tensor | None = None,
     ) -> None:
-        super().__init__(model, draft_ids, feature_layers=feature_layers, num_depths=num_depths, seed=seed)
+        super().__init__(
+            model, draft_ids, feature_layers=feature_layers, num_depths=num_depths, seed=seed, sizes=sizes
+        )
         self._mask_id = mask_id
         self._keep_rate, self._min_kept = keep_rate, min_kept
         generator = torch.Generator().manual_seed(seed)
@@ -63,14 +66,19 @@ class ParallelEagleHead(EagleHead):
         anchors: Sequence[torch.Tensor],
     ) -> Sequence[DraftRows]:
         """See ``base.Head``; the first depth is drafted by the entries of tokens."""
-        joined = torch.cat([features[layer] for layer in self.feature_layers], -1)
-        hidden = self.fc(joined.to(self.fc.weight.dtype))
+        hidden = self.fc.join([features[layer] for layer in self.feature_layers])
         embedded = F.embedding(token_ids[:, 1 : hidden.shape[1] + 1], self.target_embedding).to(hidden.dtype)
         parts = [self._rows(embedded, hidden, group) for group in anchor_groups(anchors)]
         entries = parts[0][0]
         first = entries[:, : len(anchors[0])] if is_range(anchors[0]) else entries[:, anchors[0]]
         later = [torch.cat(rows, 1) for rows in zip(*(masks for _, masks in parts), strict=True)]
         return [DraftRows(F.linear(self.norm(rows), self.unembedding)) for rows in (first, *later)]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """See ``base.Head``."""
+        tensors = super().tensors()
+        tensors["mask_hidden"] = (self.mask_hidden.detach() * self.fc.sizes).to(self.mask_hidden.dtype)
+        return tensors
 
     def config(self, target: str) -> dict[str, Any]:
         """See ``base.Head``."""

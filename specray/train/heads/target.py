@@ -19,6 +19,9 @@ from specray.train.heads.base import text_section, whole_number
 _PRODUCT_TOLERANCE = 0.02
 """Share of the largest logit by which a product with the target's head may miss its logits."""
 
+_LEAST_SIZE = 0.01
+"""Least size of a number that a head reads, as a share of the median."""
+
 
 @dataclass(frozen=True, slots=True)
 class TargetRows:
@@ -84,6 +87,20 @@ class FeatureReader:
         return TargetRows(found, states[self._num_layers], output.logits)
 
 
+def usual_sizes(reader: FeatureReader, layers: tuple[int, ...], token_ids: torch.Tensor) -> torch.Tensor:
+    """Median size of each number that a head reads, ``[len(layers) * hidden_size]``.
+
+    The median, since some tokens, such as the first, have numbers a thousand times as large.
+
+    Args:
+        token_ids: rows of text, ``[num_rows, length]``.
+    """
+    rows = [reader.read(ids[None]).features for ids in token_ids]
+    sizes = [torch.cat([row[layer][0] for row in rows]).float().abs().median(0).values for layer in layers]
+    found = torch.cat(sizes)
+    return found.clamp(min=_LEAST_SIZE * float(found.median()))
+
+
 @dataclass(frozen=True, slots=True)
 class ReadRows:
     """What a head reads of its target, and what it is compared with, of rows of token ids."""
@@ -98,7 +115,7 @@ class ReadRows:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What is kept of a row, in memory of the CPU."""
+    """What the target says of a row; what is kept is in memory of the CPU."""
 
     features: dict[int, torch.Tensor]
     said: torch.Tensor
@@ -110,7 +127,21 @@ class _Row:
 
     @property
     def num_bytes(self) -> int:
-        return sum(each.nbytes for each in (*self.features.values(), self.said, self.log_total, self.best))
+        return sum(each.nbytes for each in self._tensors())
+
+    def on_cpu(self) -> _Row:
+        """A copy that keeps nothing else alive; what the head reads twice is copied once."""
+        copies = {id(each): each.to("cpu", copy=True) for each in self._tensors()}
+        return _Row(
+            {layer: copies[id(each)] for layer, each in self.features.items()},
+            copies[id(self.said)],
+            copies[id(self.log_total)],
+            copies[id(self.best)],
+        )
+
+    def _tensors(self) -> list[torch.Tensor]:
+        every = (*self.features.values(), self.said, self.log_total, self.best)
+        return list({id(each): each for each in every}.values())
 
 
 class TargetReadings:
@@ -142,11 +173,11 @@ class TargetReadings:
         device = token_ids.device
         return ReadRows(
             {
-                layer: torch.stack([row.features[layer] for row in rows]).to(device)
+                layer: torch.stack([row.features[layer].to(device) for row in rows])
                 for layer in rows[0].features
             },
             [self._view(row, device) for row in rows],
-            torch.stack([row.best for row in rows]).to(device),
+            torch.stack([row.best.to(device) for row in rows]),
         )
 
     def _row(self, ids: torch.Tensor) -> _Row:
@@ -161,14 +192,15 @@ class TargetReadings:
             missed = (self._product(last) - own).abs().max()
             self._is_product = bool(missed <= _PRODUCT_TOLERANCE * own.abs().max())
         row = _Row(
-            {layer: each[0].cpu() for layer, each in read.features.items()},
-            (last if self._is_product else own).cpu(),
-            logits.logsumexp(-1).cpu(),
-            logits.argmax(-1).cpu(),
+            {layer: last if each is read.last else each[0] for layer, each in read.features.items()},
+            last if self._is_product else own,
+            logits.logsumexp(-1),
+            logits.argmax(-1),
         )
         if row.num_bytes <= self._room:
-            self._kept[key] = row
             self._room -= row.num_bytes
+            # Rows that are not kept stay where they are.
+            self._kept[key] = row = row.on_cpu()
         return row
 
     def _view(self, row: _Row, device: torch.device) -> TargetView:

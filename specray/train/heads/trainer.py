@@ -21,7 +21,7 @@ from specray.train.heads.acceptance import (
     tokens_per_round,
 )
 from specray.train.heads.base import DraftRows, Head, all_anchors, is_range
-from specray.train.heads.target import TargetReadings
+from specray.train.heads.target import ReadRows, TargetReadings
 from specray.train.loop import RunState
 from specray.train.optim import MasterOptimizer
 
@@ -98,7 +98,9 @@ class HeadTrainer:
             anchors,
             strict=True,
         ):
-            losses, _ = self._losses(own_ids, own_weights, own_anchors, config.loss.at(progress))
+            losses, _ = self._losses(
+                own_ids, own_weights, own_anchors, config.loss.at(progress), has_confidence=True
+            )
             means = [each.loss / total for each, total in zip(losses, totals, strict=True)]
             self._joined(means).backward()  # type: ignore[no-untyped-call]
             parts.append(losses)
@@ -123,7 +125,7 @@ class HeadTrainer:
             for ids, is_answer in zip(
                 torch.split(all_ids, size), torch.split(all_answers, size), strict=True
             ):
-                losses, seen = self._evaluated(ids, is_answer)
+                losses, drafted, seen = self._evaluated(ids, is_answer)
                 parts.append(losses)
                 for total, found in zip(
                     totals, count_accepted(seen.hits, seen.follows, is_answer), strict=True
@@ -131,15 +133,21 @@ class HeadTrainer:
                     total.add(found)
                 if self._head.rank_acceptance is not None:
                     places = places_of(seen.follows, is_answer, len(self._decays))
-                    ranks.append(count_ranks([rows.logits for rows in seen.drafted], seen.columns, places))
+                    ranks.append(count_ranks([rows.logits for rows in drafted], seen.columns, places))
         if ranks:
             self._head.rank_acceptance = rank_rates(torch.stack(ranks).sum(0))
         self.held_out = {f"held_out_{name}": value for name, value in self._figures(parts).items()}
         return self.held_out
 
-    def _evaluated(self, ids: torch.Tensor, is_answer: torch.Tensor) -> tuple[list[DraftLoss], _Seen]:
+    def _evaluated(
+        self, ids: torch.Tensor, is_answer: torch.Tensor
+    ) -> tuple[list[DraftLoss], Sequence[DraftRows], _Seen]:
         anchors = [each.to(self._device) for each in all_anchors(ids.shape[1] - 1, len(self._decays))]
-        return self._losses(ids, self._weights(is_answer, 0.0), anchors, self._config.loss.held_out)
+        weights = self._weights(is_answer, 0.0)
+        losses, forward = self._losses(
+            ids, weights, anchors, self._config.loss.held_out, has_confidence=False
+        )
+        return losses, forward.drafted, self._seen(ids, anchors, forward)
 
     def _figures(self, parts: list[list[DraftLoss]]) -> dict[str, float]:
         """Figures of all domains together, then of each."""
@@ -158,34 +166,46 @@ class HeadTrainer:
         }
 
     def _losses(
-        self, ids: torch.Tensor, weights: torch.Tensor, anchors: Sequence[torch.Tensor], loss: LossWeights
-    ) -> tuple[list[DraftLoss], _Seen]:
-        """The loss of each depth, and where the head and the text agree with the target.
+        self,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        anchors: Sequence[torch.Tensor],
+        loss: LossWeights,
+        *,
+        has_confidence: bool,
+    ) -> tuple[list[DraftLoss], _Forward]:
+        """The loss of each depth, and what it is of.
 
         Args:
             weights: ``[num_rows, length]``, of each token.
+            has_confidence: the loss of a confidence head is part of it.
         """
-        num_rows, draft_ids = len(ids), self._head.draft_ids
         # What the target's row i says is of token i + 1.
         target = self._readings.read(ids[:, :-1])
-        best = target.best
         features = {layer: rows[:, :-1] for layer, rows in target.features.items()}
         drafted = self._head.unroll(features, ids[:, :-1], anchors)
-        losses, hits, columns = [], [], []
+        losses = []
         for depth, (rows, own) in enumerate(zip(drafted, anchors, strict=True)):
             # Depth s of anchor q drafts token q + 2 + s.
             places = _Places(own, 1 + depth)
-            view = _joined_view([places.view(each) for each in target.views])
             own_weights = places.of(weights[:, 1:]).flatten()
-            found = view_loss(view, rows.logits.flatten(0, 1), own_weights, loss)
-            if rows.confidence is not None:
+            found = view_loss(places.view(target.views), rows.logits.flatten(0, 1), own_weights, loss)
+            if has_confidence and rows.confidence is not None:
                 judged = _judged(rows.confidence.flatten(), found.row_overlaps, own_weights)
                 found.loss = found.loss + self._config.confidence_weight * judged
             losses.append(found)
-            hits.append(draft_ids[rows.logits.detach().argmax(-1)] == places.of(best))
-            columns.append(torch.where(view.is_known, view.column, -1).view(num_rows, -1))
-        follows = torch.cat((ids.new_zeros(num_rows, 1, dtype=torch.bool), best == ids[:, 1:]), 1)
-        return losses, _Seen(hits, follows, drafted, columns)
+        return losses, _Forward(target, drafted)
+
+    def _seen(self, ids: torch.Tensor, anchors: Sequence[torch.Tensor], forward: _Forward) -> _Seen:
+        """Where the head and the text agree with the target."""
+        best, hits, columns = forward.target.best, [], []
+        for depth, (rows, own) in enumerate(zip(forward.drafted, anchors, strict=True)):
+            places = _Places(own, 1 + depth)
+            view = places.view(forward.target.views)
+            hits.append(self._head.draft_ids[rows.logits.argmax(-1)] == places.of(best))
+            columns.append(torch.where(view.is_known, view.column, -1).view(len(ids), -1))
+        follows = torch.cat((ids.new_zeros(len(ids), 1, dtype=torch.bool), best == ids[:, 1:]), 1)
+        return _Seen(hits, follows, columns)
 
     def _totals(self, weights: torch.Tensor, anchors: Sequence[Sequence[torch.Tensor]]) -> list[float]:
         """The weight of all tokens that are drafted at each depth of a step."""
@@ -217,12 +237,19 @@ class HeadTrainer:
 
 
 @dataclass(frozen=True, slots=True)
+class _Forward:
+    """What a loss is of."""
+
+    target: ReadRows
+    drafted: Sequence[DraftRows]
+
+
+@dataclass(frozen=True, slots=True)
 class _Seen:
     """Where the target's most likely token is found, as ``count_accepted`` takes it."""
 
     hits: list[torch.Tensor]
     follows: torch.Tensor
-    drafted: Sequence[DraftRows]
     columns: list[torch.Tensor]
     """Column of the target's most likely token in each depth's logits; -1: it has none."""
 
@@ -239,9 +266,12 @@ class _Places:
         """Columns of ``[num_rows, num_tokens]``."""
         return values[:, self._rows]
 
-    def view(self, view: TargetView) -> TargetView:
+    def view(self, views: Sequence[TargetView]) -> TargetView:
+        """These rows of all views, one behind the other."""
         rows = self._rows
-        return TargetView(view.log_probs[rows], view.column[rows], view.is_known[rows])
+        return _joined_view(
+            [TargetView(view.log_probs[rows], view.column[rows], view.is_known[rows]) for view in views]
+        )
 
 
 def _judged(confidence: torch.Tensor, overlaps: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,8 @@ from specray.errors import ConfigError
 from specray.train.draft.writing import Written
 from specray.train.heads import medusa
 from specray.train.heads.base import Head
+from specray.train.heads.block import BlockHead
+from specray.train.heads.eagle import EagleHead
 from specray.train.heads.methods import Medusa, Target
 from specray.train.heads.target import FeatureReader
 from specray.train.heads.training import train_head
@@ -79,6 +81,9 @@ def loaded_head(target: Path, trained: Path, model: Any, method: str) -> Head:
     own = {name for name, _ in head.module.named_parameters()}
     assert named.keys() - {"d2t", "t2d"} == own
     head.module.load_state_dict({name: named[name] for name in own}, strict=False)
+    if isinstance(head, EagleHead | BlockHead):
+        # What was written is for features as they are.
+        head.fc.sizes.fill_(1.0)
     return head
 
 
