@@ -62,7 +62,8 @@ def draft(
         loss=options.loss_config(),
         seed=options.seed,
     )
-    compact = train_draft(target, options.work_dir, config, device=usable_device(options.device))
+    device = usable_device(options.device)
+    compact = train_draft(target, options.work_dir, config, device=device, has_bfloat16=has_bfloat16(device))
     typer.echo(f"wrote {compact}")
     if Path(target).is_dir():
         typer.echo(f"wrote {complete_draft(compact, Path(target), options.work_dir / 'complete')}")

@@ -84,6 +84,7 @@ class Beginnings:
         prompts: prompts of a file; None: there are none.
         mix: shares of domains, of the file's and of ``OWN_MIX``; None: the file's as its prompts are spread,
             without a file ``OWN_MIX``.
+        max_passage_len: tokens of a passage, at most: the answer needs room in its row.
 
     Raises:
         ConfigError: the mix names a domain that is not there, or the file has one of ``OWN_MIX``.
@@ -100,12 +101,14 @@ class Beginnings:
         ask: Encode | None = None,
         prompts: Prompts | None = None,
         mix: Mapping[str, float] | None = None,
+        max_passage_len: int = _PASSAGE_TOKENS[1],
     ) -> None:
         self._markers = markers
         self._encode = encode
         self._opening = opening
         self._ask = ask
         self._passages = passages
+        self._max_passage_len = max_passage_len
         self._prompts = prompts
         self._mix = _checked_mix(mix, prompts)
         self._random = np.random.default_rng(seed)
@@ -158,7 +161,8 @@ class Beginnings:
         return f"{_TASKS[int(self._random.integers(len(_TASKS)))]}\n\n{passage}"
 
     def _passage(self, num_tokens: tuple[int, int]) -> Sequence[int]:
-        wanted = int(self._random.integers(*num_tokens))
+        most = min(num_tokens[1], self._max_passage_len + 1)
+        wanted = int(self._random.integers(min(num_tokens[0], most - 1), most))
         return self._encode(self._text(4 * wanted, 2))[:wanted] or self._encode("The")
 
     def _text(self, num_chars: int, factor: int) -> str:

@@ -48,7 +48,7 @@ def body_config(shape: DraftShape, *, vocab_size: int) -> LlamaConfig:
 
 
 class Student(nn.Module):
-    """The draft in training, in bfloat16.
+    """The draft in training, in the type of the target's embedding.
 
     Args:
         target_embedding: ``[vocab_size, target_hidden_size]``; not trained.
@@ -73,7 +73,7 @@ class Student(nn.Module):
         self.register_buffer("target_embedding", target_embedding.detach(), persistent=False)
         self.register_buffer("draft_ids", draft_ids, persistent=False)
         self.register_buffer("written_rows", target_embedding.detach()[draft_ids], persistent=False)
-        self.to(torch.bfloat16)
+        self.to(target_embedding.dtype)
 
     target_embedding: torch.Tensor
     draft_ids: torch.Tensor

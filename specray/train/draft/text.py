@@ -33,7 +33,7 @@ class TextConfig:
     """Options of the writing."""
 
     writing_budget_s: float = 3600.0
-    """Seconds in which the target writes; a batch that has begun is finished."""
+    """Seconds in which the target writes, of all calls together; a batch that has begun is finished."""
     num_rows: int = 100_000
     """Rows of text, at most."""
     rows_per_batch: int = 32
@@ -65,28 +65,59 @@ def written_text(
     directory.mkdir(parents=True, exist_ok=True)
     source = _Source(tokenizer, work_dir, config, markers)
     _check_source(directory, model, config)
-    began = time.monotonic()
+    ends, spent = end_ids(model, tokenizer), _Spent(directory)
     with progress_bar() as bar:
         task = bar.add_task("writing", total=1000, figures="")
         for index in range(num_batches := -(-config.num_rows // config.rows_per_batch)):
             file = directory / f"{index:05d}.npz"
             if file.exists():
                 continue
-            elapsed_s = time.monotonic() - began
-            share = max(elapsed_s / config.writing_budget_s, index / num_batches)
-            bar.update(
-                task, completed=int(1000 * min(share, 1)), figures=f"rows {index * config.rows_per_batch}"
-            )
-            if elapsed_s > config.writing_budget_s:
+            first_place = index * config.rows_per_batch
+            share = max(spent.seconds / config.writing_budget_s, index / num_batches)
+            bar.update(task, completed=int(1000 * min(share, 1)), figures=f"rows {first_place}")
+            if spent.seconds > config.writing_budget_s:
                 break
-            drawn = source.beginnings(index).draw(
-                config.rows_per_batch, first_place=index * config.rows_per_batch
+            count = min(config.rows_per_batch, config.num_rows - first_place)
+            batch = write_rows(
+                model,
+                source.beginnings(index).draw(count, first_place=first_place),
+                source.markers,
+                row_len=config.row_len,
+                seed=config.seed + index,
+                first_place=first_place,
+                end_ids=ends,
             )
-            batch = write_rows(model, drawn, source.markers, row_len=config.row_len, seed=config.seed + index)
             partial = file.with_suffix(".partial.npz")
             np.savez(partial, **asdict(batch))
             partial.replace(file)
-    return _joined(list(_batches(directory)), directory, config.row_len)
+            spent.note()
+    written = _joined(list(_batches(directory)), directory, config.row_len)
+    return written[np.arange(len(written.token_ids)) < config.num_rows]
+
+
+def end_ids(model: Any, tokenizer: Any) -> set[int]:
+    """Tokens behind which a server stops."""
+    settings = getattr(model, "generation_config", None)
+    ends = getattr(settings, "eos_token_id", None)
+    found = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+    return {each for each in found if each is not None}
+
+
+class _Spent:
+    """Seconds in which text was written, of this call and of those before it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._file = directory / "spent.json"
+        self._before = float(json.loads(self._file.read_text("utf-8"))) if self._file.exists() else 0.0
+        self._began = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return self._before + time.monotonic() - self._began
+
+    def note(self) -> None:
+        """Keeps them for further calls."""
+        self._file.write_text(json.dumps(round(self.seconds, 1)), "utf-8")
 
 
 def split_held_out(written: Written) -> tuple[Written, Written]:
@@ -175,6 +206,7 @@ class _Source:
             ask=self._ask,
             prompts=self._prompts,
             mix=self._mix,
+            max_passage_len=self._config.row_len // 2,
         )
 
     def _encode(self, text: str) -> list[int]:

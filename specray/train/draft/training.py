@@ -46,12 +46,20 @@ class DraftTrainConfig:
     seed: int = 0
 
 
-def train_draft(target: str, work_dir: Path, config: DraftTrainConfig, *, device: str = "cpu") -> Path:
+def train_draft(
+    target: str,
+    work_dir: Path,
+    config: DraftTrainConfig,
+    *,
+    device: str = "cpu",
+    has_bfloat16: bool = True,
+) -> Path:
     """Writes text, trains on it, and writes the compact draft into ``work_dir/draft``; goes on where it was.
 
     Args:
         target: checkpoint of a causal language model of transformers with a chat template.
         work_dir: directory of the run; the same call again goes on from there.
+        has_bfloat16: products are bfloat16, otherwise float32; the checkpoint is bfloat16.
 
     Returns:
         The directory of the draft.
@@ -60,7 +68,7 @@ def train_draft(target: str, work_dir: Path, config: DraftTrainConfig, *, device
         ConfigError: the target cannot be read so, or the directory holds text or a draft of another shape.
     """
     work_dir.mkdir(parents=True, exist_ok=True)
-    model, tokenizer = loaded(target, torch.bfloat16, role="target")
+    model, tokenizer = loaded(target, torch.bfloat16 if has_bfloat16 else torch.float32, role="target")
     model.to(device).train(False)
     markers = turn_markers(tokenizer)
     written = written_text(model, tokenizer, work_dir, config.text, markers)

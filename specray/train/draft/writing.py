@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,8 @@ def write_rows(
     *,
     row_len: int,
     seed: int,
+    first_place: int = 0,
+    end_ids: Collection[int] = (),
 ) -> Written:
     """Writes one row for each beginning, all side by side, token by token.
 
@@ -60,13 +62,18 @@ def write_rows(
         model: any causal language model of transformers.
         markers: what stands around turns; None: no beginning has turns.
         row_len: tokens of a row, with what it begins with, which is cut to that.
+        first_place: rows that were written before.
+        end_ids: tokens behind which a server stops. They end a turn as the template's own does; what follows
+            one in plain text is no answer.
     """
     device, num_rows = model.device, len(beginnings)
     given, lengths = _padded(beginnings, row_len, device)
     role = torch.tensor([_ROLES[beginning.goes_on] for beginning in beginnings], device=device)
-    temperature = torch.tensor(TEMPERATURES, device=device).repeat(-(-num_rows // len(TEMPERATURES)))
-    temperature = temperature[:num_rows, None]
-    turns = _Turns(markers or _NO_MARKERS, role)
+    places = torch.arange(first_place, first_place + num_rows, device=device)
+    # One further every ten rows, as every tenth is held out: all temperatures are, too.
+    turn = (places + places // 10) % len(TEMPERATURES)
+    temperature = torch.tensor(TEMPERATURES, device=device)[turn][:, None]
+    turns = _Turns(markers or _NO_MARKERS, role, torch.tensor(sorted(end_ids), device=device))
     generator = torch.Generator(device).manual_seed(seed)
     decoder = row_decoder(model, num_rows=num_rows, max_len=row_len)
     rows = torch.empty(num_rows, row_len, dtype=torch.long, device=device)
@@ -102,7 +109,7 @@ def _drawn(logits: torch.Tensor, temperature: torch.Tensor, generator: torch.Gen
 class _Turns:
     """Whose turn it is in each row, and how far its marker is written."""
 
-    def __init__(self, markers: TurnMarkers, role: torch.Tensor) -> None:
+    def __init__(self, markers: TurnMarkers, role: torch.Tensor, end_ids: torch.Tensor) -> None:
         width = max(len(markers.to_assistant), len(markers.to_user))
         both = (markers.to_user, markers.to_assistant)
         device = role.device
@@ -110,6 +117,8 @@ class _Turns:
         self._ids = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in both], device=device)
         self._lengths = torch.tensor([len(ids) for ids in both], device=device)
         self.role = role
+        self._end_ids = end_ids
+        self._is_over = torch.zeros_like(role, dtype=torch.bool)  # plain text that ended
         self._written = torch.zeros_like(role)  # tokens of the marker that are written; 0: there is none
 
     def advance(
@@ -123,10 +132,14 @@ class _Turns:
         is_drawn = ~is_given & ~in_marker
         written = torch.where(in_marker & ~is_given, self._written + 1, self._written)
         self._written = torch.where(written >= self._lengths[own], 0, written)
-        # The end of a turn is the first token of the marker that leads to the other's.
+        is_answer = is_drawn & (self.role != _USER) & ~self._is_over
         other = 1 - own
-        ends = is_drawn & (self.role != _TEXT) & (token == self._ids[other, 0])
-        is_answer = is_drawn & (self.role != _USER)
+        is_turn = self.role != _TEXT
+        is_end = is_drawn & torch.isin(token, self._end_ids)
+        self._is_over |= is_end & ~is_turn
+        # A turn ends with the first token of the marker that leads to the other's, whatever end was drawn.
+        token = torch.where(is_end & is_turn, self._ids[other, 0], token)
+        ends = is_drawn & is_turn & (token == self._ids[other, 0])
         self.role = torch.where(ends, other, self.role)
         single = self._lengths[other] == 1
         self._written = torch.where(ends & ~single, 1, self._written)

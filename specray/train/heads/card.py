@@ -25,14 +25,15 @@ Drafts for `{target}` alone: `specray serve --target {target} {option} .` in thi
 - {num_parameters:,} parameters; {num_ids:,} of the target's {vocab_size:,} tokens can be drafted.
 - {reads}
 - Text: {num_rows:,} rows of {row_len:,} tokens that the target wrote, {num_answers:,} of them answers;
-  {num_held_out} rows more were held out, and so were the prompts that they begin with.
+  {num_held_out} rows more were held out, and so were those of a file's prompts that they begin with.
 - Loss of each place ahead: {loss}. From one place to the next it counts {depth_decay} times as much.
 
 ## Acceptance
 
 On held-out answers, after {step:,} steps: the share of places where the head's most likely token is the
 target's, of those whose earlier draft tokens all were. At these rates a greedy round with a chain of
-{num_depths} gives {tokens_per_round:.2f} tokens.
+{num_depths} gives {tokens_per_round:.2f} tokens if it begins at a random place. A server's mean is lower: its
+rounds pass over what is easy in few steps, and so begin more often where it is hard.
 
 | place ahead | {places} | tokens per round |
 |---|{rules}|---|

@@ -126,6 +126,7 @@ class Letters(Template):
 
     chat_template = None
     bos_token_id = 1
+    eos_token_id = None
 
     def encode(self, text: str, **options: Any) -> list[int]:
         return [ord(letter) - 95 for letter in text] if text else [1] * bool(options["add_special_tokens"])
@@ -147,6 +148,23 @@ def test_prompts_are_continued_and_long_ones_left_out(tmp_path: Path) -> None:
     assert (written.token_ids[:, 3] == 9).all() and written.is_answer[:, 3:].all()
     again = written_text(model, Letters(), tmp_path, config, None)
     assert (again.token_ids == written.token_ids).all()
+
+
+def test_the_writing_budget_counts_all_calls_and_rows_are_at_most_those_asked_for(tmp_path: Path) -> None:
+    path = write_prompts(tmp_path / "p", *({"prompt": text} for text in ("cc", "dd", "ee")))
+    config = TextConfig(num_rows=6, rows_per_batch=4, row_len=10, prompts=str(path), writing_budget_s=100.0)
+    model = scripted({4: 9, 5: 9, 6: 9, 9: 9})
+
+    def num_rows(**changes: Any) -> int:
+        return len(written_text(model, Letters(), tmp_path, replace(config, **changes), None).token_ids)
+
+    assert num_rows() == 6, "a batch of four and one of two"
+    spent = tmp_path / "written" / "spent.json"
+    assert 0.0 <= json.loads(spent.read_text("utf-8")) < 100.0
+    spent.write_text("101.0", "utf-8")
+    assert num_rows(num_rows=1000) == 6, "nothing is left of the budget"
+    assert num_rows(num_rows=3) == 3
+    assert num_rows(num_rows=12, writing_budget_s=200.0) == 10
 
 
 def test_text_of_a_directory_is_of_one_target_and_of_the_same_prompts(tmp_path: Path) -> None:

@@ -120,6 +120,40 @@ def test_plain_text_has_no_turns() -> None:
     assert written.is_answer.tolist() == [[False, True, True, True, True, True]]
 
 
+def test_what_follows_the_end_of_a_plain_text_is_no_answer() -> None:
+    model = scripted({7: 2, 2: 3, 3: 7})
+    written = write_rows(model, [Beginning((7,), "text")], MARKERS, row_len=6, seed=0, end_ids=(3, 30))
+    assert written.token_ids.tolist() == [[7, 2, 3, 7, 2, 3]]
+    assert written.is_answer.tolist() == [[False, True, True, False, False, False]]
+
+
+def test_a_turn_that_ends_with_another_end_is_ended_as_the_template_ends_turns() -> None:
+    # The assistant draws 30, an end of its own; the marker to the user begins with 3, and that is written.
+    model = scripted({12: 13, 13: 30, 21: 5})
+    begin = [Beginning((1, 5, 2, 11, 12), "assistant")]
+    written = write_rows(model, begin, MARKERS, row_len=10, seed=0, end_ids=(30,))
+    assert written.token_ids[0, :9].tolist() == [1, 5, 2, 11, 12, 13, 3, 21, 5]
+    assert written.is_answer[0, :9].tolist() == [False] * 5 + [True, True] + [False] * 2
+
+
+def test_rows_that_are_held_out_are_written_at_every_temperature() -> None:
+    seen: list[list[float]] = []
+
+    def drawn(logits: torch.Tensor, temperature: torch.Tensor, _: torch.Generator) -> torch.Tensor:
+        seen.append(temperature.tolist())
+        return logits.argmax(-1)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("specray.train.draft.writing._drawn", drawn)
+        for first_place in (0, 24):
+            begin = [Beginning((7,), "text")] * 24
+            write_rows(scripted({7: 7}), begin, None, row_len=2, seed=0, first_place=first_place)
+    places = [*seen[0], *seen[1]]
+    assert {round(place, 1) for place in places[::10]} == {0.0, 0.7, 1.0}
+    counts = [sum(abs(place - each) < 1e-6 for place in places) for each in (0.0, 0.7, 1.0)]
+    assert counts == [24, 12, 12]
+
+
 def test_beginnings_are_those_of_the_seed_and_end_where_somebody_goes_on() -> None:
     passages = ["word " * 2000]
     encode = Template().encode
