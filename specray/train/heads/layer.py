@@ -156,7 +156,11 @@ class FeatureEntry(nn.Linear):
 
 
 def final_norm(model: Any, shape: LayerShape) -> nn.RMSNorm:
-    """A norm that begins with the gains of the target's own last one, before whose head it may stand, too."""
+    """A norm whose gains begin in the proportions of those before the target's own head.
+
+    Their mean size is 1: gains as large as the target's make logits as sharp as its own from the first step,
+    when they are still wrong.
+    """
     found = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
     norm = getattr(model.get_decoder(), "norm", None)
     if norm is None:
@@ -167,7 +171,7 @@ def final_norm(model: Any, shape: LayerShape) -> nn.RMSNorm:
         # By what it does: families store gains in several ways. A norm that takes off the mean gives nothing.
         gains = (norm(ones) - norm(-ones))[0].float() / 2
         if gains.shape == found.weight.shape and bool(gains.any()):
-            found.weight.copy_(gains)
+            found.weight.copy_(gains / gains.abs().mean())
     return found
 
 
