@@ -42,16 +42,20 @@ _RENAMED = (
     (re.compile(r"^encoder\.output_norm_enc\."), "hidden_norm."),
 )
 """Beginnings of names, and what others call them."""
-_NAMES = ("dflash", "dspark")
+_DSPARK = "dspark"
+_NAMES = ("dflash", _DSPARK)
 HEAD_ROWS = 128
 """Rows that the head computes at once, so that its weights are read once for several draft tokens."""
+_ANCHOR_FIELDS = ("sample_from_anchor", "shift_label")
+"""Fields that say the same: whether the last token's own row draws, as row j then stands for token j + 1."""
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _ONLY: dict[str, tuple[Any, ...]] = {
     "is_neox_style": (True,),
     "proposal_hidden_offset": (0,),
     "output_multiplier": (1, None),
     "final_logit_softcapping": (None,),
-    "projector_type": ("dflash", "dspark", None),
+    "projector_type": ("dflash", _DSPARK, None),
+    "pure_draft_prefix_len": (0, None),
 }
 """Fields of the configuration that change what is computed, and the values that are read."""
 
@@ -120,11 +124,16 @@ class BlockLayout:
 
 def is_block(files: DrafterFiles) -> bool:
     """Whether the tensors are those of a block drafter, under whichever names, or it is called one."""
+    is_called = any(each in name for name in _called(files) for each in _NAMES)
+    return is_called or any(_canonical(name) == "hidden_norm.weight" for name in files.tensors)
+
+
+def _called(files: DrafterFiles) -> list[str]:
+    """What the configuration calls the drafter, in small letters."""
     config = files.config
     named = config.get("architectures")
     names = [config.get("speculators_model_type"), *(named if isinstance(named, list) else [])]
-    is_called = any(each in str(name).lower() for name in names for each in _NAMES)
-    return is_called or any(_canonical(name) == "hidden_norm.weight" for name in files.tensors)
+    return [str(name).lower() for name in names]
 
 
 def _canonical(name: str) -> str:
@@ -167,12 +176,12 @@ class _Reader:
         num_logits = target.vocab_size if token_ids is None else len(token_ids)
         markov = read_markov(files, hidden, target, num_logits, order)
         confidence = read_confidence(files, hidden, markov)
-        has_heads = markov is not None or confidence is not None
-        first_row, block_size = self._rows(is_dspark=has_heads)
-        if has_heads:
+        is_dspark = markov is not None or confidence is not None or self._is_called_dspark()
+        first_row, block_size = self._rows(is_dspark=is_dspark)
+        if is_dspark:
             # It is stored and not used: masks have the embedding of their token.
             files.pass_over(["mask_embedding"])
-        mask = None if has_heads else self._mask_embedding(hidden)
+        mask = None if is_dspark else self._mask_embedding(hidden)
         return BlockLayout(
             path=files.path,
             feature_layers=self._feature_layers(width, num_layers),
@@ -212,15 +221,7 @@ class _Reader:
     def _rows(self, *, is_dspark: bool) -> tuple[int, int]:
         """The row that draws first, and rows in all."""
         files = self._files
-        name = "sample_from_anchor"
-        is_called = "dspark" in (
-            self._value("projector_type", None),
-            files.config.get("speculators_model_type"),
-        )
-        draws_first = self._value(name, is_dspark or is_called)
-        if type(draws_first) is not bool:
-            raise files.refuse(f"{name} is {draws_first!r}; allowed: true or false")
-        first_row = 0 if draws_first else 1
+        first_row = 0 if self._draws_from_anchor(default=is_dspark) else 1
         size = self._value("block_size", None)
         if type(size) is not int or size <= first_row:
             raise files.refuse(f"block_size is {size!r}; allowed: a whole number above {first_row}")
@@ -228,6 +229,29 @@ class _Reader:
         if verified != size:
             raise files.refuse(f"verification_block_size is {verified!r}; allowed: {size}, the block_size")
         return first_row, size
+
+    def _is_called_dspark(self) -> bool:
+        """DeepSpec's drafters without a Markov and a confidence head have no tensor that tells them."""
+        return self._value("projector_type", None) == _DSPARK or any(
+            _DSPARK in name for name in _called(self._files)
+        )
+
+    def _draws_from_anchor(self, *, default: bool) -> bool:
+        """Whether the last token's own row draws. Raises ConfigError where fields contradict each other."""
+        given = [
+            (name, section[name])
+            for name in _ANCHOR_FIELDS
+            for section in self._sections
+            if section.get(name) is not None
+        ]
+        for name, value in given:
+            if type(value) is not bool:
+                raise self._files.refuse(f"{name} is {value!r}; allowed: true or false")
+        first = given[0] if given else ("", default)
+        for name, value in given:
+            if value != first[1]:
+                raise self._files.refuse(f"{name} is {value} and {first[0]} {first[1]}; allowed: the same")
+        return first[1]
 
     def _mask_embedding(self, hidden: int) -> torch.Tensor | None:
         """The mask's own embedding, in whichever shape it is stored; None: there is none."""

@@ -184,7 +184,9 @@ LAYOUTS: dict[str, Block] = {
         dflash(own={"use_swa": True, "swa_window_size": 3}), reaches=((3, False), (3, False))
     ),
     "causal": replace(dflash(own={"causal": True}), reaches=((None, True), (None, True))),
+    "row j for token j + 1": replace(dflash(own={"shift_label": True}), first_row=0),
     "speculators": speculators(),
+    "speculators, row j for token j + 1": replace(speculators(shift_label=True), first_row=0),
     "DSpark": dspark(),
     "DSpark, gated": dspark("gated", judges="hidden"),
     "DSpark, with a state": dspark("rnn", judges="no"),

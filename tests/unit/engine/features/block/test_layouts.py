@@ -11,6 +11,7 @@ import torch
 from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.engine.features.base import TargetShape
 from specray.engine.features.block.drafter import BlockDrafter
+from specray.engine.features.block.layout import BlockLayout
 from specray.engine.features.loader import read_layout
 from specray.errors import ConfigError
 from tests.unit.engine.features.block.checkpoints import (
@@ -116,6 +117,19 @@ CASES: dict[str, tuple[tuple[Any, Any], str]] = {
     "no layers": (dflash(own={"target_layer_ids": None}).files, "target_layer_ids is not set"),
     "another target": (dflash(target_hidden_size=64).files, "target_hidden_size is 64; allowed: 32"),
     "anchor": (dflash(sample_from_anchor="no").files, "sample_from_anchor is 'no'; allowed"),
+    "shift": (dflash(shift_label=1).files, "shift_label is 1; allowed: true or false"),
+    "shift against anchor": (
+        dspark(sample_from_anchor=True, shift_label=False).files,
+        "shift_label is False and sample_from_anchor True; allowed: the same",
+    ),
+    "two shifts": (
+        dflash(own={"shift_label": True}, shift_label=False).files,
+        "shift_label is False and shift_label True; allowed: the same",
+    ),
+    "first rows without a head": (
+        dflash(own={"pure_draft_prefix_len": 1}).files,
+        "pure_draft_prefix_len is 1; allowed: 0, None",
+    ),
     "Markov kind": (dspark(markov_head_type="gated").files, "markov_head_type is 'gated'; allowed"),
     "Markov rows": (
         changed(speculators("vanilla"), markov_head__markov_w2__weight=torch.ones(VOCAB_SIZE, 6)),
@@ -137,6 +151,33 @@ def test_refused_by_name(tmp_path: Path, name: str) -> None:
     files, message = CASES[name]
     with pytest.raises(ConfigError, match=message):
         read_layout(str(write(tmp_path, *files)), TARGET)
+
+
+def bare(**changes: Any) -> tuple[Any, Any]:
+    """DSpark whose name alone says so: no Markov head, no confidence head."""
+    config = {**dspark(judges="no").config, "markov_rank": 0, **changes}
+    return block_weights(), config
+
+
+@pytest.mark.parametrize(
+    ("files", "first_row"),
+    [
+        (dflash().files, 1),
+        (dflash(shift_label=False).files, 1),
+        (dflash(own={"pure_draft_prefix_len": 0, "shift_label": True}).files, 0),
+        (dflash(sample_from_anchor=True, shift_label=True).files, 0),
+        (speculators(shift_label=True).files, 0),
+        (dspark().files, 0),
+        (dspark(shift_label=False).files, 1),
+        (dspark(shift_label=False, sample_from_anchor=False).files, 1),
+        (bare(), 0),
+        (bare(sample_from_anchor=False), 1),
+        (bare(architectures=["DFlashDraftModel"], speculators_model_type="dspark"), 0),
+    ],
+)
+def test_the_row_that_draws_first(tmp_path: Path, files: tuple[Any, Any], first_row: int) -> None:
+    layout = read_layout(str(write(tmp_path, *files)), TARGET)
+    assert isinstance(layout, BlockLayout) and layout.first_row == first_row
 
 
 def test_the_authors_layers_where_none_are_named(tmp_path: Path) -> None:
