@@ -16,6 +16,9 @@ from specray.engine.model.families.config_json import read_decoder_config
 from specray.engine.model.linear import Gate, Linear
 
 _ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "hidden_act")
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_WITHOUT_WINDOW = ("llama", "qwen2", "qwen3", None)
+"""Model types that have no window unless a field beside ``sliding_window`` says so."""
 
 WeightAndBias = tuple[torch.Tensor, torch.Tensor | None]
 """Weight and bias of a linear layer; None: it has no bias."""
@@ -92,6 +95,67 @@ def read_attention(files: DrafterFiles, section: dict[str, Any]) -> DecoderConfi
         given = {name: section.get(name) for name in (*_ROPE_FIELDS[:3], "rms_norm_eps") if name in section}
         raise files.refuse(f"{given} are not understood; allowed: rope types default, linear and llama3")
     return config
+
+
+def read_windows(files: DrafterFiles, section: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    """Sliding window of each layer: a row sees itself and the ``window - 1`` positions before it; None: all.
+
+    Args:
+        section: of the configuration, with what a Llama's, a Mistral's or a Qwen's says.
+
+    Raises:
+        ConfigError: names the field that does not fit, and what would.
+    """
+    are_sliding = sliding_layers(files, section, num_layers)
+    window = section.get("sliding_window")
+    return tuple(window_size(files, window) if is_sliding else None for is_sliding in are_sliding)
+
+
+def sliding_layers(files: DrafterFiles, section: dict[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer has a window. Raises ConfigError where fields do not say it, or contradict it."""
+    kinds, is_used = section.get("layer_types"), section.get("use_sliding_window")
+    if is_used is not None and type(is_used) is not bool:
+        raise files.refuse(f"use_sliding_window is {is_used!r}; allowed: true or false")
+    if kinds is None:
+        first = _first_sliding(files, section, num_layers)
+        return tuple(index >= first for index in range(num_layers))
+    is_known = isinstance(kinds, list) and all(kind in (_SLIDING, _FULL) for kind in kinds)
+    if not is_known or len(kinds) != num_layers:
+        raise files.refuse(f"layer_types is {kinds!r}; allowed: {num_layers} of {_FULL!r} and {_SLIDING!r}")
+    if _SLIDING in kinds and is_used is False:
+        raise files.refuse(f"use_sliding_window is False and layer_types {kinds!r}; allowed: {_FULL!r} alone")
+    return tuple(kind == _SLIDING for kind in kinds)
+
+
+def _first_sliding(files: DrafterFiles, section: dict[str, Any], num_layers: int) -> int:
+    """The first layer with a window where no field names each layer's kind."""
+    window, is_used = section.get("sliding_window"), section.get("use_sliding_window")
+    if window is None or is_used is False:
+        return num_layers
+    if is_used:
+        first = section.get("max_window_layers")
+        if type(first) is not int or first < 0:
+            raise files.refuse(
+                f"max_window_layers is {first!r}, and use_sliding_window true; allowed: a whole number from "
+                "0 on, or layer_types"
+            )
+        return first
+    model_type = section.get("model_type")
+    if model_type == "mistral":
+        return 0
+    if model_type not in _WITHOUT_WINDOW:
+        raise files.refuse(
+            f"layer_types is not set, and model_type {model_type!r} has a sliding_window of {window!r}; "
+            f"allowed: {num_layers} of {_FULL!r} and {_SLIDING!r}"
+        )
+    return num_layers
+
+
+def window_size(files: DrafterFiles, window: Any) -> int:
+    """A window of the configuration. Raises ConfigError for what is none."""
+    if type(window) is not int or window < 1:
+        raise files.refuse(f"sliding_window is {window!r}; allowed: a whole number above 0")
+    return window
 
 
 def read_layer(

@@ -162,6 +162,7 @@ class EagleDrafter(ChainedDrafter):
                 heads.narrow(1, 0, self._num_heads),
                 heads.narrow(1, self._num_heads, 2 * self._num_kv_heads),
                 scale=self._head_dim**-0.5,
+                window=self._layout.windows[index],
             )
             hidden = layer.output.plus(attended, hidden)
             hidden = layer.down.plus(layer.gate(layer.post_norm(hidden)), hidden)

@@ -24,6 +24,7 @@ from specray.engine.features.decoder_layers import (
     read_attention,
     read_layer,
     read_linear,
+    read_windows,
 )
 from specray.engine.features.files import DrafterFiles
 from specray.engine.features.layers import read_layers
@@ -57,6 +58,8 @@ class EagleLayout:
     """Heads, rotary positions and epsilon of its layers."""
     fc: WeightAndBias
     layers: tuple[LayerTensors, ...]
+    windows: tuple[int | None, ...]
+    """Sliding window of each layer; None: its rows see all that is before them."""
     fc_norms: tuple[torch.Tensor, ...]
     """Norms before ``fc``: of all residuals joined, or one for each; none."""
     norm: torch.Tensor | None
@@ -172,6 +175,7 @@ class _Reader:
             attention=attention,
             fc=fc,
             layers=layers,
+            windows=read_windows(files, self._section, len(layers)),
             fc_norms=norms,
             norm=None if is_first else files.take("norm.weight", hidden),
             embedding=read_embedding(files, hidden, self._target),

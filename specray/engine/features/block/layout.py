@@ -29,6 +29,8 @@ from specray.engine.features.decoder_layers import (
     read_attention,
     read_layer,
     read_linear,
+    sliding_layers,
+    window_size,
 )
 from specray.engine.features.files import DrafterFiles
 from specray.engine.features.layers import read_block_layers
@@ -48,7 +50,6 @@ HEAD_ROWS = 128
 """Rows that the head computes at once, so that its weights are read once for several draft tokens."""
 _ANCHOR_FIELDS = ("sample_from_anchor", "shift_label")
 """Fields that say the same: whether the last token's own row draws, as row j then stands for token j + 1."""
-_SLIDING, _FULL = "sliding_attention", "full_attention"
 _ONLY: dict[str, tuple[Any, ...]] = {
     "is_neox_style": (True,),
     "proposal_hidden_offset": (0,),
@@ -263,27 +264,19 @@ class _Reader:
         return files.take(name, *shape).reshape(1, hidden)
 
     def _reaches(self, num_layers: int) -> tuple[BlockReach, ...]:
-        files, kinds = self._files, self._value("layer_types", None)
-        uses_window = self._value("use_swa", False)
-        if kinds is None:
-            kinds = [_FULL] * num_layers
-        is_known = isinstance(kinds, list) and all(kind in (_SLIDING, _FULL) for kind in kinds)
-        if not is_known or len(kinds) != num_layers:
-            raise files.refuse(
-                f"layer_types is {kinds!r}; allowed: {num_layers} of {_FULL!r} and {_SLIDING!r}"
-            )
-        are_sliding = [kind == _SLIDING for kind in kinds]
+        files, merged = self._files, dict[str, Any]()
+        for section in reversed(self._sections):
+            merged |= {name: value for name, value in section.items() if value is not None}
+        are_sliding = sliding_layers(files, merged, num_layers)
         # Whether a row sees what is behind it follows from the kind of its layer, unless a field says it.
         is_default_causal = self._value("sliding_window_non_causal", False) is not True
         is_causal = self._value("is_causal", self._value("causal", None))
-        has_window = [True] * num_layers if uses_window and not any(are_sliding) else are_sliding
+        uses_window = self._value("use_swa", False) and not any(are_sliding)
         window = self._value("swa_window_size", self._value("sliding_window", None))
-        if any(has_window) and (type(window) is not int or window < 1):
-            raise files.refuse(f"sliding_window is {window!r}; allowed: a whole number above 0")
         return tuple(
             BlockReach(
-                window if is_bounded else None,
+                window_size(files, window) if is_sliding or uses_window else None,
                 is_sliding and is_default_causal if is_causal is None else bool(is_causal),
             )
-            for is_bounded, is_sliding in zip(has_window, are_sliding, strict=True)
+            for is_sliding in are_sliding
         )

@@ -31,6 +31,8 @@ class Flags:
     is_output_normed: bool = False
     token_ids: Sequence[int] | None = DRAFT_IDS
     extra: Weights = field(default_factory=dict)
+    windows: Sequence[int | None] = (None, None)
+    """Of each layer."""
 
 
 def norm(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -61,9 +63,17 @@ def rotated(heads: torch.Tensor) -> torch.Tensor:
 
 
 def layer(
-    weights: Mapping[str, torch.Tensor], prefix: str, entering: torch.Tensor, residual: torch.Tensor
+    weights: Mapping[str, torch.Tensor],
+    prefix: str,
+    entering: torch.Tensor,
+    residual: torch.Tensor,
+    window: int | None = None,
 ) -> torch.Tensor:
-    """Causal attention and the gated MLP, each added to the residual."""
+    """Causal attention and the gated MLP, each added to the residual.
+
+    Args:
+        window: positions that a row sees, its own the last; None: all.
+    """
 
     def product(rows: torch.Tensor, name: str) -> torch.Tensor:
         return F.linear(rows, weights[f"{prefix}{name}.weight"], weights.get(f"{prefix}{name}.bias"))
@@ -74,9 +84,13 @@ def layer(
     value = product(entering, "self_attn.v_proj").view(size, NUM_KV_HEADS, HEAD_DIM)
     group = NUM_HEADS // NUM_KV_HEADS
     outputs = []
+    hidden = torch.zeros(size, size)
+    for row in range(size):
+        for place in range(size):
+            if place > row or (window is not None and place + window <= row):
+                hidden[row, place] = float("-inf")
     for head in range(NUM_HEADS):
         scores = query[:, head] @ key[:, head // group].T / HEAD_DIM**0.5
-        hidden = torch.full((size, size), float("-inf")).triu(1)
         outputs.append((scores + hidden).softmax(-1) @ value[:, head // group])
     rows = residual + product(torch.cat(outputs, -1), "self_attn.o_proj")
     normed = norm(rows, weights[f"{prefix}post_attention_layernorm.weight"])
@@ -112,10 +126,12 @@ def eagle3(
     for _ in range(num_steps):
         normed = norm(features, weights["layers.0.hidden_norm.weight"])
         entering = torch.cat((norm(embedded, weights["layers.0.input_layernorm.weight"]), normed), -1)
-        rows = layer(weights, "layers.0.", entering, normed if flags.is_residual_normed else features)
+        residual = normed if flags.is_residual_normed else features
+        rows = layer(weights, "layers.0.", entering, residual, flags.windows[0])
         for index in range(1, num_layers):
             prefix = f"layers.{index}."
-            rows = layer(weights, prefix, norm(rows, weights[f"{prefix}input_layernorm.weight"]), rows)
+            entering = norm(rows, weights[f"{prefix}input_layernorm.weight"])
+            rows = layer(weights, prefix, entering, rows, flags.windows[index])
         output = norm(rows[-1:], weights["norm.weight"])
         logits.append(F.linear(output, head)[0])
         place = int(logits[-1].argmax())
@@ -128,7 +144,14 @@ def eagle3(
 
 @torch.inference_mode()
 def peagle(
-    model: Any, weights: Weights, mask_id: int, token_ids: Sequence[int], next_token: int, num_steps: int
+    model: Any,
+    weights: Weights,
+    mask_id: int,
+    token_ids: Sequence[int],
+    next_token: int,
+    num_steps: int,
+    *,
+    windows: Sequence[int | None] = (None, None),
 ) -> tuple[list[torch.Tensor], list[int]]:
     """All steps in one pass: behind the last token stand masks, whatever is drawn."""
     states = hidden_states(model, token_ids)
@@ -139,10 +162,11 @@ def peagle(
     embedded = table[torch.tensor([*token_ids[1:], next_token, *[mask_id] * (num_steps - 1)])]
     normed = norm(rows, weights["layers.0.hidden_norm.weight"])
     entering = torch.cat((norm(embedded, weights["layers.0.input_layernorm.weight"]), normed), -1)
-    rows = layer(weights, "layers.0.", entering, rows)
+    rows = layer(weights, "layers.0.", entering, rows, windows[0])
     for index in range(1, len({name.split(".")[1] for name in weights if name.startswith("layers.")})):
         prefix = f"layers.{index}."
-        rows = layer(weights, prefix, norm(rows, weights[f"{prefix}input_layernorm.weight"]), rows)
+        entering = norm(rows, weights[f"{prefix}input_layernorm.weight"])
+        rows = layer(weights, prefix, entering, rows, windows[index])
     logits = F.linear(norm(rows[-num_steps:], weights["norm.weight"]), weights["lm_head.weight"])
     return list(logits), [DRAFT_IDS[int(row.argmax())] for row in logits]
 

@@ -10,6 +10,7 @@ import torch
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.engine.features.base import TargetShape
+from specray.engine.features.block.attention import BlockReach
 from specray.engine.features.block.drafter import BlockDrafter
 from specray.engine.features.block.layout import BlockLayout
 from specray.engine.features.loader import read_layout
@@ -90,6 +91,12 @@ CASES: dict[str, tuple[tuple[Any, Any], str]] = {
     "offset": (dspark(proposal_hidden_offset=2).files, "proposal_hidden_offset is 2; allowed: 0"),
     "rotary": (dflash(is_neox_style=False).files, "is_neox_style is False; allowed: True"),
     "layer kinds": (dflash(layer_types=["full_attention"]).files, "layer_types is .*; allowed: 2 of"),
+    "layer kinds against a flag": (
+        dflash(
+            layer_types=["sliding_attention"] * 2, use_sliding_window=False, sliding_window=4
+        ).files,
+        "use_sliding_window is False and layer_types",
+    ),
     "layer kinds in lists": (
         dflash(layer_types=[["full_attention"]] * 2).files,
         r"layer_types is \[\['full_attention'\], .*; allowed: 2 of",
@@ -178,6 +185,13 @@ def bare(**changes: Any) -> tuple[Any, Any]:
 def test_the_row_that_draws_first(tmp_path: Path, files: tuple[Any, Any], first_row: int) -> None:
     layout = read_layout(str(write(tmp_path, *files)), TARGET)
     assert isinstance(layout, BlockLayout) and layout.first_row == first_row
+
+
+def test_layers_from_one_on_have_windows(tmp_path: Path) -> None:
+    block = dflash(use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    layout = read_layout(str(write(tmp_path, *block.files)), TARGET)
+    assert isinstance(layout, BlockLayout)
+    assert layout.reaches == (BlockReach(None, False), BlockReach(4, True))
 
 
 def test_the_authors_layers_where_none_are_named(tmp_path: Path) -> None:
