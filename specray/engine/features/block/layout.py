@@ -191,7 +191,7 @@ class _Reader:
             fc=read_linear(files, "fc", hidden, width),
             hidden_norm=files.take("hidden_norm.weight", hidden),
             layers=tuple(read_layer(files, index, hidden, attention) for index in range(num_layers)),
-            reaches=self._reaches(num_layers),
+            reaches=self._reaches(num_layers, is_dspark=is_dspark),
             norm=files.take("norm.weight", hidden),
             embedding=read_embedding(files, hidden, target),
             head=head,
@@ -263,13 +263,14 @@ class _Reader:
         shape = tuple(tensor.shape) if tensor.numel() == hidden else (hidden,)
         return files.take(name, *shape).reshape(1, hidden)
 
-    def _reaches(self, num_layers: int) -> tuple[BlockReach, ...]:
+    def _reaches(self, num_layers: int, *, is_dspark: bool) -> tuple[BlockReach, ...]:
         files, merged = self._files, dict[str, Any]()
         for section in reversed(self._sections):
             merged |= {name: value for name, value in section.items() if value is not None}
         are_sliding = sliding_layers(files, merged, num_layers)
-        # Whether a row sees what is behind it follows from the kind of its layer, unless a field says it.
-        is_default_causal = self._value("sliding_window_non_causal", False) is not True
+        # Whether a row sees what is behind it follows from method and layer, unless a field says it: DFlash's
+        # layers with windows are causal, DSpark's are not.
+        is_default_causal = self._value("sliding_window_non_causal", is_dspark) is not True
         is_causal = self._value("is_causal", self._value("causal", None))
         uses_window = self._value("use_swa", False) and not any(are_sliding)
         window = self._value("swa_window_size", self._value("sliding_window", None))

@@ -190,6 +190,10 @@ LAYOUTS: dict[str, Block] = {
     "DSpark": dspark(),
     "DSpark, gated": dspark("gated", judges="hidden"),
     "DSpark, with a state": dspark("rnn", judges="no"),
+    "DSpark, windows": replace(
+        dspark(judges="no", layer_types=["sliding_attention", "full_attention"], sliding_window=4),
+        reaches=((4, False), (None, False)),
+    ),
     "DSpark, SpecForge": renamed(
         replace(dspark(), config=dflash(own={"projector_type": "dspark"}).config),
         {"markov_head.": "logit_head.markov_head.", "confidence_head.": "logit_head.confidence_head."},

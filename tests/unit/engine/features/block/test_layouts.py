@@ -187,11 +187,32 @@ def test_the_row_that_draws_first(tmp_path: Path, files: tuple[Any, Any], first_
     assert isinstance(layout, BlockLayout) and layout.first_row == first_row
 
 
-def test_layers_from_one_on_have_windows(tmp_path: Path) -> None:
-    block = dflash(use_sliding_window=True, sliding_window=4, max_window_layers=1)
-    layout = read_layout(str(write(tmp_path, *block.files)), TARGET)
+WINDOWS = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4}
+
+
+@pytest.mark.parametrize(
+    ("files", "second"),
+    [
+        (dflash(**WINDOWS).files, BlockReach(4, True)),
+        (dflash(use_sliding_window=True, sliding_window=4, max_window_layers=1).files, BlockReach(4, True)),
+        (dflash(**WINDOWS, sliding_window_non_causal=True).files, BlockReach(4, False)),
+        (dspark(**WINDOWS).files, BlockReach(4, False)),
+        (bare(**WINDOWS), BlockReach(4, False)),
+        (dspark(**WINDOWS, sliding_window_non_causal=False).files, BlockReach(4, True)),
+    ],
+)
+def test_what_rows_of_a_layer_with_a_window_see(
+    tmp_path: Path, files: tuple[Any, Any], second: BlockReach
+) -> None:
+    layout = read_layout(str(write(tmp_path, *files)), TARGET)
     assert isinstance(layout, BlockLayout)
-    assert layout.reaches == (BlockReach(None, False), BlockReach(4, True))
+    assert layout.reaches == (BlockReach(None, False), second)
+
+
+def test_a_field_says_of_all_layers_that_they_are_causal(tmp_path: Path) -> None:
+    layout = read_layout(str(write(tmp_path, *dspark(**WINDOWS, causal=True).files)), TARGET)
+    assert isinstance(layout, BlockLayout)
+    assert layout.reaches == (BlockReach(None, True), BlockReach(4, True))
 
 
 def test_the_authors_layers_where_none_are_named(tmp_path: Path) -> None:
