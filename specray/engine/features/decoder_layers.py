@@ -16,6 +16,8 @@ from specray.engine.model.families.config_json import read_decoder_config
 from specray.engine.model.linear import Gate, Linear
 
 _ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "hidden_act")
+_ONLY: dict[str, tuple[Any, ...]] = {"is_neox_style": (True,), "partial_rotary_factor": (1,)}
+"""Fields that change which numbers are rotated, and the values that are read."""
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _WITHOUT_WINDOW = ("llama", "qwen2", "qwen3", None)
 """Model types that have no window unless a field beside ``sliding_window`` says so."""
@@ -68,6 +70,10 @@ def read_attention(files: DrafterFiles, section: dict[str, Any]) -> DecoderConfi
     Raises:
         ConfigError: names the field or tensor that does not fit, and what would.
     """
+    for name, allowed in _ONLY.items():
+        for value in (section.get(name), files.config.get(name)):
+            if value is not None and value not in allowed:
+                raise files.refuse(f"{name} is {value!r}; allowed: {allowed[0]!r}")
     if section.get("hidden_act", "silu") != "silu":
         raise files.refuse(f"hidden_act is {section['hidden_act']!r}; allowed: 'silu'")
     num_heads = files.whole("num_attention_heads", None, section=section)

@@ -52,6 +52,7 @@ _ANCHOR_FIELDS = ("sample_from_anchor", "shift_label")
 """Fields that say the same: whether the last token's own row draws, as row j then stands for token j + 1."""
 _ONLY: dict[str, tuple[Any, ...]] = {
     "is_neox_style": (True,),
+    "partial_rotary_factor": (1,),
     "proposal_hidden_offset": (0,),
     "output_multiplier": (1, None),
     "final_logit_softcapping": (None,),

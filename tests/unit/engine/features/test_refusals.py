@@ -16,6 +16,7 @@ from specray.engine.model.preflight import check_pair
 from specray.errors import ConfigError
 from tests.unit.engine.features.checkpoints import (
     HIDDEN,
+    LLAMA,
     Weights,
     eagle1_weights,
     eagle3_weights,
@@ -95,6 +96,16 @@ CASES: dict[str, tuple[Files, str]] = {
         changed(rope_scaling={"rope_type": "yarn", "factor": 2.0}),
         "not understood; allowed: rope types",
     ),
+    "rotated in part": (changed(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5; allowed: 1"),
+    "rotated in part, beside a section": (
+        speculators(eagle3_weights(), partial_rotary_factor=0.25),
+        "partial_rotary_factor is 0.25; allowed: 1",
+    ),
+    "rotated in part, in a section": (
+        speculators(eagle3_weights(), transformer_layer_config={**LLAMA, "partial_rotary_factor": 0.5}),
+        "partial_rotary_factor is 0.5; allowed: 1",
+    ),
+    "rotated in pairs": (changed(is_neox_style=False), "is_neox_style is False; allowed: True"),
     "flag": (changed(norm_before_residual="yes"), "norm_before_residual is 'yes'; allowed: true or false"),
     "norm before fc": (changed(norm_before_fc=True), "norm_before_fc and input_norm.weight do not agree"),
     "one residual": (changed(eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state is false"),
@@ -122,6 +133,10 @@ def test_refused_by_name(tmp_path: Path, name: str) -> None:
     files, message = CASES[name]
     with pytest.raises(ConfigError, match=message):
         read_layout(str(write(tmp_path, *files)), TARGET)
+
+
+def test_all_numbers_rotated_is_what_is_read(tmp_path: Path) -> None:
+    read_layout(str(write(tmp_path, *changed(partial_rotary_factor=1.0, is_neox_style=True))), TARGET)
 
 
 def test_files_that_are_missing_or_damaged(tmp_path: Path) -> None:

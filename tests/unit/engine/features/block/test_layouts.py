@@ -90,6 +90,10 @@ CASES: dict[str, tuple[tuple[Any, Any], str]] = {
     "verified": (dspark(verification_block_size=8).files, "verification_block_size is 8; allowed: 5"),
     "offset": (dspark(proposal_hidden_offset=2).files, "proposal_hidden_offset is 2; allowed: 0"),
     "rotary": (dflash(is_neox_style=False).files, "is_neox_style is False; allowed: True"),
+    "rotated in part": (
+        dflash(own={"partial_rotary_factor": 0.5}).files,
+        "partial_rotary_factor is 0.5; allowed: 1",
+    ),
     "layer kinds": (dflash(layer_types=["full_attention"]).files, "layer_types is .*; allowed: 2 of"),
     "layer kinds against a flag": (
         dflash(
