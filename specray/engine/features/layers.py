@@ -92,7 +92,7 @@ def _find_block(config: dict[str, Any]) -> _Named | None:
     sections = {f"{_BLOCK}.": nested if isinstance(nested, dict) else {}, "": config}
     for prefix, section in sections.items():
         for name in _LEFT_FIELDS:
-            if isinstance(ids := section.get(name), list):
+            if ids := _listed(section, name):
                 return _Named(f"{prefix}{name}", ids, is_left=True)
     return _find_entered(config)
 
@@ -102,13 +102,19 @@ def _find(config: dict[str, Any]) -> _Named | None:
     found, nested = _find_entered(config), config.get(_NESTED)
     if found is None and isinstance(nested, dict):
         for name in _FIELDS:
-            if isinstance(ids := nested.get(name), list):
+            if ids := _listed(nested, name):
                 return _Named(f"{_NESTED}.{name}", ids, is_left=True)
     return found
 
 
 def _find_entered(config: dict[str, Any]) -> _Named | None:
     for name in _FIELDS:
-        if isinstance(ids := config.get(name), list):
+        if ids := _listed(config, name):
             return _Named(name, ids)
     return None
+
+
+def _listed(section: dict[str, Any], name: str) -> list[Any]:
+    """A list of ids. An empty one, as templates have it, names none, like one that is not there."""
+    ids = section.get(name)
+    return ids if isinstance(ids, list) else []

@@ -29,6 +29,8 @@ from tests.unit.engine.features.checkpoints import (
 from tests.unit.engine.model.checkpoints import VOCAB_SIZE, write_checkpoint
 
 TARGET = TargetShape(num_layers=3, hidden_size=HIDDEN, vocab_size=VOCAB_SIZE)
+NO_IDS = {"eagle_aux_hidden_state_layer_ids": [], "use_aux_hidden_state": True}
+"""ModelOpt's section as its template has it."""
 Files = tuple[Weights, dict[str, Any]]
 
 
@@ -169,10 +171,24 @@ def test_ids_of_both_conventions_are_the_same_layers(
     assert read_layout(str(write(tmp_path, *layout(eagle3_weights()))), TARGET).feature_layers == (1, 2, 3)
 
 
-def test_the_usual_layers_where_none_are_named(tmp_path: Path) -> None:
-    tensors, config = official(eagle3_weights(), eagle_aux_hidden_state_layer_ids=None)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"eagle_aux_hidden_state_layer_ids": None},
+        {"eagle_aux_hidden_state_layer_ids": []},
+        {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": NO_IDS},
+    ],
+)
+def test_the_usual_layers_where_none_are_named(tmp_path: Path, fields: dict[str, Any]) -> None:
+    tensors, config = official(eagle3_weights(), **fields)
     path = str(write(tmp_path, tensors, config))
     assert read_layout(path, TargetShape(36, HIDDEN, VOCAB_SIZE)).feature_layers == (2, 18, 33)
+
+
+def test_an_empty_list_leaves_the_ids_to_the_section(tmp_path: Path) -> None:
+    tensors, config = nvidia(eagle3_weights())
+    config["eagle_aux_hidden_state_layer_ids"] = []
+    assert read_layout(str(write(tmp_path, tensors, config)), TARGET).feature_layers == (1, 2, 3)
 
 
 def test_a_drafter_that_is_not_there_ends_the_start(tmp_path: Path) -> None:

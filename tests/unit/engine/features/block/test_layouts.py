@@ -219,9 +219,10 @@ def test_a_field_says_of_all_layers_that_they_are_causal(tmp_path: Path) -> None
     assert layout.reaches == (BlockReach(None, True), BlockReach(4, True))
 
 
-def test_the_authors_layers_where_none_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ids", [None, []])
+def test_the_authors_layers_where_none_are_named(tmp_path: Path, ids: list[int] | None) -> None:
     weights = block_weights() | {"fc.weight": torch.ones(HIDDEN, 5 * HIDDEN)}
-    path = str(write(tmp_path, *dflash(weights, own={"target_layer_ids": None}).files))
+    path = str(write(tmp_path, *dflash(weights, own={"target_layer_ids": ids}).files))
     layout = read_layout(path, TargetShape(36, HIDDEN, VOCAB_SIZE))
     assert layout.feature_layers == (2, 10, 18, 26, 34)
 
