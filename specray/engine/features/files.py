@@ -19,6 +19,9 @@ _TENSOR_FILES = ("*.safetensors", "medusa_lm_head.pt", "pytorch_model*.bin")
 """Names of the files with tensors; the first that is there counts."""
 _COMPUTED = re.compile(r"(^|\.)(rotary_emb\.|inv_freq$)")
 """Tables that are computed, once saved with the weights."""
+_QUANTIZED = ("quantization_config", "compression_config")
+"""Fields of the configuration that say how stored numbers stand for weights."""
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _MAX_LISTED = 4
 _MAX_SCALE = float(np.finfo(np.float32).max)
 """Most that a factor may be: logits are float32."""
@@ -40,6 +43,7 @@ class DrafterFiles:
         if not directory.is_dir():
             raise ConfigError(f"drafter {path!r} is no directory; allowed: one with a drafter's checkpoint")
         self.config = self._read_config(directory)
+        self._check_plain()
         self.tensors: dict[str, torch.Tensor] = self._read_tensors(directory)
         self._taken: set[str] = set()
 
@@ -60,16 +64,21 @@ class DrafterFiles:
         return name in self.tensors
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """A tensor of the shape. Raises ConfigError: it is missing, of another shape or not finite."""
-        tensor = self.tensors.get(name)
-        if tensor is None:
-            raise self.refuse(f"{name} is missing; allowed: {list(shape)}")
-        if tuple(tensor.shape) != shape:
-            raise self.refuse(f"{name} is {list(tensor.shape)}; allowed: {list(shape)}")
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        """A tensor of the shape. Raises ConfigError: it is missing, misshapen, quantised or not finite."""
+        tensor = self._shaped(name, shape)
+        self._check_float(name, tensor)
+        if not bool(torch.isfinite(tensor).all()):
             raise self.refuse(f"{name} holds NaN or infinite values; allowed: numbers")
         self._taken.add(name)
         return tensor
+
+    def take_whole_numbers(self, name: str, *shape: int) -> torch.Tensor:
+        """A tensor of int64. Raises ConfigError: it is missing, of another shape or of other numbers."""
+        tensor = self._shaped(name, shape)
+        if tensor.dtype not in (torch.int64, torch.int32):
+            raise self.refuse(f"{name} holds {_dtype(tensor)}; allowed: int64, int32")
+        self._taken.add(name)
+        return tensor.to(torch.int64)
 
     def take_if_there(self, name: str, *shape: int) -> torch.Tensor | None:
         """Takes a tensor as :meth:`take` does; None for one that is missing."""
@@ -85,6 +94,8 @@ class DrafterFiles:
         if tensor is None or tensor.ndim != 2:
             found = "is missing" if tensor is None else f"is {list(tensor.shape)}"
             raise self.refuse(f"{name} {found}; allowed: a matrix")
+        # The shape of packed numbers would say nothing.
+        self._check_float(name, tensor)
         return tuple(tensor.shape)
 
     def check_all_taken(self, layout: str) -> None:
@@ -116,6 +127,32 @@ class DrafterFiles:
             raise self.refuse(f"{name} is {value!r}; allowed: a number above 0, at most {_MAX_SCALE:g}")
         return float(value)
 
+    def _shaped(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            raise self.refuse(f"{name} is missing; allowed: {list(shape)}")
+        if tuple(tensor.shape) != shape:
+            raise self.refuse(f"{name} is {list(tensor.shape)}; allowed: {list(shape)}")
+        return tensor
+
+    def _check_float(self, name: str, tensor: torch.Tensor) -> None:
+        if tensor.dtype not in _FLOATS:
+            raise self.refuse(
+                f"{name} holds {_dtype(tensor)}; allowed: float32, float16, bfloat16, float64 "
+                "(a quantised drafter is not read)"
+            )
+
+    def _check_plain(self) -> None:
+        """Raises ConfigError for the configuration of a quantised drafter."""
+        sections = {"": self.config, "transformer_layer_config.": self.section("transformer_layer_config")}
+        for prefix, section in sections.items():
+            for name in _QUANTIZED:
+                if section.get(name):
+                    raise self.refuse(
+                        f"{prefix}{name} is {shown(section[name])}; allowed: none (a quantised drafter "
+                        "is not read)"
+                    )
+
     def _read_config(self, directory: Path) -> dict[str, Any]:
         try:
             values = json.loads((directory / "config.json").read_text("utf-8"))
@@ -139,6 +176,10 @@ class DrafterFiles:
             if files:
                 return tensors
         raise self.refuse(f"it holds no tensors; allowed: {', '.join(_TENSOR_FILES)}")
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _safetensors(file: Path) -> dict[str, torch.Tensor]:

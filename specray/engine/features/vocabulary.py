@@ -61,7 +61,7 @@ def read_head(
     num_ids = num_rows or (0 if offsets is None else len(offsets))
     token_ids = np.arange(num_ids, dtype=np.int64)
     if offsets is not None:
-        token_ids = token_ids + files.take("d2t", num_ids).to(torch.int64).numpy()
+        token_ids = token_ids + files.take_whole_numbers("d2t", num_ids).numpy()
     known = {token_id for token_id in token_ids.tolist() if 0 <= token_id < vocab_size}
     if not num_ids or len(known) < num_ids:
         raise files.refuse(f"d2t gives token ids that are no {num_ids} different ones of 0..{vocab_size - 1}")

@@ -108,6 +108,35 @@ CASES: dict[str, tuple[Files, str]] = {
         "partial_rotary_factor is 0.5; allowed: 1",
     ),
     "rotated in pairs": (changed(is_neox_style=False), "is_neox_style is False; allowed: True"),
+    "fp8": (
+        changed({"midlayer.self_attn.o_proj.weight": torch.ones(HIDDEN, 32).to(torch.float8_e4m3fn)}),
+        "layers.0.self_attn.o_proj.weight holds float8_e4m3fn; allowed: float32, float16, bfloat16",
+    ),
+    "fp8 norm": (
+        changed({"norm.weight": torch.ones(HIDDEN).to(torch.float8_e5m2)}),
+        "norm.weight holds float8_e5m2; allowed: float32",
+    ),
+    "packed": (
+        changed({"midlayer.self_attn.q_proj.weight": torch.ones(32, 16, dtype=torch.uint8)}),
+        "layers.0.self_attn.q_proj.weight holds uint8; allowed: float32",
+    ),
+    "int8 that would fit": (
+        changed({"midlayer.mlp.down_proj.weight": torch.ones(HIDDEN, 40, dtype=torch.int8)}),
+        "layers.0.mlp.down_proj.weight holds int8; allowed: float32",
+    ),
+    "quantised medusa": (
+        ({"0.0.linear.weight": torch.ones(HIDDEN, HIDDEN, dtype=torch.int8)}, {}),
+        "0.0.linear.weight holds int8; allowed: float32",
+    ),
+    "quantised": (
+        changed(quantization_config={"quant_method": "fp8"}),
+        "quantization_config is .*fp8.*; allowed: none",
+    ),
+    "quantised section": (
+        speculators(eagle3_weights(), transformer_layer_config={**LLAMA, "compression_config": {"a": 1}}),
+        "transformer_layer_config.compression_config is .*; allowed: none",
+    ),
+    "offsets in floats": (changed({"d2t": torch.zeros(24)}), "d2t holds float32; allowed: int64, int32"),
     "flag": (changed(norm_before_residual="yes"), "norm_before_residual is 'yes'; allowed: true or false"),
     "norm before fc": (changed(norm_before_fc=True), "norm_before_fc and input_norm.weight do not agree"),
     "one residual": (changed(eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state is false"),
@@ -135,6 +164,12 @@ def test_refused_by_name(tmp_path: Path, name: str) -> None:
     files, message = CASES[name]
     with pytest.raises(ConfigError, match=message):
         read_layout(str(write(tmp_path, *files)), TARGET)
+
+
+def test_what_is_not_quantised_may_say_so(tmp_path: Path) -> None:
+    files = changed({"d2t": torch.zeros(24, dtype=torch.int32)}, quantization_config=None)
+    files[0]["d2t"] += torch.arange(24, dtype=torch.int32)
+    read_layout(str(write(tmp_path, *files)), TARGET)
 
 
 def test_all_numbers_rotated_is_what_is_read(tmp_path: Path) -> None:
