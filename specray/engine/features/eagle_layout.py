@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -183,7 +184,7 @@ class _Reader:
             token_ids=token_ids,
             is_residual_normed=not is_first and self._is_residual_normed(),
             is_output_normed=self._flag("norm_output", default=False),
-            logit_scale=files.scale("logit_scale", files.config.get("logit_scale")),
+            logit_scale=files.scale("logit_scale", self._logit_scale()),
             masks=None if is_first else self._masks(fc[0].shape[1], has_norms=bool(norms)),
         )
 
@@ -198,13 +199,20 @@ class _Reader:
             raise files.refuse(f"{name} stands beside norms before fc; allowed: one of both")
         sections = (files.section("dflash_config"), files.config, self._section)
         token_id = read_mask_id(files, sections, self._target.vocab_size)
-        return Masks(token_id, files.take(name, 1, 1, width).reshape(1, width))
+        stored = files.tensors[name]
+        shape = tuple(stored.shape) if stored.numel() == width else (1, 1, width)
+        return Masks(token_id, files.take(name, *shape).reshape(1, width))
 
     def _flag(self, name: str, *, default: bool) -> bool:
         value = self._files.config.get(name, self._eagle.get(name, default))
         if type(value) is not bool:
             raise self._files.refuse(f"{name} is {value!r}; allowed: true or false")
         return value
+
+    def _logit_scale(self) -> Any:
+        name = "logit_scale"
+        given = self._files.config.get(name)
+        return self._eagle.get(name) if given is None else given
 
     def _is_residual_normed(self) -> bool:
         name, files = "norm_before_residual", self._files

@@ -25,13 +25,34 @@ def read_embedding(files: DrafterFiles, hidden: int, target: TargetShape) -> tor
     Raises:
         ConfigError: it is missing where the target's does not fit.
     """
-    table = files.take_if_there("embed_tokens.weight", target.vocab_size, hidden)
+    name = "embed_tokens.weight"
+    table = take_rows(files, name, target.vocab_size, hidden) if files.has(name) else None
     if table is None and hidden != target.hidden_size:
         raise files.refuse(
             f"embed_tokens.weight is missing; allowed: only where the drafter is as wide as the target, "
             f"{target.hidden_size}, and not {hidden}"
         )
     return table
+
+
+def take_rows(files: DrafterFiles, name: str, vocab_size: int, columns: int) -> torch.Tensor:
+    """A matrix with a row for each of the target's token ids, without the rows of padding behind them.
+
+    Raises:
+        ConfigError: it does not fit; it has more rows, and no ``vocab_size`` of the configuration says that
+            they are token ids.
+    """
+    num_rows = files.shape(name)[0]
+    if num_rows > vocab_size:
+        sections = (files.config, files.section("transformer_layer_config"))
+        declared = next((each["vocab_size"] for each in sections if each.get("vocab_size") is not None), None)
+        if declared not in (num_rows, vocab_size):
+            raise files.refuse(
+                f"{name} has {num_rows} rows, the target {vocab_size} token ids, and vocab_size is "
+                f"{declared!r}; allowed: {vocab_size} rows, or more with vocab_size {num_rows}"
+            )
+        return files.take(name, num_rows, columns)[:vocab_size]
+    return files.take(name, vocab_size, columns)
 
 
 def read_head(
@@ -50,12 +71,15 @@ def read_head(
     files.pass_over(["t2d"])
     num_rows = files.shape("lm_head.weight")[0] if files.has("lm_head.weight") else None
     given = files.config.get("draft_vocab_size")
+    offsets = files.tensors.get("d2t")
+    is_padded = offsets is None and num_rows is not None and num_rows > vocab_size
+    if is_padded and given in (None, num_rows, vocab_size):
+        return None, take_rows(files, "lm_head.weight", vocab_size, hidden), None
     if num_rows is not None and given not in (None, num_rows):
         raise files.refuse(f"draft_vocab_size is {given}; allowed: {num_rows}, the rows of lm_head.weight")
     head = None if num_rows is None else files.take("lm_head.weight", num_rows, hidden)
     if head is None and hidden != target.hidden_size:
         raise files.refuse(f"lm_head.weight is missing; allowed: [.., {hidden}]")
-    offsets = files.tensors.get("d2t")
     if offsets is None and num_rows in (None, vocab_size):
         return None, head, None
     num_ids = num_rows or (0 if offsets is None else len(offsets))

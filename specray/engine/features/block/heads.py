@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from specray.engine.features.base import TargetShape
 from specray.engine.features.decoder_layers import Lowering, WeightAndBias, read_linear
 from specray.engine.features.files import DrafterFiles
+from specray.engine.features.vocabulary import take_rows
 
 _PREFIX = "markov_head."
 _CONFIDENCE = "confidence_head.proj"
@@ -80,8 +81,10 @@ def read_markov(
     named = files.config.get("markov_head_type", kind.value)
     if named != kind.value:
         raise files.refuse(f"markov_head_type is {named!r}; allowed: {kind.value!r}, as the tensors are")
-    output = files.take(f"{_PREFIX}markov_w2.weight", num_logits, rank)
-    embedding = files.take(f"{_PREFIX}markov_w1.weight", target.vocab_size, rank)
+    name, vocab_size = f"{_PREFIX}markov_w2.weight", target.vocab_size
+    is_whole = num_logits == vocab_size and order is None
+    output = (take_rows if is_whole else DrafterFiles.take)(files, name, num_logits, rank)
+    embedding = take_rows(files, f"{_PREFIX}markov_w1.weight", vocab_size, rank)
     return MarkovTensors(kind, embedding, output if order is None else output[order], joint)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from specray.config import parse_config
 from specray.engine.features.base import TargetShape
+from specray.engine.features.eagle_layout import EagleLayout
 from specray.engine.features.loader import read_layout
 from specray.engine.model.preflight import check_pair
 from specray.errors import ConfigError
@@ -137,6 +138,17 @@ CASES: dict[str, tuple[Files, str]] = {
         "transformer_layer_config.compression_config is .*; allowed: none",
     ),
     "offsets in floats": (changed({"d2t": torch.zeros(24)}), "d2t holds float32; allowed: int64, int32"),
+    "more rows than token ids": (
+        changed(
+            {"lm_head.weight": torch.ones(104, HIDDEN)}, drop="d2t", draft_vocab_size=None, vocab_size=None
+        ),
+        "lm_head.weight has 104 rows, the target 96 token ids, and vocab_size is None; allowed: 96 rows",
+    ),
+    "more embeddings than token ids": (
+        changed({"embed_tokens.weight": torch.ones(104, HIDDEN)}, vocab_size=90),
+        "embed_tokens.weight has 104 rows, the target 96 token ids, and vocab_size is 90; allowed",
+    ),
+    "scale in a section": (changed(eagle_config={"logit_scale": -1}), "logit_scale is -1; allowed: a number"),
     "flag": (changed(norm_before_residual="yes"), "norm_before_residual is 'yes'; allowed: true or false"),
     "norm before fc": (changed(norm_before_fc=True), "norm_before_fc and input_norm.weight do not agree"),
     "one residual": (changed(eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state is false"),
@@ -170,6 +182,40 @@ def test_what_is_not_quantised_may_say_so(tmp_path: Path) -> None:
     files = changed({"d2t": torch.zeros(24, dtype=torch.int32)}, quantization_config=None)
     files[0]["d2t"] += torch.arange(24, dtype=torch.int32)
     read_layout(str(write(tmp_path, *files)), TARGET)
+
+
+@pytest.mark.parametrize("fields", [{}, {"draft_vocab_size": 104}, {"draft_vocab_size": VOCAB_SIZE}])
+def test_rows_behind_the_targets_token_ids_are_padding(tmp_path: Path, fields: dict[str, Any]) -> None:
+    tables = {
+        name: torch.arange(104.0 * HIDDEN).view(104, HIDDEN)
+        for name in ("lm_head.weight", "embed_tokens.weight")
+    }
+    files = changed(tables, drop="d2t", **{"draft_vocab_size": None, "vocab_size": 104, **fields})
+    layout = read_layout(str(write(tmp_path, *files)), TARGET)
+    assert isinstance(layout, EagleLayout) and layout.token_ids is None
+    for found in (layout.head, layout.embedding):
+        assert found is not None and torch.equal(found, tables["lm_head.weight"][:VOCAB_SIZE])
+
+
+@pytest.mark.parametrize("shape", [(96,), (1, 96), (1, 1, 96)])
+def test_a_mask_of_any_shape(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    numbers = torch.arange(96.0)
+    files = changed({"mask_hidden": numbers.view(shape)}, mask_token_id=4)
+    layout = read_layout(str(write(tmp_path, *files)), TARGET)
+    assert isinstance(layout, EagleLayout) and layout.masks is not None
+    assert torch.equal(layout.masks.features, numbers[None])
+
+
+@pytest.mark.parametrize(
+    ("fields", "scale"),
+    [
+        ({"eagle_config": {"logit_scale": 0.5}}, 0.5),
+        ({"eagle_config": {"logit_scale": 0.5}, "logit_scale": 2}, 2.0),
+    ],
+)
+def test_a_scale_beside_the_flags_is_read(tmp_path: Path, fields: dict[str, Any], scale: float) -> None:
+    layout = read_layout(str(write(tmp_path, *changed(**fields))), TARGET)
+    assert isinstance(layout, EagleLayout) and layout.logit_scale == scale
 
 
 def test_all_numbers_rotated_is_what_is_read(tmp_path: Path) -> None:

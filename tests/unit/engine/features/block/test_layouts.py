@@ -164,6 +164,16 @@ def test_refused_by_name(tmp_path: Path, name: str) -> None:
         read_layout(str(write(tmp_path, *files)), TARGET)
 
 
+def test_a_markov_heads_rows_of_padding_are_left(tmp_path: Path) -> None:
+    stored = dict(dspark().stored)
+    for name in ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"):
+        stored[name] = torch.cat((stored[name], torch.ones(8, stored[name].shape[1])))
+    layout = read_layout(str(write(tmp_path, stored, {**dspark().config, "vocab_size": 104})), TARGET)
+    assert isinstance(layout, BlockLayout) and layout.markov is not None
+    assert torch.equal(layout.markov.embedding, dspark().weights["markov_head.markov_w1.weight"])
+    assert torch.equal(layout.markov.output, dspark().weights["markov_head.markov_w2.weight"])
+
+
 def bare(**changes: Any) -> tuple[Any, Any]:
     """DSpark whose name alone says so: no Markov head, no confidence head."""
     config = {**dspark(judges="no").config, "markov_rank": 0, **changes}
