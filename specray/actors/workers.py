@@ -101,12 +101,7 @@ class FollowerWorker:
     address: str | None = None
 
     def __init__(self, config: Config, role: RoleName, parallel: ParallelContext) -> None:
-        self._runner: ModelRunner = build_follower(
-            engine_config(config, role),
-            role=role,
-            parallel=parallel,
-            sends_features=config.draft.reads_features,
-        )
+        self._runner: ModelRunner = build_follower(engine_config(config, role), role=role, parallel=parallel)
         self._reason = "the leader closed the group"
         self._thread = threading.Thread(target=self._follow, name="specray-follower", daemon=True)
         self._thread.start()

@@ -6,10 +6,11 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from specray.config import Config, DraftConfig, EngineConfig, TargetConfig
 from specray.engine.draft import DraftEngine
-from specray.engine.features.build import DrafterPlan, plan_drafter, send_features, tap_features
+from specray.engine.features.build import plan_drafter, send_features, tap_features
 from specray.engine.features.drafting import FeatureDrafting
 from specray.engine.features.remote.build import load_drafter_alone
 from specray.engine.features.remote.engine import FeatureDraftEngine
@@ -22,7 +23,7 @@ from specray.engine.reading.build import make_reading_engine
 from specray.engine.reading.choice import choose_vocabulary
 from specray.engine.reading.window import with_window
 from specray.engine.runner.assembly import build_runner
-from specray.engine.runner.memory import NOTHING_BESIDE
+from specray.engine.runner.memory import NOTHING_BESIDE, Beside
 from specray.engine.runner.parallel import ParallelContext
 from specray.engine.runner.runner import ModelRunner, RunnerInfo
 from specray.engine.sampling.grammars import GrammarMasks
@@ -38,6 +39,17 @@ _BRANCH_SEQUENCES = 1
 """Extra sequences' worth of cache for each of a draft's, for its branches, if ``cache_memory_gib`` allows."""
 
 
+class Tapped(NamedTuple):
+    """What a drafter asks of the target's runner."""
+
+    feature_layers: tuple[int, ...] = ()
+    beside: Beside = NOTHING_BESIDE
+
+
+NOTHING_TAPPED = Tapped()
+"""There is no drafter."""
+
+
 def build_target_engine(config: Config, *, parallel: ParallelContext | None = None) -> TargetEngine:
     """Loads the target; with ``parallel``, as the leader of its group.
 
@@ -45,7 +57,10 @@ def build_target_engine(config: Config, *, parallel: ParallelContext | None = No
         ConfigError: names the setting, its value and what is allowed.
     """
     plan = plan_drafter(config.target, is_remote=config.draft.reads_features)
-    runner = _build_runner(config.target, role="target", parallel=parallel, plan=plan)
+    tapped = NOTHING_TAPPED if plan is None else Tapped(plan.feature_layers, plan.beside)
+    if plan is not None and parallel is not None:
+        parallel.leaders(tapped)
+    runner = _build_runner(config.target, role="target", parallel=parallel, tapped=tapped)
     if runner.states is not None:
         check_chains(config)
         if config.target.prefix_cache:
@@ -199,21 +214,21 @@ def _build_inner(config: DraftConfig) -> DraftEngine:
     )
 
 
-def build_follower(
-    config: EngineConfig, *, role: str, parallel: ParallelContext, sends_features: bool = False
-) -> ModelRunner:
+def build_follower(config: EngineConfig, *, role: str, parallel: ParallelContext) -> ModelRunner:
     """Loads the shard of a follower rank, with as many blocks as the leader, which chooses among them.
 
-    Args:
-        sends_features: of a target whose drafter runs in the draft's process.
+    A target's drafter is the leader's alone: the others are told what must be alike on all ranks.
 
     Raises:
         ConfigError: names the setting, its value and what is allowed.
+        EngineLostError: the leader of a target with a drafter is gone.
     """
-    plan = None
-    if isinstance(config, TargetConfig):
-        plan = plan_drafter(config, is_remote=sends_features)
-    return _build_runner(config, role=role, parallel=parallel, plan=plan)
+    tapped = NOTHING_TAPPED
+    if isinstance(config, TargetConfig) and config.drafter is not None:
+        told: Tapped = parallel.leaders()
+        # The room of a token decides the number of blocks. Here it is left empty, as are weights not loaded.
+        tapped = Tapped(told.feature_layers, Beside(bytes_per_token=told.beside.bytes_per_token))
+    return _build_runner(config, role=role, parallel=parallel, tapped=tapped)
 
 
 def _grammar_compiler(config: EngineConfig, role: str, vocab_size: int) -> PreparedCompiler:
@@ -235,7 +250,7 @@ def _log(role: str, step_times: Sequence[StepTime]) -> None:
 
 
 def _build_runner(
-    config: EngineConfig, *, role: str, parallel: ParallelContext | None, plan: DrafterPlan | None = None
+    config: EngineConfig, *, role: str, parallel: ParallelContext | None, tapped: Tapped = NOTHING_TAPPED
 ) -> ModelRunner:
     """Builds a runner with cache for every sequence, its branches, and the block of the health check."""
     config, num_branch_sequences = with_window(config), _BRANCH_SEQUENCES if role == "draft" else 0
@@ -244,8 +259,8 @@ def _build_runner(
         config.model_copy(update={"max_num_seqs": num_sequences}),
         role=role,
         parallel=parallel,
-        feature_layers=() if plan is None else plan.feature_layers,
-        beside=NOTHING_BESIDE if plan is None else plan.beside,
+        feature_layers=tapped.feature_layers,
+        beside=tapped.beside,
     )
     info = runner.info
     needed = -(-info.max_model_len // info.block_size) + 1

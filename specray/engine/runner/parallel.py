@@ -21,7 +21,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,8 @@ from specray.engine.runner.wire import SentTables, decode_copy, encode_copy
 from specray.errors import ConfigError, EngineLostError
 
 _HEADER_LEN = 3
+
+T = TypeVar("T")
 
 
 NO_MOVES = Moves()
@@ -172,14 +174,7 @@ class ParallelContext:
             EngineLostError: a rank did not come within ``start_timeout_s``.
             ConfigError: the ranks chose differently; the message names what, and who chose what.
         """
-        everyones: list[dict[str, object]] = [{} for _ in range(self.world_size)]
-        try:
-            dist.monitored_barrier(
-                group=self._starting, timeout=timedelta(seconds=self._args.start_timeout_s)
-            )
-            dist.all_gather_object(everyones, dict(choices), group=self._starting)
-        except RuntimeError as error:
-            raise EngineLostError(f"the group did not start: {error}") from None
+        everyones = self._gather(dict(choices))
         check_same_choices(everyones)
         self._choose_channel()
         if self.rank == 0:
@@ -200,7 +195,21 @@ class ParallelContext:
 
     def least(self, value: int) -> int:
         """The least of the ranks' values; every rank asks. Raises EngineLostError as ``start`` does."""
-        everyones = [0] * self.world_size
+        return min(self._gather(value))
+
+    def leaders(self, value: T | None = None) -> T:
+        """The leader's value, which the others do not have; every rank asks.
+
+        Raises:
+            EngineLostError: as ``start`` does.
+        """
+        found = self._gather(value)[0]
+        assert found is not None, "the leader has one"
+        return found
+
+    def _gather(self, value: T) -> list[T]:
+        """Everyone's values, by rank, while the group starts. Raises EngineLostError as ``start`` does."""
+        everyones = [value] * self.world_size
         try:
             dist.monitored_barrier(
                 group=self._starting, timeout=timedelta(seconds=self._args.start_timeout_s)
@@ -208,7 +217,7 @@ class ParallelContext:
             dist.all_gather_object(everyones, value, group=self._starting)
         except RuntimeError as error:
             raise EngineLostError(f"the group did not start: {error}") from None
-        return min(everyones)
+        return everyones
 
     def send_step(self, inputs: Sequence[SequenceInput], moves: Moves = NO_MOVES) -> None:
         """Leader: hands a step to the other ranks. Raises EngineLostError when one is gone."""

@@ -88,9 +88,7 @@ def follow(config: Config, role: RoleName, rank: int, meeting: str) -> None:
     take_place(place)
     parallel = join_group(config, role, rank, meeting, place)
     try:
-        build_follower(
-            engine, role=role, parallel=parallel, sends_features=config.draft.reads_features
-        ).follow()
+        build_follower(engine, role=role, parallel=parallel).follow()
     finally:
         # Threads of a group that live when the interpreter ends can abort the process (SIGABRT).
         parallel.close()

@@ -179,8 +179,7 @@ def test_a_rank_of_a_draft_loads_the_draft(monkeypatch: pytest.MonkeyPatch) -> N
         seen.append((args.rank, args.world_size, meeting))
         return "group"
 
-    def build(engine: EngineConfig, *, role: str, parallel: str, sends_features: bool) -> Runner:
-        assert not sends_features
+    def build(engine: EngineConfig, *, role: str, parallel: str) -> Runner:
         seen.append((engine.model, role, parallel))
         return Runner()
 

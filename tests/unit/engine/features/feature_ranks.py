@@ -46,5 +46,6 @@ def run_rank(rank: int, meeting: Queue[str], answered: Queue[Any], config: Confi
     store = GroupStore("127.0.0.1", timeout_s=DEADLINE_S)
     meeting.put(store.address)
     target = build_target_engine(config, parallel=ParallelContext.join(args, store))
-    answered.put((converse(target), target.info.tensor_parallel_size, target.info.drafter))
+    info = target.info
+    answered.put((converse(target), info.tensor_parallel_size, info.drafter, info.num_blocks))
     target.close()

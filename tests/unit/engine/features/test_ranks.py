@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,29 +17,44 @@ from tests.unit.engine.processes import preloaded_context
 pytestmark = pytest.mark.slow
 
 
-def configuration(path: Path, drafter: Path, size: int) -> Config:
+THREE_BLOCKS = 3 * 96 * (3 * 2 * 8 * 4 + 256) / 2**30
+"""GiB: three blocks of 96 tokens, each K/V of 3 layers, one head of 8, and 256 bytes of the drafter."""
+
+
+def configuration(path: Path, drafter: Path, size: int, **changes: Any) -> Config:
     engine = {
         "model": str(path), "drafter": str(drafter), "dtype": "float32", "device": "cpu", "num_threads": 1,
         "max_model_len": 96, "max_num_seqs": 4, "profile_s": 0, "tensor_parallel_size": size,
+        **changes,
     }  # fmt: skip
     return parse_config({"target": engine})
 
 
-def test_the_leader_drafts_alone(tmp_path: Path) -> None:
-    """With the target's own embedding and head, of which each rank has a part."""
+def test_the_leader_alone_reads_the_drafter(tmp_path: Path) -> None:
+    """With the target's own embedding and head, of which each rank has a part.
+
+    The follower has no file of the drafter, whose features decide how many blocks there are, and make the
+    target's last layer compute all rows.
+    """
     path = write_checkpoint(tmp_path / "target", "llama", num_hidden_layers=3, vocab_size=96)
     tensors, config = official(eagle3_weights(has_head=False), draft_vocab_size=None)
     del tensors["d2t"], tensors["t2d"]
     drafter = write(tmp_path / "head", tensors, config)
     context = preloaded_context()
     meeting, answered = context.Queue(), context.Queue()
-    together = configuration(path, drafter, 2)
-    ranks = [context.Process(target=run_rank, args=(rank, meeting, answered, together)) for rank in (0, 1)]
+    together = [
+        configuration(path, directory, 2, cache_memory_gib=THREE_BLOCKS)
+        for directory in (drafter, tmp_path / "nowhere")
+    ]
+    ranks = [
+        context.Process(target=run_rank, args=(rank, meeting, answered, config))
+        for rank, config in enumerate(together)
+    ]
     for process in ranks:
         process.start()
     try:
         alone = converse(build_target_engine(configuration(path, drafter, 1)))
-        said, size, name = answered.get(timeout=DEADLINE_S)
+        said, size, name, num_blocks = answered.get(timeout=DEADLINE_S)
         for process in ranks:
             process.join(DEADLINE_S)
         assert [process.exitcode for process in ranks] == [0, 0]
@@ -46,6 +62,6 @@ def test_the_leader_drafts_alone(tmp_path: Path) -> None:
         for process in ranks:
             process.kill()
             process.join(DEADLINE_S)
-    assert (size, name) == (2, "head")
+    assert (size, name, num_blocks) == (2, "head", 3)
     assert said == alone
     assert all(len(round_said[-1]) == 3 for round_said in said)
