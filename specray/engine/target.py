@@ -85,6 +85,8 @@ class TargetEngine(EngineBase):
         super().release(request_ids)
         for request_id in request_ids:
             self._lookaheads.pop(request_id, None)
+        if self._drafting is not None:
+            self._drafting.forget(request_ids)
 
     @torch.inference_mode()
     def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:

@@ -156,6 +156,11 @@ class FeatureDrafter(Fuser, Protocol):
         ...
 
     @property
+    def keeps_state(self) -> bool:
+        """Whether all tokens of a context are read, and K/V of them kept."""
+        ...
+
+    @property
     def max_draft_tokens(self) -> int | None:
         """Most draft tokens of a chain, or of a path; None: any number."""
         ...

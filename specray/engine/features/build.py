@@ -9,11 +9,11 @@ from specray.engine.features.base import FeatureStore, Place, TargetShape
 from specray.engine.features.block.layout import BlockLayout
 from specray.engine.features.drafting import TargetDrafting
 from specray.engine.features.loader import Layout, drafter_name, load_drafter, read_drafter
-from specray.engine.features.parts import choose_operators, target_parts, target_shape
-from specray.engine.features.remote.layout import load_fuser, num_fuser_weights
+from specray.engine.features.parts import choose_operators, described_shape, target_parts
+from specray.engine.features.remote.layout import load_fuser, mask_bytes, num_fuser_weights
 from specray.engine.features.remote.sending import FeatureSender
 from specray.engine.features.tap import FeatureTap
-from specray.engine.model.description import ModelArgs
+from specray.engine.model.description import ModelArgs, describe
 from specray.engine.runner.assembly import DTYPES, model_args
 from specray.engine.runner.memory import Beside
 from specray.engine.runner.runner import ModelRunner
@@ -32,6 +32,7 @@ class DrafterPlan:
     """Description of the target's checkpoint."""
     item_bytes: int
     """Bytes of a number of the target's data type."""
+    max_model_len: int
     max_num_seqs: int
     """Sequences for which it drafts at once, at most."""
     is_remote: bool = False
@@ -57,7 +58,7 @@ class DrafterPlan:
         # A group's leader has a shard of the target's embedding and head, and reads both once more.
         num_again = 2 * shape.vocab_size * shape.hidden_size if self.args.tensor_parallel_size > 1 else 0
         num_bytes = (layout.num_weights + num_again) * self.item_bytes
-        step_bytes = 0
+        step_bytes = mask_bytes(layout, self.max_model_len, self.item_bytes)
         if isinstance(layout, BlockLayout):
             step_bytes = layout.logit_bytes(self.max_num_seqs, shape.vocab_size)
         return Beside(num_bytes, layout.bytes_per_token(self.item_bytes), step_bytes)
@@ -75,9 +76,11 @@ def plan_drafter(config: TargetConfig, *, is_remote: bool = False) -> DrafterPla
     if config.drafter is None:
         return None
     args = model_args(config, "target", config.tensor_parallel_size)
-    shape = target_shape(args)
+    described = describe(args)
+    shape = described_shape(described)
     layout = read_drafter(config.drafter, args, shape, DTYPES[config.dtype])
-    return DrafterPlan(layout, shape, args, _ITEM_BYTES[config.dtype], config.max_num_seqs, is_remote)
+    item_bytes, longest = _ITEM_BYTES[config.dtype], described.max_model_len
+    return DrafterPlan(layout, shape, args, item_bytes, longest, config.max_num_seqs, is_remote)
 
 
 def tap_features(

@@ -152,6 +152,7 @@ class MedusaDrafter:
     """
 
     num_unread = 0
+    keeps_state = False
 
     def __init__(self, layout: MedusaLayout, parts: TargetParts) -> None:
         self.feature_layers = layout.feature_layers

@@ -9,7 +9,7 @@ from specray.engine.features.base import TargetParts, TargetShape, TokenRows
 from specray.engine.features.loader import Layout
 from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.decoder_config import EMBEDDING, HEAD
-from specray.engine.model.description import ModelArgs, describe
+from specray.engine.model.description import ModelArgs, ModelDescription, describe
 from specray.engine.model.loader import DecoderSource, load_model
 from specray.engine.model.lowering import rounded_scale
 from specray.engine.model.operators import Operators, cpu_operators, cuda_operators
@@ -19,7 +19,11 @@ from specray.errors import ConfigError
 
 def target_shape(args: ModelArgs) -> TargetShape:
     """Sizes of a target before it is loaded. Raises ConfigError as ``describe`` does."""
-    described = describe(args)
+    return described_shape(describe(args))
+
+
+def described_shape(described: ModelDescription) -> TargetShape:
+    """Sizes of a target, by its description."""
     if described.decoder is not None:
         config = described.decoder
         return TargetShape(config.num_hidden_layers, config.hidden_size, config.vocab_size)

@@ -93,6 +93,7 @@ class BlockDrafter:
 
     num_unread = 1
     """The last token is of the block, whose K/V are not kept."""
+    keeps_state = True
 
     def __init__(self, layout: BlockLayout, parts: TargetParts) -> None:
         self._layout = layout

@@ -24,7 +24,7 @@ from specray.engine.step import SequenceRows
 
 FIRST_ENTRY = 1
 """KV index of the first entry."""
-_MAX_ROWS = 2048
+MAX_ROWS = 2048
 """Rows of one forward, at most, while long prompts are caught up with."""
 
 
@@ -48,6 +48,7 @@ class ChainedDrafter(ABC):
 
     num_unread = 0
     """The entry of a context's last token needs the features before it alone."""
+    keeps_state = True
 
     def __init__(self, parts: TargetParts) -> None:
         self._parts = parts
@@ -76,8 +77,8 @@ class ChainedDrafter(ABC):
     def read(self, store: FeatureStore, context: Context) -> None:
         """See ``base.FeatureDrafter``."""
         first, end = max(FIRST_ENTRY, context.num_valid), len(context.token_ids)
-        for start in range(first, end, _MAX_ROWS):
-            self._run_entries(store, [Entries(context, start, min(end, start + _MAX_ROWS))])
+        for start in range(first, end, MAX_ROWS):
+            self._run_entries(store, [Entries(context, start, min(end, start + MAX_ROWS))])
 
     def advance(self, continued: Sequence[Continued]) -> torch.Tensor:
         """See ``base.FeatureDrafter``."""
@@ -104,13 +105,13 @@ class ChainedDrafter(ABC):
 
     def _catch_up(self, store: FeatureStore, contexts: Sequence[Context]) -> list[Entries]:
         """Runs what does not fit a pass with the others; what is left, the last entry of each among it."""
-        most = max(1, _MAX_ROWS // len(contexts))
+        most = max(1, MAX_ROWS // len(contexts))
         last: list[Entries] = []
         for context in contexts:
             first, end = max(FIRST_ENTRY, context.num_valid), len(context.token_ids)
             while end - first > most:
                 # Alone it has all the rows that a pass takes.
-                size = min(_MAX_ROWS, end - first - most)
+                size = min(MAX_ROWS, end - first - most)
                 self._run_entries(store, [Entries(context, first, first + size)])
                 first += size
             last.append(Entries(context, min(first, end - 1), end, self._num_masks(context)))

@@ -108,6 +108,12 @@ class MtpLayout:
         return self.hidden_size
 
     @property
+    def group_size(self) -> int:
+        """Query heads that share a key head, as they lie in the cache."""
+        num_heads: int = self.forward.model.config.get_text_config().num_attention_heads
+        return num_heads // self.forward.cache_shape.layers[0].num_kv_heads
+
+    @property
     def num_weights(self) -> int:
         """Numbers of the tensors that are held."""
         layer = sum(weight.numel() for weight in self.forward.model.parameters())

@@ -16,7 +16,13 @@ from specray.engine.features.base import FeatureDrafter, FeatureStore, TargetPar
 from specray.engine.features.block.layout import BlockLayout
 from specray.engine.features.loader import Layout, drafter_name, load_drafter, read_drafter
 from specray.engine.features.parts import read_embedding, read_head, target_shape
-from specray.engine.features.remote.layout import num_step_numbers, one_pass_kind, reads_embedding, reads_head
+from specray.engine.features.remote.layout import (
+    mask_bytes,
+    num_step_numbers,
+    one_pass_kind,
+    reads_embedding,
+    reads_head,
+)
 from specray.engine.model.loader import DecoderSource, LoadedModel, load_model
 from specray.engine.model.operators import Operators, cpu_operators, cuda_operators
 from specray.engine.model.quantized.formats import PLAIN
@@ -140,6 +146,7 @@ def _num_blocks(
     num_tables = reads_embedding(layout) + reads_head(layout)
     weights = layout.num_weights + num_tables * shape.vocab_size * shape.hidden_size
     reserved = item_bytes * (weights + num_step_numbers(layout, config.max_num_batched_tokens))
+    reserved += mask_bytes(layout, loaded.max_model_len, item_bytes)
     if isinstance(layout, BlockLayout):
         reserved += layout.logit_bytes(config.max_num_seqs, shape.vocab_size)
     num_bytes = cache_bytes(config, memory, shape.vocab_size, lambda: None, reserved)

@@ -9,6 +9,7 @@ import torch
 from specray.engine.features.base import Fuser, Placed
 from specray.engine.features.block.drafter import BlockFuser
 from specray.engine.features.block.layout import BlockLayout
+from specray.engine.features.chained.drafter import MAX_ROWS
 from specray.engine.features.eagle import EagleFuser
 from specray.engine.features.eagle_layout import EagleLayout
 from specray.engine.features.loader import Layout
@@ -65,6 +66,17 @@ def num_step_numbers(layout: Layout, num_tokens: int) -> int:
         weights = layout.forward.model.parameters()
         return num_tokens * sum(weight.shape[0] for weight in weights if weight.ndim == 2)
     return 0
+
+
+def mask_bytes(layout: Layout, max_model_len: int, item_bytes: int) -> int:
+    """Bytes of the mask of the last rows of the longest sequence: numbers, and what they are made from."""
+    if isinstance(layout, EagleLayout):
+        group_size = layout.attention.num_attention_heads // layout.attention.num_key_value_heads
+    elif isinstance(layout, MtpLayout):
+        group_size = layout.group_size
+    else:
+        return 0
+    return min(MAX_ROWS, max_model_len) * group_size * max_model_len * (item_bytes + 1)
 
 
 def one_pass_kind(layout: Layout) -> str | None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from specray.config import parse_config
 from specray.draft_tokens import NO_DRAFT, DraftTokens
+from specray.engine.features.base import Context
+from specray.engine.features.build import plan_drafter
 from specray.engine.features.eagle import EagleDrafter
 from specray.types import Grammar, GrammarKind, SamplingParams, Verdict, VerifyItem
 from tests.unit.engine.features import reference
+from tests.unit.engine.features.block.checkpoints import dflash
 from tests.unit.engine.features.checkpoints import eagle3_weights, medusa_weights, official, write
 from tests.unit.engine.features.reference import Flags
 from tests.unit.engine.features.targets import (
@@ -153,8 +159,105 @@ def test_a_drafter_that_fails_costs_no_verdict(
     [verdict] = step(target, [session], [NO_DRAFT], K)
     assert verdict.draft == NO_DRAFT
     monkeypatch.setattr(EagleDrafter, "start", start)
-    [verdict] = step(target, [session], [NO_DRAFT], K)
-    assert verdict.draft.token_ids == fresh(llama, session.token_ids)
+    other = Session("b", list(PROMPT))
+    first, second = step(target, [session, other], [NO_DRAFT] * 2, K)
+    assert first.draft == NO_DRAFT
+    assert second.draft.token_ids == fresh(llama, other.token_ids)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: Callable[[Sequence[Context]], Exception | None]) -> Any:
+    """Lets starts fail by their sequences; the first tokens of those, and how many rows were read at once."""
+    started, num_rows = list[list[int]](), list[int]()
+    start, run = EagleDrafter.start, EagleDrafter._run_entries
+
+    def starting(drafter: EagleDrafter, store: Any, contexts: Sequence[Context]) -> Any:
+        started.append([context.token_ids[0] for context in contexts])
+        found = error(contexts)
+        if found is not None:
+            raise found
+        return start(drafter, store, contexts)
+
+    def counted(drafter: EagleDrafter, store: Any, entries: Any) -> Any:
+        num_rows.append(sum(each.end - each.first for each in entries))
+        return run(drafter, store, entries)
+
+    monkeypatch.setattr(EagleDrafter, "start", starting)
+    monkeypatch.setattr(EagleDrafter, "_run_entries", counted)
+    return started, num_rows
+
+
+def test_a_request_whose_drafts_fail_is_left_out_alone_until_it_ends(
+    llama: Path, eagle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = make_target(llama, eagle)
+    sessions = [Session(str(first), [first, *PROMPT]) for first in (20, 21, 22)]
+    step(target, sessions, [NO_DRAFT] * 3, K)
+    started, num_rows = failing(
+        monkeypatch, lambda contexts: ValueError() if 21 in [each.token_ids[0] for each in contexts] else None
+    )
+    verdicts = step(target, sessions, [NO_DRAFT] * 3, K)
+    assert [verdict.draft for verdict in verdicts] == [NO_DRAFT] * 3
+    for _ in range(2):
+        verdicts = step(target, sessions, [NO_DRAFT] * 3, K)
+        assert [len(verdict.draft) for verdict in verdicts] == [3, 0, 3]
+        assert verdicts[0].draft.token_ids == fresh(llama, sessions[0].token_ids)
+        assert verdicts[2].draft.token_ids == fresh(llama, sessions[2].token_ids)
+    assert started == [[20, 21, 22], [20], [21], [22], [20, 22]]
+    # What was read before the failure is not read again: three new tokens of each, then two of both.
+    assert num_rows == [3, 3, 4]
+    named = [record.getMessage() for record in caplog.records if "'21'" in record.getMessage()]
+    assert named == ["nothing more is drafted on the target for request '21'"]
+    target.release(["21"])
+    step(target, [Session("21", [23, *PROMPT])], [NO_DRAFT], K)
+    assert started[-1] == [23]
+
+
+def test_memory_that_ran_out_for_many_is_asked_for_fewer(
+    llama: Path, eagle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target(llama, eagle)
+    started, _ = failing(
+        monkeypatch, lambda contexts: torch.OutOfMemoryError() if len(contexts) > 2 else None
+    )
+    sessions = [Session(str(first), [first, *PROMPT]) for first in (20, 21, 22, 23)]
+    assert [len(each.draft) for each in step(target, sessions, [NO_DRAFT] * 4, K)] == [0] * 4
+    for _ in range(2):
+        verdicts = step(target, sessions, [NO_DRAFT] * 4, K)
+        wanted = [fresh(llama, session.token_ids) for session in sessions]
+        assert [verdict.draft.token_ids for verdict in verdicts] == wanted
+    assert started == [[20, 21, 22, 23], [20], [21], [22], [23], [20, 21], [22, 23]]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "block", "medusa"])
+def test_a_long_prompt_is_read_over_several_steps(
+    llama: Path, eagle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Nobody waits for more than a part of it, and what is drafted is that of a prompt read at once."""
+    drafter = eagle
+    if kind == "medusa":
+        drafter = write(tmp_path, medusa_weights(), {}, "medusa_lm_head.safetensors")
+    if kind == "block":
+        drafter = write(tmp_path, *dflash().files)
+    whole, bounded = make_target(llama, drafter), make_target(llama, drafter)
+    session = Session("long", list(LONG))
+    # 70 tokens: 32 in each of two steps, and the rest with the third's.
+    for number in range(3):
+        short = Session(str(number), list(PROMPT))
+        monkeypatch.setattr("specray.engine.features.drafting.MAX_READ_TOKENS", 32)
+        verdicts = step(bounded, [session, short], [NO_DRAFT] * 2, K)
+        monkeypatch.undo()
+        [expected] = step(whole, [Session(str(number), session.token_ids[:-1])], [NO_DRAFT], K)
+        is_read = number == 2 or kind == "medusa"
+        assert verdicts[0].draft == (expected.draft if is_read else NO_DRAFT)
+        assert len(expected.draft) == len(verdicts[1].draft) == K
+
+
+def test_the_mask_of_a_long_prompts_last_rows_has_its_memory(llama: Path, eagle: Path) -> None:
+    settings = {"model": str(llama), "drafter": str(eagle), "dtype": "float32", "max_model_len": 64}
+    plan = plan_drafter(parse_config({"target": settings}).target)
+    assert plan is not None
+    # 64 rows of two query heads for each key head see 64 tokens: a float32 and a boolean each.
+    assert plan.beside.step_bytes == 64 * 2 * 64 * 5
 
 
 def test_grammars_are_asked_for_the_place_of_each_draft_token(llama: Path, eagle: Path) -> None:
@@ -183,7 +286,7 @@ def test_long_prompts_are_read_in_whole_passes_beside_many_sessions(
     llama: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     target = make_target(llama, write(tmp_path, *official(WEIGHTS)), max_num_seqs=8)
-    monkeypatch.setattr("specray.engine.features.chained.drafter._MAX_ROWS", 16)
+    monkeypatch.setattr("specray.engine.features.chained.drafter.MAX_ROWS", 16)
     passes = list[int]()
     run = EagleDrafter._run_entries
 

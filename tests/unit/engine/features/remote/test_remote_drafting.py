@@ -180,7 +180,7 @@ def test_features_that_were_lost_hold_back_proposals_until_they_come(pair: Any) 
 
 def test_chunks_are_read_as_they_come(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries of a long prompt are computed with its chunks, not with the first question."""
-    monkeypatch.setattr("specray.engine.features.chained.drafter._MAX_ROWS", 16)
+    monkeypatch.setattr("specray.engine.features.chained.drafter.MAX_ROWS", 16)
     target, draft = pair
     session = RemoteSession("chunks", list(LONG[:40]))
     session.verify(target, sample=False)
