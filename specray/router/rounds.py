@@ -14,6 +14,7 @@ from specray.interfaces import Clock
 from specray.metrics.router import RouterMetrics
 from specray.router.admission.sessions import Sessions
 from specray.router.deferred import Later
+from specray.router.first_tokens import FirstTokens
 from specray.router.proposers.budgets import Budgets
 from specray.router.proposers.choice import ProposerChoice
 from specray.router.scheduler import StepScheduler
@@ -30,7 +31,7 @@ from specray.router.transport.links import (
     TargetLink,
     TargetRepliesArrived,
 )
-from specray.types import ItemFailed, TargetReplies, TargetReply, UnknownSequence, Verdict
+from specray.types import DraftKind, ItemFailed, TargetReplies, TargetReply, UnknownSequence, Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,7 @@ class Rounds:
             levels=sessions.levels,
             hold_until=self._alarm.set,
         )
+        self._first_tokens = FirstTokens()
         self._num_steps = 0
         self._idle_since_s: float | None = None
         self._step_ended_s: float | None = None
@@ -282,6 +284,8 @@ class Rounds:
         """A verdict that committed tokens, so long after those before it, or after the request came."""
         metrics, num_tokens = self._metrics, len(commit.token_ids)
         metrics.observe_round(commit.num_draft_tokens, commit.num_kept_tokens, commit.source)
+        if commit.num_draft_tokens and (drafter := self._feature_drafter(commit.source)):
+            self._first_tokens.observe(drafter, commit.num_chain_accepted)
         metrics.observe_plan(plan.overlap_label, plan.num_speculative_tokens, plan.reason)
         if is_first:
             metrics.observe_first_tokens(num_tokens, waited_s)
@@ -289,6 +293,14 @@ class Rounds:
             metrics.observe_tokens(num_tokens, waited_s)
         if overhead_s is not None:
             metrics.round_overhead_s.observe(overhead_s)
+
+    def _feature_drafter(self, source: str) -> str:
+        """Name of the drafter of the target's features that has proposed; empty: something else has."""
+        if self.target is None:
+            return ""
+        info = self.target.info
+        names = {DraftKind.FEATURES.value: info.drafter, DraftKind.MODEL.value: info.feature_drafter}
+        return names.get(source, "")
 
     def _lose_target(self, link: TargetLink, error: Exception) -> None:
         if link is not self.target:
