@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -24,6 +25,8 @@ Layout = EagleLayout | MedusaLayout | BlockLayout | MtpLayout
 
 _MAX_LISTED = 4
 
+_log = logging.getLogger(__name__)
+
 
 def read_layout(path: str, target: TargetShape) -> Layout:
     """Reads a drafter's checkpoint, whichever layout it has.
@@ -33,6 +36,7 @@ def read_layout(path: str, target: TargetShape) -> Layout:
             field, and what is allowed.
     """
     files = DrafterFiles(path)
+    _warn_of_looser_acceptance(files)
     if is_block(files):
         return read_block(files, target)
     if is_eagle(files):
@@ -44,6 +48,23 @@ def read_layout(path: str, target: TargetShape) -> Layout:
         f"drafter {path!r} has tensors of no layout that is known ({listed}, ...); "
         "allowed: EAGLE-1, 2, 3, P-EAGLE, Medusa, DFlash, DSpark"
     )
+
+
+def _warn_of_looser_acceptance(files: DrafterFiles) -> None:
+    """Names fields by which others accept tokens that the target would not draw; here they change nothing."""
+    section = files.config.get("speculators_config")
+    methods = section.get("proposal_methods") if isinstance(section, dict) else None
+    for each in [files.config, *(methods if isinstance(methods, list) else [])]:
+        for field, exact in (("verifier_accept_k", 1), ("accept_tolerance", 0)):
+            value = each.get(field) if isinstance(each, dict) else None
+            if isinstance(value, int | float) and value > exact:
+                _log.warning(
+                    "drafter %r: %s is %r, which loosens acceptance; it is not applied, since outputs are "
+                    "the target's alone",
+                    files.path,
+                    field,
+                    value,
+                )
 
 
 def read_drafter(drafter: str, args: ModelArgs, target: TargetShape, dtype: torch.dtype) -> Layout:

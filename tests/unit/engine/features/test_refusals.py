@@ -277,3 +277,18 @@ def test_a_drafter_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
     config = parse_config({"target": {"model": str(target), "drafter": str(tmp_path / "nowhere")}})
     with pytest.raises(ConfigError, match=r"target\.drafter is '.*nowhere'; allowed: a directory with"):
         check_pair(config.target, None)
+
+
+def test_fields_that_loosen_acceptance_are_named_and_not_applied(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loose = {"proposal_type": "greedy", "verifier_accept_k": 3, "accept_tolerance": 0.5}
+    exact = {"proposal_type": "greedy", "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    tensors, config = speculators(eagle3_weights())
+    config["speculators_config"]["proposal_methods"] = [exact, loose, None]
+    path = write(tmp_path, tensors, config)
+    read_layout(str(path), TARGET)
+    assert [entry.getMessage().split(",")[0] for entry in caplog.records if entry.levelname == "WARNING"] == [
+        f"drafter {str(path)!r}: verifier_accept_k is 3",
+        f"drafter {str(path)!r}: accept_tolerance is 0.5",
+    ]
