@@ -19,8 +19,6 @@ _TENSOR_FILES = ("*.safetensors", "medusa_lm_head.pt", "pytorch_model*.bin")
 """Names of the files with tensors; the first that is there counts."""
 _COMPUTED = re.compile(r"(^|\.)(rotary_emb\.|inv_freq$)")
 """Tables that are computed, once saved with the weights."""
-_QUANTIZED = ("quantization_config", "compression_config")
-"""Fields of the configuration that say how stored numbers stand for weights."""
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _MAX_LISTED = 4
 _MAX_SCALE = float(np.finfo(np.float32).max)
@@ -43,7 +41,6 @@ class DrafterFiles:
         if not directory.is_dir():
             raise ConfigError(f"drafter {path!r} is no directory; allowed: one with a drafter's checkpoint")
         self.config = self._read_config(directory)
-        self._check_plain()
         self.tensors: dict[str, torch.Tensor] = self._read_tensors(directory)
         self._taken: set[str] = set()
 
@@ -141,17 +138,6 @@ class DrafterFiles:
                 f"{name} holds {_dtype(tensor)}; allowed: float32, float16, bfloat16, float64 "
                 "(a quantised drafter is not read)"
             )
-
-    def _check_plain(self) -> None:
-        """Raises ConfigError for the configuration of a quantised drafter."""
-        sections = {"": self.config, "transformer_layer_config.": self.section("transformer_layer_config")}
-        for prefix, section in sections.items():
-            for name in _QUANTIZED:
-                if section.get(name):
-                    raise self.refuse(
-                        f"{prefix}{name} is {shown(section[name])}; allowed: none (a quantised drafter "
-                        "is not read)"
-                    )
 
     def _read_config(self, directory: Path) -> dict[str, Any]:
         try:

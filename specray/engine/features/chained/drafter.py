@@ -24,8 +24,8 @@ from specray.engine.step import SequenceRows
 
 FIRST_ENTRY = 1
 """KV index of the first entry."""
-MAX_ROWS = 2048
-"""Rows of one forward, at most, while long prompts are caught up with."""
+MAX_ROWS = 512
+"""Rows of one forward, at most, while long prompts are caught up with: each has a mask over its text."""
 
 
 @dataclass(frozen=True, slots=True)
