@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -77,10 +78,9 @@ def written_text(
             bar.update(task, completed=int(1000 * min(share, 1)), figures=f"rows {first_place}")
             if spent.seconds > config.writing_budget_s:
                 break
-            count = min(config.rows_per_batch, config.num_rows - first_place)
             batch = write_rows(
                 model,
-                source.beginnings(index).draw(count, first_place=first_place),
+                source.beginnings(index).draw(config.rows_per_batch, first_place=first_place),
                 source.markers,
                 row_len=config.row_len,
                 seed=config.seed + index,
@@ -108,7 +108,12 @@ class _Spent:
 
     def __init__(self, directory: Path) -> None:
         self._file = directory / "spent.json"
-        self._before = float(json.loads(self._file.read_text("utf-8"))) if self._file.exists() else 0.0
+        self._before = 0.0
+        if self._file.exists():
+            self._before = float(json.loads(self._file.read_text("utf-8")))
+        elif next(_files(directory), None) is not None:
+            # Text without a record is from before there was one, and is whole.
+            self._before = math.inf
         self._began = time.monotonic()
 
     @property
@@ -117,7 +122,9 @@ class _Spent:
 
     def note(self) -> None:
         """Keeps them for further calls."""
-        self._file.write_text(json.dumps(round(self.seconds, 1)), "utf-8")
+        partial = self._file.with_suffix(".partial")
+        partial.write_text(json.dumps(round(self.seconds, 1)), "utf-8")
+        partial.replace(self._file)
 
 
 def split_held_out(written: Written) -> tuple[Written, Written]:

@@ -268,12 +268,18 @@ class _Reader:
         files, merged = self._files, dict[str, Any]()
         for section in reversed(self._sections):
             merged |= {name: value for name, value in section.items() if value is not None}
-        are_sliding = sliding_layers(files, merged, num_layers)
+        # The type of the layers is their section's, whatever the drafter's own is.
+        merged["model_type"] = self._section.get("model_type")
+        uses_window = bool(self._value("use_swa", False))
+        if uses_window and merged.get("layer_types") is None:
+            are_sliding: tuple[bool, ...] = (False,) * num_layers
+        else:
+            are_sliding = sliding_layers(files, merged, num_layers)
         # Whether a row sees what is behind it follows from method and layer, unless a field says it: DFlash's
         # layers with windows are causal, DSpark's are not.
         is_default_causal = self._value("sliding_window_non_causal", is_dspark) is not True
         is_causal = self._value("is_causal", self._value("causal", None))
-        uses_window = self._value("use_swa", False) and not any(are_sliding)
+        uses_window = uses_window and not any(are_sliding)
         window = self._value("swa_window_size", self._value("sliding_window", None))
         return tuple(
             BlockReach(

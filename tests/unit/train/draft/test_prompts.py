@@ -158,13 +158,16 @@ def test_the_writing_budget_counts_all_calls_and_rows_are_at_most_those_asked_fo
     def num_rows(**changes: Any) -> int:
         return len(written_text(model, Letters(), tmp_path, replace(config, **changes), None).token_ids)
 
-    assert num_rows() == 6, "a batch of four and one of two"
+    assert num_rows() == 6, "two batches of four are written, and six rows taken"
     spent = tmp_path / "written" / "spent.json"
     assert 0.0 <= json.loads(spent.read_text("utf-8")) < 100.0
     spent.write_text("101.0", "utf-8")
-    assert num_rows(num_rows=1000) == 6, "nothing is left of the budget"
+    assert num_rows(num_rows=1000) == 8, "nothing is left of the budget"
     assert num_rows(num_rows=3) == 3
-    assert num_rows(num_rows=12, writing_budget_s=200.0) == 10
+    spent.unlink()
+    assert num_rows(num_rows=12) == 8, "text without a record is whole"
+    spent.write_text("101.0", "utf-8")
+    assert num_rows(num_rows=12, writing_budget_s=200.0) == 12
 
 
 def test_text_of_a_directory_is_of_one_target_and_of_the_same_prompts(tmp_path: Path) -> None:

@@ -183,6 +183,10 @@ LAYOUTS: dict[str, Block] = {
     "windows that see ahead": replace(
         dflash(own={"use_swa": True, "swa_window_size": 3}), reaches=((3, False), (3, False))
     ),
+    "windows of a target of another type": replace(
+        dflash(own={"use_swa": True}, sliding_window=3, model_type="gpt_oss"),
+        reaches=((3, False), (3, False)),
+    ),
     "causal": replace(dflash(own={"causal": True}), reaches=((None, True), (None, True))),
     "row j for token j + 1": replace(dflash(own={"shift_label": True}), first_row=0),
     "speculators": speculators(),
