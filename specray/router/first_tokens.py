@@ -13,6 +13,7 @@ logger = logging.getLogger(__name__)
 NUM_ROUNDS = 256
 """Verified rounds after which it is decided."""
 LEAST_ACCEPTANCE = 0.4
+"""Share of accepted first draft tokens below which there is a warning."""
 
 
 class FirstTokens:
@@ -40,7 +41,7 @@ class FirstTokens:
             logger.warning(
                 "of the first draft tokens of drafter %r, %.3f were accepted in %d rounds (expected: %.1f or "
                 "more); it may be of another target, name layers by another convention (a layer's output, or "
-                "its input), or have its norm in another place",
+                "its input), have its norm in another place, or be trained too little",
                 drafter,
                 rate,
                 NUM_ROUNDS,

@@ -85,9 +85,19 @@ def target_view(target_logits: torch.Tensor, draft_ids: torch.Tensor) -> TargetV
         draft_ids: the target's id of each of the draft's columns, ascending.
     """
     log_probs = target_logits.float().log_softmax(-1)
-    best = log_probs.argmax(-1)
+    return view_of(log_probs[:, draft_ids], log_probs.argmax(-1), draft_ids)
+
+
+def view_of(log_probs: torch.Tensor, best: torch.Tensor, draft_ids: torch.Tensor) -> TargetView:
+    """The view of rows whose numbers are known.
+
+    Args:
+        log_probs: of the draft's tokens, ``[num_tokens, draft_vocab_size]``, as ``TargetView`` has them.
+        best: the target's most likely token of each row, ``[num_tokens]``.
+        draft_ids: the target's id of each of the draft's columns, ascending.
+    """
     column = torch.searchsorted(draft_ids, best).clamp(max=len(draft_ids) - 1)
-    return TargetView(log_probs[:, draft_ids], column, draft_ids[column] == best)
+    return TargetView(log_probs, column, draft_ids[column] == best)
 
 
 def draft_loss(

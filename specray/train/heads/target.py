@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from specray.errors import ConfigError
-from specray.train.draft.loss import TargetView
+from specray.train.draft.loss import TargetView, view_of
 from specray.train.heads.base import text_section, whole_number
 
 _PRODUCT_TOLERANCE = 0.02
@@ -108,7 +108,7 @@ class ReadRows:
     features: dict[int, torch.Tensor]
     """Features by layer, ``[num_rows, length, hidden_size]`` each."""
     views: list[TargetView]
-    """Of each row."""
+    """The target's distribution over the head's tokens, one view for each row."""
     best: torch.Tensor
     """The target's most likely tokens, ``[num_rows, length]``."""
 
@@ -206,9 +206,7 @@ class TargetReadings:
     def _view(self, row: _Row, device: torch.device) -> TargetView:
         said, best = row.said.to(device), row.best.to(device)
         logits = self._product(said) if self._is_product else said
-        column = torch.searchsorted(self._draft_ids, best).clamp(max=len(self._draft_ids) - 1)
-        log_probs = logits - row.log_total.to(device)[:, None]
-        return TargetView(log_probs, column, self._draft_ids[column] == best)
+        return view_of(logits - row.log_total.to(device)[:, None], best, self._draft_ids)
 
     def _product(self, last: torch.Tensor) -> torch.Tensor:
         return F.linear(last, self._weight, self._bias).float()
