@@ -11,6 +11,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llama
 
 from specray.train.heads.block import BlockHead
 from specray.train.heads.layer import FeatureEntry, final_norm, layer_shape
+from specray.train.heads.peagle import ParallelEagleHead
 from specray.train.heads.target import FeatureReader, usual_sizes
 
 SIZES = {
@@ -92,3 +93,26 @@ def test_a_block_reads_the_embedding_as_the_target_scales_it(gemma: Any) -> None
     assert torch.equal(entering[0], gemma.get_input_embeddings()(ids))
     assert not torch.allclose(entering[0], nn.functional.embedding(ids, gemma.get_input_embeddings().weight))
     assert "embed" not in " ".join(name for name, _ in head.named_parameters())
+
+
+def test_what_a_head_with_masks_writes_drafts_from_features_as_they_are(llama: Any) -> None:
+    def new_head(sizes: torch.Tensor | None) -> ParallelEagleHead:
+        return ParallelEagleHead(
+            llama, torch.arange(96), feature_layers=(1, 2), num_depths=3, mask_id=95, keep_rate=1.0,
+            min_kept=1.0, seed=0, sizes=sizes,
+        )  # fmt: skip
+
+    trained, plain = new_head(torch.rand(64) * 30 + 0.1), new_head(None)
+    written = trained.tensors()
+    written["unembedding"] = written.pop("lm_head.weight")
+    own = {name for name, _ in plain.named_parameters()}
+    plain.load_state_dict({name: written[name] for name in own}, strict=False)
+    read = FeatureReader(llama, (1, 2)).read(ROWS).features
+    features = {layer: 20 * rows[:, :-1] for layer, rows in read.items()}
+    with torch.no_grad():
+        drafted, expected = (
+            head.unroll(features, ROWS, [torch.arange(3 - depth) for depth in range(3)])
+            for head in (plain, trained)
+        )
+    for found, rows in zip(drafted, expected, strict=True):
+        assert torch.allclose(found.logits, rows.logits, atol=1e-4)
