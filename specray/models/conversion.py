@@ -7,7 +7,7 @@ from pathlib import Path
 
 from specray.errors import ConfigError
 from specray.models.child import module_command, run_child
-from specray.models.gguf_header import GgufHeader, check_whole, read_header
+from specray.models.gguf.header import GgufHeader, check_whole, read_header
 from specray.models.progress import Listener
 from specray.models.space import check_space
 
@@ -39,7 +39,7 @@ def convert(gguf: Path, destination: Path, work: Path, listener: Listener, what:
     source = work / "model.gguf"
     source.symlink_to(gguf.absolute())
     ended = run_child(
-        module_command("specray.models.gguf_converter", str(source), str(destination)),
+        module_command("specray.models.gguf.converter", str(source), str(destination)),
         directory=work,
         environment=_OFFLINE,
         deadline_s=_CONVERSION_DEADLINE_S,

@@ -20,7 +20,7 @@ from specray.engine.model.preflight import check_pair
 from specray.errors import ConfigError
 from specray.models import conversion, space
 from specray.models.conversion import convert
-from specray.models.gguf_converter import UnfitError, convert_file, main
+from specray.models.gguf.converter import UnfitError, convert_file, main
 from specray.tokenization import load_tokenizer
 from specray.tokenization.files import has_chat_template
 from specray.tokenization.fingerprint import read_vocabulary

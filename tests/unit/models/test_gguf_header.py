@@ -9,7 +9,7 @@ import pytest
 
 from specray.errors import ConfigError
 from specray.models.conversion import check_convertible
-from specray.models.gguf_header import check_whole, read_header
+from specray.models.gguf.header import check_whole, read_header
 from tests.unit.models.tiny_models import LAYERS, tensor_values, write_gguf
 
 

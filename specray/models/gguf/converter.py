@@ -1,4 +1,4 @@
-"""The process that converts a GGUF file: ``python -m specray.models.gguf_converter FILE DIRECTORY``.
+"""The process that converts a GGUF file: ``python -m specray.models.gguf.converter FILE DIRECTORY``.
 
 transformers reads the file, each weight dequantised, and writes it as a bfloat16 checkpoint. It runs as a
 process of its own, whose memory and imports end with it. A failure is one line of JSON on stdout.
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from specray.models.gguf_header import GgufHeader, read_header
+from specray.models.gguf.header import GgufHeader, read_header
 
 _EXIT_FAILED = 2
 _MAX_NAMES = 3

@@ -1,0 +1,1 @@
+"""Files of llama.cpp (GGUF): what their headers say, and how they become checkpoints."""
