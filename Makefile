@@ -17,15 +17,27 @@ CLUSTER_TESTS := tests/e2e tests/cluster/test_target_nodes.py
 # Cases of make fuzz.
 FUZZ_CASES ?= 2000
 
-.PHONY: setup serve test test-fast zoo fuzz clients dist docs lint types protos protos-check schema check clean
+.PHONY: setup lock serve test test-fast zoo fuzz clients dist docs lint types protos protos-check schema check clean
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(call install-pinned,$(BIN)/python,dev)
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
+
+# Installs what the package needs, with the extras $2, into the environment of the interpreter $1: every archive is of a pinned
+# version and has a hash of constraints.txt. The pip that comes with Python knows no hashes of constraints.
+define install-pinned
+	grep '^pip==' constraints.txt | $1 -m pip install --quiet --require-hashes --requirement /dev/stdin
+	$1 .ci/requirements.py $2 >$(dir $1)requirements.txt
+	$1 -m pip install --quiet --require-hashes --constraint constraints.txt --requirement $(dir $1)requirements.txt
+endef
+
+# Pins and hashes anew, after a change of pyproject.toml; UPGRADE=1 takes the newest versions.
+lock: setup
+	$(BIN)/python .ci/lock.py $(if $(UPGRADE),--upgrade)
 
 serve: setup
 	exec $(BIN)/specray serve
@@ -65,7 +77,9 @@ dist: .venv-dist/.installed
 	rm -rf dist
 	.venv-dist/bin/python -m build --outdir dist .
 	$(PYTHON) -m venv --clear .venv-wheel
-	.venv-wheel/bin/python -m pip install --quiet --constraint constraints.txt dist/specray-*.whl
+	$(call install-pinned,.venv-wheel/bin/python)
+	.venv-wheel/bin/python -m pip install --quiet --no-deps dist/specray-*.whl
+	.venv-wheel/bin/python -m pip check
 	.venv-dist/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
 		--output-file dist/specray.cdx.json .venv-wheel/bin/python
 	$(PYTHON) tests/dist/serve_once.py .venv-wheel/bin/specray
