@@ -37,6 +37,20 @@ class RpcConfig(Section):
         description="File with a secret that workers require. Use it on one machine only unless tls is set, "
         "since it is sent in clear text.",
     )
+    allow_insecure: bool = Field(
+        False,
+        description="True: listen: node needs neither tls nor secret_file; whoever reaches the nodes' ports "
+        "can read prompts and outputs and use the engines.",
+    )
+
+    @model_validator(mode="after")
+    def _check_protection(self) -> RpcConfig:
+        if self.listen == "node" and not (self.tls or self.secret_file or self.allow_insecure):
+            raise ValueError(
+                "listen is 'node' without tls and secret_file: whoever reaches the nodes' ports can use the "
+                "engines; allowed: with one of them, or with allow_insecure: true in a network of its own"
+            )
+        return self
 
 
 class KeySpeculationConfig(Section):

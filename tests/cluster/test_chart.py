@@ -31,8 +31,8 @@ def ray_service_validator() -> Draft7Validator:
     return Draft7Validator(strict_crd_schema(path))
 
 
-def test_the_examples_are_one_gpu_small_and_big_gpus_and_cpu() -> None:
-    assert [path.stem for path in EXAMPLES] == ["cpu", "one-gpu", "one-small-eight-big"]
+def test_the_examples_are_cpu_one_gpu_small_and_big_gpus_and_one_secured() -> None:
+    assert [path.stem for path in EXAMPLES] == ["cpu", "one-gpu", "one-small-eight-big", "secured"]
 
 
 @each_example
@@ -83,7 +83,6 @@ def test_the_notes_say_where_to_call(helm: Renderer) -> None:
     assert "everybody who reaches the pods" not in notes
 
 
-def test_the_notes_warn_of_engines_that_anybody_reaches(helm: Renderer) -> None:
-    values = merged(IMAGE, {"networkPolicy": {"enabled": False}})
-    assert "everybody who reaches the pods" in helm.files(values)["NOTES.txt"]
-    assert "everybody who reaches the pods" not in helm.files(merged(BIG, values))["NOTES.txt"]
+def test_certificates_make_the_network_policy_optional(helm: Renderer) -> None:
+    objects = helm.objects(merged(BIG, {"networkPolicy": {"enabled": False}}))
+    assert [name for kind, name in objects if kind == "NetworkPolicy"] == []

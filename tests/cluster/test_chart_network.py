@@ -66,6 +66,13 @@ def test_the_network_policy_lets_in_who_is_named_and_the_operator(helm: Renderer
     assert ports == [[], [8265, 52365, 8000], [8000, 9000], [8000, 8080, 44217, 44227]]
     namespaces = ["gateway", "monitoring"]
     assert rules[0]["from"] == [own]
+    name = "kuberay-operator"
+    assert rules[1]["from"] == [
+        {
+            "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}},
+            "podSelector": {"matchLabels": {"app.kubernetes.io/name": name}},
+        }
+    ]
     assert [rule["from"] for rule in rules[2:]] == [
         [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}] for name in namespaces
     ]

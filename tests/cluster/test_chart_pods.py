@@ -70,7 +70,12 @@ def test_pods_are_unprivileged_and_end_with_grace(helm: Renderer, path: Path) ->
             assert container["securityContext"] == {
                 "allowPrivilegeEscalation": False,
                 "capabilities": {"drop": ["ALL"]},
+                "readOnlyRootFilesystem": True,
             }, role
+            mounts = {entry["name"]: entry["mountPath"] for entry in container["volumeMounts"]}
+            assert (mounts["tmp"], mounts["home"]) == ("/tmp", "/home/specray")
+        assert {"name": "tmp", "emptyDir": {}} in pod["volumes"]
+        assert {"name": "home", "emptyDir": {}} in pod["volumes"]
         environment = {entry["name"]: entry["value"] for entry in pod["containers"][0]["env"]}
         assert environment["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] == "60"
 
@@ -80,9 +85,11 @@ def test_only_a_head_with_an_autoscaler_talks_to_kubernetes(helm: Renderer) -> N
         spec = ray_service(helm, {"autoscaler": {"enabled": enabled}})
         tokens = {role: pod["automountServiceAccountToken"] for role, pod in pod_specs(spec).items()}
         assert tokens == {"head": enabled, "workers": False}
-        assert spec["rayClusterConfig"].get("autoscalerOptions", {}).get("version") == (
-            "v2" if enabled else None
-        )
+        options = spec["rayClusterConfig"].get("autoscalerOptions", {})
+        assert options.get("version") == ("v2" if enabled else None)
+        if enabled:
+            assert options["securityContext"]["readOnlyRootFilesystem"] is True
+            assert {"name": "tmp", "mountPath": "/tmp"} in options["volumeMounts"]
 
 
 def test_secrets_are_named_and_never_made(helm: Renderer) -> None:
@@ -102,7 +109,7 @@ def test_secrets_are_files_in_workers_alone(helm: Renderer) -> None:
     assert mount in pods["workers"]["containers"][0]["volumeMounts"]
     secret = {"secretName": "specray-tls", "defaultMode": 0o440}
     assert {"name": "secret-0", "secret": secret} in pods["workers"]["volumes"]
-    assert "volumes" not in pods["head"]
+    assert [volume["name"] for volume in pods["head"]["volumes"]] == ["tmp", "home"]
 
 
 def test_each_group_has_its_disruption_budget(helm: Renderer) -> None:

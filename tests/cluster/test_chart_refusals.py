@@ -96,6 +96,18 @@ def test_every_value_has_a_default_that_shows_it() -> None:
             "gracePeriods.terminationSeconds is 90; allowed: drainSeconds + 15 = 95 or more",
         ),
         ({"config": {"rpc": {"listen": "loopback"}}}, "config.rpc.listen is loopback; allowed: node"),
+        (
+            {"networkPolicy": {"enabled": False}},
+            "networkPolicy.enabled is false, and config.rpc has neither tls nor secret_file",
+        ),
+        (
+            {"networkPolicy": {"operator": {"namespaceSelector": None}}},
+            "networkPolicy.operator.namespaceSelector selects all namespaces",
+        ),
+        (
+            {"networkPolicy": {"operator": {"namespaceSelector": {"matchLabels": None}}}},
+            "networkPolicy.operator.namespaceSelector selects all namespaces",
+        ),
         ({"config": {"http": {"server": "ingress"}}}, "config.http.server is ingress; allowed: proxy, auto"),
         *(
             ({"config": {part: {"host": host}}}, f"config.{part}.host is {host}; allowed: an address that")

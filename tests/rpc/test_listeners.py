@@ -78,7 +78,7 @@ async def test_an_open_worker_beyond_the_machine_is_warned_of(caplog: pytest.Log
 def test_the_ranks_of_one_machine_meet_on_its_loopback_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    node = parse_config({"rpc": {"listen": "node"}}).rpc
+    node = parse_config({"rpc": {"listen": "node", "allow_insecure": True}}).rpc
     assert rank_environment(Config().rpc)["GLOO_SOCKET_IFNAME"] == "lo"
     assert "GLOO_SOCKET_IFNAME" not in rank_environment(node)
     assert rank_environment(node) == thread_environment()

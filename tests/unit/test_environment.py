@@ -65,7 +65,7 @@ def test_what_the_user_decided_stays(environment: dict[str, str], given: dict[st
 
 
 def test_engines_that_others_reach_leave_ray_on_the_network(environment: dict[str, str]) -> None:
-    apply_ray_environment(RpcConfig(listen="node"))
+    apply_ray_environment(RpcConfig(listen="node", allow_insecure=True))
     assert decided(environment).keys() == {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"}
 
 

@@ -20,6 +20,12 @@
 {{- if ne .Values.config.rpc.listen "node" -}}
 {{- fail "config.rpc.listen is loopback; allowed: node, since engines and router are in several pods" -}}
 {{- end -}}
+{{- if not (or .Values.networkPolicy.enabled .Values.config.rpc.tls .Values.config.rpc.secret_file) -}}
+{{- fail "networkPolicy.enabled is false, and config.rpc has neither tls nor secret_file: every pod of the cluster could use the engines; allowed: one of them" -}}
+{{- end -}}
+{{- if not (dig "namespaceSelector" "matchLabels" dict .Values.networkPolicy.operator) -}}
+{{- fail "networkPolicy.operator.namespaceSelector selects all namespaces; allowed: labels of the operator's, as kubernetes.io/metadata.name: kuberay-operator" -}}
+{{- end -}}
 {{- range $part := list "http" "grpc" -}}
 {{- $section := get $.Values.config $part -}}
 {{- if and $section.port (regexMatch "^(127\\.[0-9.]*|localhost|::1|\\[::1\\])$" $section.host) -}}

@@ -194,6 +194,20 @@ imagePullPolicy: {{ .Values.image.pullPolicy }}
 securityContext:
   allowPrivilegeEscalation: false
   capabilities: {drop: [ALL]}
+  readOnlyRootFilesystem: true
+{{- end }}
+
+{{/* What a container may write: Ray's files in /tmp, and caches and compiled kernels in the home directory. */}}
+{{- define "specray.writableMounts" -}}
+- {name: tmp, mountPath: /tmp}
+- {name: home, mountPath: /home/specray}
+{{- end }}
+
+{{- define "specray.writableVolumes" -}}
+- name: tmp
+  emptyDir: {}
+- name: home
+  emptyDir: {}
 {{- end }}
 
 {{- define "specray.environment" -}}
@@ -236,6 +250,7 @@ securityContext:
     requests: {cpu: 500m, memory: 1Gi}
     limits: {memory: 2Gi}
   volumeMounts:
+    {{- include "specray.writableMounts" $root | nindent 4 }}
     - name: models
       mountPath: {{ $root.Values.models.path }}
 {{- end }}

@@ -31,4 +31,6 @@ def peer(directory: Path, certificates: str | None, *, has_secret: bool = True) 
         files = {name: str(directory / certificates / f"{name}.pem") for name in ("ca", "cert", "key")}
         tls = {**files, "server_name": WORKER_NAME}
     secret_file = str(directory / "secret") if has_secret else None
-    return RpcConfig.model_validate({"listen": "node", "tls": tls, "secret_file": secret_file})
+    return RpcConfig.model_validate(
+        {"listen": "node", "tls": tls, "secret_file": secret_file, "allow_insecure": not (tls or secret_file)}
+    )

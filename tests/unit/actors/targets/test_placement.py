@@ -154,7 +154,7 @@ def test_a_group_meets_on_the_interface_of_its_address(monkeypatch: pytest.Monke
     assert interface_of("203.0.113.77") is None
     assert interface_environment("eth7") == {"GLOO_SOCKET_IFNAME": "eth7"}, "what the user has set stays"
     assert rank_environment(RpcConfig(listen="loopback"))["GLOO_SOCKET_IFNAME"] == "lo"
-    assert "GLOO_SOCKET_IFNAME" not in rank_environment(RpcConfig(listen="node"))
+    assert "GLOO_SOCKET_IFNAME" not in rank_environment(RpcConfig(listen="node", allow_insecure=True))
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="descriptors of processes are Linux's")
