@@ -8,7 +8,7 @@ Templates that look for such a text still find it, whole.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from specray.errors import InvalidRequestError
@@ -44,27 +44,19 @@ class ControlTokens:
             return [self.marked(entry) for entry in value]
         return value
 
-    def encode(self, rendered: str, encode: Callable[[str, bool], Sequence[int]]) -> tuple[int, ...]:
-        """Encodes what a template has made of marked strings.
+    def pieces(self, rendered: str) -> list[str]:
+        """What a template has made of marked strings, in pieces that are encoded apart; none is empty."""
+        return [piece for piece in self._pieces(rendered) if piece]
 
-        Args:
-            encode: encodes one piece; told whether it begins the text.
-
-        Raises:
-            InvalidRequestError: the tokenizer reads a control token into text that does not spell it.
-        """
-        pieces = list(self._pieces(rendered))
-        token_ids = tuple(
-            token_id for place, piece in enumerate(pieces) for token_id in encode(piece, place == 0)
-        )
+    def check(self, pieces: Sequence[str], token_ids: Sequence[int]) -> None:
+        """Raises InvalidRequestError if more control tokens were read than the pieces spell."""
         num_spelled = sum(self._count(piece) for piece in pieces)
-        if sum(token_id in self._ids for token_id in token_ids) > num_spelled:
+        if sum(map(self._ids.__contains__, token_ids)) > num_spelled:
             raise InvalidRequestError(
                 "messages: the tokenizer would read text of a message as a control token; "
                 "allowed: other characters",
                 field="messages",
             )
-        return token_ids
 
     def _marked(self, text: str) -> str:
         # Marks of a user would mark what he likes.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specray.errors import InvalidRequestError
 from specray.tokenization.chat import ChatMessage, ChatOptions, ChatTemplate
@@ -20,6 +21,16 @@ _DEFAULT_OPTIONS = ChatOptions()
 _SHORT_LEN = 1024
 """Characters up to which a text is encoded within a millisecond."""
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class RenderedChat(NamedTuple):
+    """A conversation as its template writes it."""
+
+    text: str
+    pieces: Sequence[str]
+    """The text, cut so that no piece holds a control token that a message spells; none is empty."""
+    is_checked: bool
+    """No message may become a control token."""
 
 
 class Tokenizer:
@@ -104,7 +115,18 @@ class Tokenizer:
 
     def encode_inner(self, text: str) -> tuple[int, ...]:
         """Encodes a text that others go before: without the space that some put before a text."""
-        return self._encode_piece(text, is_first=False)
+        if self._is_byte_level:
+            return self.encode(text, add_special_tokens=False)
+        # Such vocabularies put a space before a text, which must not come into its middle.
+        line = self._line_ids
+        with_line = self.encode("\n" + text, add_special_tokens=False)
+        if len(with_line) > len(line) and with_line[: len(line)] == line:
+            return with_line[len(line) :]
+        return self.encode(text, add_special_tokens=False)
+
+    @functools.cached_property
+    def _line_ids(self) -> tuple[int, ...]:
+        return self.encode("\n", add_special_tokens=False)
 
     def encode_chat(
         self, messages: Sequence[ChatMessage], options: ChatOptions = _DEFAULT_OPTIONS
@@ -127,11 +149,31 @@ class Tokenizer:
 
         Text of messages, tools and variables never becomes control tokens, unless the options allow it.
         """
-        rendered = self._render(messages, options)
+        rendered = self.rendered(messages, options)
+        return rendered.text, self.encode_rendered(rendered)
+
+    def rendered(self, messages: Sequence[ChatMessage], options: ChatOptions) -> RenderedChat:
+        """Returns the text of a conversation, not yet encoded; raises like ``encode_chat``."""
+        marked = self._render(messages, options)
         if options.allows_special_tokens:
-            return rendered, self.encode(rendered, add_special_tokens=False)
-        token_ids = self._control_tokens.encode(rendered, self._encode_piece)
-        return without_marks(rendered), token_ids
+            return RenderedChat(marked, (marked,), is_checked=False)
+        return RenderedChat(without_marks(marked), self._control_tokens.pieces(marked), is_checked=True)
+
+    def encode_rendered(self, chat: RenderedChat) -> tuple[int, ...]:
+        """Encodes the text of a conversation; raises like ``encode_chat``."""
+        token_ids = self._encode_pieces(chat.pieces)
+        if chat.is_checked:
+            self._control_tokens.check(chat.pieces, token_ids)
+        return token_ids
+
+    def least_tokens(self, text: str) -> int:
+        """The fewest tokens that a text of this length can have: as many as the longest token needs."""
+        return -(-len(text) // self.longest_token_len)
+
+    @functools.cached_property
+    def longest_token_len(self) -> int:
+        """Most characters of one token; at least 1."""
+        return max(map(len, self.vocabulary), default=1) or 1
 
     def added_token_id(self, text: str) -> int | None:
         """The id of the added token that is this text; None: there is none."""
@@ -165,16 +207,26 @@ class Tokenizer:
             token.content: token_id for token_id, token in self._backend.get_added_tokens_decoder().items()
         }
 
-    def _encode_piece(self, piece: str, is_first: bool) -> tuple[int, ...]:
-        """Encodes a piece of a text."""
-        token_ids = self.encode(piece, add_special_tokens=False)
-        if is_first or self._is_byte_level:
-            return token_ids
-        # Such vocabularies put a space before a text, which must not come into its middle.
-        line = self.encode("\n", add_special_tokens=False)
-        with_line = self.encode("\n" + piece, add_special_tokens=False)
-        is_split = len(with_line) > len(line) and with_line[: len(line)] == line
-        return with_line[len(line) :] if is_split else token_ids
+    def _encode_pieces(self, pieces: Sequence[str]) -> tuple[int, ...]:
+        """Encodes pieces of a text as if each stood alone, at about the cost of the text."""
+        if not pieces:
+            return ()
+        first, *others = pieces
+        # Who spells many control tokens repeats some of their pieces.
+        known = self._encode_apart(list(dict.fromkeys(others)))
+        token_ids = self.encode(first, add_special_tokens=False)
+        return (*token_ids, *itertools.chain.from_iterable(map(known.__getitem__, others)))
+
+    def _encode_apart(self, pieces: Sequence[str]) -> Mapping[str, Sequence[int]]:
+        """Token ids by piece; no piece begins the text."""
+        if len(pieces) <= 1 or not self._is_byte_level:
+            return {piece: self.encode_inner(piece) for piece in pieces}
+        (encoded,) = self._backend.encode_batch([pieces], is_pretokenized=True, add_special_tokens=False)
+        known: dict[str, list[int]] = {piece: [] for piece in pieces}
+        for token_id, place in zip(encoded.ids, encoded.word_ids, strict=True):
+            assert place is not None, "no token is added"
+            known[pieces[place]].append(token_id)
+        return known
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Decodes tokens to text, without special tokens; incomplete characters become U+FFFD."""

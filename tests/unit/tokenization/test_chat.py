@@ -111,15 +111,8 @@ CONTROL = {"<s>": 0, "</s>": 1, "<<a>": 2, "<a>>": 3}
 
 def pieces(text: str) -> list[str]:
     """Pieces in which a marked text is encoded."""
-    tokens, found = ControlTokens(CONTROL), list[str]()
-
-    def encode(piece: str, is_first: bool) -> list[int]:
-        assert is_first is (not found)
-        found.append(piece)
-        return []
-
-    tokens.encode(tokens.marked(text), encode)
-    return found
+    tokens = ControlTokens(CONTROL)
+    return tokens.pieces(tokens.marked(text))
 
 
 @pytest.mark.parametrize(
@@ -209,3 +202,44 @@ def test_added_token_that_the_template_writes_is_a_control_token() -> None:
     assert tokenizer.added_token_id("<tool_call>") not in token_ids
     other = Tokenizer(backend, chat_template=CONTENT)
     assert other.added_token_id("<tool_call>") in other.encode_chat([user("<tool_call>x")])
+
+
+def spelling_tokenizer(is_byte_level: bool) -> Tokenizer:
+    make = tiny_tokenizer if is_byte_level else sentencepiece_tokenizer
+    return make(chat_template="{{ bos_token }}" + CONTENT)
+
+
+@pytest.mark.parametrize("is_byte_level", [True, False])
+@pytest.mark.parametrize("text", ["<s></s>", "a <s> b</s> c", "<s><s> \u00e9</s>\n", "  <s>\u3042</s>x"])
+def test_pieces_have_the_tokens_that_each_has_alone(is_byte_level: bool, text: str) -> None:
+    tokenizer = spelling_tokenizer(is_byte_level)
+    chat = tokenizer.rendered([user(text)], ChatOptions())
+    assert len(chat.pieces) > 1
+    first, *others = chat.pieces
+    alone = [*tokenizer.encode(first, add_special_tokens=False)]
+    alone += [token_id for piece in others for token_id in tokenizer.encode_inner(piece)]
+    assert list(tokenizer.encode_rendered(chat)) == alone
+
+
+@pytest.mark.parametrize(("is_byte_level", "most"), [(True, 4), (False, 8)])
+def test_text_that_spells_control_tokens_is_not_encoded_token_by_token(
+    monkeypatch: pytest.MonkeyPatch, is_byte_level: bool, most: int
+) -> None:
+    tokenizer = spelling_tokenizer(is_byte_level)
+    calls, encode = list[str](), tokenizer.encode
+
+    def counted(text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        calls.append(text)
+        return encode(text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "encode", counted)
+    assert len(tokenizer.encode_chat([user("<s>" * 1000)])) > 1000
+    assert len(calls) <= most
+
+
+@pytest.mark.parametrize(("length", "least"), [(0, 0), (1, 1), (5, 1), (6, 2), (10, 2), (11, 3)])
+def test_least_tokens_are_those_of_the_longest_token(length: int, least: int) -> None:
+    backend = tiny_backend()
+    backend.add_tokens([AddedToken("a" * 5)])
+    assert Tokenizer(backend).longest_token_len == 5
+    assert Tokenizer(backend).least_tokens("a" * length) == least
