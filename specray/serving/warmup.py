@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 def warm_up(tokenizer: Tokenizer) -> threading.Thread:
     """Imports the template engine, compiles the chat template and fills the tokenizer's caches, in a thread.
 
+    It logs which tokens end an output.
     The first rendering takes 0.6 s on two slow cores, several times a short answer.
 
     Returns:
@@ -25,6 +26,7 @@ def warm_up(tokenizer: Tokenizer) -> threading.Thread:
 
 
 def _render(tokenizer: Tokenizer) -> None:
+    logger.info("outputs end at %s", tokenizer.named_ends() or "no token")
     if not tokenizer.has_chat_template:
         return
     try:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from specray.errors import InvalidRequestError
+from specray.tokenization.templates.call_arguments import CallArguments
+from specray.tokenization.templates.probes import TemplateProbe
 
 _TESTS_FOR_NONE: Final = re.compile(r"content['\"]?\]?\s*(?:is\s+(?:not\s+)?|[!=]=\s*)none", re.IGNORECASE)
 """Sign of a template that tells a message without content from one with empty content."""
@@ -45,8 +45,8 @@ class ChatMessage:
     content: str | None
     """None: an assistant's message that only calls tools."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields, as templates know them: ``name``, ``tool_calls`` (with the arguments as objects),
-    ``tool_call_id``, ``reasoning_content``."""
+    """Further fields, as templates know them: ``name``, ``tool_calls`` (with the arguments as objects, or as
+    text that is no object's), ``tool_call_id``, ``reasoning_content``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +81,20 @@ class ChatTemplate:
         self.tool_source = tool_source or source
         self._special_tokens = dict(special_tokens)
         self._lock = threading.Lock()
+        self._probe = TemplateProbe(source, self._special_tokens)
+        self._tool_probe = (
+            self._probe if self.tool_source == source else TemplateProbe(self.tool_source, special_tokens)
+        )
 
-    @functools.cached_property
+    @property
     def reads_tools(self) -> bool:
         """False: the template does not look at ``tools``, so that the model would not know them."""
-        from jinja2 import meta
+        return self._tool_probe.reads_tools
 
-        return "tools" in meta.find_undeclared_variables(_parsing_environment().parse(self.tool_source))
+    @property
+    def turn_end(self) -> str:
+        """What the template writes after the assistant's last message, without space before it."""
+        return self._probe.turn_end
 
     def render(self, messages: Sequence[ChatMessage], options: ChatOptions, marked: Marker) -> str:
         """The text of a conversation.
@@ -102,12 +109,14 @@ class ChatTemplate:
         if taken:
             name = f"chat_template_kwargs.{min(taken)}"
             raise InvalidRequestError(f"{name} is set; allowed: other variables of the template", field=name)
-        source = self.tool_source if options.tools else self.source
+        source, probe = (self.tool_source, self._tool_probe) if options.tools else (self.source, self._probe)
+        if not probe.keeps_system_messages:
+            messages = with_one_system_message(messages)
         variables = {
             **self._special_tokens,
             **marked(dict(options.variables)),
             "chat_template": source,
-            "tools": marked(list(options.tools)) if options.tools else None,
+            "tools": marked(_with_defaults(options.tools, probe.tool_defaults)) if options.tools else None,
             "add_generation_prompt": options.adds_generation_prompt,
             "continue_final_message": options.continues_final_message,
         }
@@ -117,13 +126,13 @@ class ChatTemplate:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        problem: Exception | None = None
-        for attempt in _attempts(conversation):
+        problem, found = None, None
+        arguments = CallArguments(conversation)
+        for attempt in arguments.attempts():
             try:
                 # The compiled template is shared by the threads of requests.
                 with self._lock:
-                    rendered = render_jinja_template([attempt], **variables)
-                return str(rendered[0][0])
+                    rendered = str(render_jinja_template([attempt], **variables)[0][0])
             except (
                 TemplateError,
                 TypeError,
@@ -133,6 +142,12 @@ class ChatTemplate:
                 RecursionError,
             ) as error:
                 problem = problem or error
+                continue
+            if arguments.has_all(rendered):
+                return arguments.filled(rendered)
+            found = found or arguments.filled(rendered)
+        if found is not None:
+            return found  # This template tells nothing of calls.
         raise InvalidRequestError(
             f"messages: the model's chat template refuses them: {str(problem)[:_MAX_ERROR_LEN]}",
             field="messages",
@@ -146,22 +161,27 @@ class ChatTemplate:
         return _with_short_ids(fields) if _WANTS_SHORT_IDS.search(source) else fields
 
 
-def _attempts(conversation: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """The conversation with arguments of calls as objects, as most templates want them, and then as text."""
-    yield conversation
-    if any(message.get("tool_calls") for message in conversation):
-        yield [
-            {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
-            if message.get("tool_calls")
-            else message
-            for message in conversation
-        ]
+def with_one_system_message(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
+    """The conversation with later system messages joined to the first, at its start."""
+    system = [message for message in messages if message.role == "system"]
+    if not system or system == [messages[0]]:
+        return messages
+    joined = "\n\n".join(message.content for message in system if message.content)
+    others = (message for message in messages if message.role != "system")
+    return [replace(system[0], content=joined), *others]
 
 
-def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    text = json.dumps(function["arguments"], ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": text}}
+def _with_defaults(
+    tools: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
+) -> list[Mapping[str, Any]]:
+    if not defaults:
+        return list(tools)
+    return [{**tool, "function": _with_fields(tool["function"], defaults)} for tool in tools]
+
+
+def _with_fields(function: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    missing = {name: value for name, value in defaults.items() if function.get(name) is None}
+    return {**function, **missing}
 
 
 def _with_short_ids(fields: dict[str, Any]) -> dict[str, Any]:
@@ -179,24 +199,3 @@ def _short_id(call_id: str) -> str:
     if len(call_id) == _SHORT_ID_LEN and call_id.isalnum():
         return call_id
     return hashlib.sha256(call_id.encode()).hexdigest()[:_SHORT_ID_LEN]
-
-
-@functools.cache
-def _parsing_environment() -> Any:
-    """Parses the templates that transformers renders; renders nothing."""
-    from jinja2 import Environment, nodes
-    from jinja2.ext import Extension
-    from jinja2.parser import Parser
-
-    class Generation(Extension):
-        """Reads ``{% generation %}``, with which templates name the assistant's part."""
-
-        tags = {"generation"}  # noqa: RUF012  # Jinja's own form.
-
-        def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    return Environment(  # Nothing is rendered.
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )

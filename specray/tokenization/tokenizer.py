@@ -13,6 +13,7 @@ from specray.errors import InvalidRequestError
 from specray.tokenization.chat import ChatMessage, ChatOptions, ChatTemplate
 from specray.tokenization.control_tokens import ControlTokens, without_marks
 from specray.tokenization.decoders import ByteDecoder, TokenDecoder, WindowDecoder
+from specray.tokenization.ends import part_end
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -41,7 +42,7 @@ class Tokenizer:
         special_tokens: ``bos_token``, ``eos_token`` ..., as chat templates name them.
         chat_template: Jinja source; None when the model has none.
         tool_template: Jinja source for requests with tools; default: the same.
-        eos_token_ids: the tokens that end an output.
+        eos_token_ids: tokens that end an output; the one that ends a turn of the template does, too.
     """
 
     def __init__(
@@ -78,7 +79,20 @@ class Tokenizer:
         self._has_byte_pieces = any(step["type"] == "ByteFallback" for step in steps)
         self._space_mark = next(filter(None, map(_space_mark, steps)), None)
         self._pieces: dict[int, bytes] = {}
-        self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
+        self._listed_ends = frozenset(eos_token_ids)
+
+    @functools.cached_property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an output: those that are listed, and the one that ends the template's turn."""
+        end = "" if self.chat_template is None else self.chat_template.turn_end
+        named = [name for name in self.special_names if end.startswith(name)]
+        turn_ends = {self.special_names[max(named, key=len)]} if named else set()
+        turn_ends.discard(part_end(self.special_names))
+        return tuple(sorted(self._listed_ends | turn_ends))
+
+    def named_ends(self) -> str:
+        """The tokens that end an output, with their ids, in one line."""
+        return ", ".join(f"{self.token_text(token_id)} ({token_id})" for token_id in self.eos_token_ids)
 
     @property
     def vocab_size(self) -> int:

@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "demo": VOCABULARY,
     "grammar": VOCABULARY,
     "train": VOCABULARY,
-    "models": VOCABULARY | {"environment", "demo"},
+    "models": VOCABULARY | {"environment", "demo", "tokenization"},
     "engine": SEAMS - {"requests"} | {"demo", "tokenization", "grammar", "drafting"},
     "drafting": SEAMS,
     "control": VOCABULARY | {"config"},

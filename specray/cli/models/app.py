@@ -49,7 +49,11 @@ def fetch(
 
 
 @app.command("list")
-def show_models() -> None:
+def show_models(
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Name the tokens at which outputs of kept models end.")
+    ] = False,
+) -> None:
     """List the models that can be fetched by name, and those that are kept."""
     from rich.table import Table
 
@@ -64,6 +68,15 @@ def show_models() -> None:
     for row in list_models(cache):
         table.add_row(row.name, row.download, row.kept_size, row.licence, row.origin)
     wide_console().print(table)
+    if verbose:
+        from specray.errors import ConfigError
+        from specray.tokenization import load_tokenizer
+
+        for kept in cache.checkpoints():
+            try:
+                typer.echo(f"{kept.name} ends at {load_tokenizer(kept.directory).named_ends()}")
+            except ConfigError as error:
+                typer.echo(str(error))
 
 
 @app.command()

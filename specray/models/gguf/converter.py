@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from specray.models.gguf.ends import end_token_ids, write_ends
 from specray.models.gguf.header import GgufHeader, read_header
 
 _EXIT_FAILED = 2
@@ -80,10 +81,18 @@ def convert_file(source: Path, destination: Path) -> None:
     if missing:
         names = ", ".join(missing[:_MAX_NAMES])
         raise UnfitError(f"{len(missing)} tensors are missing or of another shape, such as {names}")
-    _check_all_used(read_header(source), model, is_tied=bool(config.tie_word_embeddings))
+    header = read_header(source)
+    _check_all_used(header, model, is_tied=bool(config.tie_word_embeddings))
     model.save_pretrained(destination)
     tokenizer.save_pretrained(destination)
     _drop_foreign_keys(destination / "config.json")
+    control_ids = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    # What transformers adds to the vocabulary has no row in the embedding.
+    rows = {
+        token: token_id for token, token_id in tokenizer.get_vocab().items() if token_id < config.vocab_size
+    }
+    ends = end_token_ids(header.values, rows, control_ids)
+    write_ends(destination / "generation_config.json", ends)
 
 
 def _check_all_used(header: GgufHeader, model: Any, *, is_tied: bool) -> None:

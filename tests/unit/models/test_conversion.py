@@ -43,7 +43,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of the tiny model, made by a process of its own."""
     directory = tmp_path_factory.mktemp("models")
-    path = write_gguf(directory / "my tiny.gguf")
+    path = write_gguf(directory / "my tiny.gguf", values={"tokenizer.ggml.eot_token_id": 0})
     # Beside the file, but not part of it.
     (directory / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
     (directory / "config.json").write_text('{"model_type": "gpt2"}')
@@ -109,7 +109,7 @@ def test_configuration_and_tokenizer_are_those_of_the_file(checkpoint: Path) -> 
     assert "quantization_config" not in config
     tokenizer = load_tokenizer(checkpoint)
     assert tokenizer.encode("he") == (TOKENS.index("he"),)
-    assert tokenizer.eos_token_ids == (1,)
+    assert tokenizer.eos_token_ids == (0, 1)
     assert (checkpoint / "chat_template.jinja").read_text() == CHAT_TEMPLATE
     assert has_chat_template(checkpoint)
 

@@ -26,6 +26,13 @@ def test_warm_up_ends_and_says_nothing(template: str | None, caplog: pytest.LogC
     assert caplog.records == []
 
 
+def test_warm_up_names_the_ends_of_an_output(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = tiny_tokenizer(chat_template="{{ messages[-1]['content'] }}<s>")
+    with caplog.at_level(logging.INFO, "specray"):
+        warm_up(tokenizer).join(TIMEOUT_S)
+    assert [record.getMessage() for record in caplog.records] == ["outputs end at <s> (0), </s> (1)"]
+
+
 def test_warm_up_has_rendered_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
     rendered = []
     tokenizer = tiny_tokenizer()

