@@ -235,10 +235,7 @@ def _grammar_compiler(config: EngineConfig, role: str, vocab_size: int) -> Prepa
     """Compiler for a model's tokenizer. To prepare it earlier would disturb the measurement of step times."""
 
     def make() -> GrammarCompiler:
-        tokenizer = load_tokenizer(model_path(config, role))
-        return GrammarCompiler(
-            tokenizer.backend_json, vocab_size=vocab_size, eos_token_ids=tokenizer.eos_token_ids
-        )
+        return GrammarCompiler(load_tokenizer(model_path(config, role)), vocab_size=vocab_size)
 
     return PreparedCompiler(make)
 

@@ -9,16 +9,18 @@ from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher
 
 from specray.errors import InvalidRequestError
+from specray.grammar.bounds import make_limits, sentence
 from specray.grammar.matcher import GrammarMatcher, MatcherStats
+from specray.grammar.schemas import common_refusal, refusal
+from specray.grammar.sources import endless_rule, texts
+from specray.grammar.vocabulary import ModelTokenizer, TextVocabulary
 from specray.types import Grammar, GrammarKind
 
 MAX_SOURCE_LEN = 65_536
 """Characters of a grammar's source; longer ones are refused."""
-MAX_PROPERTIES = 1_000
-"""Properties of a JSON schema, over all its objects; more are refused."""
 _MAX_ENTRIES = 64
 """Compiled grammars and refusals that are kept."""
 
@@ -38,21 +40,25 @@ class GrammarCompiler:
     """Grammars of one tokenizer. Safe to use from several threads.
 
     Args:
-        tokenizer_json: the text of the model's ``tokenizer.json``.
+        tokenizer: the model's.
         vocab_size: width of the model's logits; at least the tokenizer's own size.
-        eos_token_ids: every token that ends an output; legal only where a grammar may end.
+        eos_token_ids: every token that ends an output, legal only where a grammar may end; None: those that
+            the tokenizer names.
 
     Raises:
-        ValueError: the tokenizer cannot be read.
+        ValueError: no grammar can be enforced with this tokenizer.
     """
 
-    def __init__(self, tokenizer_json: str, *, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+    def __init__(
+        self, tokenizer: ModelTokenizer, *, vocab_size: int, eos_token_ids: Collection[int] | None = None
+    ) -> None:
         self.stats = CompilerStats()
         self.vocab_size = vocab_size
         """Width of the model's logits."""
-        self._eos_token_ids = tuple(eos_token_ids)
-        self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
-        self._limits = _make_limits()
+        self._eos_token_ids = tuple(tokenizer.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        self._vocabulary = TextVocabulary(tokenizer, vocab_size)
+        self._tokenizer = self._vocabulary.backend(self._eos_token_ids)
+        self._limits = make_limits()
         self._kept: OrderedDict[Grammar, LLMatcher | str] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -110,27 +116,31 @@ class GrammarCompiler:
 
     def _compile_anew(self, grammar: Grammar) -> LLMatcher | str:
         try:
-            source = _llguidance_source(grammar)
+            source, is_json = _llguidance_source(grammar), grammar.kind is GrammarKind.JSON_SCHEMA
+            matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+            if matcher.is_error():
+                reason = refusal(json.loads(grammar.source)) if is_json else None
+                return reason or sentence(matcher.get_error())
+            if not is_json and (endless := endless_rule(grammar)) is not None:
+                return f"{endless} needs itself, so that no text of it ever ends"
         except (ValueError, RecursionError) as error:
             return str(error)[:300]
-        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
-        if not matcher.is_error():
-            # The first mask does work that building the matcher puts off; it may exceed the limits, too.
-            matcher.deep_copy().compute_bitmask()
-        return _reason(matcher.get_error()) if matcher.is_error() else matcher
+        unwritten = next((text for text in texts(grammar) if not self._vocabulary.can_write(text)), None)
+        if unwritten is not None:
+            return f"this model's tokenizer cannot write the text {unwritten[:60]!r}"
+        return _begun(matcher)
 
 
-def _make_limits() -> LLParserLimits:
-    """Counted work that a grammar may cost, in llguidance's own units; a lexer state is 1 to 2 kilobytes."""
-    return LLParserLimits(
-        initial_lexer_fuel=400_000,
-        step_lexer_fuel=100_000,
-        step_max_items=50_000,
-        max_items_in_row=20_000,
-        max_lexer_states=20_000,
-        max_grammar_size=150_000,
-        verbose_errors=False,
-    )
+def _begun(matcher: LLMatcher) -> LLMatcher | str:
+    """The matcher, or why it fails where nothing is free yet.
+
+    The first mask does work that building the matcher puts off; it may exceed the limits, too.
+    """
+    copy = matcher.deep_copy()
+    copy.consume_tokens(copy.compute_ff_tokens())
+    if not copy.is_stopped():
+        copy.compute_bitmask()
+    return sentence(copy.get_error()) if copy.is_error() else matcher
 
 
 def _llguidance_source(grammar: Grammar) -> str:
@@ -138,21 +148,7 @@ def _llguidance_source(grammar: Grammar) -> str:
         return LLMatcher.grammar_from_regex(grammar.source)
     if grammar.kind is GrammarKind.LARK:
         return LLMatcher.grammar_from_lark(grammar.source)
-    num_properties = _count_properties(json.loads(grammar.source))
-    if num_properties > MAX_PROPERTIES:
-        raise ValueError(f"properties has {num_properties} entries in all; allowed: at most {MAX_PROPERTIES}")
+    reason = common_refusal(json.loads(grammar.source))
+    if reason is not None:
+        raise ValueError(reason)
     return LLMatcher.grammar_from_json_schema(grammar.source)
-
-
-def _count_properties(schema: object) -> int:
-    if isinstance(schema, list):
-        return sum(map(_count_properties, schema))
-    if not isinstance(schema, dict):
-        return 0
-    own = schema.get("properties")
-    return (len(own) if isinstance(own, dict) else 0) + sum(map(_count_properties, schema.values()))
-
-
-def _reason(error: str) -> str:
-    """One line of what llguidance says, without what it adds for its own debugging."""
-    return " ".join(error.split())[:300]

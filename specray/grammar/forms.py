@@ -16,6 +16,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from specray.errors import InvalidRequestError, shown
 from specray.grammar.compiler import MAX_SOURCE_LEN
+from specray.grammar.schemas import enforced
 from specray.types import Grammar, GrammarKind
 
 FIELDS: Final = (
@@ -78,11 +79,14 @@ def _asks(value: object) -> bool:
     return value is not None and not (isinstance(value, dict) and value.get("type") == "text")
 
 
-def json_grammar(schema: object, *, is_compact: bool = False, whitespace: str | None = None) -> Grammar:
+def json_grammar(
+    schema: object, *, is_compact: bool = False, whitespace: str | None = None, is_loose: bool = False
+) -> Grammar:
     """The grammar of a JSON schema.
 
     Args:
         schema: a JSON schema, an object or a boolean.
+        is_loose: what cannot be enforced is left out, where it would be refused.
         is_compact: JSON as ``json.dumps`` writes it, with no choice of whitespace, so that more tokens are
             forced.
         whitespace: a regular expression for whitespace between JSON tokens; default: a few characters.
@@ -95,13 +99,11 @@ def json_grammar(schema: object, *, is_compact: bool = False, whitespace: str | 
         }
     else:
         options = {"whitespace_pattern": whitespace or WHITESPACE}
-    if isinstance(schema, dict):
-        # A schema's own "x-guidance" could turn refusals off.
-        schema = {**schema, "x-guidance": options}
     try:
-        return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
+        text = json.dumps(enforced(schema, options, is_loose=is_loose), ensure_ascii=False)
     except RecursionError:
         raise InvalidRequestError("a JSON schema is nested too deeply", field="schema") from None
+    return Grammar(GrammarKind.JSON_SCHEMA, text)
 
 
 def _response_format(value: Any, field: str, whitespace: str | None) -> Grammar | None:
@@ -131,7 +133,8 @@ def _openai_schema(value: Any, field: str) -> Grammar:
         raise InvalidRequestError(
             f"{field}.schema is missing; allowed: a JSON schema", field=f"{field}.schema"
         )
-    return json_grammar(_schema(value["schema"], f"{field}.schema"), is_compact=bool(strict))
+    schema = _schema(value["schema"], f"{field}.schema")
+    return json_grammar(schema, is_compact=bool(strict), is_loose=not strict)
 
 
 def _structured_outputs(value: Any, field: str, whitespace: str | None) -> Grammar | None:

@@ -8,30 +8,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import Protocol, Self
+from typing import Self
 
 from specray.grammar.compiler import GrammarCompiler
+from specray.grammar.vocabulary import ModelTokenizer
 
 logger = logging.getLogger(__name__)
-
-
-class ModelTokenizer(Protocol):
-    """What a compiler needs of a tokenizer."""
-
-    @property
-    def backend_json(self) -> str:
-        """The text of ``tokenizer.json``."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of its tokens."""
-        ...
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Every token that ends an output."""
-        ...
 
 
 class PreparedCompiler:
@@ -51,11 +33,7 @@ class PreparedCompiler:
         """The compiler of a tokenizer, whose vocabulary is taken as the model's."""
 
         def make() -> GrammarCompiler:
-            return GrammarCompiler(
-                tokenizer.backend_json,
-                vocab_size=tokenizer.vocab_size,
-                eos_token_ids=tokenizer.eos_token_ids,
-            )
+            return GrammarCompiler(tokenizer, vocab_size=tokenizer.vocab_size)
 
         return cls(make)
 

@@ -72,10 +72,10 @@ class Tokenizer:
         """Ids of special tokens by their text."""
         self.special_initials = frozenset(name[0] for name in self.special_names)
         """Characters with which the text of a special token begins."""
-        self._is_byte_level = type(backend.decoder).__name__ == "ByteLevel"
         self._unicode_to_byte = _unicode_to_byte()
         decoder: Any = backend.decoder
         steps = [] if decoder is None else list(_decoder_steps(json.loads(decoder.__getstate__())))
+        self._is_byte_level = [step["type"] for step in steps] == ["ByteLevel"]
         self._has_byte_pieces = any(step["type"] == "ByteFallback" for step in steps)
         self._space_mark = next(filter(None, map(_space_mark, steps)), None)
         self._pieces: dict[int, bytes] = {}
@@ -111,9 +111,16 @@ class Tokenizer:
         return None if token is None else self._backend.token_to_id(token)
 
     @property
-    def backend_json(self) -> str:
-        """The tokenizer as the text of a ``tokenizer.json``."""
-        return self._backend.to_str()
+    def spells_bytes(self) -> bool:
+        """Tokens stand for the same bytes wherever they are."""
+        return self._is_byte_level or self._has_byte_pieces
+
+    @functools.cached_property
+    def control_ids(self) -> frozenset[int]:
+        """Tokens that are no text to a grammar: special ones, and added ones in pointed brackets."""
+        return self._special_ids | {
+            token_id for text, token_id in self._added_ids.items() if text[:1] == "<" and text[-1:] == ">"
+        }
 
     @property
     def has_chat_template(self) -> bool:

@@ -93,11 +93,7 @@ def started(name: str, **changes: Any) -> Session:
 
 @cache
 def compiler() -> GrammarCompiler:
-    return GrammarCompiler(
-        tokenizer().backend_json,
-        vocab_size=tokenizer().vocab_size,
-        eos_token_ids=tokenizer().eos_token_ids,
-    )
+    return GrammarCompiler(tokenizer(), vocab_size=tokenizer().vocab_size)
 
 
 def none(session: Session, count: int) -> DraftTokens:
@@ -154,6 +150,23 @@ def checked(output: list[int]) -> list[int]:
 def test_output_under_a_grammar_is_valid_and_the_same_with_any_draft(changes: dict[str, Any]) -> None:
     plain = checked(generate(none, 0, **changes))
     assert plain
+    for num_drafts in (1, 6):
+        for drafter in (by_model, by_chance, by_knowing(plain), by_tree(plain)):
+            assert generate(drafter, num_drafts, **changes) == plain, (num_drafts, drafter)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("is_forced", [True, False])
+def test_text_with_the_name_of_a_stop_token_is_the_same_with_any_draft(
+    temperature: float, is_forced: bool
+) -> None:
+    ends = tokenizer().eos_token_ids
+    texts = [f"a {name} b" for name in tokenizer().token_strings(ends)]
+    texts = texts[:1] if is_forced else [*texts, *(text[2:] for text in texts), "a <"]
+    grammar = Grammar(GrammarKind.LARK, "start: " + " | ".join(json.dumps(text) for text in texts))
+    changes: dict[str, Any] = {"grammar": grammar, "temperature": temperature}
+    plain = generate(none, 0, **changes)
+    assert tokenizer().decode(plain, skip_special_tokens=False) in texts
     for num_drafts in (1, 6):
         for drafter in (by_model, by_chance, by_knowing(plain), by_tree(plain)):
             assert generate(drafter, num_drafts, **changes) == plain, (num_drafts, drafter)

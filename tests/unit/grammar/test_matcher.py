@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from specray.demo.paths import demo_target_path
 from specray.grammar import GrammarCompiler, GrammarError, GrammarMatcher
+from specray.tokenization import load_tokenizer
 from specray.types import Grammar, GrammarKind
 
 VOCAB_SIZE = 4100
@@ -39,8 +40,7 @@ ENDS = {EOS, SECOND_EOS}
 
 @cache
 def compiler() -> GrammarCompiler:
-    text = (demo_target_path() / "tokenizer.json").read_text(encoding="utf-8")
-    return GrammarCompiler(text, vocab_size=VOCAB_SIZE, eos_token_ids=sorted(ENDS))
+    return GrammarCompiler(load_tokenizer("embedded"), vocab_size=VOCAB_SIZE, eos_token_ids=sorted(ENDS))
 
 
 @cache
@@ -211,11 +211,7 @@ def test_an_output_that_breaks_its_grammar_is_an_error_and_the_matcher_recovers(
 
 
 def test_illegal_drafts_and_mask_time_are_counted() -> None:
-    fresh = GrammarCompiler(
-        (demo_target_path() / "tokenizer.json").read_text(encoding="utf-8"),
-        vocab_size=VOCAB_SIZE,
-        eos_token_ids=[EOS],
-    )
+    fresh = GrammarCompiler(load_tokenizer("embedded"), vocab_size=VOCAB_SIZE, eos_token_ids=[EOS])
     matcher = fresh.matcher(SCHEMA)
     matcher.masks((), (*encode("{"), *encode("}"), 9))
     assert fresh.stats.matchers.num_illegal_drafts == 1

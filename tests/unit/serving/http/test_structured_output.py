@@ -64,12 +64,12 @@ async def test_a_hostile_schema_is_refused_and_names_its_field() -> None:
 async def test_tokenizer_that_cannot_serve_grammars_is_the_callers_problem_and_no_500(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(type(TOKENIZER), "backend_json", "{}")
+    monkeypatch.setattr(type(TOKENIZER), "spells_bytes", False)
     router = FakeRouterClient(info=INFO)
     async with serving(router) as service:
         status, answer = await service.post("/v1/completions", {"prompt": "a", "guided_regex": "a+"})
     assert (status, answer["error"]["param"]) == (400, "guided_regex")
     assert answer["error"]["message"].startswith(
-        "guided_regex cannot be enforced with this model's tokenizer: "
+        "guided_regex cannot be enforced with this model's tokenizer: its tokens are not bytes of the text"
     )
     assert router.requests == []

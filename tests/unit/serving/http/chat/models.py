@@ -125,7 +125,7 @@ def babbling(tokenizer: Tokenizer, *, seed: int | None, chunk_size: int = 3) -> 
 
 @functools.cache
 def grammar_compiler(tokenizer: Tokenizer) -> GrammarCompiler:
-    return GrammarCompiler(tokenizer.backend_json, vocab_size=tokenizer.vocab_size, eos_token_ids=[1])
+    return GrammarCompiler(tokenizer, vocab_size=tokenizer.vocab_size, eos_token_ids=[1])
 
 
 def _has_ink(tokenizer: Tokenizer, token_id: int) -> bool:
