@@ -12,6 +12,7 @@ from typing import Any, Final
 from specray.errors import InvalidRequestError
 from specray.tokenization.templates.call_arguments import CallArguments
 from specray.tokenization.templates.probes import TemplateProbe
+from specray.tokenization.templates.tool_schemas import with_text_defaults
 
 _TESTS_FOR_NONE: Final = re.compile(r"content['\"]?\]?\s*(?:is\s+(?:not\s+)?|[!=]=\s*)none", re.IGNORECASE)
 """Sign of a template that tells a message without content from one with empty content."""
@@ -116,11 +117,12 @@ class ChatTemplate:
             **self._special_tokens,
             **marked(dict(options.variables)),
             "chat_template": source,
-            "tools": marked(_with_defaults(options.tools, probe.tool_defaults)) if options.tools else None,
+            "tools": marked(_tools(options.tools, probe)) if options.tools else None,
             "add_generation_prompt": options.adds_generation_prompt,
             "continue_final_message": options.continues_final_message,
         }
-        return self._render([marked(self._fields(message, source)) for message in messages], variables)
+        fields = probe.turns.fitted([self._fields(message, source) for message in messages])
+        return self._render([marked(entry) for entry in fields], variables)
 
     def _render(self, conversation: list[dict[str, Any]], variables: dict[str, Any]) -> str:
         from jinja2 import TemplateError
@@ -171,12 +173,13 @@ def with_one_system_message(messages: Sequence[ChatMessage]) -> Sequence[ChatMes
     return [replace(system[0], content=joined), *others]
 
 
-def _with_defaults(
-    tools: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
-) -> list[Mapping[str, Any]]:
-    if not defaults:
+def _tools(tools: Sequence[Mapping[str, Any]], probe: TemplateProbe) -> list[Mapping[str, Any]]:
+    """The tools as the template takes them."""
+    if not probe.takes_all_defaults:
+        tools = with_text_defaults(tools)
+    if not probe.tool_defaults:
         return list(tools)
-    return [{**tool, "function": _with_fields(tool["function"], defaults)} for tool in tools]
+    return [{**tool, "function": _with_fields(tool["function"], probe.tool_defaults)} for tool in tools]
 
 
 def _with_fields(function: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,5 +39,10 @@ def named_ends(vocabulary: Mapping[str, int], control_ids: Collection[int]) -> s
 
 def part_end(vocabulary: Mapping[str, int]) -> int | None:
     """The token that ends a part of an answer, such as reasoning, and not the answer; None: there is none."""
-    has_parts = any(all(name in vocabulary for name in pair) for pair in _BESIDE_PART_END)
-    return vocabulary.get(_PART_END) if has_parts else None
+    return vocabulary.get(_PART_END) if ends_beside_parts(vocabulary) else None
+
+
+def ends_beside_parts(vocabulary: Mapping[str, int]) -> set[int]:
+    """The tokens that end an answer that has parts; empty: answers have none."""
+    pairs = (pair for pair in _BESIDE_PART_END if all(name in vocabulary for name in pair))
+    return {vocabulary[name] for pair in pairs for name in pair}

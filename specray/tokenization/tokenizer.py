@@ -13,7 +13,7 @@ from specray.errors import InvalidRequestError
 from specray.tokenization.chat import ChatMessage, ChatOptions, ChatTemplate
 from specray.tokenization.control_tokens import ControlTokens, without_marks
 from specray.tokenization.decoders import ByteDecoder, TokenDecoder, WindowDecoder
-from specray.tokenization.ends import part_end
+from specray.tokenization.ends import ends_beside_parts, part_end
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -87,8 +87,8 @@ class Tokenizer:
         end = "" if self.chat_template is None else self.chat_template.turn_end
         named = [name for name in self.special_names if end.startswith(name)]
         turn_ends = {self.special_names[max(named, key=len)]} if named else set()
-        turn_ends.discard(part_end(self.special_names))
-        return tuple(sorted(self._listed_ends | turn_ends))
+        ends = self._listed_ends | turn_ends | ends_beside_parts(self.special_names)
+        return tuple(sorted(ends - {part_end(self.special_names)}))
 
     def named_ends(self) -> str:
         """The tokens that end an output, with their ids, in one line."""

@@ -9,6 +9,8 @@ from datetime import datetime
 from types import MappingProxyType
 from typing import Any, Final
 
+from specray.tokenization.templates.turns import AssistantTurns
+
 _ANSWER: Final = "probe-answer"
 _USER: Final = {"role": "user", "content": "probe-question"}
 _ASSISTANT: Final = {"role": "assistant", "content": _ANSWER}
@@ -58,19 +60,37 @@ class TemplateProbe:
         return _TOOL_DEFAULTS[0]
 
     @functools.cached_property
+    def takes_all_defaults(self) -> bool:
+        """False: the template joins the default of a parameter with choices to a text."""
+        schema = {"type": "integer", "enum": [1], "default": 1}
+        function: dict[str, Any] = {
+            "name": "probe",
+            "description": "",
+            "parameters": {"type": "object", "properties": {"probe": schema}},
+        }
+        return self._render([_USER], tools=[{"type": "function", "function": function}]) is not None
+
+    @functools.cached_property
+    def turns(self) -> AssistantTurns:
+        """How the template takes the assistant's messages."""
+        return AssistantTurns(self._render)
+
+    @functools.cached_property
     def turn_end(self) -> str:
         """What the template writes after the assistant's last message, without space before it."""
         return (self._render([_USER, _ASSISTANT]) or "").rpartition(_ANSWER)[2].lstrip()
+
+    @functools.cached_property
+    def _template(self) -> Any:
+        return _environment().from_string(self._source)
 
     def _render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> str | None:
         """The text of a conversation; None: the template refuses it."""
         try:
-            text: str = (
-                _environment()
-                .from_string(self._source)
-                .render(**self._special_tokens, messages=messages, tools=tools, add_generation_prompt=False)
+            text: str = self._template.render(
+                **self._special_tokens, messages=messages, tools=tools, add_generation_prompt=False
             )
         except Exception:  # Templates raise all kinds, and a damaged one is refused when a chat comes.
             return None

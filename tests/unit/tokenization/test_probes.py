@@ -61,6 +61,16 @@ def test_end_of_the_templates_turn_ends_an_output(
 def test_end_of_a_part_of_an_answer_does_not_end_it(beside: tuple[str, ...]) -> None:
     tokenizer = with_turns(TURNS.replace("<|im_end|>", "<|end|>"), "<|end|>", *beside)
     assert ("<|end|>" in tokenizer.named_ends()) is not bool(beside)
+    assert all(name in tokenizer.named_ends() for name in beside)
+
+
+def test_end_of_a_part_does_not_end_an_answer_though_it_is_listed() -> None:
+    backend = tiny_backend()
+    names = ("<|end|>", "<|return|>", "<|call|>")
+    backend.add_special_tokens([AddedToken(name, special=True) for name in names])
+    listed = [backend.token_to_id("<|end|>"), backend.token_to_id("<|return|>")]
+    ends = Tokenizer(backend, eos_token_ids=listed).eos_token_ids
+    assert ends == (backend.token_to_id("<|return|>"), backend.token_to_id("<|call|>"))
 
 
 def test_ends_are_named_in_one_line() -> None:
