@@ -113,7 +113,12 @@ class AnswerParser:
         """Whether what comes next is reasoning, as far as the text so far tells."""
         return self._parser.region == _REASONING
 
-    def push(self, text: str) -> AnswerDelta:
+    @property
+    def is_apart(self) -> bool:
+        """Whether what comes next is no part of the text."""
+        return self.is_reasoning
+
+    def push(self, text: str, token_id: int | None = None) -> AnswerDelta:
         """What more text brings; text that may begin a marker is held back."""
         return self._read(self._parser.push(text))
 

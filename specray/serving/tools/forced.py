@@ -65,7 +65,7 @@ def forced_calls(
             "tool_choice none, or auto with tools that are not strict and free text",
             field=field,
         )
-    answer = [] if text is None or is_required else _text_rules(text)
+    answer = [] if text is None or is_required else text_rules(text)
     if answer is None:
         raise InvalidRequestError(
             "tools cannot be enforced together with this grammar of the text; allowed: a JSON schema, "
@@ -95,15 +95,15 @@ def after_reasoning(text: Grammar, token_id: TokenId, *, begins_in_reasoning: bo
     Returns:
         None for a Lark grammar of several rules.
     """
-    rules = _text_rules(text)
+    rules = text_rules(text)
     if rules is None:
         return None
     think = _reasoning(token_id, begins_in_reasoning=begins_in_reasoning)
     return Grammar(GrammarKind.LARK, "\n".join(["%llguidance {}", "start: think answer", *think, *rules]))
 
 
-def _text_rules(text: Grammar) -> list[str] | None:
-    """The rule of ``answer``; None for a grammar of several rules."""
+def text_rules(text: Grammar) -> list[str] | None:
+    """The rule of ``answer``, a text of this grammar; None for a grammar of several rules."""
     if text.kind is GrammarKind.JSON_SCHEMA:
         return [f"answer: %json {text.source}"]
     if text.kind is GrammarKind.REGEX:
@@ -137,6 +137,11 @@ def _text(value: str, token_id: TokenId) -> str:
         for part in _MARKER.split(value)
         if part
     )
+
+
+def arguments_rule(name: str, tool: Tool) -> str:
+    """The rule of this name for the arguments of a tool as JSON."""
+    return f"{name}: %json {_json(tool.parameters)}"
 
 
 class _Lark:
@@ -193,7 +198,7 @@ class _Lark:
             yield from self._parameters(index, tool)
         else:
             yield f"call_{index}: {head} args_{index} {tail}"
-            yield f"args_{index}: %json {_json(tool.parameters)}"
+            yield arguments_rule(f"args_{index}", tool)
 
     def _parameter_names(self, index: int, tool: Tool) -> Iterator[str]:
         required = tool.parameters.get("required", ())

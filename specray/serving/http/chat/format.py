@@ -111,20 +111,33 @@ class ChatAnswer:
         self._parser = reading.parser()
         self._is_named = reading.is_named
         self.num_reasoning_tokens = 0
+        self.is_apart = False
+        """The latest token was no part of the text: it was of the reasoning, or began or ended a message."""
 
     def read(self, delta: Delta) -> AnswerDelta:
         """What a delta brings."""
+        runs = self.read_in_order(delta)
+        return AnswerDelta(
+            "".join(run.content for run in runs),
+            "".join(run.reasoning for run in runs),
+            tuple(call for run in runs for call in run.calls),
+        )
+
+    def read_in_order(self, delta: Delta) -> list[AnswerDelta]:
+        """What a delta brings, in parts whose reasoning comes before their content, and that before calls."""
         if self._parser is None:
-            return AnswerDelta(content=delta.text)
-        gained = _Gained()
+            return [AnswerDelta(content=delta.text)]
+        runs = [_Gained()]
         for place, piece in enumerate(delta.pieces):
-            was_reasoning = self._parser.is_reasoning
-            gained.add(self._parser.push(piece))
-            if place < len(delta.token_ids) and (was_reasoning or self._parser.is_reasoning):
+            was_reasoning, was_apart = self._parser.is_reasoning, self._parser.is_apart
+            token_id = delta.token_ids[place] if place < len(delta.token_ids) else None
+            _add(runs, self._parser.push(piece, token_id))
+            self.is_apart = was_apart or self._parser.is_apart
+            if token_id is not None and (was_reasoning or self._parser.is_reasoning):
                 self.num_reasoning_tokens += 1
         if delta.finish_reason is not None:
-            gained.add(self._parser.finish())
-        return AnswerDelta("".join(gained.content), "".join(gained.reasoning), tuple(gained.calls))
+            _add(runs, self._parser.finish())
+        return [run.delta() for run in runs]
 
     @property
     def has_calls(self) -> bool:
@@ -147,9 +160,14 @@ class _Gained:
     reasoning: list[str] = field(default_factory=list)
     calls: list[CallDelta] = field(default_factory=list)
 
+    def is_followed_by(self, part: AnswerDelta) -> bool:
+        """Whether the part comes after all this where reasoning, content and calls are told in this order."""
+        has_content, has_calls = bool(self.content), bool(self.calls)
+        return not ((part.reasoning and (has_content or has_calls)) or (part.content and has_calls))
+
     def add(self, part: AnswerDelta) -> None:
-        self.content.append(part.content)
-        self.reasoning.append(part.reasoning)
+        self.content += [part.content] if part.content else []
+        self.reasoning += [part.reasoning] if part.reasoning else []
         for call in part.calls:
             if call.is_first:
                 self.calls.append(call)
@@ -157,6 +175,15 @@ class _Gained:
             last = self.calls.pop() if self.calls else replace(call, arguments="")
             arguments = last.arguments + call.arguments
             self.calls.append(replace(last, arguments=arguments, is_last=call.is_last))
+
+    def delta(self) -> AnswerDelta:
+        return AnswerDelta("".join(self.content), "".join(self.reasoning), tuple(self.calls))
+
+
+def _add(runs: list[_Gained], part: AnswerDelta) -> None:
+    if not runs[-1].is_followed_by(part):
+        runs.append(_Gained())
+    runs[-1].add(part)
 
 
 def logprob_entry(tokenizer: Tokenizer, entry: TokenLogprobs) -> Json:

@@ -13,6 +13,10 @@ from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.tools.answer import REASONING_CLOSE, REASONING_OPEN, AnswerParser
 from specray.serving.tools.forced import after_reasoning, forced_calls
 from specray.serving.tools.formats import MARKERS, ToolFormat, find_format
+from specray.serving.tools.harmony.answer import ChannelReader
+from specray.serving.tools.harmony.channels import Channels
+from specray.serving.tools.harmony.forced import forced_channels
+from specray.serving.tools.harmony.prompt import ChannelPrompt, read_prompt
 from specray.serving.tools.request import ToolMode, ToolUse
 from specray.serving.validation import GenerationOptions
 from specray.tokenization import ChatMessage, ChatOptions, Tokenizer
@@ -32,18 +36,22 @@ class Reading:
     begins_in_reasoning: bool
     tells_parts: bool = False
     """The answer is a stream, in which arguments of calls come as they are written."""
+    channels: ChannelPrompt | None = None
+    """What the prompt has of the answer's first message, where the model writes in channels."""
 
     @property
     def reads_calls(self) -> bool:
-        return self.use is not None and self.tool_format is not None
+        return self.use is not None and (self.tool_format is not None or self.channels is not None)
 
     @property
     def is_named(self) -> bool:
         """One function had to be called: such an answer ends with ``stop``."""
         return self.use is not None and self.use.is_named
 
-    def parser(self) -> AnswerParser | None:
+    def parser(self) -> AnswerParser | ChannelReader | None:
         """A parser of one answer; None: all of it is content."""
+        if self.channels is not None:
+            return self.channels.reader(self.use, tells_parts=self.tells_parts)
         if not self.reads_calls and not self.reads_reasoning:
             return None
         return AnswerParser(
@@ -65,6 +73,8 @@ class ChatPrompt:
     begins_in_reasoning: bool
     may_reason: bool
     """The model may write reasoning first."""
+    channels: ChannelPrompt | None = None
+    """Where in a message the prompt ends, where the model writes in channels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +99,13 @@ class ChatPlanner:
         self._config = config
         template = tokenizer.chat_template
         source = None if template is None else template.source + template.tool_source
-        self._tool_format = find_format(source)
+        self._channels = Channels.find(source, tokenizer.added_token_id)
+        self._tool_format = None if self._channels is not None else find_format(source)
         self._has_reasoning = source is not None and REASONING_CLOSE in source
+        markers = MARKERS if self._channels is None else self._channels.ids
         self._marker_ids = frozenset(
             token_id
-            for marker in MARKERS
+            for marker in markers
             if (token_id := tokenizer.added_token_id(marker)) is not None and tokenizer.is_special(token_id)
         )
 
@@ -118,6 +130,9 @@ class ChatPlanner:
         )
         messages = body.chat()
         text, token_ids = await asyncio.to_thread(self._tokenizer.chat_prompt, messages, chat)
+        if self._channels is not None:
+            end = read_prompt(self._channels, token_ids, self._tokenizer.token_text)
+            return ChatPrompt(token_ids, use, False, False, end)
         return ChatPrompt(
             token_ids,
             use,
@@ -128,17 +143,19 @@ class ChatPlanner:
     async def plan(self, body: ChatCompletionRequest, options: GenerationOptions) -> ChatPlan:
         """Plans one chat. Raises what ``prompt`` raises, also where calls cannot be forced as is asked."""
         prompt = await self.prompt(body)
-        grammar = self._grammar(prompt, options.grammar)
+        grammar = self._grammar(prompt, options)
         has_own_grammar = grammar is not options.grammar
+        # A grammar that could not be put behind reasoning rules from the first token on.
+        is_bound = grammar is not None and not has_own_grammar
         reading = Reading(
             prompt.use,
             None if prompt.use is None else self._tool_format,
-            self._has_reasoning,
-            # A grammar that could not be put behind reasoning rules from the first token on.
-            prompt.begins_in_reasoning and (grammar is None or has_own_grammar),
+            self._has_reasoning or prompt.channels is not None,
+            prompt.begins_in_reasoning and not is_bound,
             bool(body.stream),
+            prompt.channels and prompt.channels.under(grammar if is_bound else None),
         )
-        shown = self._marker_ids if reading.reads_calls or self._has_reasoning else frozenset[int]()
+        shown = self._marker_ids if reading.reads_calls or reading.reads_reasoning else frozenset[int]()
         return ChatPlan(
             prompt=prompt.token_ids,
             options=replace(
@@ -152,9 +169,11 @@ class ChatPlanner:
             reading=reading,
         )
 
-    def _grammar(self, prompt: ChatPrompt, text: Grammar | None) -> Grammar | None:
+    def _grammar(self, prompt: ChatPrompt, options: GenerationOptions) -> Grammar | None:
         """The grammar of the answer, whose text is to be of another one; that itself where it says all."""
-        token_id, begins = self._tokenizer.added_token_id, prompt.begins_in_reasoning
+        token_id, begins, text = self._tokenizer.added_token_id, prompt.begins_in_reasoning, options.grammar
+        if prompt.channels is not None:
+            return forced_channels(prompt.channels, prompt.use, text, field=options.grammar_field)
         if prompt.use is not None:
             return forced_calls(
                 prompt.use,

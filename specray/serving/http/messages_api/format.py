@@ -46,7 +46,7 @@ class MessageFormat:
         content = list[Json]()
         for output in outputs:
             self._last = output
-            content += self._blocks(self._answer.read(output))
+            content += (block for read in self._answer.read_in_order(output) for block in self._blocks(read))
         return {**self._message(totals), "content": content, **self._ending(), "usage": self._usage(totals)}
 
     def opening(self, num_choices: int, totals: Totals) -> Iterator[Json]:
@@ -56,13 +56,13 @@ class MessageFormat:
     def events(self, delta: Delta) -> Iterator[Json]:
         if delta.finish_reason is not None:
             self._last = delta
-        read = self._answer.read(delta)
-        for call in read.continued:
-            yield from self._grow_call(call)
-        for block in self._texts(read):
-            yield from self._grow(block)
-        for call in read.begun:
-            yield from self._grow_call(call)
+        for read in self._answer.read_in_order(delta):
+            for call in read.continued:
+                yield from self._grow_call(call)
+            for block in self._texts(read):
+                yield from self._grow(block)
+            for call in read.begun:
+                yield from self._grow_call(call)
 
     def closing(self, totals: Totals, *, includes_usage: bool, includes_metrics: bool) -> Iterable[Json]:
         yield from self._close()

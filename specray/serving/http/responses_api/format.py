@@ -56,12 +56,12 @@ class ResponseObjectFormat:
     def events(self, delta: Delta) -> Iterator[Json]:
         self._finish_reason = delta.finish_reason or self._finish_reason
         for part in _by_token(delta):
-            num_reasoning_tokens = self._answer.num_reasoning_tokens
-            read = self._answer.read(part)
-            is_reasoning = self._answer.num_reasoning_tokens > num_reasoning_tokens
-            entries = part.logprobs if read.content or not is_reasoning else ()
-            logprobs = [logprob_entry(self._tokenizer, entry) for entry in entries]
-            yield from map(self._numbered, self._output.add(read, logprobs))
+            reads = self._answer.read_in_order(part)
+            has_text = any(read.content for read in reads) or not self._answer.is_apart
+            logprobs = [logprob_entry(self._tokenizer, entry) for entry in part.logprobs if has_text]
+            for read in reads:
+                yield from map(self._numbered, self._output.add(read, logprobs))
+                logprobs = []
 
     def closing(self, totals: Totals, *, includes_usage: bool, includes_metrics: bool) -> Iterable[Json]:
         yield from map(self._numbered, self._output.end(is_complete=self._is_complete))
