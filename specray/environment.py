@@ -20,6 +20,7 @@ RAY_ENVIRONMENT = MappingProxyType(
         "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
         "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(SERVE_MESSAGE_BYTES),
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
+        "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     }
 )
 """Environment of every Ray that runs specray: our own, a test bed's and the container image's.
@@ -34,6 +35,9 @@ Serve's processes call each other over gRPC instead of actor calls, which halves
 
 Serve's controller polls its deployments ten times a second by default: when idle, it and the GCS take 5 % of
 a core, and 3 % at four times a second.
+
+A replica that fails its health checks is killed. By default it is asked to end first, for as long as a
+healthy one may drain; one that hangs would hold its port for half a minute longer.
 """
 
 

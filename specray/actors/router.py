@@ -135,9 +135,13 @@ class RouterReplica:
 
         While a target restarts, the replica is healthy: its sessions are kept and continue afterwards.
         """
-        failure = self._router.failure
-        if failure is not None:
-            raise failure
+
+        async def failure() -> Exception | None:
+            return self._router.failure
+
+        # On the router's own loop, which may hang by itself.
+        if (found := await self._on_loop(failure())) is not None:
+            raise found
 
     async def _configure(self, config: Config) -> None:
         async def configure() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 
@@ -11,6 +12,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: the command line without the program's name; default: the process's own.
     """
+    guardian = None
+    if arguments is None and sys.argv[1:2] == ["serve"]:
+        # Before anything is loaded, and while there is one thread.
+        from specray.cli.ending import guarded
+
+        guardian = guarded()
     from specray.cli.app import run
 
-    raise SystemExit(run(arguments))
+    raise SystemExit(run(arguments, guardian))

@@ -12,6 +12,7 @@ import typer
 from specray import __version__
 from specray.cli.advise.app import advise
 from specray.cli.bench.app import app as bench_app
+from specray.cli.ending import EXIT_FAILED, Guardian
 from specray.cli.generate import generate
 from specray.cli.keys import app as keys_app
 from specray.cli.models.app import app as models_app
@@ -24,7 +25,6 @@ from specray.cli.verify import verify
 from specray.cli.worker import worker
 from specray.errors import ConfigError, InvalidRequestError, SpecrayError
 
-EXIT_FAILED = 1
 EXIT_WRONG_INPUT = 2
 
 app = typer.Typer(
@@ -69,14 +69,17 @@ def command_line() -> Any:
     return typer.main.get_command(app)
 
 
-def run(arguments: Sequence[str] | None = None) -> int:
+def run(arguments: Sequence[str] | None = None, guardian: Guardian | None = None) -> int:
     """Runs a command and prints its error, if any, as one line on stderr.
+
+    Args:
+        guardian: for `specray serve`, which says to it how long its end may take.
 
     Returns:
         The exit code: 0, 2 for wrong input, 1 for another failure, 130 after an interrupt.
     """
     try:
-        command_line()(args=None if arguments is None else list(arguments))
+        command_line()(args=None if arguments is None else list(arguments), obj=guardian)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
     except (ConfigError, InvalidRequestError) as error:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from specray.cli import options
+from specray.cli.ending import PATIENCE_S, Guardian
 
 ConfigPath = Annotated[
     Path | None,
@@ -16,6 +17,7 @@ ConfigPath = Annotated[
 
 
 def serve(
+    context: typer.Context,
     config: ConfigPath = None,
     target: options.ServedTarget = None,
     draft: options.Draft = None,
@@ -63,6 +65,8 @@ def serve(
     }
     merged = build_config(config, values, settings or [], chooses_target=True)
 
-    from specray.serving.launch import run_service
+    from specray.serving.launch import end_time_s, run_service
 
+    if isinstance(context.obj, Guardian):
+        context.obj.patience_s = max(PATIENCE_S, end_time_s(merged))
     raise typer.Exit(run_service(merged))

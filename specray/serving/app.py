@@ -118,8 +118,8 @@ def _router_deployment(config: Config) -> serve.Deployment:
         # The Router's own bounded queue refuses requests, with a reason and a Retry-After.
         max_ongoing_requests=100_000,
         health_check_period_s=1,
-        # After three failures in a row a replica is replaced: 30 s for one that hangs.
-        health_check_timeout_s=10,
+        # After three failures in a row a replica is replaced: 18 s for one that hangs.
+        health_check_timeout_s=5,
         graceful_shutdown_timeout_s=drain_s + STOP_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.1,
         max_constructor_retry_count=3,

@@ -7,11 +7,13 @@ parse as INTERNAL. The server in ``specray.rpc.inference.server`` has all of the
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
+import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -24,21 +26,24 @@ from specray.actors.router import RouterReplica
 from specray.actors.telemetry import AllMetrics, begin_logs, begin_traces, with_labels
 from specray.config import Config, parse_config
 from specray.config.live import LiveConfig, Served
+from specray.errors import ConfigError
 from specray.grammar import PreparedCompiler
-from specray.rpc.channel import ChannelOptions, channel_options
+from specray.rpc.channel import ChannelOptions, channel_options, check_can_listen, parse_address
 from specray.rpc.inference.server import InferenceServer
 from specray.serving.admission.api_keys import Keyring
 from specray.serving.admission.capacity import with_admission
 from specray.serving.collector import Collector
 from specray.serving.grpc.handler import GrpcIngress, served
 from specray.serving.http.app import build_http_app
-from specray.serving.http.server import HttpServer
+from specray.serving.http.server import PORT_WAIT_S, HttpServer
+from specray.serving.live.ports import claimed
 from specray.serving.observe import CallObserver
 from specray.serving.warmup import warm_up
 from specray.tokenization import load_tokenizer
 
 STOP_MARGIN_S = 10.0
 PROXY_RETRY_S = 1.0
+PORT_POLL_S = 0.1
 ROUTER_CALL_MARGIN_S = 10.0
 """Seconds by which a call to the router outlives the router's own request deadline, so that its message
 arrives."""
@@ -56,8 +61,10 @@ def ingress_deployment(config: Config, *, num_cpus: float) -> serve.Deployment:
         # A call that waits in a proxy is invisible; so the proxy refuses it, as this process would.
         max_queued_requests=config.ingress.max_queued_requests,
         backpressure_config={"status_code": 429, "retry_after_s": PROXY_RETRY_S},
-        health_check_period_s=2,
-        health_check_timeout_s=30,
+        health_check_period_s=1,
+        # After three failures in a row a replica is replaced: 15 s for one that hangs, 30 until another
+        # serves.
+        health_check_timeout_s=4,
         # Longer than the Router's, which ends what it does not finish with a message.
         graceful_shutdown_timeout_s=config.router.drain_timeout_s + STOP_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.1,
@@ -99,6 +106,10 @@ class IngressReplica:
         self._keyring = Keyring(config.auth)
         self._has_http_server = config.http.server == "ingress"
 
+    @property
+    def _shares_ports(self) -> bool:
+        return self._config.ingress.num_replicas > 1
+
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Builds the application; Serve calls it once."""
         return build_http_app(
@@ -122,6 +133,9 @@ class IngressReplica:
         """
         await self._live.reconfigure(user_config)
         await self._servers.start()
+
+    async def check_health(self) -> None:
+        """Answers: Serve calls it on the event loop of the endpoints, and replaces a replica that hangs."""
 
     async def reload(self, values: dict[str, Any]) -> str:
         """Takes live values and returns their digest. Raises ConfigError; nothing has changed then."""
@@ -149,15 +163,24 @@ class IngressReplica:
             yield
 
     async def _start_grpc(self, stack: AsyncExitStack) -> None:
-        if self._config.grpc.port:
+        grpc = self._config.grpc
+        if grpc.port:
             grace_s = self._config.router.drain_timeout_s
+            self._claim(stack, "grpc.port", grpc.host, grpc.port)
+            if not self._shares_ports:
+                await _wait_for_port("grpc.port", f"{grpc.host}:{grpc.port}")
             await stack.enter_async_context(served(self._grpc_server(), self._client, grace_s=grace_s))
 
     async def _start_http(self, app: FastAPI, stack: AsyncExitStack) -> None:
         if self._has_http_server:
+            self._claim(stack, "http.port", self._config.http.host, self._config.http.port)
             server = self._http_server(app)
             stack.push_async_callback(server.stop)
             await server.start()
+
+    def _claim(self, stack: AsyncExitStack, field: str, host: str, port: int) -> None:
+        app = f"{ray.get_runtime_context().gcs_address}-{serve.get_replica_context().app_name}"
+        stack.enter_context(claimed(field, host, port, service=self._store or app.replace("/", "-")))
 
     def _http_server(self, app: FastAPI) -> HttpServer:
         config = self._config
@@ -165,7 +188,7 @@ class IngressReplica:
             app,
             host=config.http.host,
             port=config.http.port,
-            shares_port=config.ingress.num_replicas > 1,
+            shares_port=self._shares_ports,
             grace_s=config.router.drain_timeout_s,
         )
 
@@ -181,12 +204,29 @@ class IngressReplica:
         return InferenceServer(
             handler,
             address=f"{config.grpc.host}:{config.grpc.port}",
-            # A replica may start before the one it replaces has ended.
-            options=ChannelOptions(max_receive_bytes=config.grpc.max_message_bytes, reuse_port=True),
+            options=ChannelOptions(
+                max_receive_bytes=config.grpc.max_message_bytes, reuse_port=self._shares_ports
+            ),
             admit=handler.admitter(self._keyring),
             on_refused=handler.refused,
             has_reflection=config.grpc.reflection,
         )
+
+
+async def _wait_for_port(field: str, address: str) -> None:
+    """Waits for a port: a replica may start a moment before the one it replaces has left.
+
+    Raises:
+        ConfigError: it is still in use after PORT_WAIT_S.
+    """
+    end_s = time.monotonic() + PORT_WAIT_S
+    while True:
+        try:
+            return check_can_listen(parse_address(address))
+        except ConfigError as error:
+            if time.monotonic() > end_s:
+                raise ConfigError(f"{field}: {error}") from None
+        await asyncio.sleep(PORT_POLL_S)
 
 
 class _Servers:

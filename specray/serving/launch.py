@@ -14,16 +14,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 from specray.config import EMBEDDED, Config
 from specray.environment import apply_ray_environment, external_ray_address
 from specray.errors import ConfigError
 from specray.serving.live.notes import noted
+from specray.serving.live.ports import claimed
+from specray.serving.own_ray.children import children, end_children
 from specray.serving.own_ray.nodes import lean_head, one_agent
+from specray.serving.own_ray.watch import ray_parts, serve_controller, watched
 from specray.serving.process_end import end_without_destructors
 from specray.tokenization.files import has_chat_template
 
@@ -32,11 +34,12 @@ LOOPBACK = "127.0.0.1"
 HTTP_TIMEOUT_MARGIN_S = 30.0
 KEEP_ALIVE_TIMEOUT_S = 90
 START_MARGIN_S = 60.0
+END_MARGIN_S = 35.0
+EXIT_LOST = 1
 POLL_INTERVAL_S = 0.1
 STATUS_INTERVAL_S = 0.5
 """Seconds between two looks at Serve's status during a start. Each takes processor time that the start needs:
 with ten a second, this process used a quarter of a core."""
-_END_S = 5.0
 SERVE_LOGS: Final = {"log_level": "WARNING", "enable_access_log": False}
 """Logging of Serve itself: a line for each call in each deployment would cost more than some calls."""
 _OWN_ERROR = re.compile(r"^specray\.errors\.(\w+): (.+)$", re.MULTILINE)
@@ -54,12 +57,23 @@ def run_service(config: Config) -> int:
     Raises:
         ConfigError: a port is taken, a model is missing or unfit, or the service could not start.
     """
-    with _stop_signals() as stop, running_service(config, stop=stop):
+    with _stop_signals() as stop, running_service(config, stop=stop, on_lost=_end_lost):
         if not stop.is_set():
             _announce(config)
         stop.wait()
         print("specray: stopping", file=sys.stderr, flush=True)
     return 0
+
+
+def end_time_s(config: Config) -> float:
+    """Returns the seconds that an orderly end may take, with requests that are finished first."""
+    return config.router.drain_timeout_s + END_MARGIN_S
+
+
+def _end_lost(reason: str) -> None:
+    """Ends this process at once, since an orderly end calls Ray; ``cli.ending`` ends what it has started."""
+    print(f"specray: {reason}", file=sys.stderr, flush=True)
+    os._exit(EXIT_LOST)
 
 
 @contextmanager
@@ -68,6 +82,7 @@ def running_service(
     *,
     stop: threading.Event | None = None,
     deploy: Callable[[Config], None] | None = None,
+    on_lost: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
     """Runs the service while the block runs; it is ready when the block starts.
 
@@ -76,40 +91,54 @@ def running_service(
     Args:
         stop: event that gives up a start in progress; the block is entered at once then.
         deploy: gives the application to Serve, under ``APP_NAME``; default: as ``serve run`` does.
+        on_lost: gets a sentence when a part of Ray is lost, in another thread; calls of Ray may hang then.
+            None: nobody looks.
 
     Raises:
         ConfigError: as :func:`run_service`.
     """
     stop = stop or threading.Event()
-    check_ports_are_free(config)
-    check_models(config)
-    config = _with_own_server(config)
     store = f"{APP_NAME}-{secrets.token_hex(8)}"
-    with _ray(config):
-        from ray import serve
-
-        from specray.actors.live import forget_stored
-
-        serve.start(
-            proxy_location="HeadOnly" if config.http.server == "proxy" else "Disabled",
-            http_options={
-                "host": config.http.host,
-                "port": config.http.port,
-                # The router ends a request at its own deadline first, with a message.
-                "request_timeout_s": config.router.request_timeout_s + HTTP_TIMEOUT_MARGIN_S,
-                "keep_alive_timeout_s": KEEP_ALIVE_TIMEOUT_S,
-            },
-            logging_config=SERVE_LOGS,
-        )
-        try:
-            print("specray: loading the models", file=sys.stderr, flush=True)
-            (deploy or partial(_run, store=store))(config)
+    check_ports_are_free(config)
+    with ExitStack() as stack:
+        for field, host, port in _ports(config) if deploy is None else ():
+            stack.enter_context(claimed(field, host, port, service=store))
+        check_models(config)
+        config = _with_own_server(config)
+        stack.enter_context(_ray(config, on_lost))
+        with (
+            _deployed(config, deploy or partial(_run, store=store), store),
+            watched([serve_controller()], on_lost),
+        ):
             wait_running(stop, timeout_s=config.router.start_timeout_s + START_MARGIN_S)
             yield
-        finally:
-            # In a cluster that was there before, other applications stay.
-            serve.delete(APP_NAME)
-            forget_stored(store)
+
+
+@contextmanager
+def _deployed(config: Config, deploy: Callable[[Config], None], store: str) -> Iterator[None]:
+    from ray import serve
+
+    from specray.actors.live import forget_stored
+
+    serve.start(
+        proxy_location="HeadOnly" if config.http.server == "proxy" else "Disabled",
+        http_options={
+            "host": config.http.host,
+            "port": config.http.port,
+            # The router ends a request at its own deadline first, with a message.
+            "request_timeout_s": config.router.request_timeout_s + HTTP_TIMEOUT_MARGIN_S,
+            "keep_alive_timeout_s": KEEP_ALIVE_TIMEOUT_S,
+        },
+        logging_config=SERVE_LOGS,
+    )
+    try:
+        print("specray: loading the models", file=sys.stderr, flush=True)
+        deploy(config)
+        yield
+    finally:
+        # In a cluster that was there before, other applications stay.
+        serve.delete(APP_NAME)
+        forget_stored(store)
 
 
 def _with_own_server(config: Config) -> Config:
@@ -125,10 +154,7 @@ def _with_own_server(config: Config) -> Config:
 
 def check_ports_are_free(config: Config) -> None:
     """Raises ConfigError, naming the port, if another process listens on it."""
-    ports = [("http.port", config.http.host, config.http.port)]
-    if config.grpc.port:
-        ports.append(("grpc.port", config.grpc.host, config.grpc.port))
-    for field, host, port in ports:
+    for field, host, port in _ports(config):
         try:
             family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             with socket.socket(family, kind) as probe:
@@ -139,6 +165,15 @@ def check_ports_are_free(config: Config) -> None:
             raise ConfigError(f"{field}: cannot listen on {host}:{port}: {error.strerror}") from None
     if config.grpc.port == config.http.port:
         raise ConfigError(f"grpc.port: {config.grpc.port} is http.port as well; they must differ")
+
+
+def _ports(config: Config) -> list[tuple[str, str, int]]:
+    """Returns field, host and port of every endpoint."""
+    http, grpc = config.http, config.grpc
+    return [
+        ("http.port", http.host, http.port),
+        *([("grpc.port", grpc.host, grpc.port)] if grpc.port else []),
+    ]
 
 
 def check_models(config: Config) -> None:
@@ -168,7 +203,7 @@ def _stop_signals() -> Iterator[threading.Event]:
 
 
 @contextmanager
-def _ray(config: Config) -> Iterator[None]:
+def _ray(config: Config, on_lost: Callable[[str], None] | None) -> Iterator[None]:
     is_own = not external_ray_address()
     if is_own:
         apply_ray_environment(config.rpc)
@@ -197,7 +232,8 @@ def _ray(config: Config) -> Iterator[None]:
         context = ray.init(logging_level=logging.WARNING, log_to_driver=True)
     _restore(handlers)
     try:
-        with noted(config.http.port, context.address_info["address"]) if is_own else nullcontext():
+        note = noted(config.http.port, context.address_info["address"]) if is_own else nullcontext()
+        with note, watched(ray_parts(context, is_own=is_own), on_lost):
             yield
     finally:
         ray.shutdown()
@@ -215,7 +251,7 @@ def _init_ray(**options: Any) -> Any:
     import ray
 
     for is_last in (False, True):
-        before = _children()
+        before = children()
         try:
             with one_agent(), lean_head(log_to_driver=options.get("log_to_driver", True)):
                 return ray.init(**options)
@@ -224,36 +260,11 @@ def _init_ray(**options: Any) -> Any:
             if type(error) is not Exception and not isinstance(error, (RuntimeError, TimeoutError)):
                 raise
             reason = " ".join(str(error).split())
-            _end(_children() - before)
+            end_children(children() - before)
             if is_last:
                 raise ConfigError(f"Ray did not start after two attempts: {reason}") from error
         print(f"specray: Ray did not start, trying once more: {reason}", file=sys.stderr, flush=True)
     raise AssertionError("the last attempt returns or raises")
-
-
-def _children() -> set[int]:
-    """Returns the children of this process; none where the system does not tell."""
-    lists = Path("/proc/self/task").glob("*/children")
-    return {int(pid) for children in lists for pid in children.read_text().split()}
-
-
-def _end(pids: set[int]) -> None:
-    """Ends children of this process, after some time to clean up."""
-    for number, patience_s in ((signal.SIGTERM, _END_S), (signal.SIGKILL, _END_S)):
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-        deadline_s = time.monotonic() + patience_s
-        while pids and time.monotonic() < deadline_s:
-            pids = {pid for pid in pids if not _is_reaped(pid)}
-            time.sleep(POLL_INTERVAL_S)
-
-
-def _is_reaped(pid: int) -> bool:
-    try:
-        return os.waitpid(pid, os.WNOHANG)[0] == pid
-    except ChildProcessError:
-        return True
 
 
 def _handlers() -> dict[int, Any]:

@@ -1,9 +1,11 @@
-"""Tells whether the service can answer, for /ready and the gRPC health service."""
+"""Tells whether the service can answer, for /health, /ready and the gRPC health service."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Final
@@ -18,6 +20,35 @@ WATCH_INTERVAL_S: Final = 5.0
 """Seconds between checks for the gRPC health service: the delay until a load balancer sees a lost target. A
 router with work answers from its last verdicts; one without runs a step of one token, which takes some
 milliseconds."""
+
+
+ALIVE_TIMEOUT_S: Final = 1.0
+ALIVE_GRACE_S: Final = 30.0
+"""Seconds without a Router after which nothing can be answered. A Router that dies is replaced within them,
+unless its target is large."""
+
+
+class Liveness:
+    """Whether any Router is there, at a low price: a working target is no condition, see ``check_ready``."""
+
+    def __init__(self, client: RouterClient, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._client = client
+        self._monotonic = monotonic
+        self._answered_s = -math.inf
+
+    async def check(self) -> None:
+        """Raises EngineLostError if no Router has answered for ALIVE_GRACE_S, or since the start."""
+        if self._monotonic() - self._answered_s < ALIVE_TIMEOUT_S:
+            return
+        try:
+            async with asyncio.timeout(ALIVE_TIMEOUT_S):
+                await self._client.service_info()
+        # Whatever keeps a Router from answering.
+        except Exception:
+            if self._monotonic() - self._answered_s >= ALIVE_GRACE_S:
+                raise EngineLostError("no Router answers") from None
+        else:
+            self._answered_s = self._monotonic()
 
 
 async def check_ready(client: RouterClient) -> None:

@@ -85,6 +85,7 @@ def test_a_ray_that_was_imported_before_reads_only_the_token(
         ("RAY_SERVE_USE_GRPC_BY_DEFAULT", "1"),
         ("RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH", "67108864"),
         ("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.25"),
+        ("RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS", "1"),
         ("RAY_worker_niceness", "0"),
         ("RAY_gcs_server_port_wait_time_s", "120"),
         ("RAY_agent_register_timeout_ms", "120000"),

@@ -23,14 +23,18 @@ def adopting() -> Iterator[None]:
     So none of them can get away: :func:`descendants` sees all. Children that were started in the block and
     are left at its end are killed, with all of theirs.
     """
-    libc = ctypes.CDLL(None)
     before = set(descendants(os.getpid()))
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans(True)
     try:
         yield
     finally:
         end_all(before)
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        adopt_orphans(False)
+
+
+def adopt_orphans(is_wanted: bool) -> None:
+    """Makes orphans among this process's descendants its children, or no longer."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(is_wanted), 0, 0, 0)
 
 
 def end_all(spared: set[int]) -> None:

@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from specray.bench.compare.peers.process import free_port
-from specray.cli.ending import EXIT_INTERRUPTED
+from specray.cli import main
+from specray.cli.ending import EXIT_INTERRUPTED, REPEAT_S
 
 DEADLINE_S = 30.0
 SERVING = """
@@ -61,3 +63,120 @@ def test_a_signal_ends_the_server_that_is_measured_too(number: signal.Signals, t
     finally:
         process.kill()
         process.wait(DEADLINE_S)
+
+
+GUARDED = """
+import os, signal, subprocess, sys, time
+from specray.cli.ending import guarded
+
+guardian = guarded()
+guardian.patience_s = float(sys.argv[1])
+# An orphan that hangs, as a worker of Ray whose raylet was killed.
+made = subprocess.run(
+    [sys.executable, "-c", "import subprocess as s; print(s.Popen(['sleep', '600'], stdout=s.DEVNULL).pid)"],
+    stdout=subprocess.PIPE, text=True, check=True,
+)
+os.kill(int(made.stdout), signal.SIGSTOP)
+exec(sys.argv[2])
+print(os.getpid(), made.stdout.strip(), flush=True)
+exec(sys.argv[3])
+"""
+STUBBORN = "for number in (2, 15): signal.signal(number, lambda *_: print('asked', flush=True))"
+FOR_EVER = "while True: time.sleep(60)"
+
+
+class GuardedProcess:
+    """A guarded process, with an orphan of its own that is stopped."""
+
+    def __init__(self, first: str, then: str, *, patience_s: float = 600.0) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", GUARDED, str(patience_s), first, then],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        self.pids = [int(word) for word in self.process.stdout.readline().split()]
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def end(self) -> tuple[int, str]:
+        """Waits for the end of all; returns the exit code and what was said."""
+        _, said = self.process.communicate(timeout=DEADLINE_S)
+        for pid in self.pids:
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+        return self.process.returncode, said
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process adopt orphans")
+
+
+@linux
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_is_passed_on_and_the_exit_code_is_passed_back(number: signal.Signals) -> None:
+    guarded = GuardedProcess("signal.signal(signal.SIGINT, lambda *_: os._exit(7))", FOR_EVER)
+    # To the whole group, as a terminal does: the guarded process is in another.
+    os.killpg(guarded.process.pid, number)
+    assert guarded.end() == (7 if number == signal.SIGINT else EXIT_INTERRUPTED, "")
+
+
+@linux
+def test_a_second_signal_kills_at_once() -> None:
+    guarded = GuardedProcess(STUBBORN, FOR_EVER)
+    guarded.process.send_signal(signal.SIGINT)
+    assert guarded.line() == "asked\n"
+    # The second of a pair that one request made does not count.
+    guarded.process.send_signal(signal.SIGINT)
+    time.sleep(REPEAT_S + 0.1)
+    assert guarded.process.poll() is None
+    guarded.process.send_signal(signal.SIGTERM)
+    assert guarded.end() == (EXIT_INTERRUPTED, "specray: killing every process\n")
+
+
+@linux
+@pytest.mark.parametrize("then", [FOR_EVER, "os.kill(os.getpid(), signal.SIGSTOP)"])
+def test_the_end_of_patience_kills_whatever_hangs(then: str) -> None:
+    guarded = GuardedProcess(STUBBORN, then, patience_s=0.5)
+    guarded.process.send_signal(signal.SIGINT)
+    assert guarded.end() == (1, "specray: not ended after 0.5 s; killing every process\n")
+
+
+@linux
+def test_a_process_that_is_killed_or_ends_by_itself_leaves_nothing() -> None:
+    guarded = GuardedProcess("", FOR_EVER)
+    os.kill(guarded.pids[0], signal.SIGKILL)
+    assert guarded.end() == (1, "specray: its main process was ended by SIGKILL\n")
+    assert GuardedProcess("", "os._exit(3)").end() == (3, "")
+
+
+@linux
+def test_a_guarded_process_ends_when_its_guardian_is_killed() -> None:
+    guarded = GuardedProcess("", "try: time.sleep(60)\nfinally: os._exit(0)")
+    guarded.process.kill()
+    assert guarded.process.wait(DEADLINE_S) == -signal.SIGKILL
+    assert wait_gone(guarded.pids[0])
+    os.kill(guarded.pids[1], signal.SIGKILL)
+
+
+def wait_gone(pid: int) -> bool:
+    end_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < end_s:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_only_the_program_itself_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not whoever calls it: a test of ours would go on twice."""
+    monkeypatch.setattr("specray.cli.ending.guarded", lambda: pytest.fail("guarded"))
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "--no-such-option"])

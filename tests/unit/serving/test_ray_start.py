@@ -11,7 +11,8 @@ import pytest
 import ray
 
 from specray.errors import ConfigError
-from specray.serving.launch import _children, _init_ray
+from specray.serving.launch import _init_ray
+from specray.serving.own_ray.children import children
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -59,7 +60,7 @@ def test_a_second_attempt_begins_when_the_processes_of_the_first_have_ended(
         start = starts(Exception("The current node timed out\nduring startup."), None)
         assert _init_ray(address="local") == "context"
         first, second = start.processes
-        assert first.pid not in _children() and {second.pid, other.pid} <= _children()
+        assert first.pid not in children() and {second.pid, other.pid} <= children()
         assert "trying once more: The current node timed out during startup." in capsys.readouterr().err
     finally:
         other.kill()
@@ -71,7 +72,7 @@ def test_two_failures_are_told_in_words(starts: Any) -> None:
     start = starts(RuntimeError("no port"), TimeoutError("no node"))
     with pytest.raises(ConfigError, match=r"Ray did not start after two attempts: no node"):
         _init_ray(address="local")
-    assert not {process.pid for process in start.processes} & _children()
+    assert not {process.pid for process in start.processes} & children()
 
 
 def test_what_a_second_attempt_would_not_change_is_raised_at_once(starts: Any) -> None:

@@ -34,7 +34,7 @@ _BODIES: Final[Mapping[str, tuple[type[BaseModel], str]]] = {
 }
 _READ: Final[Mapping[str, str]] = {
     "/v1/models": "The served model.",
-    "/health": "Whether the process lives.",
+    "/health": "Whether a Router answers.",
     "/ping": "The same.",
     "/ready": "Whether the target computes.",
     "/load": "Requests in hand.",

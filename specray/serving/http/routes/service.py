@@ -14,7 +14,7 @@ from specray.errors import EngineLostError
 from specray.serving.admission.capacity import AdmissionClient
 from specray.serving.http.key_check import check_observer
 from specray.serving.http.routes.methods import GET
-from specray.serving.readiness import answer_within, check_ready
+from specray.serving.readiness import Liveness, answer_within, check_ready
 
 TextSource = Callable[[], Awaitable[str]]
 
@@ -28,13 +28,13 @@ def add_service_routes(app: FastAPI, client: AdmissionClient, *, is_terse: Calla
     ``is_terse``: True while a caller without a key learns that the service is not ready, but not why.
     """
 
-    @app.api_route("/health", methods=GET)
-    async def health() -> JSONResponse:
-        return JSONResponse({"status": "ok"})
+    liveness = Liveness(client)
 
-    # SageMaker and what imitates it; some send POST.
+    # The second is SageMaker's, and of what imitates it; some send POST.
+    @app.api_route("/health", methods=GET)
     @app.api_route("/ping", methods=[*GET, "POST"])
-    async def ping() -> JSONResponse:
+    async def health() -> JSONResponse:
+        await liveness.check()
         return JSONResponse({"status": "ok"})
 
     @app.api_route("/ready", methods=GET)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
 
-from specray.fakes import FakeRouterClient
+from specray.errors import EngineLostError
+from specray.fakes import FakeRouterClient, VirtualClock
+from specray.serving.readiness import Liveness
 from tests.unit.serving.http.service import INFO, TEXT, endless, serving, wait_until
 
 
@@ -39,3 +43,42 @@ async def test_load_is_the_number_of_requests_in_hand() -> None:
         assert await (await service.http.get("/load")).json() == {"server_load": 3}
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
+
+
+def test_health_fails_where_no_router_answers_beyond_a_routers_replacement() -> None:
+    clock = VirtualClock()
+    client: Any = FakeRouterClient(info=INFO)
+    answer = client.service_info
+
+    async def lost() -> None:
+        raise EngineLostError("the router was lost")
+
+    async def hang() -> None:
+        await asyncio.Event().wait()
+
+    async def is_alive(liveness: Liveness) -> bool:
+        try:
+            await liveness.check()
+        except EngineLostError as error:
+            assert str(error) == "no Router answers"
+            return False
+        return True
+
+    async def outage(failure: Callable[[], Awaitable[None]]) -> list[bool]:
+        """Asks at the start, when a Router has answered, every second of an outage, and afterwards."""
+        liveness = Liveness(client, monotonic=clock.monotonic)
+        client.service_info = failure
+        found = [await is_alive(liveness)]
+        client.service_info = answer
+        found.append(await is_alive(liveness))
+        end_s = clock.monotonic() + 40
+        client.service_info = failure
+        while clock.monotonic() < end_s:
+            await clock.sleep(1.0)
+            found.append(await is_alive(liveness))
+        client.service_info = answer
+        return [*found, await is_alive(liveness)]
+
+    # A call that hangs takes a second itself.
+    assert clock.run(outage(lost)) == [False, True, *[True] * 29, *[False] * 11, True]
+    assert clock.run(outage(hang)) == [False, True, *[True] * 14, *[False] * 6, True]
