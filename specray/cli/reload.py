@@ -28,17 +28,26 @@ def reload(
 ) -> None:
     """Change speculation, limits, keys or logs of a service that `specray serve` runs, while it serves."""
     from specray.cli.settings import build_config, changed_config
+    from specray.config import parse_config
 
     given = None if config is None else build_config(config, {}, settings or [], chooses_target=True)
 
     def wanted(served: dict[str, Any]) -> Config:
         if given is None:
             return changed_config(served, settings or [])
-        if given.http.server != "auto":
-            return given
-        # The service has chosen.
-        http = given.http.model_copy(update={"server": served["http"]["server"]})
-        return given.model_copy(update={"http": http})
+        update: dict[str, Any] = {}
+        if given.http.server == "auto":
+            # The service has chosen.
+            update["http"] = given.http.model_copy(update={"server": served["http"]["server"]})
+        keys = parse_config({"auth": {"keys": served["auth"]["keys"]}}).auth.keys
+        if keys and "keys" not in given.auth.model_fields_set:
+            # What is not said does not open a service.
+            names = ", ".join(key.name for key in keys)
+            print(
+                f"auth.keys: {names} stay in force: {config} does not name it; `auth: {{keys: []}}` ends them"
+            )
+            update["auth"] = given.auth.model_copy(update={"keys": keys})
+        return given.model_copy(update=update)
 
     if given is not None and port is None:
         port = given.http.port
@@ -48,5 +57,7 @@ def reload(
     found = reload_service(wanted, port=port, timeout_s=timeout)
     for change in found:
         print(change)
+        if change.key == "auth.keys" and not change.new:
+            print("auth.keys: the service is open now: whoever reaches it may call")
     if not found:
         print("specray: nothing differs from what is served")

@@ -72,6 +72,56 @@ def test_a_file_is_the_whole_configuration_and_names_the_port(
     assert asked == [8123, 8124]
 
 
+KEYS = [{"name": "team-a", "sha256": "0" * 64}, {"name": "team-b", "sha256": "1" * 64}]
+OPENED = "auth.keys: team-a (00000000), team-b (11111111) -> none\n"
+STAY = "auth.keys: team-a, team-b stay in force: {path} does not name it; `auth: {{keys: []}}` ends them\n"
+NOTHING = "specray: nothing differs from what is served\n"
+OPEN = "auth.keys: the service is open now: whoever reaches it may call\n"
+
+
+@pytest.mark.parametrize(
+    ("auth", "said"),
+    [
+        ("", STAY + NOTHING),
+        ("auth: {}", STAY + NOTHING),
+        (
+            "auth: {open_paths: [/version]}",
+            STAY + 'auth.open_paths: [] -> ["/version"]\n',
+        ),
+        ("auth: {keys: []}", OPENED + OPEN),
+        (
+            f"auth: {{keys: [{{name: team-b, sha256: '{'1' * 64}'}}]}}",
+            "auth.keys: team-a (00000000), team-b (11111111) -> team-b (11111111)\n",
+        ),
+    ],
+)
+def test_a_file_without_keys_does_not_open_a_service_that_has_some(
+    asked: list[int | None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    auth: str,
+    said: str,
+) -> None:
+    values = {**SERVED.model_dump(mode="json", exclude={"router"}), "auth": {"keys": KEYS}}
+    monkeypatch.setitem(globals(), "SERVED", parse_config(values))
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "target: {model: embedded}\nhttp: {port: 8123}\nspeculation: {num_speculative_tokens: 4}\n" + auth
+    )
+    assert run(["reload", str(path)]) == 0
+    assert capsys.readouterr().out == said.format(path=path)
+
+
+def test_keys_that_are_set_to_none_open_a_service_with_a_word(
+    asked: list[int | None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {**SERVED.model_dump(mode="json"), "auth": {"keys": KEYS}}
+    monkeypatch.setitem(globals(), "SERVED", parse_config(values))
+    assert run(["reload", "--set", "auth.keys=[]"]) == 0
+    assert capsys.readouterr().out == OPENED + OPEN
+
+
 def test_a_refusal_is_one_line_and_exit_code_2(
     asked: list[int | None], capsys: pytest.CaptureFixture[str]
 ) -> None:
