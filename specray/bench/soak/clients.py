@@ -63,17 +63,24 @@ class CaseSender:
         return received.output()
 
     async def request(
-        self, case: Case, way: Way, times: list[float], *, cancel_after_s: float | None = None
+        self,
+        case: Case,
+        way: Way,
+        times: list[float],
+        *,
+        cancel_after_s: float | None = None,
+        is_away: Callable[[], bool] = lambda: False,
     ) -> list[Attempt]:
         """Sends one request, and a second time if the service says so.
 
         Args:
             times: list for the times of the start and of each event with text.
             cancel_after_s: seconds after which the client leaves; None: it waits for the end.
+            is_away: True while nobody listens, so that it is sent again and again.
         """
         times.append(self._now_s())
         attempts = [await self._attempt(case, way, times, cancel_after_s)]
-        if attempts[0].end is End.RETRIABLE:
+        while attempts[-1].end is End.RETRIABLE and (len(attempts) == 1 or is_away()):
             await asyncio.sleep(RETRY_PAUSE_S)
             attempts.append(await self._attempt(case, way, times, cancel_after_s))
         return attempts

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from specray.bench.soak.neighbours import RAY_PARTS, lose_ray, send_endless_head, start_on_taken_ports
 from specray.bench.soak.schedule import FaultKind, PlannedFault
 from specray.bench.testbed.beds import Bed
 from specray.bench.testbed.models import draft_path, make_other_draft
@@ -90,6 +91,29 @@ async def _kill_router(bed: Bed, fault: PlannedFault, rng: random.Random) -> Don
     return await _kill(bed, PartRole.ROUTER, rng)
 
 
+async def _kill_controller(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
+    return await _kill(bed, PartRole.CONTROLLER, rng)
+
+
+async def _hang_ingress(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
+    """Returns at once: that it is stopped is for Serve to notice."""
+    part = await _pick(bed, PartRole.INGRESS, rng)
+    _signal(part, signal.SIGSTOP)
+    return Done(f"ingress {part.pid}", frozenset({part.pid}))
+
+
+async def _lose_ray(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
+    return Done(await lose_ray(rng.choice(RAY_PARTS), bed.directory))
+
+
+async def _start_second(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
+    return Done(await start_on_taken_ports(bed))
+
+
+async def _send_head(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
+    return Done(await send_endless_head(bed.config.http.host, bed.config.http.port))
+
+
 async def _stop_draft(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
     return await _stop(bed, PartRole.DRAFT, rng, fault.hold_s, signal.SIGCONT)
 
@@ -135,10 +159,8 @@ async def _remove_node(bed: Bed, fault: PlannedFault, rng: random.Random) -> Don
     assert bed.nodes is not None, "a lost node needs a second one"
     drafts = of_role(await bed.control.parts(), PartRole.DRAFT)
     await bed.nodes.remove()
-    try:
-        await asyncio.sleep(fault.hold_s)
-    finally:
-        await bed.nodes.add()
+    await asyncio.sleep(fault.hold_s)
+    await bed.nodes.join()
     return Done("the draft's node", frozenset(part.pid for part in drafts))
 
 
@@ -202,4 +224,9 @@ _INJECTORS: dict[FaultKind, Injector] = {
     FaultKind.NODE_REMOVE: _remove_node,
     FaultKind.NODE_DRAIN: _drain_node,
     FaultKind.DRAFT_UPGRADE: _upgrade_draft,
+    FaultKind.INGRESS_HANG: _hang_ingress,
+    FaultKind.CONTROLLER_KILL: _kill_controller,
+    FaultKind.RAY_LOST: _lose_ray,
+    FaultKind.SECOND_SERVICE: _start_second,
+    FaultKind.ENDLESS_HEAD: _send_head,
 }

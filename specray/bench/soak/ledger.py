@@ -26,7 +26,7 @@ class Judgement(StrEnum):
 
     OK = "ok"
     RETRIED = "retried"
-    """Right at the second attempt, after its Router died."""
+    """Right at a later attempt, after its Router died or its Ingress hung."""
     CANCELLED = "cancelled"
     FAILED = "failed"
     WRONG = "wrong"
@@ -56,12 +56,12 @@ class Entry:
 
 
 def judge(
-    attempts: Sequence[Attempt], reference: Output, *, router_deaths_s: Sequence[float], window_s: float
+    attempts: Sequence[Attempt], reference: Output, *, deaths_s: Sequence[float], window_s: float
 ) -> tuple[Judgement, str]:
     """Returns the verdict on a request, and the reason for a bad one.
 
-    A retriable error is excused once, and only within ``window_s`` seconds after a Router's death. What was
-    received must be the reference's beginning, however it ended.
+    A retriable error is excused within ``window_s`` seconds after the loss of a Router or an Ingress, if the
+    last attempt succeeds. What was received must be the reference's beginning, however it ended.
     """
     for attempt in attempts:
         if (what := difference(attempt.output, reference)) is not None:
@@ -70,18 +70,18 @@ def judge(
     for attempt in attempts:
         if attempt.end is End.ERROR:
             return Judgement.FAILED, attempt.reason
-        if attempt.end is End.RETRIABLE and not is_excused(attempt.ended_s, router_deaths_s, window_s):
-            return Judgement.FAILED, f"no Router had died: {attempt.reason}"
+        if attempt.end is End.RETRIABLE and not is_excused(attempt.ended_s, deaths_s, window_s):
+            return Judgement.FAILED, f"no Router or Ingress was lost: {attempt.reason}"
     if last.end is End.RETRIABLE:
-        return Judgement.FAILED, f"the second attempt too: {last.reason}"
+        return Judgement.FAILED, f"the last attempt too: {last.reason}"
     if last.end is End.CANCELLED:
         return Judgement.CANCELLED, ""
     return (Judgement.OK if len(attempts) == 1 else Judgement.RETRIED), ""
 
 
-def is_excused(at_s: float, router_deaths_s: Sequence[float], window_s: float) -> bool:
-    """True if a Router died at most ``window_s`` seconds before."""
-    return any(0 <= at_s - death_s <= window_s for death_s in router_deaths_s)
+def is_excused(at_s: float, deaths_s: Sequence[float], window_s: float) -> bool:
+    """True if a Router or an Ingress was lost at most ``window_s`` seconds before."""
+    return any(0 <= at_s - death_s <= window_s for death_s in deaths_s)
 
 
 class Ledger:

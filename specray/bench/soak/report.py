@@ -19,8 +19,9 @@ MIN_GROWTH_BYTES = 2 * 1024 * 1024
 """Bytes of growth that count: a heap's arenas come and go in steps of this size."""
 _PAUSING = frozenset({FaultKind.TARGET_KILL, FaultKind.TARGET_STOP, FaultKind.ROUTER_KILL})
 """Faults after which nothing can go on at once."""
-MAX_WAIT_S, MAX_PAUSE_S = 2.0, 20.0
-"""Seconds for which a running stream may wait after a fault of a draft, and of a target or Router."""
+MAX_WAIT_S, MAX_PAUSE_S, MAX_AWAY_S = 2.0, 20.0, 40.0
+"""Seconds for which a running stream may wait after a fault of a draft, of a target or Router, and of an
+Ingress, which is replaced within 30."""
 MAX_UNUSED_S = 15.0
 """Seconds from when all parts are back until the draft's tokens are verified again."""
 MAX_LINES = 12
@@ -38,7 +39,7 @@ def problems(result: SoakResult, *, max_growth: float = MAX_GROWTH) -> tuple[str
         if number := result.ledger.count(verdict):
             found.append(f"{number} {what}")
     for role, blocks in result.blocks.items():
-        if blocks is None:
+        if blocks is None and not result.is_interrupted:
             found.append(f"no reading of the {role}'s blocks in use")
         elif blocks:
             found.append(f"{blocks:g} leaked blocks of the {role}")
@@ -52,21 +53,25 @@ def problems(result: SoakResult, *, max_growth: float = MAX_GROWTH) -> tuple[str
         for growth in grown
     ]
     found += [text for fault in result.faults for text in _slowness(fault)]
-    lost = sum(fault.whole_after_s is None for fault in result.faults)
+    lost = sum(fault.is_over and fault.whole_after_s is None for fault in result.faults)
     if lost:
         found.append(f"{lost} faults after which the service was not whole in time")
     if result.num_not_injected:
         found.append(f"{result.num_not_injected} faults for which no time was left")
-    undone = sum(fault.detail.startswith("not done") for fault in result.faults)
-    if undone:
-        found.append(f"{undone} faults that could not be done")
+    found += [f"{_name(fault)}: {fault.detail}" for fault in result.faults if not fault.is_done]
     return tuple(found)
+
+
+def _name(fault: Fault) -> str:
+    return f"{fault.kind.value} at {fault.at_s:.0f} s"
 
 
 def _slowness(fault: Fault) -> list[str]:
     """Lists what took longer after the fault than allowed."""
-    found, what = [], f"{fault.kind.value} at {fault.at_s:.0f} s"
+    found, what = [], _name(fault)
     allowed_s = MAX_PAUSE_S if fault.kind in _PAUSING else MAX_WAIT_S
+    if fault.kind is FaultKind.INGRESS_HANG:
+        allowed_s = MAX_AWAY_S
     if fault.wait_s is not None and fault.wait_s > allowed_s:
         found.append(f"{what}: a stream waited {fault.wait_s:.1f} s; allowed: {allowed_s:g}")
     if fault.speculation_after_s is not None and fault.parts_after_s is not None:
@@ -89,6 +94,7 @@ def as_json(result: SoakResult, *, max_growth: float = MAX_GROWTH) -> dict[str, 
         "testbed": plan.bed.value,
         "seed": plan.seed,
         "duration_s": round(result.duration_s, 1),
+        "is_interrupted": result.is_interrupted,
         "requests": result.ledger.counts,
         "ways": result.ledger.ways,
         "num_tokens": result.num_tokens,

@@ -17,7 +17,7 @@ from specray.bench.soak.ledger import Attempt, Entry, Judgement, Ledger, judge
 from specray.bench.soak.memory import Growth, MemoryRecord
 from specray.bench.soak.recovery import back_after_s, longest_wait_s
 from specray.bench.soak.schedule import FaultKind, PlannedFault, plan_faults
-from specray.bench.soak.watch import Watch
+from specray.bench.soak.watch import IDLE_TIMEOUT_S, Watch, Whole
 from specray.bench.testbed.beds import Bed, open_bed
 from specray.bench.testbed.kinds import BedKind
 from specray.config import Config
@@ -30,6 +30,10 @@ MAX_STRETCH = 2.0
 """Factor by which recoveries that take longer than planned may stretch the load."""
 MEMORY_SPAN_S = 60.0
 FAILED_PAUSE_S = 0.5
+INTERRUPTED_IDLE_S = 15.0
+"""Seconds to wait for an idle service after Ctrl-C."""
+_EXCUSING = frozenset({FaultKind.ROUTER_KILL, FaultKind.INGRESS_HANG})
+"""Faults that end requests: their callers may have to send them again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +56,8 @@ class SoakPlan:
     max_requests: int = 20_000
     request_timeout_s: float = 90.0
     recovery_timeout_s: float = 60.0
-    """Seconds for the service to be whole again after a fault; a Router's death excuses errors for as
-    long."""
+    """Seconds for the service to be whole again after a fault; the loss of a Router or an Ingress excuses
+    errors for as long."""
     directory: Path | None = None
 
     @property
@@ -81,6 +85,10 @@ class Fault:
     wait_s: float | None = None
     """Longest wait of a running stream for its next text, in seconds."""
     speculation_after_s: float | None = None
+    is_over: bool = False
+    """True once the service was waited for."""
+    is_done: bool = True
+    """False: it could not be injected, or not be ended; ``detail`` says why."""
 
 
 @dataclass(slots=True)
@@ -101,6 +109,8 @@ class SoakResult:
     unjudged: tuple[str, ...] = ()
     """Names of processes none of which lived long enough to be judged."""
     num_tokens: int = 0
+    is_interrupted: bool = False
+    """True if Ctrl-C ended the load; the rest is what was seen until then."""
 
 
 Progress = Callable[[str], None]
@@ -108,6 +118,8 @@ Progress = Callable[[str], None]
 
 async def soak(plan: SoakPlan, progress: Progress = lambda text: None) -> SoakResult:
     """Starts the service, gets the reference outputs, runs the load under faults, and ends everything.
+
+    If it is cancelled during the load, it returns what was seen so far.
 
     Raises:
         ConfigError: the machine cannot do it, or the configuration is wrong.
@@ -146,6 +158,12 @@ class _Soak:
         """True while a load is needed, also for the last fault and its recovery."""
         return self._now_s() < self._plan.duration_s or not self._has_hurt
 
+    @property
+    def _is_away(self) -> bool:
+        """True while the only Ingress is hung or being replaced."""
+        last = self._result.faults[-1:]
+        return any(fault.kind is FaultKind.INGRESS_HANG and not fault.is_over for fault in last)
+
     def _now_s(self) -> float:
         return time.monotonic() - self._zero_s
 
@@ -161,14 +179,11 @@ class _Soak:
             asyncio.create_task(self._watch.memory_for_ever()),
         ]
         try:
-            await self._watch.parts()
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._faults())
-                for index in range(plan.num_clients):
-                    group.create_task(self._client(index, cases, references))
+            await self._load(cases, references)
             result.duration_s = self._now_s()
             self._progress("waiting until the service is idle")
-            result.blocks = await self._watch.blocks_when_idle()
+            idle_s = INTERRUPTED_IDLE_S if result.is_interrupted else IDLE_TIMEOUT_S
+            result.blocks = await self._watch.blocks_when_idle(idle_s)
         finally:
             for task in watchers:
                 task.cancel()
@@ -179,6 +194,20 @@ class _Soak:
         result.unjudged = self._memory.unjudged()
         return result
 
+    async def _load(self, cases: Sequence[Case], references: Sequence[Output]) -> None:
+        try:
+            await self._watch.parts()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._faults())
+                for index in range(self._plan.num_clients):
+                    group.create_task(self._client(index, cases, references))
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            assert task is not None, "it runs in a task"
+            task.uncancel()
+            self._result.is_interrupted = True
+            self._progress("interrupted; a second time ends it without a report")
+
     async def _client(self, index: int, cases: Sequence[Case], references: Sequence[Output]) -> None:
         plan = self._plan
         rng = random.Random(f"{plan.seed} client {index}")
@@ -188,7 +217,11 @@ class _Soak:
             times: list[float] = []
             self._streams.append(times)
             attempts = await self._caller.request(
-                drawn.case, drawn.way, times, cancel_after_s=drawn.cancel_after_s
+                drawn.case,
+                drawn.way,
+                times,
+                cancel_after_s=drawn.cancel_after_s,
+                is_away=lambda: self._is_away,
             )
             entry = self._judge(drawn.case, attempts, references[drawn.case.index])
             self._result.ledger.add(
@@ -207,9 +240,9 @@ class _Soak:
                 await asyncio.sleep(FAILED_PAUSE_S)
 
     def _judge(self, case: Case, attempts: Sequence[Attempt], reference: Output) -> tuple[Judgement, str]:
-        deaths_s = [fault.at_s for fault in self._result.faults if fault.kind is FaultKind.ROUTER_KILL]
+        deaths_s = [fault.at_s for fault in self._result.faults if fault.kind in _EXCUSING]
         window_s = self._plan.recovery_timeout_s
-        return judge(attempts, reference, router_deaths_s=deaths_s, window_s=window_s)
+        return judge(attempts, reference, deaths_s=deaths_s, window_s=window_s)
 
     async def _faults(self) -> None:
         try:
@@ -242,19 +275,35 @@ class _Soak:
             done = await inject(self._bed, planned, rng)
             fault.detail, killed = done.what, done.killed
         except SpecrayError as error:
-            fault.detail = f"not done: {error}"
-        whole = await self._watch.wait_whole(
-            killed=killed,
-            timeout_s=self._plan.recovery_timeout_s,
-            ranks=self._plan.config.target.tensor_parallel_size,
-            drafts=self._plan.config.draft.num_replicas,
-        )
+            fault.detail, fault.is_done = f"not done: {error}", False
+        whole = await self._wait_whole(killed)
         after = "not within its time"
         if whole is not None:
             fault.parts_after_s = whole.parts_s - fault.at_s
             fault.whole_after_s = whole.speculation_s - fault.at_s
             after = f"after {fault.whole_after_s:.1f} s"
+        fault.is_over = True
         self._progress(f"{self._now_s():.0f} s: {fault.kind} ({fault.detail}); whole again {after}")
+        if whole is None or not fault.is_done:
+            await self._restore()
+
+    async def _restore(self) -> None:
+        """Makes the service whole before the next fault, which would find less than there should be."""
+        try:
+            await self._bed.restore()
+            whole = await self._wait_whole(frozenset())
+        except SpecrayError as error:
+            self._progress(f"{self._now_s():.0f} s: not restored: {error}")
+        else:
+            self._progress(f"{self._now_s():.0f} s: {'restored' if whole else 'not restored in time'}")
+
+    async def _wait_whole(self, killed: frozenset[int]) -> Whole | None:
+        return await self._watch.wait_whole(
+            killed=killed,
+            timeout_s=self._plan.recovery_timeout_s,
+            ranks=self._plan.config.target.tensor_parallel_size,
+            drafts=self._plan.config.draft.num_replicas,
+        )
 
     def _measure_recovery(self) -> None:
         faults = self._result.faults

@@ -33,6 +33,15 @@ class FaultKind(StrEnum):
     """The draft's node is drained; another one joins first."""
     DRAFT_UPGRADE = "draft-upgrade"
     """The draft gets another model while it serves."""
+    INGRESS_HANG = "ingress-hang"
+    """The Ingress is stopped; Serve must replace it by itself."""
+    CONTROLLER_KILL = "controller-kill"
+    RAY_LOST = "ray-lost"
+    """A part of the Ray of another service is killed: that service must end, and leave nothing."""
+    SECOND_SERVICE = "second-service"
+    """Another service is started on the ports of the first, and must be refused."""
+    ENDLESS_HEAD = "endless-head"
+    """A client sends a head that does not end, as fast as it can."""
 
 
 ALL_FAULTS = "all"

@@ -101,10 +101,10 @@ class Watch:
             await asyncio.sleep(READY_PERIOD_S)
         return None
 
-    async def blocks_when_idle(self) -> dict[str, float | None]:
-        """Returns the blocks that an idle service still holds, by engine; waits a minute for idleness."""
+    async def blocks_when_idle(self, timeout_s: float) -> dict[str, float | None]:
+        """Returns the blocks that a service still holds, by engine, when idle or after ``timeout_s``."""
         blocks: dict[str, float | None] = dict.fromkeys(BLOCKS)
-        end_s = self._now_s() + IDLE_TIMEOUT_S
+        end_s = self._now_s() + timeout_s
         while self._now_s() < end_s:
             samples = await self._samples()
             if samples is not None:
@@ -122,7 +122,13 @@ class Watch:
             return False
         if running.get("Draft", 0) < drafts or not running.get("Router"):
             return False
-        wanted = {PartRole.INGRESS: 1, PartRole.ROUTER: 1, PartRole.TARGET: ranks, PartRole.DRAFT: drafts}
+        wanted = {
+            PartRole.CONTROLLER: 1,
+            PartRole.INGRESS: 1,
+            PartRole.ROUTER: 1,
+            PartRole.TARGET: ranks,
+            PartRole.DRAFT: drafts,
+        }
         return all(roles.count(role) >= number for role, number in wanted.items())
 
     async def _read_drafts(self) -> None:

@@ -34,6 +34,9 @@ HTTP_PORT = 8000
 GRPC_PORT = 9000
 DRAIN_TIMEOUT_S = 90.0
 DRAIN_PERIOD_S = 0.5
+JOIN_TIMEOUT_S = 120.0
+JOIN_PAUSE_S = 1.0
+ADD_TIMEOUT_S = 120.0
 _SMALL = 0.001
 
 
@@ -44,6 +47,30 @@ class Nodes:
     remove: Callable[[], Awaitable[None]]
     """Removes the oldest node, with all its processes at once."""
     add: Callable[[], Awaitable[None]]
+    """Tries once to add a node. Raises EngineLostError, and leaves nothing of it."""
+    count: Callable[[], Awaitable[int]]
+
+    async def join(self) -> None:
+        """Adds a node. On a busy machine a start times out within Ray; it is tried again for JOIN_TIMEOUT_S.
+
+        Raises:
+            EngineLostError: it did not start in that time.
+        """
+        end_s = time.monotonic() + JOIN_TIMEOUT_S
+        while True:
+            try:
+                return await self.add()
+            except EngineLostError:
+                if time.monotonic() > end_s:
+                    raise
+            await asyncio.sleep(JOIN_PAUSE_S)
+
+    async def restore(self) -> None:
+        """Makes it one node again, whatever a fault has left. Raises EngineLostError."""
+        if await self.count() == 0:
+            await self.join()
+        while await self.count() > 1:
+            await self.remove()
 
     async def replace(self, control: Control, node_id: str) -> None:
         """Adds a node, drains the one with this id, and removes it when no part is left on it.
@@ -51,7 +78,7 @@ class Nodes:
         Raises:
             EngineLostError: parts stay there.
         """
-        await self.add()
+        await self.join()
         await control.call("drain", node_id)
         end_s = time.monotonic() + DRAIN_TIMEOUT_S
         while any(part.node_id == node_id for part in await control.parts()):
@@ -81,6 +108,16 @@ class Bed:
     """Directory of its configuration, its output and Ray's own logs."""
     nodes: Nodes | None = None
     link: DraftCable | None = None
+    prefix: tuple[str, ...] = ()
+    """Prefix of a command that runs it where the service listens."""
+
+    async def restore(self) -> None:
+        """Ends what a fault has left of nodes and cables. Raises EngineLostError."""
+        if self.link is not None:
+            await self.link.set_up(True)
+            await self.link.impair(0.0, 0.0)
+        if self.nodes is not None:
+            await self.nodes.restore()
 
     @property
     def url(self) -> str:
@@ -153,9 +190,12 @@ async def _one_address(
             await control.call("remove_node")
 
         async def add() -> None:
-            await control.call("add_node")
+            await control.call("add_node", timeout_s=ADD_TIMEOUT_S)
 
-        yield Bed(kind, config, control, directory, Nodes(remove, add) if is_cluster else None)
+        async def count() -> int:
+            return int(await control.call("num_nodes"))
+
+        yield Bed(kind, config, control, directory, Nodes(remove, add, count) if is_cluster else None)
 
 
 @asynccontextmanager
@@ -179,6 +219,9 @@ async def _namespaces(
         async def remove() -> None:
             await asyncio.to_thread(draft_node.end_oldest)
 
+        async def count() -> int:
+            return draft_node.num_running
+
         await head_node.start()
         await draft_node.start()
         joined = {**environment, "RAY_ADDRESS": gcs}
@@ -191,8 +234,9 @@ async def _namespaces(
                     config,
                     control,
                     directory,
-                    Nodes(remove, draft_node.start),
+                    Nodes(remove, draft_node.start, count),
                     DraftCable(set_up, impair),
+                    head.command(),
                 )
 
 

@@ -60,6 +60,7 @@ def _cluster() -> Iterator[dict[str, Handler]]:
     """Starts a head node and one node for the draft, as processes that share this machine's address."""
     from ray.cluster_utils import Cluster
 
+    from specray.serving.own_ray.children import children, end_children
     from specray.serving.own_ray.nodes import lean_head, one_agent
 
     # Ray takes 127.0.0.1 for the machine's own address when it joins; so these nodes are there.
@@ -75,8 +76,14 @@ def _cluster() -> Iterator[dict[str, Handler]]:
         )
 
     def add() -> Any:
-        with one_agent(), lean_head(log_to_driver=False):
-            return cluster.add_node(**shared, resources={DRAFT_RESOURCE: 1})
+        before = children()
+        try:
+            with one_agent(), lean_head(log_to_driver=False):
+                return cluster.add_node(**shared, resources={DRAFT_RESOURCE: 1})
+        except Exception:
+            # What has come up of it would join later.
+            end_children(children() - before)
+            raise
 
     nodes = [add()]
 
@@ -88,7 +95,7 @@ def _cluster() -> Iterator[dict[str, Handler]]:
 
     os.environ["RAY_ADDRESS"] = cluster.address
     try:
-        yield {"remove_node": remove_node, "add_node": add_node}
+        yield {"remove_node": remove_node, "add_node": add_node, "num_nodes": lambda: len(nodes)}
     finally:
         cluster.shutdown()
 
@@ -138,7 +145,7 @@ _HANDLERS: dict[str, Handler] = {"parts": _parts, "running": _running, "drain": 
 def answer(handlers: dict[str, Handler], lines: Iterator[str], write: Callable[[str], None]) -> None:
     """Answers lines ``{"op": NAME, "arguments": [...]}`` until the last.
 
-    An answer is one line, ``{"value": ...}`` or ``{"error": TEXT}``.
+    An answer is one line, ``{"value": ...}`` or ``{"error": TEXT}``, with the question's ``id``.
     """
     for line in lines:
         asked = json.loads(line)
@@ -146,7 +153,7 @@ def answer(handlers: dict[str, Handler], lines: Iterator[str], write: Callable[[
             reply: dict[str, Any] = {"value": handlers[asked["op"]](*asked.get("arguments", ()))}
         except Exception as error:
             reply = {"error": f"{type(error).__name__}: {error}"}
-        write(json.dumps(reply))
+        write(json.dumps({"id": asked.get("id"), **reply}))
 
 
 def main() -> int:
@@ -167,10 +174,10 @@ def main() -> int:
 
     try:
         with serving(load_config(arguments.config), arguments.mode) as handlers:
-            write(json.dumps({"value": "ready"}))
+            write(json.dumps({"id": 0, "value": "ready"}))
             answer(handlers, iter(sys.stdin.readline, ""), write)
     except SpecrayError as error:
-        write(json.dumps({"error": str(error)}))
+        write(json.dumps({"id": 0, "error": str(error)}))
         return 1
     return 0
 

@@ -15,6 +15,8 @@ class PartRole(StrEnum):
     ROUTER = "router"
     TARGET = "target"
     DRAFT = "draft"
+    CONTROLLER = "controller"
+    """Serve's."""
 
 
 _ROLE_OF_CLASS = {
@@ -24,6 +26,7 @@ _ROLE_OF_CLASS = {
     "Draft": PartRole.DRAFT,
     "Router": PartRole.ROUTER,
     "Ingress": PartRole.INGRESS,
+    "ServeController": PartRole.CONTROLLER,
 }
 
 

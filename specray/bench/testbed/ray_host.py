@@ -63,7 +63,11 @@ class RayHost:
         )
 
     async def start(self) -> None:
-        """Starts the node; returns when it runs. Raises EngineLostError if it does not."""
+        """Starts the node; returns when it runs.
+
+        Raises:
+            EngineLostError: it does not; nothing is left of it.
+        """
         self._num_starts += 1
         own = self._ray_directory / f"{self._host.name}{self._num_starts}"
         own.mkdir()
@@ -73,6 +77,7 @@ class RayHost:
             f"--temp-dir={own}",
             f"--dashboard-agent-listen-port={AGENT_PORT + self._num_starts}",
         )
+        num_before = self._num_said()
         command = (str(Path(sys.executable).with_name("ray")), "start", *options)
         with self._log.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
@@ -83,20 +88,29 @@ class RayHost:
                 env={**os.environ, **self._environment, "RAY_TMPDIR": str(own)},
                 start_new_session=True,
             )
+        try:
+            await self._wait_started(process, num_before)
+        except BaseException:
+            _kill(process.pid)
+            raise
         self._running.append(process.pid)
-        await self._wait_started(process)
+
+    @property
+    def num_running(self) -> int:
+        """Number of nodes that run on this host."""
+        return len(self._running)
 
     def end_oldest(self) -> None:
         """Kills the node that was started first among those that run, with all its processes."""
-        pid = self._running.pop(0)
-        for one in (pid, *descendants(pid)):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(one, signal.SIGKILL)
+        _kill(self._running.pop(0))
 
-    async def _wait_started(self, process: asyncio.subprocess.Process) -> None:
+    def _num_said(self) -> int:
+        return self._log.read_bytes().count(STARTED) if self._log.exists() else 0
+
+    async def _wait_started(self, process: asyncio.subprocess.Process, num_before: int) -> None:
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                while self._log.read_bytes().count(STARTED) < self._num_starts:
+                while self._num_said() <= num_before:
                     if process.returncode is not None:
                         raise EngineLostError(f"Ray on host {self._host.name} ended: {self._last_words()}")
                     await asyncio.sleep(0.1)
@@ -108,3 +122,9 @@ class RayHost:
     def _last_words(self) -> str:
         lines = [line for line in self._log.read_text("utf-8", "replace").splitlines() if line.strip()]
         return " | ".join(lines[-5:]) or "without a word"
+
+
+def _kill(pid: int) -> None:
+    for one in (pid, *descendants(pid)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(one, signal.SIGKILL)

@@ -31,6 +31,7 @@ class Control:
         self._process = process
         self._log = log
         self._lock = asyncio.Lock()
+        self._num_calls = 0
 
     @property
     def pid(self) -> int:
@@ -45,30 +46,33 @@ class Control:
         counts: dict[str, int] = await self.call("running")
         return counts
 
-    async def call(self, operation: str, *arguments: str) -> Any:
-        """Runs an operation. Raises EngineLostError if it fails, or is not done within a minute."""
+    async def call(self, operation: str, *arguments: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        """Runs an operation. Raises EngineLostError if it fails, or is not done in time."""
         assert self._process.stdin is not None
         async with self._lock:
+            self._num_calls += 1
+            question = {"id": self._num_calls, "op": operation, "arguments": arguments}
             try:
-                self._process.stdin.write(
-                    json.dumps({"op": operation, "arguments": arguments}).encode() + b"\n"
-                )
+                self._process.stdin.write(json.dumps(question).encode() + b"\n")
                 await self._process.stdin.drain()
-                return await self.read(CALL_TIMEOUT_S)
+                return await self.read(timeout_s)
             except OSError as error:
                 raise EngineLostError(f"the service's control process: {error}") from None
 
     async def read(self, timeout_s: float) -> Any:
-        """Reads the next answer."""
+        """Reads the answer to the last question; those to questions given up come before it."""
         assert self._process.stdout is not None
+        reply: dict[str, Any] = {}
+        line = b"{}"
         try:
             async with asyncio.timeout(timeout_s):
-                line = await self._process.stdout.readline()
+                while line and reply.get("id") != self._num_calls:
+                    line = await self._process.stdout.readline()
+                    reply = json.loads(line or "{}")
         except TimeoutError:
             raise EngineLostError(f"the service under test did not answer within {timeout_s:g} s") from None
         if not line:
             raise EngineLostError(f"the service under test ended: {self._last_words()}")
-        reply = json.loads(line)
         if "error" in reply:
             raise EngineLostError(f"the service under test: {reply['error']}")
         return reply["value"]

@@ -9,7 +9,7 @@ import typer
 
 from specray.bench.testbed.kinds import BedKind
 from specray.cli import options
-from specray.cli.ending import run_until_told
+from specray.cli.ending import EXIT_INTERRUPTED, run_until_told
 
 if TYPE_CHECKING:
     from specray.bench.soak.run import SoakPlan, SoakResult
@@ -148,9 +148,12 @@ def _report(result: SoakResult, max_growth: float, json_path: Path | None) -> in
     console = wide_console()
     console.print(soak_tables(result))
     write_json(as_json(result, max_growth=max_growth), json_path)
+    if result.is_interrupted:
+        seen = f"{len(result.faults)} of {result.plan.num_faults} faults in {result.duration_s:.0f} s"
+        console.print(f"interrupted after {seen}", highlight=False)
     found = problems(result, max_growth=max_growth)
     for problem in found:
         console.print(f"not held: {problem}", markup=False, highlight=False)
     if not found:
         console.print("all held", highlight=False)
-    return 1 if found else 0
+    return 1 if found else EXIT_INTERRUPTED if result.is_interrupted else 0

@@ -53,7 +53,9 @@ def test_parts_are_living_actors_of_known_classes_oldest_first() -> None:
         "e": actor("ServeReplica:specray:Router", 8, 15),
     }
     parts = living_parts(actors)
-    assert [(part.role, part.pid) for part in parts] == [("router", 8), ("target", 11), ("draft", 12)]
+    assert [(part.role, part.pid) for part in parts] == [
+        ("controller", 9), ("router", 8), ("target", 11), ("draft", 12)
+    ]  # fmt: skip
     assert of_role(parts, PartRole.DRAFT) == (Part(PartRole.DRAFT, "a", 12, "n", "x7"),)
     assert of_role(parts, PartRole.TARGET) == (Part(PartRole.TARGET, "b", 11, "n", ""),)
     assert [Part.from_json(json.loads(json.dumps(asdict(part)))) for part in parts] == list(parts)
@@ -65,10 +67,11 @@ def test_control_answers_each_line_and_survives_a_failure() -> None:
         raise ValueError("no such node")
 
     written: list[str] = []
-    lines = iter([json.dumps({"op": name}) + "\n" for name in ("parts", "fail", "parts")])
+    names = enumerate(("parts", "fail", "parts"), 1)
+    lines = iter([json.dumps({"id": number, "op": name}) + "\n" for number, name in names])
     answer({"parts": lambda: [1], "fail": fail}, lines, written.append)
     assert [json.loads(text) for text in written] == [
-        {"value": [1]}, {"error": "ValueError: no such node"}, {"value": [1]}
+        {"id": 1, "value": [1]}, {"id": 2, "error": "ValueError: no such node"}, {"id": 3, "value": [1]}
     ]  # fmt: skip
 
 
