@@ -1,34 +1,31 @@
 """Splits the text of an answer into content, reasoning and tool calls, as it arrives.
 
-Where regions begin and end is found by ``tokenization.regions``; what is inside a region of calls is read
-here, by the format's own reader. Malformed calls are content: nothing that a model wrote is lost, and no
-answer fails because of it. Whitespace around reasoning and between calls is part of the format.
+Outside of calls, markers say where reasoning and calls begin; from there on the format's own reader reads.
+What turns out to be no call is text: nothing that a model wrote is lost, and no answer fails because of it.
+Whitespace around reasoning and between calls is part of the format.
 
-In a stream the arguments of calls are told as they are written; then a call that breaks off is a call with
-the arguments so far.
+A stream has the arguments of calls as they are written; then a call that breaks off is a call with the
+arguments so far. Elsewhere it is text. That is the only difference, since one reader reads both.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Final
 
-from specray.serving.tools.call_stream import CallPart, CallReader, CallStream
-from specray.serving.tools.formats import MAX_CALL_LEN, ToolCall, ToolFormat
-from specray.serving.tools.parameter_stream import ParameterStream
-from specray.serving.tools.python_stream import PythonStream, read_python_calls
+import regex
+
+from specray.serving.tools.formats import ToolFormat
+from specray.serving.tools.reader import CallPart, CallReader, Place
 from specray.serving.tools.request import ToolMode, ToolUse
-from specray.tokenization.regions import Region, RegionEvent, RegionParser
 
 _ID_LEN: Final = 9
 """Characters of a call's id: what Mistral's chat templates insist on."""
 _LETTERS: Final = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 REASONING_OPEN: Final = "<think>"
 REASONING_CLOSE: Final = "</think>"
-_CALLS: Final = "calls"
-_REASONING: Final = "reasoning"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +62,24 @@ class AnswerDelta:
         return (call for call in self.calls if call.is_first)
 
 
+@dataclass(slots=True)
+class _Gained:
+    """What one piece of text has brought."""
+
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[CallDelta] = field(default_factory=list)
+
+
 class AnswerParser:
     """Reads one answer.
 
     Args:
         use: the request's tools; None: the answer has no calls.
         tool_format: how the model writes calls; None: calls are not read.
-        reads_reasoning: text between ``<think>`` and ``</think>`` is reasoning.
+        reads_reasoning: text between ``<think>`` and ``</think>`` is reasoning. Calls are read there, too.
         begins_in_reasoning: the prompt ended with ``<think>``.
-        tells_parts: calls are told in parts, as they are written.
+        tells_parts: calls are given in parts, as they are written.
     """
 
     def __init__(
@@ -89,19 +95,27 @@ class AnswerParser:
         self._format = tool_format if reads_calls else None
         self._use = use
         self._schemas = {} if use is None else {tool.name: tool.parameters for tool in use.tools}
-        self._num_calls = 0
-        self._body = ""
         self._tells_parts = tells_parts
-        self._stream: CallReader | None = None
-        """The region's calls as they are told in parts; None: outside, or they are told whole."""
-        self._call_id = ""
+        starts = () if self._format is None else self._format.starts
+        self._outside = _Markers((*starts, REASONING_OPEN) if reads_reasoning else starts)
+        self._inside = _Markers((*starts, REASONING_CLOSE))
+        self._in_reasoning = reads_reasoning and begins_in_reasoning
+        self._text = ""
+        """What was not read yet."""
+        self._marker = ""
+        """Text with which the reader began."""
+        self._reader: CallReader | None = None
+        """None: outside of calls."""
+        self._call: _OpenCall | None = None
+        """The call that is read."""
+        self._num_calls = 0
+        self._call_ids: set[str] = set()
+        self._at_start = True
+        """Nothing but whitespace and reasoning has come."""
         self._has_ended = False
         self._content = _Trimmed()
         self._reasoning = _Trimmed(trims_start=reads_reasoning)
-        self._parser = RegionParser(
-            _regions(self._format, reads_reasoning),
-            prefix=REASONING_OPEN if reads_reasoning and begins_in_reasoning else "",
-        )
+        self._gained = _Gained()
 
     @property
     def num_calls(self) -> int:
@@ -111,7 +125,7 @@ class AnswerParser:
     @property
     def is_reasoning(self) -> bool:
         """Whether what comes next is reasoning, as far as the text so far tells."""
-        return self._parser.region == _REASONING
+        return self._in_reasoning and self._reader is None
 
     @property
     def is_apart(self) -> bool:
@@ -120,113 +134,144 @@ class AnswerParser:
 
     def push(self, text: str, token_id: int | None = None) -> AnswerDelta:
         """What more text brings; text that may begin a marker is held back."""
-        return self._read(self._parser.push(text))
+        self._text += text
+        return self._read()
 
     def finish(self) -> AnswerDelta:
         """What was held back."""
         self._has_ended = True
-        delta = self._read(self._parser.finish())
-        return replace(delta, content=delta.content + ("" if self._num_calls else self._content.finish()))
+        self._read_all()
+        if not self._num_calls:
+            self._gained.content.append(self._content.finish())
+        return self._read()
 
-    def _read(self, events: list[RegionEvent]) -> AnswerDelta:
-        content, reasoning, calls = "", "", list[CallDelta]()
-        for event in events:
-            if event.region == _CALLS and event.is_end:
-                rest, read = self._read_calls()
-                content += self._content.push(rest)
-                calls += read
-            elif event.region == _CALLS:
-                calls += self._parts(event.text)
-            elif event.region == _REASONING and event.is_end:
-                self._reasoning = _Trimmed(trims_start=True)
-                self._content.trims_start = True
-            elif event.region == _REASONING:
-                reasoning += self._reasoning.push(event.text)
-            elif self._format is None:
-                content += self._content.push(event.text) + self._content.finish()
-            else:
-                content += self._content.push(event.text)
-        return AnswerDelta(content, reasoning, tuple(calls))
+    def _read(self) -> AnswerDelta:
+        self._read_all()
+        gained, self._gained = self._gained, _Gained()
+        return AnswerDelta("".join(gained.content), "".join(gained.reasoning), tuple(gained.calls))
 
-    def _parts(self, text: str) -> Iterator[CallDelta]:
-        """What more text of a region tells of its calls before the region ends."""
-        self._stream = self._stream or self._make_stream()
-        if self._stream is None:
-            self._body += text
-            return
-        yield from self._deltas(self._stream.push(text))
+    def _read_all(self) -> None:
+        reads_on = True
+        while reads_on and (self._text or (self._has_ended and self._reader is not None)):
+            reads_on = self._read_text() if self._reader is None else self._read_calls(self._reader)
 
-    def _make_stream(self) -> CallReader | None:
-        """What reads a region's calls while they are written; None: they are told whole."""
+    def _read_text(self) -> bool:
+        """Reads text outside of calls, up to where a call may begin. False: more text decides."""
+        markers = self._inside if self._in_reasoning else self._outside
+        start = len(self._text) - len(self._text.lstrip())
+        bare = "" if self._format is None or self._in_reasoning or not self._at_start else self._format.bare
+        if bare and self._text.startswith(bare, start):
+            end, marker = start, bare
+        else:
+            end, marker = markers.find(self._text, is_whole=self._has_ended)
+        self._add(self._text[:end])
+        self._text = self._text[end:]
+        if not marker:
+            return False
+        if marker in (REASONING_OPEN, REASONING_CLOSE):
+            self._text = self._text[len(marker) :]
+            self._in_reasoning = marker == REASONING_OPEN
+            self._reasoning = _Trimmed(trims_start=True)
+            self._content.trims_start = self._content.trims_start or not self._in_reasoning
+            return True
         assert self._format is not None and self._use is not None
-        if not self._tells_parts:
-            return None
-        limit = self._limit
-        if self._format.writes_parameters:
-            return ParameterStream(self._schemas, self._use.allowed, limit)
-        if self._format.writes_python:
-            return PythonStream(self._use.allowed, limit)
-        return None if self._format.head is None else CallStream(self._format.head, self._use.allowed, limit)
+        self._marker = marker
+        self._reader = self._format.reader(self._schemas, self._use.allowed)
+        return True
 
-    @property
-    def _limit(self) -> int | None:
-        """Calls that may still come; None: any number."""
-        return None if self._use is None or self._use.is_parallel else 1 - min(self._num_calls, 1)
+    def _add(self, text: str) -> None:
+        """Adds text outside of calls."""
+        self._at_start = self._at_start and (self._in_reasoning or not text.strip())
+        if self._in_reasoning:
+            self._gained.reasoning.append(self._reasoning.push(text))
+        else:
+            self._gained.content.append(self._content.push(text))
+            if self._format is None:
+                self._gained.content.append(self._content.finish())
 
-    def _deltas(self, parts: Iterator[CallPart]) -> Iterator[CallDelta]:
+    def _read_calls(self, reader: CallReader) -> bool:
+        """Reads calls, up to where none follows. False: more text decides."""
+        text, self._text = self._text, ""
+        self._tell(reader.push(text))
+        if self._has_ended:
+            self._tell(reader.finish())
+        if not self._has_ended and reader.place not in (Place.END, Place.LOST):
+            return False
+        self._reader, self._text = None, reader.rest
+        if self._call is not None:
+            self._add("" if self._call.is_told else reader.raw)
+            self._call = None
+        elif reader.place is not Place.END:
+            self._text = reader.raw + self._text
+            if not reader.num_calls:
+                self._give_back(len(self._marker))
+        if reader.place not in (Place.END, Place.LOST):
+            # The end of the answer leaves no doubt that this is no other call.
+            self._give_back(len(self._text))
+        return True
+
+    def _give_back(self, length: int) -> None:
+        """Takes for text what was taken for a call."""
+        self._add(self._text[:length])
+        self._text = self._text[length:]
+
+    def _tell(self, parts: Iterable[CallPart]) -> None:
+        assert self._use is not None
         for part in parts:
             if part.is_first:
-                self._content.drop()
-                self._num_calls += 1
-                self._call_id = make_call_id()
-            yield CallDelta(
-                self._num_calls - 1, self._call_id, part.name, part.arguments, part.is_first, part.is_last
-            )
+                is_wanted = self._use.is_parallel or not self._num_calls
+                is_new = bool(part.call_id) and part.call_id not in self._call_ids
+                call_id = part.call_id if is_new else make_call_id()
+                self._call_ids.add(call_id)
+                self._call = _OpenCall(call_id, is_wanted, is_wanted and self._tells_parts)
+            assert self._call is not None, "the first part comes first"
+            call = self._call
+            call.arguments.append(part.arguments)
+            if part.is_first if call.is_told else part.is_last:
+                self._at_start = False
+                (self._reasoning if self._in_reasoning else self._content).drop()
+                self._num_calls += call.is_wanted
+            if call.is_told:
+                self._gained.calls.append(self._delta(part.name, part.arguments, part.is_first, part.is_last))
+            elif part.is_last and call.is_wanted:
+                self._gained.calls.append(self._delta(part.name, "".join(call.arguments), True, True))
+            if part.is_last:
+                self._call = None
 
-    def _read_calls(self) -> tuple[str, list[CallDelta]]:
-        """The calls of a region that has ended, but those that were told; or its text when they are none."""
-        assert self._format is not None and self._use is not None
-        (body, self._body), (stream, self._stream) = (self._body, ""), (self._stream, None)
-        if self._format.read is None:
-            return self._read_python(body, stream)
-        opening, unread = self._format.opening, body
-        ends = [] if stream is None else list(self._deltas(stream.finish()))
-        if stream is not None:
-            body = unread = stream.rest
-            if stream.num_calls:
-                left = self._format.tail.match(body)
-                unread = body[left.end() if left else 0 :].rstrip("] \t\r\n")
-                if not unread:
-                    return "", ends
-                opening = ""
-        try:
-            if len(body) > MAX_CALL_LEN or (stream is not None and stream.is_in_call):
-                raise ValueError("too long, or no call")
-            calls = list(self._format.read(unread, self._schemas))
-            if not calls or any(call.name not in self._use.allowed for call in calls):
-                raise ValueError("no call, or one of a tool that may not be called")
-        except (ValueError, RecursionError):
-            close = "" if self._has_ended else self._format.close or ""
-            return opening + body + close, []
-        return "", self._whole(calls[: self._limit])
+    def _delta(self, name: str, arguments: str, is_first: bool, is_last: bool) -> CallDelta:
+        assert self._call is not None
+        return CallDelta(self._num_calls - 1, self._call.call_id, name, arguments, is_first, is_last)
 
-    def _read_python(self, body: str, stream: CallReader | None) -> tuple[str, list[CallDelta]]:
-        """The same for calls written as Python: complete ones stay calls, whatever is behind them."""
-        assert self._format is not None and self._use is not None
-        if stream is not None:
-            return ("" if stream.num_calls else self._format.opening) + stream.rest, []
-        calls, rest = read_python_calls(body, self._use.allowed, self._limit)
-        return ("" if calls else self._format.opening) + rest, self._whole(calls)
 
-    def _whole(self, calls: list[ToolCall]) -> list[CallDelta]:
-        """Calls that are told whole."""
-        if calls:
-            self._content.drop()
-        first, self._num_calls = self._num_calls, self._num_calls + len(calls)
-        return [
-            CallDelta(first + place, make_call_id(), call.name, call.arguments)
-            for place, call in enumerate(calls)
-        ]
+@dataclass(slots=True)
+class _OpenCall:
+    """A call that is read."""
+
+    call_id: str
+    is_wanted: bool
+    """It is not one too many."""
+    is_told: bool
+    """It is given in parts."""
+    arguments: list[str] = field(default_factory=list)
+
+
+class _Markers:
+    """Texts that are looked for in text that comes in pieces."""
+
+    def __init__(self, markers: Collection[str]) -> None:
+        self._markers = markers
+        self._pattern = regex.compile("|".join(map(regex.escape, markers)) or r"\b\B")
+
+    def find(self, text: str, *, is_whole: bool) -> tuple[int, str]:
+        """Where the first marker begins, and it; empty: there is none before what may become one.
+
+        Args:
+            is_whole: no more text comes.
+        """
+        found = self._pattern.search(text, partial=not is_whole)
+        if found is None:
+            return len(text), ""
+        return found.start(), "" if found.partial else found[0]
 
 
 class _Trimmed:
@@ -261,12 +306,3 @@ class _Trimmed:
 def make_call_id() -> str:
     """A fresh id for one call."""
     return "".join(secrets.choice(_LETTERS) for _ in range(_ID_LEN))
-
-
-def _regions(tool_format: ToolFormat | None, reads_reasoning: bool) -> dict[str, Region]:
-    regions: dict[str, Region] = {}
-    if reads_reasoning:
-        regions[_REASONING] = Region(REASONING_OPEN, REASONING_CLOSE)
-    if tool_format is not None:
-        regions[_CALLS] = Region(tool_format.open_pattern, tool_format.close, is_pattern=True)
-    return regions

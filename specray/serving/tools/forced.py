@@ -206,19 +206,25 @@ class _Lark:
             yield f"arg_{index}_{place}" + ("" if key in required else "?")
 
     def _parameters(self, index: int, tool: Tool) -> Iterator[str]:
+        end = self._format.after_value
         for place, (key, schema) in enumerate(tool.parameters.get("properties", {}).items()):
             name = f"arg_{index}_{place}"
-            head = json.dumps(f"<parameter={key}>\n")
+            head = self._text(f"{self._format.before_key}{key}{self._format.after_key}")
             if isinstance(schema, dict) and schema.get("type") == "string" and "enum" not in schema:
-                yield f"{name}: {head} text_{index}_{place}"
-                yield rf"text_{index}_{place}[lazy]: /(.|\n)*\n<\/parameter>\n/"
+                text = f"text_{index}_{place}"
+                if any(self._token_id(part) is not None for part in _MARKER.findall(end)):
+                    yield f"{name}: {head} {text.upper()} {self._text(end)}"
+                    yield rf"{text.upper()}: /(.|\n)*/"
+                else:
+                    yield f"{name}: {head} {text}"
+                    yield rf"{text}[lazy]: /(.|\n)*{_SLASH.sub(_escaped, re.escape(end))}/"
             elif isinstance(schema, dict) and all(
                 isinstance(entry, str) for entry in schema.get("enum", [0])
             ):
                 choices = " | ".join(json.dumps(entry) for entry in schema["enum"])
-                yield f'{name}: {head} ({choices}) "\\n</parameter>\\n"'
+                yield f"{name}: {head} ({choices}) {self._text(end)}"
             else:
-                yield f'{name}: {head} value_{index}_{place} "\\n</parameter>\\n"'
+                yield f"{name}: {head} value_{index}_{place} {self._text(end)}"
                 yield f"value_{index}_{place}: %json {_json(schema)}"
 
     def _text(self, value: str) -> str:

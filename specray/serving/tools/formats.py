@@ -6,25 +6,19 @@ between reasoning markers is reasoning. Patterns are linear: nothing that a mode
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-MAX_CALL_LEN: Final = 262_144
-"""Characters of one call's text; a longer one stays content."""
-Schemas = Mapping[str, Mapping[str, Any]]
-"""JSON schema of the parameters by tool name."""
+import regex
 
+from specray.serving.tools.json_calls import JsonCalls, JsonForm, either, named, objects
+from specray.serving.tools.python_calls import PythonCalls
+from specray.serving.tools.reader import NAME, SPACE, CallReader, Schemas
+from specray.serving.tools.tag_calls import KEY, TagCalls, TagForm
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One call as a model has written it."""
-
-    name: str
-    arguments: str
-    """JSON text of an object."""
+MakeReader = Callable[[Schemas, Collection[str]], CallReader]
+"""Makes the reader of calls from the schemas of the tools and the names of those that may be called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +27,11 @@ class ToolFormat:
 
     name: str
     signs: tuple[str, ...]
-    """Texts that a chat template of this format contains, all of them."""
-    open_pattern: str
-    """Regular expression after which the text of calls begins."""
-    opening: str
-    """Text that the pattern takes away, to be given back when what follows is no call."""
-    close: str | None
-    """Text that ends it; None: the end of the answer."""
-    read: Callable[[str, Schemas], Iterator[ToolCall]] | None
-    """Reads the calls of one such text. Raises ValueError for what is malformed. None: Python, which
-    ``python_stream`` reads in pieces and whole."""
+    """Texts that a chat template of this format contains, all of them: regular expressions."""
+    starts: tuple[str, ...]
+    """Texts with which calls begin, anywhere in an answer."""
+    reader: MakeReader
+    """What reads on from there."""
     begin: str
     """Text before the first forced call."""
     before_name: str
@@ -54,251 +43,310 @@ class ToolFormat:
     """Text between two forced calls."""
     end: str
     """Text after the last forced call."""
+    bare: str = ""
+    """Text with which calls begin at the start of an answer, too; empty: none."""
+    markers: tuple[str, ...] = ()
+    """Other texts of the format that may be tokens of their own."""
     allows_several: bool = True
     """Chat templates of this format take several calls in one turn."""
     can_be_forced: bool = True
     """A grammar of this format can be written."""
-    writes_parameters: bool = False
-    """Arguments are written one by one between tags, and not as JSON."""
-    writes_python: bool = False
-    """Arguments are keyword arguments of Python."""
-    head: re.Pattern[str] | None = None
-    """Text of a call up to its arguments, which begin with a bracket; None: they are not JSON. Its groups:
-    ``name``, and ``object``, what it has of an object that ends behind the arguments."""
-    tail: re.Pattern[str] = re.compile(r"[\s,;\]]*+")
-    """Text that may be left behind the last call."""
+    before_key: str = ""
+    """Text before a forced argument's name, where arguments are written one by one and not as JSON."""
+    after_key: str = ""
+    after_value: str = ""
+
+    @property
+    def writes_parameters(self) -> bool:
+        """Arguments are written one by one between tags, and not as JSON."""
+        return bool(self.before_key)
 
 
-def _json_calls(text: str, schemas: Schemas) -> Iterator[ToolCall]:
-    """Objects with ``name`` and ``arguments`` (or ``parameters``), one after the other or in a list."""
-    decoder, position = json.JSONDecoder(), 0
-    while position < len(text):
-        if text[position] in " \t\r\n;,":
-            position += 1
-            continue
-        value, position = decoder.raw_decode(text, position)
-        for entry in value if isinstance(value, list) else [value]:
-            yield _json_call(entry)
+def _json(*forms: JsonForm) -> MakeReader:
+    """What reads calls of any of these forms."""
+    form = forms[0] if len(forms) == 1 else either(*forms)
+    return lambda schemas, allowed: JsonCalls(form, allowed)
 
 
-def _json_call(value: object) -> ToolCall:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise ValueError("a call has no name")
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments)
-    return ToolCall(value["name"], _arguments(arguments))
+def _tags(form: TagForm) -> MakeReader:
+    return lambda schemas, allowed: TagCalls(form, schemas, allowed)
 
 
-def _arguments(value: object) -> str:
-    if not isinstance(value, dict):
-        raise ValueError("the arguments of a call are no object")
-    try:
-        return json_of(value)
-    except TypeError as error:
-        raise ValueError("an argument is no JSON value") from error
-
-
-def json_of(value: object) -> str:
-    """The JSON text of a value, which can be written in UTF-8. Raises ValueError, TypeError."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    # Half a surrogate pair can be written in JSON, but not in UTF-8.
-    return text if _is_utf8(text) else json.dumps(value)
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-_JSON_HEAD: Final = re.compile(
-    r'[\s,;\[]{0,64}+(?P<object>\{\s{0,64}+"name"\s{0,64}+:\s{0,64}+"(?P<name>[\w.-]{1,64})"\s{0,64}+,'
-    r'\s{0,64}+"(?:arguments|parameters)"\s{0,64}+:\s{0,64}+)(?=\{)'
+_ARGUMENT_TAGS: Final = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+_MISTRAL: Final = _json(
+    named(
+        opening=r"\[TOOL_CALLS\]",
+        head=rf"{NAME}{SPACE}(?:\[CALL_ID\](?P<id>[\w-]{{1,64}}+){SPACE})?\[ARGS\]",
+    ),
+    objects(r"\[TOOL_CALLS\]", None),
 )
-_MISTRAL_HEAD: Final = re.compile(
-    r"\s{0,64}+(?:\[TOOL_CALLS\])?\s{0,64}+(?P<name>[\w.-]{1,64}+)\s{0,64}+\[ARGS\]\s{0,64}+(?=\{)"
+_DEEPSEEK: Final = _json(
+    named(
+        opening="<｜tool▁calls▁begin｜>",
+        begin="<｜tool▁call▁begin｜>",
+        head=rf"(?:function<｜tool▁sep｜>)?+{NAME}{SPACE}(?:<｜tool▁sep｜>|```json)",
+        after=rf"(?:```)?{SPACE}(?:<｜tool▁call▁end｜>)?",
+        closing="<｜tool▁calls▁end｜>",
+    )
 )
-_MISTRAL_CALL: Final = re.compile(r"\s*+(?:\[TOOL_CALLS\])?\s*+([\w.-]{1,64}+)\s*+\[ARGS\]\s*+")
-
-
-def _mistral_calls(text: str, schemas: Schemas) -> Iterator[ToolCall]:
-    """A JSON list, or ``name[ARGS]{...}`` one after the other, as newer tokenizers have it."""
-    if "[ARGS]" not in text:
-        yield from _json_calls(text, schemas)
-        return
-    decoder, position = json.JSONDecoder(), 0
-    while text[position:].strip():
-        head = _MISTRAL_CALL.match(text, position)
-        if head is None:
-            raise ValueError("a call has no name")
-        arguments, position = decoder.raw_decode(text, head.end())
-        yield ToolCall(head[1], _arguments(arguments))
-
-
-XML_FUNCTION: Final = re.compile(r"\s*<function=(?P<name>[^>\n]{1,64})>")
-"""Pattern of a call's opening tag."""
-_XML_PARAMETER: Final = re.compile(r"<parameter=([^>\n]{1,256})>")
-
-
-def _xml_call(text: str, schemas: Schemas) -> Iterator[ToolCall]:
-    """``<function=name>`` and a ``<parameter=key>`` for each argument, whose types the schema knows."""
-    head = XML_FUNCTION.match(text)
-    if head is None:
-        raise ValueError("a call has no function")
-    properties = schemas.get(head[1], {}).get("properties", {})
-    arguments: dict[str, Any] = {}
-    pieces = _XML_PARAMETER.split(text[head.end() :])
-    for key, raw in zip(pieces[1::2], pieces[2::2], strict=True):
-        value, closing, _ = raw.partition("</parameter>")
-        if not closing:
-            raise ValueError(f"parameter {key} is not closed")
-        arguments[key] = parameter_of(value.removeprefix("\n"), properties.get(key))
-    yield ToolCall(head[1].strip(), _arguments(arguments))
-
-
-def parameter_of(text: str, schema: object) -> object:
-    """An argument written as text: as its schema's type where it can be read so, else as a string.
-
-    Args:
-        text: without the line break behind the opening tag; that before the closing one is taken away.
-    """
-    text = text.removesuffix("\n")
-    kinds = schema.get("type") if isinstance(schema, dict) else None
-    if kinds == "string":
-        return text
-    try:
-        return json.loads(text)
-    except ValueError:
-        return {"True": True, "False": False, "None": None}.get(text.strip(), text)
-
-
-_DEEPSEEK_CALL: Final = re.compile(
-    r"\s*(?:<｜tool▁call▁begin｜>)?(?:function<｜tool▁sep｜>)?([\w.-]{1,64})<?(?:｜tool▁sep｜>|\n```json\n)\s*"
-)
-
-
-_DEEPSEEK_TAIL: Final = re.compile(r"\s{0,64}+(?:```)?\s{0,64}+(?:<｜tool▁call▁end｜>)?\s{0,64}+")
-_DEEPSEEK_HEAD: Final = re.compile(
-    _DEEPSEEK_TAIL.pattern + r"(?:<｜tool▁call▁begin｜>)?(?:function<｜tool▁sep｜>)?(?P<name>[\w.-]{1,64})"
-    r"<?(?:｜tool▁sep｜>|\n```json\n)\s{0,64}+(?=\{)"
-)
-
-
-def _deepseek_calls(text: str, schemas: Schemas) -> Iterator[ToolCall]:
-    decoder, position = json.JSONDecoder(), 0
-    while text[position:].strip():
-        head = _DEEPSEEK_CALL.match(text, position)
-        if head is None:
-            raise ValueError("a call has no name")
-        arguments, position = decoder.raw_decode(text, head.end())
-        yield ToolCall(head[1], _arguments(arguments))
-        tail = re.compile(r"\s*(?:```)?\s*(?:<｜tool▁call▁end｜>)?").match(text, position)
-        position = position if tail is None else tail.end()
-
-
+_DEEPSEEK_MARKERS: Final = ("<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>")
 FORMATS: Final = (
     ToolFormat(
         name="qwen3_coder",
         signs=("<tool_call>", "<function="),
-        open_pattern=r"<tool_call>",
-        opening="<tool_call>",
-        close="</tool_call>",
-        read=_xml_call,
+        starts=("<tool_call>", "<function="),
+        markers=("</tool_call>",),
+        reader=_tags(
+            TagForm(
+                head=rf"(?:<tool_call>{SPACE})?<function=(?P<name>[^<>\n]{{1,256}}+)>",
+                parameter=f"<parameter={KEY}>",
+                value_end="</parameter>",
+                has_lines=True,
+                end="</function>",
+                closing="</tool_call>",
+            )
+        ),
         begin="",
         before_name="<tool_call>\n<function=",
         after_name=">\n",
         after="</function>\n</tool_call>",
         between="\n",
         end="",
-        writes_parameters=True,
+        before_key="<parameter=",
+        after_key=">\n",
+        after_value="\n</parameter>\n",
+    ),
+    ToolFormat(
+        name="minimax_m2",
+        signs=("<minimax:tool_call>", "<invoke name="),
+        starts=("<minimax:tool_call>", "<invoke name="),
+        markers=("</minimax:tool_call>",),
+        reader=_tags(
+            TagForm(
+                head=rf"(?:<minimax:tool_call>{SPACE})?<invoke name=(?P<name>[^<>\n]{{1,256}}+)>",
+                parameter=f"<parameter name={KEY}>",
+                value_end="</parameter>",
+                has_lines=False,
+                end="</invoke>",
+                closing="</minimax:tool_call>",
+            )
+        ),
+        begin="<minimax:tool_call>\n",
+        before_name='<invoke name="',
+        after_name='">\n',
+        after="</invoke>\n",
+        between="",
+        end="</minimax:tool_call>",
+        before_key='<parameter name="',
+        after_key='">',
+        after_value="</parameter>\n",
+    ),
+    ToolFormat(
+        name="hunyuan_v3",
+        signs=("<tool_calls>", "<tool_sep>", "<arg_key>"),
+        starts=("<tool_calls>", "<tool_call>"),
+        markers=("</tool_calls>", "</tool_call>", "<tool_sep>", *_ARGUMENT_TAGS),
+        reader=_tags(
+            TagForm(
+                head=rf"(?:<tool_calls>{SPACE})?<tool_call>{SPACE}{NAME}{SPACE}<tool_sep>",
+                parameter=rf"<arg_key>{KEY}</arg_key>{SPACE}<arg_value>",
+                value_end="</arg_value>",
+                has_lines=False,
+                end="</tool_call>",
+                closing="</tool_calls>",
+            )
+        ),
+        begin="<tool_calls>\n",
+        before_name="<tool_call>",
+        after_name="<tool_sep>\n",
+        after="</tool_call>\n",
+        between="",
+        end="</tool_calls>",
+        before_key="<arg_key>",
+        after_key="</arg_key>\n<arg_value>",
+        after_value="</arg_value>\n",
+    ),
+    ToolFormat(
+        name="glm45",
+        signs=("<tool_call>", "<arg_key>"),
+        starts=("<tool_call>",),
+        markers=("</tool_call>", *_ARGUMENT_TAGS),
+        reader=_tags(
+            TagForm(
+                head=rf"<tool_call>{SPACE}{NAME}(?={SPACE}(?:<arg_key>|</tool_call>))",
+                parameter=rf"<arg_key>{KEY}</arg_key>{SPACE}<arg_value>",
+                value_end="</arg_value>",
+                has_lines=False,
+                end="</tool_call>",
+                closing="</tool_call>",
+            )
+        ),
+        begin="",
+        before_name="<tool_call>",
+        after_name="\n",
+        after="</tool_call>",
+        between="\n",
+        end="",
+        before_key="<arg_key>",
+        after_key="</arg_key>\n<arg_value>",
+        after_value="</arg_value>\n",
+    ),
+    ToolFormat(
+        name="hunyuan",
+        signs=("<tool_calls>", "<tool_call>", "```json"),
+        starts=("<tool_calls>", "<tool_call>"),
+        markers=("</tool_calls>", "</tool_call>"),
+        reader=_json(
+            named(
+                opening="<tool_calls>",
+                begin="<tool_call>",
+                head=rf"(?:function<tool_sep>{SPACE})?+{NAME}{SPACE}```json",
+                after=rf"(?:```)?{SPACE}(?:</tool_call>)?",
+                closing="</tool_calls>",
+            ),
+            objects("<tool_calls>", "</tool_calls>"),
+        ),
+        begin="<tool_calls>\n",
+        before_name="<tool_call>",
+        after_name="\n```json\n",
+        after="\n```</tool_call>\n",
+        between="",
+        end="</tool_calls>",
     ),
     ToolFormat(
         name="hermes",
-        signs=("<tool_call>",),
-        open_pattern=r"<tool_call>",
-        opening="<tool_call>",
-        close="</tool_call>",
-        read=_json_calls,
+        # The call as JSON: written out, or as the filter writes it.
+        signs=(r"<tool_call>", r"""["'](?:name|arguments)\\?["']\s*:|<tool_call>[^<|%]{0,64}\|\s*tojson"""),
+        starts=("<tool_call>",),
+        markers=("</tool_call>",),
+        reader=_json(objects("<tool_call>", "</tool_call>")),
         begin="",
         before_name='<tool_call>\n{"name": "',
         after_name='", "arguments": ',
         after="}\n</tool_call>",
         between="\n",
         end="",
-        head=_JSON_HEAD,
     ),
     ToolFormat(
         name="mistral_args",
-        signs=("[TOOL_CALLS]", "[ARGS]"),
-        open_pattern=r"\[TOOL_CALLS\]",
-        opening="[TOOL_CALLS]",
-        close=None,
-        read=_mistral_calls,
+        signs=(r"\[TOOL_CALLS\]", r"\[ARGS\]"),
+        starts=("[TOOL_CALLS]",),
+        markers=("[ARGS]", "[CALL_ID]"),
+        reader=_MISTRAL,
         begin="",
         before_name="[TOOL_CALLS]",
         after_name="[ARGS]",
         after="",
         between="",
         end="",
-        head=_MISTRAL_HEAD,
     ),
     ToolFormat(
         name="mistral",
-        signs=("[TOOL_CALLS]",),
-        open_pattern=r"\[TOOL_CALLS\]",
-        opening="[TOOL_CALLS]",
-        close=None,
-        read=_mistral_calls,
+        signs=(r"\[TOOL_CALLS\]",),
+        starts=("[TOOL_CALLS]",),
+        reader=_MISTRAL,
         begin="[TOOL_CALLS] [",
         before_name='{"name": "',
         after_name='", "arguments": ',
         after="}",
         between=", ",
         end="]",
-        head=_JSON_HEAD,
+    ),
+    ToolFormat(
+        name="deepseek_v3",
+        signs=("<｜tool▁calls▁begin｜>", "```json"),
+        starts=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+        markers=_DEEPSEEK_MARKERS,
+        reader=_DEEPSEEK,
+        begin="<｜tool▁calls▁begin｜>",
+        before_name="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        after_name="\n```json\n",
+        after="\n```<｜tool▁call▁end｜>",
+        between="\n",
+        end="<｜tool▁calls▁end｜>",
     ),
     ToolFormat(
         name="deepseek_v31",
         signs=("<｜tool▁calls▁begin｜>",),
-        open_pattern=r"<｜tool▁calls▁begin｜>",
-        opening="<｜tool▁calls▁begin｜>",
-        close="<｜tool▁calls▁end｜>",
-        read=_deepseek_calls,
+        starts=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+        markers=_DEEPSEEK_MARKERS,
+        reader=_DEEPSEEK,
         begin="<｜tool▁calls▁begin｜>",
         before_name="<｜tool▁call▁begin｜>",
         after_name="<｜tool▁sep｜>",
         after="<｜tool▁call▁end｜>",
         between="",
         end="<｜tool▁calls▁end｜>",
-        head=_DEEPSEEK_HEAD,
-        tail=_DEEPSEEK_TAIL,
+    ),
+    ToolFormat(
+        name="kimi_k2",
+        signs=(r"<\|tool_call_argument_begin\|>",),
+        starts=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+        markers=("<|tool_calls_section_end|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        reader=_json(
+            named(
+                opening=r"<\|tool_calls_section_begin\|>",
+                begin=r"<\|tool_call_begin\|>",
+                head=rf"(?P<id>(?:functions\.)?+{NAME}(?::\d{{1,6}}+)?){SPACE}<\|tool_call_argument_begin\|>",
+                after=r"(?:<\|tool_call_end\|>)?",
+                closing=r"<\|tool_calls_section_end\|>",
+            )
+        ),
+        begin="<|tool_calls_section_begin|>",
+        before_name="<|tool_call_begin|>functions.",
+        after_name=":0<|tool_call_argument_begin|>",
+        after="<|tool_call_end|>",
+        between="",
+        end="<|tool_calls_section_end|>",
+        # A grammar cannot count calls.
+        allows_several=False,
     ),
     ToolFormat(
         name="llama3_json",
-        signs=("<|python_tag|>",),
-        open_pattern=r'<\|python_tag\|>|\A\s{0,64}(?=\{\s{0,64}"name"\s{0,64}:)',
-        opening="",
-        close=None,
-        read=_json_calls,
+        signs=(r"<\|python_tag\|>",),
+        starts=("<|python_tag|>",),
+        bare="{",
+        reader=_json(objects(r"<\|python_tag\|>", None)),
         begin="",
         before_name='{"name": "',
         after_name='", "parameters": ',
         after="}",
         between="; ",
         end="",
-        head=_JSON_HEAD,
         allows_several=False,
     ),
     ToolFormat(
+        name="phi4_mini",
+        signs=(r"<\|/tool\|>",),
+        starts=("<|tool_call|>", "functools["),
+        markers=("<|/tool_call|>",),
+        reader=_json(objects(r"(?:<\|tool_call\|>|functools)", r"<\|/tool_call\|>")),
+        begin="<|tool_call|>[",
+        before_name='{"name": "',
+        after_name='", "arguments": ',
+        after="}",
+        between=", ",
+        end="]<|/tool_call|>",
+    ),
+    ToolFormat(
+        name="granite",
+        signs=(r"<\|tool_call\|>",),
+        starts=("<|tool_call|>", "<tool_call>"),
+        markers=("</tool_call>",),
+        reader=_json(objects(r"(?:<\|tool_call\|>|<tool_call>)", None)),
+        begin="<|tool_call|>[",
+        before_name='{"name": "',
+        after_name='", "arguments": ',
+        after="}",
+        between=", ",
+        end="]",
+    ),
+    ToolFormat(
         name="pythonic",
-        signs=("[func_name1(params_name1=params_value1",),
-        open_pattern=r"\A\s{0,64}\[(?=[A-Za-z_][\w.]{0,63}\()",
-        opening="[",
-        close=None,
-        read=None,
+        signs=(r"\[func_name1\(params_name1=params_value1",),
+        starts=(),
+        bare="[",
+        reader=lambda schemas, allowed: PythonCalls(allowed),
         begin="[",
         before_name="",
         after_name="(",
@@ -306,23 +354,13 @@ FORMATS: Final = (
         between=", ",
         end="]",
         can_be_forced=False,
-        writes_python=True,
     ),
 )
 """All formats; the first whose signs a template contains is the model's."""
-MARKERS: Final = (
-    "<tool_call>",
-    "</tool_call>",
-    "[TOOL_CALLS]",
-    "[ARGS]",
-    "<|python_tag|>",
-    "<｜tool▁calls▁begin｜>",
-    "<｜tool▁calls▁end｜>",
-    "<｜tool▁call▁begin｜>",
-    "<｜tool▁call▁end｜>",
-    "<｜tool▁sep｜>",
-    "<think>",
-    "</think>",
+MARKERS: Final = tuple(
+    dict.fromkeys(
+        ("<think>", "</think>", *(marker for row in FORMATS for marker in (*row.starts, *row.markers)))
+    )
 )
 """Texts that may be special tokens of a vocabulary and are needed to read an answer."""
 
@@ -331,4 +369,6 @@ def find_format(chat_template: str | None) -> ToolFormat | None:
     """The format of calls that a chat template writes; None: it is not known."""
     if chat_template is None:
         return None
-    return next((row for row in FORMATS if all(sign in chat_template for sign in row.signs)), None)
+    return next(
+        (row for row in FORMATS if all(regex.search(sign, chat_template) for sign in row.signs)), None
+    )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 from specray.serving.tools.answer import CallDelta, make_call_id
-from specray.serving.tools.formats import MAX_CALL_LEN, json_of
-from specray.serving.tools.json_prefix import JsonPrefix
+from specray.serving.tools.json_text import JsonText, object_of
+from specray.serving.tools.reader import MAX_CALL_LEN
 
 
 class ChannelCall:
@@ -30,7 +29,7 @@ class ChannelCall:
         self._name = name
         self._call_id = make_call_id()
         self._tells_parts = tells_parts
-        self._json = JsonPrefix()
+        self._json = JsonText()
         self._num_given = 0
 
     def push(self, text: str) -> Iterator[CallDelta]:
@@ -42,8 +41,8 @@ class ChannelCall:
             self.rest = self.rest.lstrip()
         if not self.has_begun and not self.rest.startswith("{"):
             return
-        length = self._json.push(self.rest)
-        given, self.rest = self.rest[:length], self.rest[length:]
+        length, given = self._json.push(self.rest)
+        self.rest = self.rest[length:]
         self._num_given += length
         if self._num_given > MAX_CALL_LEN:
             self._json.is_broken = True
@@ -56,21 +55,12 @@ class ChannelCall:
             return
         if len(self.rest) > MAX_CALL_LEN:
             raise ValueError("the arguments of a call are too long")
-        length = self._json.push(self.rest) if self.rest.lstrip().startswith("{") else 0
-        if self._json.is_whole:
-            arguments, self.rest = self.rest[:length].strip(), self.rest[length:]
-        else:
-            arguments, self.rest = _arguments(self.rest), ""
-        yield self._delta(arguments, is_last=True)
+        length, arguments = self._json.push(self.rest) if self.rest.lstrip().startswith("{") else (0, "")
+        if not self._json.is_whole:
+            length, arguments = len(self.rest), object_of(self.rest)
+        self.rest = self.rest[length:]
+        yield self._delta(arguments.strip(), is_last=True)
 
     def _delta(self, arguments: str, *, is_last: bool) -> CallDelta:
         is_first, self.has_begun = not self.has_begun, True
         return CallDelta(self._index, self._call_id, self._name, arguments, is_first, is_last)
-
-
-def _arguments(text: str) -> str:
-    """JSON text of the arguments; what is missing is an empty object. Raises ValueError."""
-    value = json.loads(text, strict=False) if text.strip() else None
-    if value is not None and not isinstance(value, dict):
-        raise ValueError("the arguments of a call are no object")
-    return json_of(value or {})

@@ -7,11 +7,12 @@ import random
 import time
 
 import pytest
+import regex
 
 from specray.serving.tools.answer import AnswerParser, CallDelta
 from specray.serving.tools.formats import FORMATS
-from specray.serving.tools.json_prefix import JsonPrefix
-from tests.unit.serving.tools.test_tools import CLOCK, TEXTS, WEATHER, row, use
+from specray.serving.tools.json_text import JsonText
+from tests.unit.serving.tools.test_tools import CLOCK, TEXTS, WEATHER, opening, row, use
 
 VERBATIM = '{"city" :"Rome",\t"days":2 }'
 HEAD = '<tool_call>\n{"name": "get_weather", "arguments": '
@@ -49,12 +50,11 @@ def test_calls_of_every_format_come_in_parts_or_whole(name: str, size: int) -> N
     content, parts = parts_of(stream(name), text, size)
     assert put_together(parts) == [(call.name, call.arguments, True) for call in calls]
     assert content in ("", "Sure.")
-    assert (row(name).head is None) == (name in ("qwen3_coder", "pythonic"))
     if size == 1 and name == "qwen3_coder":
         # An argument when it is complete: it may be anything.
         assert [part.arguments for part in parts] == ["{", '"city": ', '"Rome"', ', "days": ', "3", "}"]
-    if size == 1 and row(name).head is not None:
-        assert len(parts) == sum(len(call.arguments) for call in calls)
+    if size == 1 and name == "hermes":
+        assert [part.arguments for part in parts if part.index == 0] == [*'{"city": "Rome"}']
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
@@ -67,9 +67,9 @@ def test_arguments_are_told_as_they_are_written(size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 1000])
 def test_call_that_is_cut_has_the_arguments_so_far(size: int) -> None:
-    for text in (f'{HEAD}{{"city": "Ro', f'{HEAD}{{"city": "Ro</tool_call>'):
-        content, parts = parts_of(stream(), text, size)
-        assert put_together(parts) == [("get_weather", '{"city": "Ro', False)]
+    for end in ("", "</tool_call>"):
+        content, parts = parts_of(stream(), f'{HEAD}{{"city": "Ro{end}', size)
+        assert put_together(parts) == [("get_weather", f'{{"city": "Ro{end}', False)]
         assert content == ""
 
 
@@ -127,7 +127,7 @@ def test_nothing_that_a_model_writes_makes_it_slow(name: str, filler: str) -> No
         body = before + filler * (30_000 // len(filler))
         parser = stream(name)
         started = time.process_time()
-        parts_of(parser, row(name).opening + body, 10)
+        parts_of(parser, opening(name) + body, 10)
         assert time.process_time() - started < 2
 
 
@@ -143,29 +143,69 @@ def random_json(source: random.Random, depth: int) -> object:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_prefix_agrees_with_json_about_every_beginning_and_every_changed_text(seed: int) -> None:
+def test_reader_of_json_agrees_with_json_about_every_beginning_and_every_changed_text(seed: int) -> None:
     source = random.Random(seed)
     text = json.dumps({"a": random_json(source, 3)}, indent=source.choice([None, 1]))
     for end in range(len(text) + 1):
-        prefix = JsonPrefix()
-        assert (prefix.push(text[:end] + ("~" if end == len(text) else "")), prefix.is_broken) == (end, False)
-        assert prefix.is_whole == (end == len(text))
+        reader = JsonText()
+        length, told = reader.push(text[:end] + ("~" if end == len(text) else ""))
+        assert (told, reader.is_whole, reader.is_broken) == (text[:length], end == len(text), False)
+        # What is not read yet is a part of a number, of a literal, of an escape, or a comma and space.
+        assert regex.fullmatch(r"[\w.+-]*|\\u?.{0,3}|,\s*", text[length:end])
     for _ in range(300):
         place = source.randrange(1, len(text))  # A call's arguments begin with a bracket.
-        changed = text[:place] + source.choice('{}[]",:0-+.eE\\utn \t~') + text[place + source.randrange(2) :]
-        prefix = JsonPrefix()
-        prefix.push(changed)
+        changed = (
+            text[:place] + source.choice("{}[]\",:0-+.eE\\utn \t~'") + text[place + source.randrange(2) :]
+        )
         try:
             _, length = json.JSONDecoder(parse_constant=lambda name: 1 / 0).raw_decode(changed)
         except (ValueError, ZeroDivisionError):
-            assert not prefix.is_whole
-        else:
-            assert prefix.is_whole and JsonPrefix().push(changed) == length
+            continue
+        assert JsonText().push(changed) == (length, changed[:length])
 
 
 @pytest.mark.parametrize(
-    "text", ['{"a":01', '{"a":-,', '{"a":1.}', '{"a":1e}', '{"a":nul}', '["\\x', '["\\u00g', "[1,]", "{,"]
+    ("text", "told"),
+    [
+        ("{'a': 'it\\'s', \"b\": 'say \"x\"'}", '{"a": "it\'s", "b": "say \\"x\\""}'),
+        ("[True, False, None]", "[true, false, null]"),
+        ('{"a": 1, }', '{"a": 1 }'),
+        ("[1,\n]", "[1\n]"),
+        ('"a\n\t\x01\x7f"', '"a\\n\\t\\u0001\x7f"'),
+        (r'"\d \u12G4 \x41 C:\dir"', r'"\\d \\u12G4 \\x41 C:\\dir"'),
+        (r'"\\ \/ \ud800 \u00e9"', r'"\\ \/ \ud800 \u00e9"'),
+    ],
 )
-def test_prefix_tells_the_character_that_breaks(text: str) -> None:
-    prefix = JsonPrefix()
-    assert (prefix.push(text + " "), prefix.is_broken) == (len(text) - 1, True)
+def test_what_is_not_json_and_has_one_meaning_is_given_as_json(text: str, told: str) -> None:
+    for size in (1, 2, 100):
+        reader, waiting, parts = JsonText(), "", list[str]()
+        for start in range(0, len(text), size):
+            waiting += text[start : start + size]
+            length, part = reader.push(waiting)
+            waiting = waiting[length:]
+            parts.append(part)
+        assert (reader.is_whole, waiting, "".join(parts)) == (True, "", told)
+        json.loads(told)
+
+
+@pytest.mark.parametrize(
+    ("text", "length"),
+    [
+        ('{"a":01 ', 5),
+        ('{"a":-,', 5),
+        ('{"a":1.}', 5),
+        ('{"a":1e}', 5),
+        ('{"a":nul}', 5),
+        ('{"a":NaN}', 5),
+        ("{,", 1),
+        ("[,]", 1),
+        ("[}", 1),
+        ("{1:2}", 1),
+        ("{a:2}", 1),
+        ('{"a" 1}', 5),
+        ('{"a":1 "b"}', 7),
+    ],
+)
+def test_what_has_no_meaning_is_not_read(text: str, length: int) -> None:
+    reader = JsonText()
+    assert (reader.push(text)[0], reader.is_broken) == (length, True)

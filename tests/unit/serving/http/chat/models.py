@@ -33,7 +33,7 @@ PLAIN = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}" + _PROMPT
 )
 """A template that ignores tools; content must not be null."""
-HERMES = "{# <tool_call> </tool_call> #}" + _BODY + _PROMPT
+HERMES = '{# <tool_call>{"name": "f"}</tool_call> #}' + _BODY + _PROMPT
 _REASONING = (
     "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n\n{% endif %}"
 )

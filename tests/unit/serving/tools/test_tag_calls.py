@@ -8,7 +8,7 @@ import random
 import pytest
 
 from specray.serving.tools.answer import AnswerParser
-from specray.serving.tools.formats import MAX_CALL_LEN
+from specray.serving.tools.reader import MAX_CALL_LEN
 from tests.unit.serving.tools.test_call_stream import parts_of, put_together
 from tests.unit.serving.tools.test_tools import CLOCK, row, use
 
@@ -78,8 +78,8 @@ def test_a_call_without_its_closing_tag_ends_with_its_region(size: int) -> None:
     ("body", "told", "rest"),
     [
         ("<function=write>\n<parameter=path>\na/b", '{"path": "a/b', ""),
-        ("<function=write>\n<parameter=mode>\n7", '{"mode": ', "7"),
-        ("<function=write>\n<parameter=mode>\nNaN\n</parameter>\n", '{"mode": ', "NaN\n</parameter>\n"),
+        ("<function=write>\n<parameter=mode>\n7", '{"mode": ', "\n7"),
+        ("<function=write>\n<parameter=mode>\nNaN\n</parameter>\n", '{"mode": "NaN"', ""),
         ("<function=write>\nwhat?", "{", "\nwhat?"),
     ],
 )

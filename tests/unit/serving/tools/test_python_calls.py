@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specray.serving.tools.answer import AnswerParser
-from specray.serving.tools.formats import MAX_CALL_LEN
+from specray.serving.tools.reader import MAX_CALL_LEN
 from tests.unit.serving.tools.test_call_stream import parts_of, put_together
 from tests.unit.serving.tools.test_tools import CLOCK, WEATHER, row, use
 
