@@ -12,6 +12,7 @@ import stat
 import struct
 import sys
 import tempfile
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from specray.environment import apply_interface_environment
 from specray.rpc.channel import MAX_SOCKET_PATH_BYTES
 
 LOOPBACK = "127.0.0.1"
+_NEW_SOCKET_S = 60.0
+"""Seconds for which a socket may exist before its process listens on it."""
 
 
 def keep_serve_on_loopback() -> None:
@@ -118,8 +121,10 @@ def listen_address(config: Config, role: str) -> str:
     user can connect.
     """
     if config.rpc.listen == "loopback":
-        path = socket_directory(Path(tempfile.gettempdir())) / f"{role}-{uuid.uuid4().hex}.sock"
+        directory = socket_directory(Path(tempfile.gettempdir()))
+        path = directory / f"{role}-{uuid.uuid4().hex}.sock"
         if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
+            remove_dead_sockets(directory)
             return f"unix:{path}"
     return f"{listen_host(config)}:0"
 
@@ -137,3 +142,24 @@ def socket_directory(parent: Path) -> Path:
     if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
         return path
     return Path(tempfile.mkdtemp(prefix="specray-", dir=parent))
+
+
+def remove_dead_sockets(directory: Path) -> None:
+    """Removes the sockets that killed processes have left: older than a minute, and nobody listens."""
+    for path in directory.glob("*.sock"):
+        # Another process of this user may remove it first, or be about to listen on a new one.
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _NEW_SOCKET_S and not _is_listened_on(path):
+                path.unlink(missing_ok=True)
+
+
+def _is_listened_on(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+        except TimeoutError:
+            return True
+    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import threading
@@ -9,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from specray.errors import InvalidRequestError
+from specray.errors import ConfigError, InvalidRequestError
 from specray.tokenization.templates.call_arguments import CallArguments
 from specray.tokenization.templates.probes import TemplateProbe
+from specray.tokenization.templates.time_limit import MAX_RENDER_S, run_limited
 from specray.tokenization.templates.tool_schemas import with_text_defaults
 
 _TESTS_FOR_NONE: Final = re.compile(r"content['\"]?\]?\s*(?:is\s+(?:not\s+)?|[!=]=\s*)none", re.IGNORECASE)
@@ -20,6 +22,8 @@ _WANTS_SHORT_IDS: Final = re.compile(r"length\s*(?:!=|<|>|\bne\b)\s*9\b")
 """Sign of a template that refuses ids of calls of another length than nine characters, such as Mistral's."""
 _SHORT_ID_LEN: Final = 9
 _MAX_ERROR_LEN: Final = 200
+_MAX_SOURCE_CHARS: Final = 1_000_000
+"""Characters of a template; the longest in use have about 50,000."""
 _RESERVED: Final = frozenset(
     {
         "messages",
@@ -73,11 +77,19 @@ class ChatTemplate:
         source: Jinja source.
         special_tokens: ``bos_token``, ``eos_token`` ..., as templates name them.
         tool_source: Jinja source for requests with tools; default: the same.
+
+    Raises:
+        ConfigError: a source has more than a million characters.
     """
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], *, tool_source: str | None = None
     ) -> None:
+        for text in (source, tool_source or ""):
+            if len(text) > _MAX_SOURCE_CHARS:
+                raise ConfigError(
+                    f"the chat template has {len(text)} characters; allowed: at most {_MAX_SOURCE_CHARS}"
+                )
         self.source = source
         self.tool_source = tool_source or source
         self._special_tokens = dict(special_tokens)
@@ -128,13 +140,18 @@ class ChatTemplate:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        problem, found = None, None
+        problem: Exception | None = None
+        found: str | None = None
         arguments = CallArguments(conversation)
         for attempt in arguments.attempts():
             try:
                 # The compiled template is shared by the threads of requests.
+                render = functools.partial(render_jinja_template, [attempt], **variables)
                 with self._lock:
-                    rendered = str(render_jinja_template([attempt], **variables)[0][0])
+                    rendered = str(run_limited(render, MAX_RENDER_S)[0][0])
+            except TimeoutError as error:
+                problem = error
+                break
             except (
                 TemplateError,
                 TypeError,

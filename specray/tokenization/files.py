@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from importlib.util import find_spec
 from pathlib import Path
 
 from specray.errors import ConfigError
+from specray.json_files import check_settings, read_json_file
 
 _READ = ("tokenizer.json", "vocab.json", "vocab.txt")
 """Files of which one suffices, or does with others beside it."""
@@ -14,13 +14,16 @@ _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", 
 
 
 def check_tokenizer_files(path: str | Path) -> None:
-    """Raises ConfigError where a directory has a tokenizer only in a form that is not read here.
+    """Raises ConfigError for a tokenizer in a form that is not read here, and for settings beyond all bounds.
 
     Args:
         path: of a directory; a hub id is left to the library.
     """
     directory = Path(path).expanduser()
-    if not directory.is_dir() or any((directory / name).is_file() for name in _READ):
+    if not directory.is_dir():
+        return
+    check_settings(directory)
+    if any((directory / name).is_file() for name in _READ):
         return
     found = next((name for name in _SENTENCEPIECE if (directory / name).is_file()), None)
     if found is not None and find_spec("sentencepiece") is None:
@@ -42,7 +45,7 @@ def has_chat_template(path: str | Path) -> bool:
         return True
     settings = _file(path, "tokenizer_config.json")
     try:
-        return settings is not None and bool(json.loads(settings.read_text("utf-8")).get("chat_template"))
+        return settings is not None and bool(read_json_file(settings).get("chat_template"))
     except (OSError, ValueError, AttributeError):
         return False
 

@@ -7,12 +7,12 @@ to import.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from specray.errors import ConfigError
+from specray.json_files import read_json_file
 from specray.tokenization.files import check_tokenizer_files
 
 # By tokenizer class: tokens that the class adds where the vocabulary lacks them.
@@ -168,7 +168,7 @@ def _contents(tokens: Any) -> Iterator[str]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     """The object that a file holds; empty where there is none. Raises ValueError for a damaged file."""
-    values = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    values = read_json_file(file) if file.is_file() else {}
     if not isinstance(values, dict):
         raise ValueError(f"{file} holds no object")
     return values

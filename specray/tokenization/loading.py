@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from specray.config import EMBEDDED
 from specray.demo.paths import demo_target_path
 from specray.errors import ConfigError
+from specray.json_files import read_json_file
 from specray.tokenization.files import check_tokenizer_files
 from specray.tokenization.tokenizer import Tokenizer
 
@@ -150,7 +150,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        values = json.loads(path.read_text("utf-8"))
+        values = read_json_file(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from None
     return values if isinstance(values, dict) else {}

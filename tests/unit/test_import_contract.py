@@ -15,7 +15,7 @@ PACKAGE = REPOSITORY / "specray"
 MAX_FILES_IN_FOLDER = 16
 
 # Layer -> layers of specray that it may import. A layer may always import itself.
-VOCABULARY = {"draft_tokens", "feature_rows", "types", "round_reports", "requests", "errors"}
+VOCABULARY = {"draft_tokens", "feature_rows", "types", "round_reports", "requests", "errors", "json_files"}
 SEAMS = VOCABULARY | {"interfaces", "config", "environment", "metrics"}
 SERVICE = {"engine", "rpc", "router", "drafting", "grammar", "tokenization", "demo"}
 ALLOWED: dict[str, set[str]] = {
@@ -25,6 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "round_reports": set(),
     "requests": {"types", "round_reports"},
     "errors": set(),
+    "json_files": {"errors"},
     "config": VOCABULARY,
     "environment": VOCABULARY | {"config"},
     "interfaces": VOCABULARY,

@@ -10,8 +10,10 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import os
 import pickle
 import secrets
+import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +26,9 @@ from numba.core.bytecode import FunctionIdentity
 from numba.core.registry import cpu_target
 from numba.core.runtime import rtsys
 
-_CACHE_DIRECTORY = Path("~/.cache/specray/kernels")
+from specray.environment import cache_directory
+from specray.errors import ConfigError
+
 _DIGEST_BYTES = 32
 
 
@@ -71,9 +75,14 @@ def _number_functions_apart() -> bool:
 
 
 def _load(path: Path) -> tuple[Any, int] | None:
-    """Reads a cached kernel; None: the file is missing, truncated, foreign or unreadable."""
+    """Reads a cached kernel; None: the file is missing, truncated, unreadable, or others may write it."""
     try:
-        stored = path.read_bytes()
+        if not _is_ours(path.parent.stat()):
+            return None
+        with path.open("rb") as file:
+            if not _is_ours(os.fstat(file.fileno())):
+                return None
+            stored = file.read()
         digest, content = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
         if hashlib.sha256(content).digest() != digest:
             return None
@@ -86,11 +95,18 @@ def _load(path: Path) -> tuple[Any, int] | None:
     return library, library.get_pointer_to_function(symbol)
 
 
+def _is_ours(status: os.stat_result) -> bool:
+    """Whether nobody but this user can change a file or directory, whose code will be run."""
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
 def _write(path: Path, content: bytes) -> None:
     """Writes the file atomically, with its SHA-256 in front. A failure only costs time, so it is ignored."""
     with contextlib.suppress(OSError):
         # Cached code is executed, so nobody else may write here.
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_ours(path.parent.stat()):
+            return
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             part = Path(file.name)
             try:
@@ -103,10 +119,10 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _cache_path(name: str) -> Path | None:
-    """Path of the cached kernel; None: the user has no home directory."""
+    """Path of the cached kernel; None: the user has no directory for a cache."""
     try:
-        return _CACHE_DIRECTORY.expanduser() / _fingerprint() / f"{name}.bin"
-    except RuntimeError:
+        return cache_directory() / "kernels" / _fingerprint() / f"{name}.bin"
+    except ConfigError:
         return None
 
 

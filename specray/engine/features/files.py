@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,9 +13,11 @@ from safetensors import SafetensorError, safe_open
 
 from specray.engine.model.checks.messages import one_line
 from specray.errors import ConfigError, shown
+from specray.json_files import read_json_file
 
-_TENSOR_FILES = ("*.safetensors", "medusa_lm_head.pt", "pytorch_model*.bin")
-"""Names of the files with tensors; the first that is there counts."""
+_TENSOR_FILES = ("*.safetensors",)
+_PICKLES = ("*.pt", "*.bin")
+"""Names of files that authors' heads have beside or instead: pickles, which are not read."""
 _COMPUTED = re.compile(r"(^|\.)(rotary_emb\.|inv_freq$)")
 """Tables that are computed, once saved with the weights."""
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -141,7 +142,7 @@ class DrafterFiles:
 
     def _read_config(self, directory: Path) -> dict[str, Any]:
         try:
-            values = json.loads((directory / "config.json").read_text("utf-8"))
+            values = read_json_file(directory / "config.json")
         except (OSError, ValueError) as error:
             raise self.refuse(f"config.json cannot be read: {one_line(error)}") from None
         if not isinstance(values, dict):
@@ -149,19 +150,19 @@ class DrafterFiles:
         return values
 
     def _read_tensors(self, directory: Path) -> dict[str, torch.Tensor]:
-        for pattern in _TENSOR_FILES:
-            files = sorted(directory.glob(pattern))
-            tensors: dict[str, torch.Tensor] = {}
-            for file in files:
-                try:
-                    tensors |= _safetensors(file) if file.suffix == ".safetensors" else _pickled(file)
-                except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-                    raise self.refuse(f"{file.name} cannot be read: {one_line(error)}") from None
-                except Exception as error:  # The unpickler has kinds of its own.
-                    raise self.refuse(f"{file.name} holds more than tensors: {one_line(error)}") from None
-            if files:
-                return tensors
-        raise self.refuse(f"it holds no tensors; allowed: {', '.join(_TENSOR_FILES)}")
+        tensors: dict[str, torch.Tensor] = {}
+        files = sorted(file for pattern in _TENSOR_FILES for file in directory.glob(pattern))
+        for file in files:
+            try:
+                tensors |= _safetensors(file)
+            except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+                raise self.refuse(f"{file.name} cannot be read: {one_line(error)}") from None
+        if not files:
+            pickles = sorted(file.name for pattern in _PICKLES for file in directory.glob(pattern))
+            found = f"{', '.join(pickles)} is a pickle" if pickles else "it holds no tensors"
+            how = " (docs/drafting.md has the command that converts one)" if pickles else ""
+            raise self.refuse(f"{found}; allowed: {', '.join(_TENSOR_FILES)}{how}")
+        return tensors
 
 
 def _dtype(tensor: torch.Tensor) -> str:
@@ -171,11 +172,3 @@ def _dtype(tensor: torch.Tensor) -> str:
 def _safetensors(file: Path) -> dict[str, torch.Tensor]:
     with safe_open(str(file), framework="pt", device="cpu") as mapped:
         return {name: mapped.get_tensor(name) for name in mapped.keys()}  # noqa: SIM118
-
-
-def _pickled(file: Path) -> dict[str, torch.Tensor]:
-    """Tensors and nothing else: no code of the file is run."""
-    values = torch.load(file, map_location="cpu", weights_only=True)
-    if not isinstance(values, dict) or not all(isinstance(value, torch.Tensor) for value in values.values()):
-        raise ValueError("allowed: a mapping of tensors")
-    return {str(name): tensor for name, tensor in values.items()}

@@ -22,6 +22,7 @@ from specray.engine.model.decoder_config import HEAD, MODEL_TYPES, DecoderConfig
 from specray.engine.model.families.config_json import read_decoder_config
 from specray.engine.model.quantized.formats import PLAIN, WeightFormats
 from specray.errors import ConfigError
+from specray.json_files import check_settings
 
 if TYPE_CHECKING:
     from specray.engine.model.checkpoint.adapter import Adapter
@@ -122,6 +123,8 @@ def describe(args: ModelArgs) -> ModelDescription:
 
 def _describe_model(args: ModelArgs) -> ModelDescription:
     directory = find_description(args.path)
+    if directory is not None:
+        check_settings(directory)
     if directory is not None and (args.adapter is None or Path(args.adapter) != directory):
         check_adapter(args.path, directory)
     values = None if directory is None else read_config(directory)

@@ -1,12 +1,16 @@
 """Notes of the services that this user runs on this machine with a Ray of their own: how to reach that Ray.
 
 A note holds the token of the service's Ray, so only its user may read it; it is gone when the service ends.
+It lies in the directory of temporary files, or in the user's cache if that one is another user's or full.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
+import socket
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -14,7 +18,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from specray.environment import cache_directory
 from specray.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +44,23 @@ AUTH_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 @contextmanager
 def noted(port: int, address: str) -> Iterator[None]:
-    """Keeps a note of a service of this process while the block runs.
-
-    Raises:
-        ConfigError: the directory of notes belongs to somebody else.
-    """
+    """Keeps a note of this process's service while the block runs; warns where there is no place for one."""
     environment = {name: os.environ[name] for name in AUTH_VARIABLES if name in os.environ}
     note = Note(os.getpid(), port, address, environment)
-    path = _directory() / f"{note.pid}.json"
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        json.dump(asdict(note), file)
+    problems: list[str] = []
+    path = next((path for directory in _directories() if (path := _write(directory, note, problems))), None)
+    if path is None:
+        logger.warning(
+            "there is no place for the note by which `specray reload` finds this service, which needs "
+            "RAY_ADDRESS=%s then: %s",
+            address,
+            "; ".join(problems),
+        )
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        if path is not None:
+            path.unlink(missing_ok=True)
 
 
 def find_note(port: int | None) -> Note:
@@ -76,14 +84,17 @@ def find_note(port: int | None) -> Note:
 
 
 def _notes() -> Iterator[Note]:
-    for path in _directory().glob("*.json"):
-        with suppress(OSError, ValueError, TypeError):
-            note = Note(**json.loads(path.read_text()))
-            if _is_running(note.pid):
-                yield note
-            else:
-                # Its process was killed.
-                path.unlink(missing_ok=True)
+    for directory in _directories():
+        if _problem(directory) is not None:
+            continue
+        for path in directory.glob(f"{_host()}-*.json"):
+            with suppress(OSError, ValueError, TypeError):
+                note = Note(**json.loads(path.read_text()))
+                if _is_running(note.pid):
+                    yield note
+                else:
+                    # Its process was killed.
+                    path.unlink(missing_ok=True)
 
 
 def _is_running(pid: int) -> bool:
@@ -94,12 +105,44 @@ def _is_running(pid: int) -> bool:
     return True
 
 
-def _directory() -> Path:
-    """The directory of notes, which only its owner may enter. Others may have made one of its name."""
-    path = Path(tempfile.gettempdir()) / f"specray-{os.getuid()}"
-    with suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-    status = path.lstat()
+def _host() -> str:
+    """This machine's name: a home directory may be that of several."""
+    return re.sub(r"[^A-Za-z0-9.-]", "_", socket.gethostname())
+
+
+def _directories() -> list[Path]:
+    """Where notes may be, the usual place first."""
+    places = [Path(tempfile.gettempdir()) / f"specray-{os.getuid()}"]
+    with suppress(ConfigError):
+        places.append(cache_directory() / "services")
+    return places
+
+
+def _problem(directory: Path) -> str | None:
+    """Why a directory is not used; None: only this user may enter it."""
+    try:
+        status = directory.lstat()
+    except OSError as error:
+        return f"{directory}: {error.strerror}"
     if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o077:
-        raise ConfigError(f"{path} must be a directory of your own that nobody else may enter")
+        return f"{directory} must be a directory of your own that nobody else may enter"
+    return None
+
+
+def _write(directory: Path, note: Note, problems: list[str]) -> Path | None:
+    """Writes a note; None: the directory cannot be used, and ``problems`` says why."""
+    path = directory / f"{_host()}-{note.pid}.json"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if problem := _problem(directory):
+            problems.append(problem)
+            return None
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump(asdict(note), file)
+    except OSError as error:
+        problems.append(f"{directory}: {error.strerror}")
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        return None
     return path

@@ -9,6 +9,7 @@ from datetime import datetime
 from types import MappingProxyType
 from typing import Any, Final
 
+from specray.tokenization.templates.time_limit import MAX_RENDER_S, run_limited
 from specray.tokenization.templates.turns import AssistantTurns
 
 _ANSWER: Final = "probe-answer"
@@ -39,9 +40,12 @@ class TemplateProbe:
     @functools.cached_property
     def reads_tools(self) -> bool:
         """False: the template does not look at ``tools``, so that the model would not know them."""
-        from jinja2 import meta
+        from jinja2 import TemplateError, meta
 
-        return "tools" in meta.find_undeclared_variables(_environment().parse(self._source))
+        try:
+            return "tools" in meta.find_undeclared_variables(_environment().parse(self._source))
+        except (TemplateError, RecursionError):  # It is refused when a chat comes.
+            return False
 
     @functools.cached_property
     def keeps_system_messages(self) -> bool:
@@ -89,9 +93,9 @@ class TemplateProbe:
     ) -> str | None:
         """The text of a conversation; None: the template refuses it."""
         try:
-            text: str = self._template.render(
-                **self._special_tokens, messages=messages, tools=tools, add_generation_prompt=False
-            )
+            template = self._template
+            values = {"messages": messages, "tools": tools, "add_generation_prompt": False}
+            text: str = run_limited(lambda: template.render(**self._special_tokens, **values), MAX_RENDER_S)
         except Exception:  # Templates raise all kinds, and a damaged one is refused when a chat comes.
             return None
         return text

@@ -10,8 +10,9 @@ from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import Unigram
 
-from specray.errors import InvalidRequestError
+from specray.errors import ConfigError, InvalidRequestError
 from specray.tokenization import ChatMessage, ChatOptions, Tokenizer, load_tokenizer
+from specray.tokenization.chat import ChatTemplate
 from specray.tokenization.control_tokens import ControlTokens
 from tests.unit.tokenization.tiny_tokenizer import (
     sentencepiece_tokenizer,
@@ -243,3 +244,29 @@ def test_least_tokens_are_those_of_the_longest_token(length: int, least: int) ->
     backend.add_tokens([AddedToken("a" * 5)])
     assert Tokenizer(backend).longest_token_len == 5
     assert Tokenizer(backend).least_tokens("a" * length) == least
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = i %}{% endfor %}{% endfor %}"
+
+
+def test_template_that_does_not_end_is_ended_and_the_next_rendering_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("specray.tokenization.chat.MAX_RENDER_S", 0.1)
+    monkeypatch.setattr("specray.tokenization.templates.probes.MAX_RENDER_S", 0.1)
+    template = "{% if messages[0].content == 'loop' %}" + ENDLESS + "{% endif %}{{ messages[0].content }}"
+    with pytest.raises(InvalidRequestError, match=r"messages: .* did not end within 0\.1 s"):
+        rendered(template, user("loop"))
+    assert rendered(template, user("hi")) == "hi"
+
+
+def test_template_beyond_all_sizes_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="the chat template has 1000001 characters; allowed: at most 1000000"
+    ):
+        rendered("x" * 1_000_001, user("hi"))
+
+
+def test_template_that_cannot_be_parsed_reads_no_tools() -> None:
+    for template in ("{% if %}", "{{ (" + "(" * 5000):
+        assert not ChatTemplate(template, {}).reads_tools

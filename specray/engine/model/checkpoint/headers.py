@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specray.json_files import read_json_file
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _MAX_HEADER_BYTES = 200_000_000
@@ -72,7 +74,7 @@ def _read_header(file: Path) -> dict[str, Any]:
 def read_json(file: Path) -> dict[str, Any]:
     """The object that a file holds; empty where there is none."""
     try:
-        values = json.loads(file.read_text("utf-8"))
+        values = read_json_file(file)
     except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}

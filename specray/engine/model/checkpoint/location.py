@@ -5,7 +5,6 @@ A path that exists never touches the network.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from typing import Any
 from specray.engine.model.checkpoint.headers import weight_files
 from specray.engine.model.checks.formats import check_adapter
 from specray.errors import ConfigError
+from specray.json_files import read_json_file
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def find_weights(path: str, description: Path, entry: str | None = None) -> Path
 def read_config(directory: Path) -> dict[str, Any] | None:
     """What config.json holds; None: it is damaged, or points to another file."""
     try:
-        values = json.loads((directory / "config.json").read_text("utf-8"))
+        values = read_json_file(directory / "config.json")
     except (OSError, ValueError):
         return None
     return values if isinstance(values, dict) and "configuration_files" not in values else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from specray.engine.model.checkpoint.source import Part
 from specray.engine.model.checks.messages import one_line
 from specray.engine.model.checks.weights import check_weight
 from specray.errors import ConfigError
+from specray.json_files import read_json_file
 
 _REOPEN_BYTES = 1 << 28
 """Bytes taken from a file after which it is mapped anew: pages that were read count as this process's."""
@@ -124,5 +124,5 @@ def _files(directory: Path, entry: str | None) -> list[Path]:
         return [directory / name]
     if entry is None and not (directory / name).is_file():
         raise OSError(f"Error no file named {SINGLE} found in directory {directory}.")
-    listed = json.loads((directory / name).read_text("utf-8"))["weight_map"]
+    listed = read_json_file(directory / name)["weight_map"]
     return [directory / file for file in sorted(set(listed.values()))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from specray.engine.model.checkpoint.headers import weight_files
 from specray.errors import ConfigError
+from specray.json_files import read_json_file
 
 OFFSETS = "d2t"
 """Name of the tensor that a checkpoint with a trimmed head holds: token id minus row, for each row."""
@@ -103,7 +103,7 @@ def _read_file(file: Path) -> Any:
             return np.load(file, allow_pickle=False)
         if file.suffix == ".safetensors":
             return _only_tensor(file)
-        return json.loads(file.read_text("utf-8"))
+        return read_json_file(file)
     except (OSError, ValueError, EOFError, SafetensorError) as error:
         raise ConfigError(f"{_SETTING}: {file} cannot be read: {error}") from None
 

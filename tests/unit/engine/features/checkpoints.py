@@ -158,8 +158,5 @@ def write(
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config), "utf-8")
     contiguous = {key: tensor.contiguous() for key, tensor in weights.items()}
-    if name.endswith(".safetensors"):
-        save_file(contiguous, directory / name)
-    else:
-        torch.save(contiguous, directory / name)
+    save_file(contiguous, directory / name)
     return directory

@@ -137,7 +137,7 @@ def test_a_vocabulary_in_another_order(llama: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_eagle1(llama: Path, tmp_path: Path, has_bias: bool) -> None:
     weights = eagle1_weights(has_bias=has_bias)
-    path = write(tmp_path, weights, checkpoints.LLAMA, "pytorch_model.bin")
+    path = write(tmp_path, weights, checkpoints.LLAMA)
     found = drafted(make_target(llama, path))
     check(found, reference.eagle1(reference_model(llama), weights, PROMPT, found[2], NUM_STEPS))
 
@@ -145,9 +145,7 @@ def test_eagle1(llama: Path, tmp_path: Path, has_bias: bool) -> None:
 MEDUSA = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "tiny"}
 
 
-@pytest.mark.parametrize(
-    "kind", ["authors", "authors, two blocks", "authors, pickled", "TGI, shared head", "vLLM"]
-)
+@pytest.mark.parametrize("kind", ["authors", "authors, two blocks", "TGI, shared head", "vLLM"])
 def test_medusa_layouts(llama: Path, tmp_path: Path, kind: str) -> None:
     weights = medusa_weights(num_layers=2 if "two" in kind else 1, has_heads="shared" not in kind)
     tensors, name = weights, "medusa_lm_head.safetensors"
@@ -161,7 +159,7 @@ def test_medusa_layouts(llama: Path, tmp_path: Path, kind: str) -> None:
                 else f"blocks.{head}.layers.{layer}.{rest[-1]}"
             )
             tensors[f"medusa_heads.{own}"] = tensor
-    path = write(tmp_path, tensors, MEDUSA, "medusa_lm_head.pt" if "pickled" in kind else name)
+    path = write(tmp_path, tensors, MEDUSA, name)
     found = drafted(make_target(llama, path))
     # Three heads, whatever the configuration says: no fourth token.
     check(found, reference.medusa(reference_model(llama), weights, PROMPT, found[2], 3))
