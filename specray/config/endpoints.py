@@ -18,6 +18,11 @@ class HttpConfig(Section):
         description="Fields of a request that this API does not have: refuse: 400, since one may be "
         "misspelt; ignore: as if they were not there.",
     )
+    images: Literal["auto", "refuse", "placeholder"] = Field(
+        "auto",
+        description="Images and files in messages, of which models read none here: refuse: 400; placeholder: "
+        "one line of text says that they were there; auto: that in results of tools, 400 elsewhere.",
+    )
     first_token_grace_s: float = Field(
         0.2,
         ge=0,

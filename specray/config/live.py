@@ -39,7 +39,7 @@ LIVE_KEYS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         ),
         "ingress": ("excess_max_tokens",),
         "auth": ("keys", "open_paths"),
-        "http": ("max_body_bytes", "unknown_fields", "first_token_grace_s"),
+        "http": ("max_body_bytes", "unknown_fields", "images", "first_token_grace_s"),
         "chat": ("allow_special_tokens",),
         "logging": ("format", "level", "requests"),
     }

@@ -172,9 +172,12 @@ def _add_generating_routes(app: FastAPI, api: OpenAiApi, config: LiveConfig) -> 
         values = with_timeout(values, request.headers)
         call = await until_disconnect(request.receive, parse(values, caller_of(request), record_of(request)))
         if not call.is_stream:
-            return JSONResponse(await until_disconnect(request.receive, api.answer(call)))
+            answer = await until_disconnect(request.receive, api.answer(call))
+            return JSONResponse(answer, headers=call.headers)
         started = await _started(request, api.deltas(call), grace_s=config.now.http.first_token_grace_s)
-        return EventStreamResponse(api.events(call, started), started, comment=call.format.waiting)
+        response = EventStreamResponse(api.events(call, started), started, comment=call.format.waiting)
+        response.headers.update(call.headers)
+        return response
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:

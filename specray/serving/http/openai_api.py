@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 from specray.config.live import LiveConfig
 from specray.grammar import PreparedCompiler
@@ -24,6 +26,7 @@ from specray.serving.http.answers.completions import CompletionFormat, shown_pro
 from specray.serving.http.answers.rounds import RoundFormat
 from specray.serving.http.answers.token_ids import TokenIds
 from specray.serving.http.chat.format import ChatFormat
+from specray.serving.http.chat.parts import Images
 from specray.serving.http.chat.plan import ChatPlanner, Reading
 from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.http.identity import Identity
@@ -42,9 +45,17 @@ from specray.serving.validation import (
 )
 from specray.tokenization import Tokenizer
 
+logger = logging.getLogger(__name__)
+
+LEFT_OUT_HEADER: Final = "X-Left-Out-Tools"
+"""Names the tools of a request that are no functions, which the service cannot offer."""
 DEADLINE_MARGIN_S = 15.0
 """Seconds past a request's deadline, which the router keeps, after which the ingress gives up on the
 router."""
+
+_LINE_ENDS: Final = {ord(mark): f"\\u{ord(mark):04x}" for mark in "\x85\u2028\u2029"}
+"""What clients that split lines as ``str.splitlines`` does take for the end of an event's line, escaped. JSON
+itself escapes the others, which are control characters of ASCII."""
 
 FormatMaker = Callable[[Header, Tokenizer, Reading], ResponseFormat]
 
@@ -71,6 +82,8 @@ class Call:
     """Writes the rounds of a stream; None: the call does not ask for them."""
     hides_output: bool = False
     """The prompt alone is asked about."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Headers of the answer."""
 
 
 class OpenAiApi:
@@ -162,7 +175,19 @@ class OpenAiApi:
             await self._grammars.check(plan.options.grammar, field=field, limits=limits)
         header = self._header(prefix, limits)
         chat_format = make_format(header, self._tokenizer, plan.reading)
-        return self._call(body, plan.options, [plan.prompt], limits, header, chat_format, caller, record)
+        call = self._call(body, plan.options, [plan.prompt], limits, header, chat_format, caller, record)
+        left_out = ", ".join(body.left_out_tools)
+        if not left_out:
+            return call
+        logger.info(
+            "tools left out, which are no functions: %s", left_out, extra={"request_id": call.response_id}
+        )
+        return replace(call, headers={LEFT_OUT_HEADER: left_out})
+
+    @property
+    def images(self) -> Images:
+        """What becomes of images in messages."""
+        return self._config.now.http.images
 
     def parse(self, schema: type[RequestT], values: object) -> RequestT:
         """Checks the types of a decoded body; the configuration says what becomes of unknown fields.
@@ -316,4 +341,7 @@ def _with_usage(call: Call, event: Json, totals: Totals) -> Json:
 
 def _event(values: Json) -> bytes:
     name = f"event: {values['type']}\n" if "type" in values else ""
-    return f"{name}data: {json.dumps(values, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+    text = json.dumps(values, ensure_ascii=False, separators=(",", ":"))
+    if not text.isascii():
+        text = text.translate(_LINE_ENDS)
+    return f"{name}data: {text}\n\n".encode()

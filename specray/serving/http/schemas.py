@@ -6,6 +6,7 @@ pydantic checks types here, without coercion; ``validation`` checks ranges.
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Final, TypeVar, get_type_hints
 
@@ -59,6 +60,27 @@ class Fields(BaseModel):
     @classmethod
     def _check_length(cls, values: object) -> object:
         return _few(values)
+
+
+@dataclass(frozen=True, slots=True)
+class Nested:
+    """Marks a field that is checked elsewhere: the objects in it have the fields of a schema."""
+
+    schema: type[Fields]
+
+
+class TextPartFields(Fields):
+    """A part of content that is text."""
+
+    type: Any = None
+    text: Any = None
+
+
+class PredictionFields(Fields):
+    """A predicted output; ``parse_prediction`` checks it."""
+
+    type: Any = None
+    content: Annotated[Any, Nested(TextPartFields)] = None
 
 
 class ServiceLevelFields(Fields):
@@ -126,7 +148,7 @@ class SamplingFields(_OptionFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculation: SpeculationFields | None = None
-    prediction: Any = None
+    prediction: Annotated[Any, Nested(PredictionFields)] = None
     """Text that the output is expected to be close to, as OpenAI has it."""
     return_speculation_metrics: bool | None = None
     prompt_logprobs: int | None = None

@@ -11,9 +11,9 @@ from typing import Any, Final
 from specray.errors import InvalidRequestError
 from specray.serving.validation import out_of_range
 
-MAX_TOOLS: Final = 128
+MAX_TOOLS: Final = 512
 """Tools of one request."""
-_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 
 
 class ToolMode(StrEnum):
@@ -66,8 +66,19 @@ class ToolUse:
         return [dict(tool.definition) for tool in self.tools]
 
 
-def parse_tools(tools: object, choice: object, is_parallel: bool | None) -> ToolUse | None:
+def is_no_function(tool: object) -> bool:
+    """True for a tool of another kind, such as OpenAI's own, of which the service has none."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return isinstance(kind, str) and kind != "function"
+
+
+def parse_tools(
+    tools: object, choice: object, is_parallel: bool | None, *, leaves_out: bool = False
+) -> ToolUse | None:
     """The request fields ``tools``, ``tool_choice`` and ``parallel_tool_calls``.
+
+    Args:
+        leaves_out: goes without tools that are no functions, which are refused else.
 
     Returns:
         None without tools.
@@ -75,7 +86,7 @@ def parse_tools(tools: object, choice: object, is_parallel: bool | None) -> Tool
     Raises:
         InvalidRequestError: a tool or the choice is malformed, or names a tool that is not there.
     """
-    offered = _tools(tools)
+    offered = _tools(tools, leaves_out=leaves_out)
     if not offered:
         _check_no_choice(choice)
         return None
@@ -90,17 +101,20 @@ def parse_tools(tools: object, choice: object, is_parallel: bool | None) -> Tool
     )
 
 
-def _tools(value: object) -> tuple[Tool, ...]:
+def _tools(value: object, *, leaves_out: bool) -> tuple[Tool, ...]:
     if value is None:
         return ()
     if not isinstance(value, list) or len(value) > MAX_TOOLS:
         raise out_of_range("tools", value, f"a list of at most {MAX_TOOLS} tools")
-    tools = tuple(_tool(f"tools[{index}]", entry) for index, entry in enumerate(value))
-    names = [tool.name for tool in tools]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            raise out_of_range(f"tools[{index}].function.name", name, "a name that no other tool has")
-    return tools
+    tools = dict[str, Tool]()
+    for index, entry in enumerate(value):
+        if leaves_out and is_no_function(entry):
+            continue
+        tool = _tool(f"tools[{index}]", entry)
+        if tool.name in tools:
+            raise out_of_range(f"tools[{index}].function.name", tool.name, "a name that no other tool has")
+        tools[tool.name] = tool
+    return tuple(tools.values())
 
 
 def _tool(where: str, value: object) -> Tool:
@@ -113,7 +127,7 @@ def _tool(where: str, value: object) -> Tool:
         raise out_of_range(f"{where}.function", function, "an object with a name")
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise out_of_range(f"{where}.function.name", name, "1..64 letters, digits, _, . and -")
+        raise out_of_range(f"{where}.function.name", name, "1..256 letters, digits, _, . and -")
     parameters = function.get("parameters")
     if parameters is None:
         parameters = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -9,6 +10,7 @@ from pydantic_core import from_json
 
 from specray.errors import InvalidRequestError
 from specray.requests import Range
+from specray.serving.http.chat.parts import Images, answer_of_parts, shows_media, text_of_parts
 from specray.serving.http.schemas import Fields
 from specray.serving.validation import check_range, out_of_range
 from specray.tokenization import ChatMessage
@@ -25,6 +27,9 @@ _ROLES: Final = {
     "tool": "tool",
 }
 """Roles as templates know them, by their names in requests."""
+_TEXTS: Final = ("text", "input_text", "output_text")
+"""Types of parts that are text."""
+_UNSUPPORTED: Final = ("function_call", "audio")
 _EMPTY: Final[tuple[object, ...]] = (None, "", [], {})
 """Values that ask for nothing."""
 
@@ -40,58 +45,67 @@ class MessageFields(Fields):
     reasoning_content: str | None = None
     reasoning: str | None = None
     """The same as ``reasoning_content``, as vLLM has it."""
+    refusal: Any = None
+    """Text of an assistant's message without content."""
+    function_call: Any = None
+    """Not supported; ``tool_calls`` has taken its place."""
+    audio: Any = None
+    """Not supported."""
     type: Any = None
     """Content type that some clients send beside the content."""
 
 
-def read_messages(messages: Sequence[MessageFields]) -> list[ChatMessage]:
-    """The conversation, with arguments of calls as objects.
+def read_messages(messages: Sequence[MessageFields], images: Images = "auto") -> list[ChatMessage]:
+    """The conversation, with arguments of calls as objects, or as text that is no object's.
+
+    Args:
+        images: what becomes of parts that are images and the like.
 
     Raises:
         InvalidRequestError: there is no message, or one has what it may not have, or parts that are not text.
     """
     if not messages:
         raise InvalidRequestError("messages is empty; allowed: at least one message", field="messages")
-    return [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+    return [_message(f"messages[{index}]", message, images) for index, message in enumerate(messages)]
 
 
-def _message(where: str, message: MessageFields) -> ChatMessage:
+def _message(where: str, message: MessageFields, images: Images) -> ChatMessage:
     if message.role not in _ROLES:
         raise out_of_range(f"{where}.role", message.role, ", ".join(_ROLES))
     if message.type not in (None, "text", "message"):
         raise out_of_range(f"{where}.type", message.type, "text or absent")
-    for name, value in (message.model_extra or {}).items():
+    extras = {name: getattr(message, name) for name in _UNSUPPORTED} | (message.model_extra or {})
+    for name, value in extras.items():
         # Clients send back an answer's message with all its fields.
         if value not in _EMPTY:
             raise InvalidRequestError(f"{where}.{name[:60]} is not supported", field=f"{where}.{name[:60]}")
     calls = _calls(f"{where}.tool_calls", message)
+    content, thinking = _content(f"{where}.content", message, calls, images)
     fields = {
         "name": message.name,
         "tool_calls": calls,
         "tool_call_id": message.tool_call_id,
-        "reasoning_content": message.reasoning_content or message.reasoning,
+        "reasoning_content": message.reasoning_content or message.reasoning or thinking,
     }
     return ChatMessage(
-        _ROLES[message.role],
-        _content(f"{where}.content", message, calls),
-        {name: value for name, value in fields.items() if value},
+        _ROLES[message.role], content, {name: value for name, value in fields.items() if value}
     )
 
 
-def _content(where: str, message: MessageFields, calls: list[dict[str, Any]]) -> str | None:
+def _content(
+    where: str, message: MessageFields, calls: list[dict[str, Any]], images: Images
+) -> tuple[str | None, str]:
+    """Text and reasoning of a message's content."""
     content = message.content
-    if message.role == "assistant" and content in (None, []):
-        return None if calls else ""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else None
-    if not parts or not all(_is_text_part(part) for part in parts):
-        raise out_of_range(where, content, "a string or a list of parts of type text")
-    return "".join(part["text"] for part in parts)
-
-
-def _is_text_part(part: object) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    if message.role != "assistant":
+        shows = shows_media(images, is_result=message.role == "tool")
+        return text_of_parts(where, content, _TEXTS, shows=shows), ""
+    text, thinking = "", ""
+    if content is not None:
+        text, thinking = answer_of_parts(where, content, (*_TEXTS, "refusal"))
+    if not text and message.refusal not in _EMPTY:
+        text = text_of_parts(where.replace("content", "refusal"), message.refusal, _TEXTS)
+    return text or (None if calls else ""), thinking
 
 
 def _calls(where: str, message: MessageFields) -> list[dict[str, Any]]:
@@ -117,22 +131,23 @@ def _call(where: str, call: object) -> dict[str, Any]:
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise out_of_range(f"{where}.function.name", name, "a name")
-    arguments = read_arguments(f"{where}.function.arguments", function.get("arguments"))
+    arguments = read_arguments(function.get("arguments"))
     named = {} if call_id is None else {"id": call_id}
     return {**named, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def read_arguments(where: str, value: object) -> dict[str, Any]:
-    """The arguments of a call, as an object or its JSON text. Raises InvalidRequestError."""
-    if value in (None, ""):
-        return {}
-    arguments = value
-    if isinstance(value, str):
-        try:
-            # Unlike the standard library's parser, this one refuses lone surrogates and deep nesting.
-            arguments = from_json(value)
-        except ValueError:
-            arguments = None
-    if not isinstance(arguments, dict):
-        raise out_of_range(where, value, "the JSON text of an object")
-    return arguments
+def read_arguments(value: object) -> dict[str, Any] | str:
+    """The arguments of a call: an object, or text that is no object's, as it came.
+
+    Args:
+        value: an object or its JSON text, as it should be, or what else a call has become.
+    """
+    if value is None or isinstance(value, dict):
+        return value or {}
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    try:
+        # Unlike the standard library's parser, this one refuses lone surrogates and deep nesting.
+        arguments = from_json(text) if text.strip() else {}
+    except ValueError:
+        return text
+    return arguments if isinstance(arguments, dict) else text

@@ -128,7 +128,7 @@ class ChatPlanner:
             continues_final_message=bool(body.continue_final_message),
             allows_special_tokens=self._config.now.chat.allow_special_tokens,
         )
-        messages = body.chat()
+        messages = body.chat(self._config.now.http.images)
         text, token_ids = await asyncio.to_thread(self._tokenizer.chat_prompt, messages, chat)
         if self._channels is not None:
             end = read_prompt(self._channels, token_ids, self._tokenizer.token_text)

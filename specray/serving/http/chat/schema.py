@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from specray.errors import InvalidRequestError
 from specray.serving.http.chat.messages import MAX_MESSAGES, MessageFields, read_messages
-from specray.serving.http.schemas import SamplingFields
+from specray.serving.http.chat.parts import Images
+from specray.serving.http.schemas import Fields, Nested, SamplingFields
 from specray.serving.tools.request import ToolUse, parse_tools
 from specray.serving.validation import RANGES, GenerationOptions, check_range
 from specray.tokenization import ChatMessage
+
+
+class FunctionFields(Fields):
+    """A function of a tool; ``parse_tools`` checks it."""
+
+    name: Any = None
+    description: Any = None
+    parameters: Any = None
+    strict: Any = None
+
+
+class ToolFields(Fields):
+    """A tool; ``parse_tools`` checks it."""
+
+    type: Any = None
+    function: Annotated[Any, Nested(FunctionFields)] = None
 
 
 class ChatCompletionRequest(SamplingFields):
@@ -23,7 +40,7 @@ class ChatCompletionRequest(SamplingFields):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Any = None
+    tools: Annotated[Any, Nested(ToolFields)] = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
@@ -41,13 +58,22 @@ class ChatCompletionRequest(SamplingFields):
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def chat(self) -> list[ChatMessage]:
-        """Returns the conversation. Raises InvalidRequestError for parts that are not text."""
-        return read_messages(self.messages)
+    def chat(self, images: Images = "auto") -> list[ChatMessage]:
+        """Returns the conversation. Raises InvalidRequestError for parts that are not text.
+
+        Args:
+            images: what becomes of images, see ``http.images``.
+        """
+        return read_messages(self.messages, images)
 
     def tool_use(self) -> ToolUse | None:
         """Returns the tools; None without any. Raises InvalidRequestError for malformed ones."""
         return parse_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    @property
+    def left_out_tools(self) -> tuple[str, ...]:
+        """Tools that are no functions, which the service goes without, as a header names them."""
+        return ()
 
     def template_variables(self) -> dict[str, Any]:
         """Returns the variables that the request brings for the chat template."""

@@ -13,7 +13,6 @@ from specray.errors import InvalidRequestError
 from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.http.schemas import Fields
 from specray.serving.tools.request import MAX_TOOLS
-from specray.serving.validation import out_of_range
 
 _PASSED_ON: Final = (
     *("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed"),
@@ -57,33 +56,6 @@ class TranslatedFields(_PassedOn):
 def with_variable(chat: dict[str, Any], name: str, value: object) -> None:
     """Sets a variable of the chat template, unless the request itself sets it."""
     chat["chat_template_kwargs"] = {name: value, **(chat.get("chat_template_kwargs") or {})}
-
-
-def text_of_parts(where: str, value: object, kinds: Sequence[str]) -> str:
-    """The text of content in one piece or in parts.
-
-    Args:
-        where: name of the field.
-        kinds: types of parts that hold text.
-
-    Raises:
-        InvalidRequestError: it is malformed, or a part is no text.
-    """
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise out_of_range(where, value, f"a string or a list of parts of type {' or '.join(kinds)}")
-    return "".join(_part(f"{where}[{index}]", part, kinds) for index, part in enumerate(value))
-
-
-def _part(where: str, part: object, kinds: Sequence[str]) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(part, dict) or kind not in kinds:
-        raise out_of_range(f"{where}.type", kind, " or ".join(kinds))
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise out_of_range(f"{where}.text", text, "a string")
-    return text
 
 
 def translated_tools(value: Any, translate: Callable[[str, object], Any]) -> Any:

@@ -9,10 +9,11 @@ from starlette.middleware.cors import CORSMiddleware
 
 from specray.config import HttpConfig
 from specray.serving.http.observe import REQUEST_ID_HEADER
+from specray.serving.http.openai_api import LEFT_OUT_HEADER
 
 _MAX_AGE_S: Final = 600
 """Seconds for which a browser may keep the answer to a preflight."""
-_READABLE: Final = (REQUEST_ID_HEADER, "Retry-After", "Retry-After-Ms")
+_READABLE: Final = (REQUEST_ID_HEADER, LEFT_OUT_HEADER, "Retry-After", "Retry-After-Ms")
 """Headers of answers that a page may read beside the common ones."""
 
 

@@ -37,7 +37,7 @@ RENAMES: Final[Renames] = (
 async def messages_call(api: OpenAiApi, values: object, caller: Caller, record: CallRecord) -> Call:
     """Makes the call. Raises InvalidRequestError, EngineLostError."""
     body = api.parse(MessagesRequest, values)
-    chat = body.chat()
+    chat = body.chat(api.images)
     with renamed(RENAMES):
         return await api.chat(
             api.parse(ChatCompletionRequest, chat),
@@ -54,7 +54,7 @@ def add_count_route(app: FastAPI, api: OpenAiApi, limits: ServiceLimits, *, conf
 
     async def counted(values: object) -> int:
         body = api.parse(CountTokensRequest, values)
-        chat = api.parse(ChatCompletionRequest, body.chat())
+        chat = api.parse(ChatCompletionRequest, body.chat(api.images))
         check_model(chat.model, await limits.get())
         with renamed(RENAMES):
             await api.options(chat)  # It refuses what a chat would refuse.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 from specray.errors import InvalidRequestError
-from specray.serving.http.chat.translation import text_of_parts
+from specray.serving.http.chat.messages import read_arguments
+from specray.serving.http.chat.parts import Images, shows_media, text_of_part, text_of_parts
 from specray.serving.validation import out_of_range
 
 _KINDS: Final = {
@@ -14,20 +15,26 @@ _KINDS: Final = {
     "system": ("text",),
 }
 """Types of blocks by role."""
+_BILLING: Final = "x-anthropic-billing-header"
+"""Begins the block that Claude Code puts before its instructions: other text with each request, for Anthropic
+alone, behind which nothing would be found in a prefix cache."""
 Message = dict[str, Any]
 
 
-def messages_of(messages: list[Any], system: object) -> list[Message]:
+def messages_of(messages: list[Any], system: object, images: Images = "auto") -> list[Message]:
     """The messages of a chat.
+
+    Args:
+        images: what becomes of images, see ``http.images``.
 
     Raises:
         InvalidRequestError: a message is malformed, or has a block that is not supported.
     """
     if not messages:
         raise InvalidRequestError("messages is empty; allowed: at least one message", field="messages")
-    instructions = "" if system is None else text_of_parts("system", system, ("text",))
+    instructions = "" if system is None else _instructions(system)
     opening = [{"role": "system", "content": instructions}] if instructions else []
-    read = [_read(f"messages[{index}]", message) for index, message in enumerate(messages)]
+    read = [_read(f"messages[{index}]", message, images) for index, message in enumerate(messages)]
     return [*opening, *(message for entry in read for message in entry)]
 
 
@@ -37,7 +44,14 @@ def continues(messages: list[Message]) -> bool:
     return last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
 
 
-def _read(where: str, message: object) -> list[Message]:
+def _instructions(system: object) -> str:
+    if isinstance(system, list):
+        texts = [text_of_part(f"system[{index}]", block, ("text",)) for index, block in enumerate(system)]
+        return "".join(text for text in texts if not text.startswith(_BILLING))
+    return text_of_parts("system", system, ("text",))
+
+
+def _read(where: str, message: object, images: Images) -> list[Message]:
     if not isinstance(message, dict):
         raise out_of_range(where, message, "an object with role and content")
     role, content = message.get("role"), message.get("content")
@@ -48,10 +62,12 @@ def _read(where: str, message: object) -> list[Message]:
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
         raise out_of_range(where, content, "a string or a list of blocks")
-    blocks = [_block(f"{where}[{index}]", block, role) for index, block in enumerate(content)]
     if role == "system":
-        return [{"role": role, "content": text_of_parts(where, content, ("text",))}]
-    return _of_user(where, blocks) if role == "user" else [_of_assistant(where, blocks)]
+        return [{"role": role, "content": text_of_parts(where, content, _KINDS[role])}]
+    if role == "user":
+        return _of_user(where, content, images)
+    blocks = [_block(f"{where}[{index}]", block, role) for index, block in enumerate(content)]
+    return [_of_assistant(where, blocks)]
 
 
 def _block(where: str, block: object, role: str) -> dict[str, Any]:
@@ -61,18 +77,20 @@ def _block(where: str, block: object, role: str) -> dict[str, Any]:
     return block
 
 
-def _of_user(where: str, blocks: list[dict[str, Any]]) -> list[Message]:
+def _of_user(where: str, blocks: list[Any], images: Images) -> list[Message]:
     """Results of tools are messages of their own; text between them is one message."""
     messages = list[Message]()
     for index, block in enumerate(blocks):
         place = f"{where}[{index}]"
-        if block["type"] == "tool_result":
-            content = block.get("content")
-            text = "" if content is None else text_of_parts(f"{place}.content", content, ("text",))
+        if isinstance(block, dict) and block.get("type") == "tool_result":
+            content, shows = block.get("content"), shows_media(images, is_result=True)
+            text = (
+                "" if content is None else text_of_parts(f"{place}.content", content, ("text",), shows=shows)
+            )
             call_id = _string(f"{place}.tool_use_id", block.get("tool_use_id"))
             messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
             continue
-        text = _text(f"{place}.text", block.get("text"))
+        text = text_of_part(place, block, _KINDS["user"], shows=shows_media(images, is_result=False))
         if messages and messages[-1]["role"] == "user":
             messages[-1]["content"] += text
         else:
@@ -87,7 +105,7 @@ def _of_assistant(where: str, blocks: list[dict[str, Any]]) -> Message:
         if block["type"] == "text":
             content.append(_text(f"{place}.text", block.get("text")))
         elif block["type"] == "thinking":
-            thinking.append(_text(f"{place}.thinking", block.get("thinking")))
+            thinking.append(_text(f"{place}.thinking", block.get("thinking") or ""))
         elif block["type"] == "tool_use":
             calls.append(_call(place, block))
     message: Message = {"role": "assistant", "content": "".join(content) or (None if calls else "")}
@@ -99,9 +117,7 @@ def _of_assistant(where: str, blocks: list[dict[str, Any]]) -> Message:
 
 
 def _call(where: str, block: dict[str, Any]) -> dict[str, Any]:
-    arguments = block.get("input")
-    if not isinstance(arguments, dict):
-        raise out_of_range(f"{where}.input", arguments, "an object")
+    arguments = read_arguments(block.get("input"))
     name = _string(f"{where}.name", block.get("name"))
     call_id = _string(f"{where}.id", block.get("id"))
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

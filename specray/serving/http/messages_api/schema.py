@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field
 
 from specray.errors import InvalidRequestError
 from specray.serving.http.chat.messages import MAX_MESSAGES
+from specray.serving.http.chat.parts import Images
 from specray.serving.http.chat.translation import TranslatedFields, translated_tools, with_variable
 from specray.serving.http.extras import check_extras
 from specray.serving.http.messages_api.conversation import continues, messages_of
@@ -58,10 +59,14 @@ class CountTokensRequest(TranslatedFields):
     speed: Any = None
     """Ignored."""
 
-    def chat(self) -> dict[str, Any]:
-        """Returns the fields of the chat. Raises InvalidRequestError for what cannot be done."""
+    def chat(self, images: Images = "auto") -> dict[str, Any]:
+        """Returns the fields of the chat. Raises InvalidRequestError for what cannot be done.
+
+        Args:
+            images: what becomes of images, see ``http.images``.
+        """
         self._check_others()
-        messages = messages_of(self.messages, self.system)
+        messages = messages_of(self.messages, self.system, images)
         choice, is_parallel = _choice(self.tool_choice)
         chat: dict[str, Any] = {
             **self.passed_on(),
@@ -104,9 +109,9 @@ class MessagesRequest(CountTokensRequest):
     max_tokens: int
     stop_sequences: list[str] | None = Field(None, fail_fast=True)
 
-    def chat(self) -> dict[str, Any]:
+    def chat(self, images: Images = "auto") -> dict[str, Any]:
         own = {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
-        return {**super().chat(), **{name: value for name, value in own.items() if value is not None}}
+        return {**super().chat(images), **{name: value for name, value in own.items() if value is not None}}
 
 
 def _keeps_all(value: Any) -> bool:

@@ -26,7 +26,7 @@ RENAMES: Final[Renames] = (
 async def responses_call(api: OpenAiApi, values: object, caller: Caller, record: CallRecord) -> Call:
     """Makes the call. Raises InvalidRequestError, EngineLostError."""
     body = api.parse(ResponsesRequest, values)
-    chat = body.chat()
+    chat = body.chat(api.images)
     with renamed(RENAMES):
         return await api.chat(
             api.parse(ResponsesChat, chat),

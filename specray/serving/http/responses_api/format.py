@@ -14,6 +14,7 @@ from specray.serving.http.problems import problem_body, problem_status
 from specray.serving.http.responses import Header, Json, Totals
 from specray.serving.http.responses_api.output import Output
 from specray.serving.http.responses_api.schema import ResponsesRequest
+from specray.serving.tools.request import is_no_function
 from specray.tokenization import Tokenizer
 
 ID_PREFIX: Final = "resp_"
@@ -117,7 +118,7 @@ class ResponseObjectFormat:
             "temperature": request.temperature,
             "text": {"format": form or {"type": "text"}, "verbosity": verbosity},
             "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
-            "tools": request.tools or [],
+            "tools": [tool for tool in request.tools or [] if not is_no_function(tool)],
             "top_logprobs": request.top_logprobs or 0,
             "top_p": request.top_p,
             "truncation": "disabled",

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from specray.errors import InvalidRequestError
 from specray.serving.http.chat.messages import read_arguments
-from specray.serving.http.chat.translation import text_of_parts
+from specray.serving.http.chat.parts import Images, answer_of_parts, shows_media, text_of_parts
 from specray.serving.validation import out_of_range
 
 _ROLES: Final = ("user", "assistant", "system", "developer")
@@ -20,18 +20,21 @@ _KINDS: Final = ("message", "function_call", "function_call_output", "reasoning"
 Message = dict[str, Any]
 
 
-def messages_of(value: object, instructions: str | None) -> list[Message]:
-    """The messages of an ``input``, behind the instructions.
+def messages_of(value: object, instructions: str | None, images: Images = "auto") -> list[Message]:
+    """The messages of an ``input``, behind the instructions; without an item, one that says nothing.
+
+    Args:
+        images: what becomes of images, see ``http.images``.
 
     Raises:
-        InvalidRequestError: the input is empty or malformed, or has an item that is not supported.
+        InvalidRequestError: the input is malformed, or has an item that is not supported.
     """
     opening: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
-    if isinstance(value, str):
-        return [*opening, {"role": "user", "content": value}]
-    if not isinstance(value, list) or not value:
-        raise out_of_range("input", value, "a string or a list of at least one item")
-    conversation = _Conversation(opening)
+    if isinstance(value, str) or value == []:
+        return [*opening, {"role": "user", "content": value or ""}]
+    if not isinstance(value, list):
+        raise out_of_range("input", value, "a string or a list of items")
+    conversation = _Conversation(opening, images)
     for index, item in enumerate(value):
         _read(conversation, f"input[{index}]", item)
     return conversation.messages
@@ -40,8 +43,9 @@ def messages_of(value: object, instructions: str | None) -> list[Message]:
 class _Conversation:
     """Messages as they are put together."""
 
-    def __init__(self, messages: list[Message]) -> None:
+    def __init__(self, messages: list[Message], images: Images) -> None:
         self.messages = messages
+        self.images = images
         self._turn: Message | None = None
         """The assistant's message to which items may still be added."""
 
@@ -76,7 +80,8 @@ def _read(conversation: _Conversation, where: str, item: object) -> None:
     elif kind == "function_call":
         conversation.add_call(_call(where, item))
     elif kind == "function_call_output":
-        content = text_of_parts(f"{where}.output", item.get("output"), _TEXTS)
+        shows = shows_media(conversation.images, is_result=True)
+        content = text_of_parts(f"{where}.output", item.get("output"), _TEXTS, shows=shows)
         call_id = _string(f"{where}.call_id", item.get("call_id"))
         conversation.add({"role": "tool", "tool_call_id": call_id, "content": content})
     elif kind == "reasoning":
@@ -97,15 +102,18 @@ def _read_message(conversation: _Conversation, where: str, item: dict[str, Any])
     role, content = item.get("role"), item.get("content")
     if role not in _ROLES:
         raise out_of_range(f"{where}.role", role, ", ".join(_ROLES))
-    text = text_of_parts(f"{where}.content", content, _TEXTS)
     if role == "assistant":
-        conversation.add_answer(text)
+        answer, reasoning = answer_of_parts(f"{where}.content", content, (*_TEXTS, "refusal"))
+        conversation.add_reasoning(reasoning)
+        conversation.add_answer(answer)
     else:
+        shows = shows_media(conversation.images, is_result=False)
+        text = text_of_parts(f"{where}.content", content, _TEXTS, shows=shows)
         conversation.add({"role": role, "content": text})
 
 
 def _call(where: str, item: dict[str, Any]) -> dict[str, Any]:
-    arguments = read_arguments(f"{where}.arguments", item.get("arguments"))
+    arguments = read_arguments(item.get("arguments"))
     name = _string(f"{where}.name", item.get("name"))
     call_id = _string(f"{where}.call_id", item.get("call_id"))
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

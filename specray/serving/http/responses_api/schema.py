@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import ConfigDict, Field
 
 from specray.errors import InvalidRequestError
+from specray.serving.http.chat.parts import Images
 from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.http.chat.translation import TranslatedFields, translated_tools, with_variable
 from specray.serving.http.extras import check_extras
 from specray.serving.http.responses_api.items import messages_of
 from specray.serving.http.schemas import FEW, Fields
+from specray.serving.tools.request import ToolUse, is_no_function, parse_tools
 from specray.serving.validation import out_of_range
 
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -29,6 +33,7 @@ _INCLUDABLE: Final = (
     "code_interpreter_call.outputs",
 )
 _CHOICES: Final = ("none", "auto", "required")
+_NO_WORD: Final = re.compile(r"[^A-Za-z0-9_.-]")
 _NO_REASONING: Final = "none"
 """Effort at which the model is asked not to reason."""
 
@@ -56,6 +61,13 @@ class ResponsesChat(ChatCompletionRequest):
         "prompt": "input",
         "max_tokens": "max_output_tokens",
     }
+
+    def tool_use(self) -> ToolUse | None:
+        return parse_tools(self.tools, self.tool_choice, self.parallel_tool_calls, leaves_out=True)
+
+    @property
+    def left_out_tools(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(_shown(tool) for tool in self.tools or () if is_no_function(tool)))
 
 
 class ResponsesRequest(TranslatedFields):
@@ -85,15 +97,21 @@ class ResponsesRequest(TranslatedFields):
     background: bool | None = None
     prompt: Any = None
     context_management: Any = None
+    client_metadata: Any = None
+    """Ignored; Codex tells there who asks."""
 
-    def chat(self) -> dict[str, Any]:
-        """Returns the fields of the chat. Raises InvalidRequestError for what cannot be done."""
+    def chat(self, images: Images = "auto") -> dict[str, Any]:
+        """Returns the fields of the chat. Raises InvalidRequestError for what cannot be done.
+
+        Args:
+            images: what becomes of images, see ``http.images``.
+        """
         self._check_state()
         check_extras(self.others, n=1)
         has_logprobs = self._has_logprobs()
         chat = {
             **self.passed_on(),
-            "messages": messages_of(self.input, self.instructions),
+            "messages": messages_of(self.input, self.instructions, images),
             "max_tokens": self.max_output_tokens,
             "tools": translated_tools(self.tools, _tool),
             "tool_choice": _choice(self.tool_choice),
@@ -136,11 +154,18 @@ class ResponsesRequest(TranslatedFields):
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
 
+def _shown(tool: Mapping[str, Any]) -> str:
+    """Type and name of a tool, as a header may have them."""
+    words = (tool["type"], tool.get("name"))
+    return ":".join(_NO_WORD.sub("_", word[:64]) for word in words if isinstance(word, str) and word)
+
+
 def _tool(where: str, tool: object) -> Any:
-    if not isinstance(tool, dict):
+    """A function as chats have it; a tool of another kind is left out there."""
+    if not isinstance(tool, dict) or is_no_function(tool):
         return tool
     if tool.get("type") != "function":
-        raise out_of_range(f"{where}.type", tool.get("type"), "function: the service runs no tools itself")
+        raise out_of_range(f"{where}.type", tool.get("type"), "the name of a type")
     names = ("name", "description", "parameters", "strict")
     return {"type": "function", "function": {name: tool[name] for name in names if name in tool}}
 
@@ -153,14 +178,25 @@ def _choice(value: Any) -> Any:
         return _named(value)
     if kind == "allowed_tools":
         tools = value.get("tools")
-        named = [_named(tool) for tool in tools] if isinstance(tools, list) else tools
-        return {"type": kind, "allowed_tools": {"mode": value.get("mode"), "tools": named}}
+        if isinstance(tools, list):
+            tools = [_named(tool, f"tool_choice.tools[{index}]") for index, tool in enumerate(tools)]
+        return {"type": kind, "allowed_tools": {"mode": value.get("mode"), "tools": tools}}
+    if isinstance(kind, str):
+        raise _left_out("tool_choice", kind)
     raise out_of_range("tool_choice", value, "none, auto, required, a function, or allowed_tools")
 
 
-def _named(value: object) -> Any:
+def _left_out(where: str, kind: str) -> InvalidRequestError:
+    return out_of_range(
+        f"{where}.type", kind, "function or allowed_tools: tools of other kinds are left out of the request"
+    )
+
+
+def _named(value: object, where: str = "tool_choice") -> Any:
     if not isinstance(value, dict):
         return value
+    if is_no_function(value):
+        raise _left_out(where, value["type"])
     return {"type": value.get("type"), "function": {"name": value.get("name")}}
 
 

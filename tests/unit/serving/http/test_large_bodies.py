@@ -94,7 +94,7 @@ def test_calls_of_one_message_are_counted_and_tools_of_other_apis_not_translated
         chat.chat()
     tools = [{"name": "f"}] * NUMBER
     translated = parse_request(MessagesRequest, {**MESSAGE, "tools": tools}).chat()
-    with pytest.raises(InvalidRequestError, match="allowed: a list of at most 128 tools"):
+    with pytest.raises(InvalidRequestError, match="allowed: a list of at most 512 tools"):
         parse_request(ChatCompletionRequest, translated).tool_use()
 
 

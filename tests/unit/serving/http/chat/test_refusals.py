@@ -42,8 +42,8 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "5; allowed: a string"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        "messages[0].content",
-        "parts of type text",
+        "messages[0].content[0].type",
+        "with http.images: placeholder image_url",
     ),
     (
         {"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]},

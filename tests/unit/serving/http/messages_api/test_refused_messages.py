@@ -31,7 +31,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0].type"),
     (
         {"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]},
-        "messages[0].content[0].input",
+        "messages[0].content[0].name",
     ),
     ({"system": 5}, "system"),
     ({"system": [{"type": "image"}]}, "system[0].type"),
