@@ -116,8 +116,8 @@ class AuthConfig(Section):
     """API keys of the HTTP and gRPC endpoints. Without keys, everyone who reaches them may call."""
 
     keys: tuple[KeyConfig, ...] = ()
-    open_paths: tuple[Literal["/metrics", "/debug/trace", "/version"], ...] = Field(
-        (), description="Paths answered without a key, as /health and /ready always are."
+    open_paths: tuple[Literal["/metrics", "/debug/trace", "/version", "/ping", "/lab"], ...] = Field(
+        (), description="Paths answered without a key, as /health and /ready always are; /lab with its files."
     )
 
     @model_validator(mode="after")

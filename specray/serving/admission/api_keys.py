@@ -191,7 +191,7 @@ class Keyring:
             caller.set_key(key)
             callers.append((key.sha256.encode(), caller))
         self._callers = callers
-        self._open_paths = frozenset(("/health", "/ping", "/ready", *auth.open_paths))
+        self._open_paths = frozenset(("/health", "/ready", *auth.open_paths))
 
     @property
     def asks_for_key(self) -> bool:

@@ -10,7 +10,7 @@ from specray.errors import UnauthenticatedError
 from specray.serving.admission.api_keys import Caller, Keyring
 from specray.serving.http.observe import record_of
 from specray.serving.http.problems import HttpError, problem_response
-from specray.serving.http.routes.lab_page import is_lab_path
+from specray.serving.http.routes.lab_page import LAB_PATH, is_lab_path
 
 _CALLER = "specray.caller"
 
@@ -31,7 +31,7 @@ class KeyMiddleware:
         try:
             scope[_CALLER] = (
                 None
-                if self._keyring.is_open(path) or is_lab_path(path)
+                if self._keyring.is_open(LAB_PATH if is_lab_path(path) else path)
                 else self._keyring.identify(_authorization(request.headers))
             )
         except UnauthenticatedError as error:

@@ -1,7 +1,7 @@
 """The page /lab, on which people see what speculation does with a prompt: files of the package, as they are.
 
-The page itself needs no key; what it asks of the API does. It loads nothing from elsewhere, and what is not
-one of its files does not run in it.
+The page itself holds nothing of the service; what it asks of the API needs a key, where keys are set.
+It loads nothing from elsewhere, and what is not one of its files does not run in it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from functools import cache
 from importlib.resources import files
-from ipaddress import ip_address
 from typing import Final
 
 from fastapi import FastAPI
@@ -17,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specray.config import HttpConfig
+from specray.serving.http.edge.hosts import is_loopback
 from specray.serving.http.routes.methods import GET
 
 LAB_PATH: Final = "/lab"
@@ -37,7 +37,7 @@ _HEADERS: Final = {
 
 def has_lab(config: HttpConfig) -> bool:
     """Whether the page is served: by default where only this machine reaches it."""
-    return config.lab == "on" or (config.lab == "auto" and _is_loopback(config.host))
+    return config.lab == "on" or (config.lab == "auto" and is_loopback(config.host))
 
 
 def is_lab_path(path: str) -> bool:
@@ -73,10 +73,3 @@ def _answer(name: str) -> Response:
 def _contents() -> dict[str, bytes]:
     folder = files("specray.serving.http") / "lab"
     return {entry.name: entry.read_bytes() for entry in folder.iterdir()}
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -85,10 +85,13 @@ async def test_without_it_the_path_is_unknown() -> None:
         assert response.status == 404
 
 
-async def test_page_needs_no_key_and_its_calls_do() -> None:
-    keys = {"keys": [{"name": "a", "sha256": key_hash(KEY)}]}
-    async with serving(FakeRouterClient(info=INFO), config=config(auth=keys)) as service:
-        for path, status in (("/lab", 200), ("/lab/lab.js", 200), ("/labs", 401), ("/v1/models", 401)):
+@pytest.mark.parametrize(("open_paths", "page"), [([], 401), (["/lab"], 200)])
+async def test_page_needs_a_key_unless_it_is_an_open_path_and_its_calls_do(
+    open_paths: list[str], page: int
+) -> None:
+    auth = {"keys": [{"name": "a", "sha256": key_hash(KEY)}], "open_paths": open_paths}
+    async with serving(FakeRouterClient(info=INFO), config=config(auth=auth)) as service:
+        for path, status in (("/lab", page), ("/lab/lab.js", page), ("/labs", 401), ("/v1/models", 401)):
             async with service.http.get(path) as response:
                 assert (path, response.status) == (path, status)
 
