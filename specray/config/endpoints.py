@@ -30,6 +30,19 @@ class HttpConfig(Section):
         description="Longest wait for a stream's first tokens before its headers leave: an error within it "
         "has an HTTP status of its own, a later one is an event.",
     )
+    max_connections: int = Field(
+        2048,
+        ge=1,
+        le=1_000_000,
+        description="Maximum connections per Ingress that listens itself; the longest idle one is "
+        "closed for a new one.",
+    )
+    allowed_hosts: tuple[str, ...] | None = Field(
+        None,
+        description="Names in the Host header that are answered beside loopback's, without port; '*': all. "
+        "Default: where http.host is an address of this machine alone and no key is asked for, names "
+        "without a dot; else all.",
+    )
     cors_origins: tuple[str, ...] = Field(
         (),
         description="Origins whose web pages may call the API, such as https://chat.example.com; '*': all.",

@@ -69,6 +69,8 @@ STATIC_REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "ingress.ray_actor_options": "Ray places the replica by it",
         "http.host": "the server listens there",
         "http.port": "the server listens there",
+        "http.max_connections": "the server is started with it",
+        "http.allowed_hosts": "the application is built with it",
         "http.cors_origins": "the application is built with it",
         "http.openapi": "the application is built with it",
         "http.lab": "the application is built with it",

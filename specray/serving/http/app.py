@@ -28,7 +28,8 @@ from specray.serving.generation import Delta
 from specray.serving.http.answers.started_stream import StartedStream
 from specray.serving.http.body import read_json
 from specray.serving.http.edge.cors import add_cors
-from specray.serving.http.edge.paths import SlashMiddleware
+from specray.serving.http.edge.hosts import HostMiddleware, host_test
+from specray.serving.http.edge.paths import PathMiddleware
 from specray.serving.http.events import EventStreamResponse, until_disconnect
 from specray.serving.http.identity import identify
 from specray.serving.http.key_check import KeyMiddleware, caller_of
@@ -79,7 +80,7 @@ def build_http_app(
         lifespan: runs around the application, for whatever else lives in its process.
         observer: records of calls, shared with the gRPC endpoint; default: one of its own, without traces.
         metrics_text: returns the text of /metrics; default: metrics of the router and of this application.
-        names_answers: False where a proxy in front puts the request id on every answer.
+        names_answers: False where a proxy is in front, which puts the request id on every answer.
         compiler: of grammars, shared with the gRPC endpoint; default: one of its own, made at first need.
     """
     app = FastAPI(
@@ -119,10 +120,14 @@ def build_http_app(
         AdmissionMiddleware, max_calls=config.ingress.max_ongoing_requests, capacity=client.capacity
     )
     app.add_middleware(KeyMiddleware, keyring=keyring)
+    # With ``serve deploy`` Serve's own configuration says where its proxy listens.
+    is_elsewhere = config.http.server == "auto" and not names_answers
+    is_ours = host_test(config.http, asks_for_key=lambda: keyring.asks_for_key, is_elsewhere=is_elsewhere)
+    app.add_middleware(HostMiddleware, is_ours=is_ours)
     app.add_middleware(ObserveMiddleware, observer=observer, names_answers=names_answers)
     add_cors(app, config.http)
     live.listen(_Follower(config, client.capacity, keyring, observer, api))
-    app.add_middleware(SlashMiddleware)
+    app.add_middleware(PathMiddleware)
     return app
 
 

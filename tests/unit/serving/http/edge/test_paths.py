@@ -15,7 +15,7 @@ from tests.unit.serving.http.service import INFO, MODEL, TEXT, serving
 @pytest.mark.parametrize("path", ["/v1/completions/", "/v1/completions//"])
 async def test_call_with_a_slash_at_its_end_is_answered(path: str) -> None:
     router = FakeRouterClient(info=INFO)
-    headers = {"Host": "llm.example.com", "X-Forwarded-Proto": "https"}
+    headers = {"X-Forwarded-Proto": "https"}
     async with (
         serving(router) as service,
         service.http.post(path, json=TEXT, headers=headers, allow_redirects=False) as response,
