@@ -35,6 +35,7 @@ from specray.serving.admission.capacity import with_admission
 from specray.serving.collector import Collector
 from specray.serving.grpc.handler import GrpcIngress, served
 from specray.serving.http.app import build_http_app
+from specray.serving.http.edge.connections import Connections
 from specray.serving.http.server import PORT_WAIT_S, HttpServer
 from specray.serving.live.ports import claimed
 from specray.serving.observe import CallObserver
@@ -188,6 +189,7 @@ class IngressReplica:
             app,
             host=config.http.host,
             port=config.http.port,
+            connections=Connections(config.http.max_connections),
             shares_port=self._shares_ports,
             grace_s=config.router.drain_timeout_s,
         )

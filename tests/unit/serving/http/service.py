@@ -19,6 +19,7 @@ from specray.fakes import FakeRouterClient
 from specray.interfaces import RouterClient
 from specray.requests import GenerateRequest, ServiceInfo
 from specray.serving.http.app import build_http_app
+from specray.serving.http.edge.connections import Connections, protocol_class
 from specray.serving.observe import CallObserver
 from specray.tokenization import Tokenizer, make_stop_matcher
 from tests.unit.tokenization.tiny_tokenizer import tiny_tokenizer
@@ -79,7 +80,10 @@ async def serving(
     """Runs the application while the block runs."""
     config = config or parse_config({"served_model_name": MODEL})
     app = build_http_app(client=client, tokenizer=tokenizer, config=config, observer=observer)
-    options = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off")
+    protocol = protocol_class(Connections(64))
+    options = uvicorn.Config(
+        app, http=protocol, host="127.0.0.1", port=0, log_level="error", lifespan="off", ws="none"
+    )
     options.load()
     server = uvicorn.Server(options)
     server.lifespan = options.lifespan_class(options)
