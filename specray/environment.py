@@ -76,6 +76,11 @@ def cache_directory() -> Path:
         raise ConfigError("there is no home directory for a cache; allowed: XDG_CACHE_HOME") from None
 
 
+def ray_directory() -> Path:
+    """Directory under which a Ray of our own keeps its sessions, by Ray's rule."""
+    return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")
+
+
 def pip_environment() -> dict[str, str]:
     """Environment of pip, unless the user has set it: a machine without a network learns of it soon."""
     values = {"PIP_RETRIES": "1", "PIP_DEFAULT_TIMEOUT": "15"}

@@ -25,6 +25,7 @@ from specray.serving.live.notes import noted
 from specray.serving.live.ports import claimed
 from specray.serving.own_ray.children import children, end_children
 from specray.serving.own_ray.nodes import lean_head, one_agent
+from specray.serving.own_ray.room import check_room
 from specray.serving.own_ray.watch import ray_parts, serve_controller, watched
 from specray.serving.process_end import end_without_destructors
 from specray.tokenization.files import has_chat_template
@@ -246,10 +247,11 @@ def _init_ray(**options: Any) -> Any:
     are ended before the second, which would otherwise wait until this process ends.
 
     Raises:
-        ConfigError: neither attempt succeeded.
+        ConfigError: neither attempt succeeded, or there is no room for Ray's files.
     """
     import ray
 
+    check_room()
     for is_last in (False, True):
         before = children()
         try:
