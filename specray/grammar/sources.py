@@ -27,6 +27,7 @@ _TOKEN: Final = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _Token = tuple[str, str]
+_ID_RANGE: Final = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
 
 def endless_rule(grammar: Grammar) -> str | None:
@@ -52,6 +53,20 @@ def texts(grammar: Grammar) -> Iterator[str]:
             elif kind == "text" and value.startswith('"'):
                 with suppress(ValueError):
                     yield json.loads(value.removesuffix("i"))
+
+
+def named_tokens(grammar: Grammar) -> Iterator[str | range]:
+    """Tokens that a Lark grammar asks for as such: their names, and ranges of their ids."""
+    if grammar.kind is not GrammarKind.LARK:
+        return
+    for kind, value in _tokens(grammar.source):
+        if kind != "text" or not value.startswith("<"):
+            continue
+        if not value.startswith("<["):
+            yield value
+            continue
+        for first, last in _ID_RANGE.findall(value):
+            yield range(int(first), int(last or first) + 1)
 
 
 def _schema_texts(schema: object) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -18,6 +18,10 @@ from specray.engine.draft import DraftEngine
 from specray.engine.target import TargetEngine
 from specray.grammar import GrammarCompiler
 from specray.grammar.forms import json_grammar
+from specray.serving.tools.harmony.channels import Channels, Marker
+from specray.serving.tools.harmony.forced import forced_channels
+from specray.serving.tools.harmony.prompt import ChannelPrompt, Place
+from specray.serving.tools.request import parse_tools
 from specray.tokenization import Tokenizer, load_tokenizer
 from specray.types import Grammar, GrammarKind, ItemFailed, SamplingParams, Verdict, Verification
 from tests.unit.engine.harness import Session, commit, outcomes, propose, verify, verify_item
@@ -170,6 +174,32 @@ def test_text_with_the_name_of_a_stop_token_is_the_same_with_any_draft(
     for num_drafts in (1, 6):
         for drafter in (by_model, by_chance, by_knowing(plain), by_tree(plain)):
             assert generate(drafter, num_drafts, **changes) == plain, (num_drafts, drafter)
+
+
+@pytest.fixture
+def channels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Channels]:
+    """Some tokens of the vocabulary as gpt-oss's control tokens."""
+    ids = {marker: 600 + index for index, marker in enumerate(Marker)}
+    monkeypatch.setattr(Tokenizer, "control_ids", frozenset({*tokenizer().eos_token_ids, *ids.values()}))
+    for engine in (target, draft):
+        engine.cache_clear()
+    yield Channels(ids)
+    for engine in (target, draft):
+        engine.cache_clear()
+
+
+def test_channels_under_a_grammar_are_the_same_with_any_draft(channels: Channels) -> None:
+    function = {"name": "f", "strict": True, "parameters": SCHEMA}
+    kinds = set[int]()
+    for choice, place, temperature in (("required", Place.ROLE, 0.0), ("auto", Place.REASONING, 1.0)):
+        use = parse_tools([{"type": "function", "function": function}], choice, None)
+        grammar = forced_channels(ChannelPrompt(channels, place), use, None, field="")
+        changes: dict[str, Any] = {"grammar": grammar, "temperature": temperature}
+        plain = generate(none, 0, **changes)
+        kinds.update(plain)
+        for drafter in (by_model, by_chance, by_knowing(plain), by_tree(plain)):
+            assert generate(drafter, 6, **changes) == plain, (choice, place, drafter)
+    assert {channels.ids[Marker.CHANNEL], channels.ids[Marker.MESSAGE]} <= kinds
 
 
 def test_draft_model_proposes_only_what_the_grammar_allows() -> None:

@@ -234,8 +234,8 @@ class ChannelReader:
         try:
             self._add(call.finish())
             unread = call.rest.strip()
-        except ValueError:
-            unread = self._written + call.rest
+        except (ValueError, TypeError, RecursionError):
+            unread = self._written + call.body
         if unread:
             self._give(_Kind.REASONING if self._head.channel is Channel.ANALYSIS else _Kind.CONTENT, unread)
 

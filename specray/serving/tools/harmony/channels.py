@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Self
 
+from specray.grammar.sources import named_tokens
+from specray.types import Grammar
+
 
 class Marker(StrEnum):
     """A control token of the format."""
@@ -39,6 +42,8 @@ ENDS: Final = (Marker.END, Marker.RETURN, Marker.CALL)
 """What ends a message."""
 _NEEDED: Final = (Marker.START, Marker.CHANNEL, Marker.MESSAGE, Marker.END)
 """Control tokens without which a model does not write this format."""
+_NO_RECIPIENTS: Final = (ASSISTANT, "user", "all")
+"""Recipients of a message that calls nothing."""
 _FUNCTIONS: Final = "functions."
 """Namespace of a request's tools."""
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s{0,64}([^\s<]*)")
@@ -92,12 +97,21 @@ class Channels:
         """The control tokens by id."""
         return {token_id: marker for marker, token_id in self.ids.items()}
 
+    def are_spelt_by(self, grammar: Grammar) -> bool:
+        """Whether a grammar asks for control tokens of the format, so that it binds headers, too."""
+        return any(
+            token in self.ids
+            if isinstance(token, str)
+            else any(token_id in token for token_id in self.ids.values())
+            for token in named_tokens(grammar)
+        )
+
 
 def read_header(text: str, *, has_role: bool) -> Header:
     """Reads the text of a header with its control tokens.
 
     Models repeat and misspell parts of headers: the last channel that is known counts, and the last
-    recipient that is not the assistant itself.
+    recipient that is a function.
 
     Args:
         has_role: it begins with the role; else only the assistant's may be there.
@@ -105,7 +119,7 @@ def read_header(text: str, *, has_role: bool) -> Header:
     role, own = _split_role(text, has_role=has_role)
     channels = [Channel(found[0]) for word in _CHANNEL.findall(own) if (found := _KNOWN_CHANNEL.search(word))]
     named = [left or right for left, right in _RECIPIENT.findall(own)]
-    recipients = [name.removeprefix(_FUNCTIONS) for name in named if name != ASSISTANT]
+    recipients = [name.removeprefix(_FUNCTIONS) for name in named if name not in _NO_RECIPIENTS]
     rest = _CONTENT_TYPE.sub("", _RECIPIENT.sub("", _CHANNEL.sub("", own)))
     return Header(
         is_assistant=role in ("", ASSISTANT),

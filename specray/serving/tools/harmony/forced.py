@@ -32,8 +32,8 @@ def forced_channels(
         field: name of the field that holds it, for error messages.
 
     Returns:
-        None when the answer is free. ``text`` itself where nothing can come before it: in content, and where
-        it has several rules, which hold from the first token on.
+        None when the answer is free. ``text`` itself where it binds the answer from its first token on: in
+        content, and where it spells the channels or has several rules.
 
     Raises:
         InvalidRequestError: the answer cannot be bound so.
@@ -42,9 +42,10 @@ def forced_channels(
     is_strict = use is not None and any(tool.is_strict for tool in use.callable_tools)
     if not (is_required or is_strict or text is not None):
         return None
-    rules = None if text is None or is_required else text_rules(text)
+    spells = text is not None and prompt.channels.are_spelt_by(text)
+    rules = None if text is None or is_required or spells else text_rules(text)
     if text is not None and not is_required and rules is None:
-        if use is not None:
+        if is_strict or (use is not None and not spells):
             raise InvalidRequestError(
                 "tools cannot be enforced together with this grammar of the text; allowed: a JSON schema, "
                 "a regular expression or a choice",

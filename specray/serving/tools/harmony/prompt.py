@@ -40,11 +40,9 @@ class ChannelPrompt:
 
         Where the prompt ends in reasoning, the answer is content, unless the grammar itself names channels.
         """
-        if grammar is None or self.place is not Place.REASONING:
+        if grammar is None or self.place is not Place.REASONING or self.channels.are_spelt_by(grammar):
             return self
         ids = self.channels.ids
-        if any(marker in grammar.source or f"[{ids[marker]}]" in grammar.source for marker in ids):
-            return self
         header = tuple((ids[marker], str(marker)) for marker in (Marker.START, Marker.MESSAGE))
         return ChannelPrompt(self.channels, Place.CONTENT, header)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -137,6 +138,8 @@ def test_each_message_is_what_its_channel_says(
         ("assistant" + FINAL + "4", ("4", "", [])),
         ("<|start|>assistantassistant" + FINAL + "4", ("4", "", [])),
         ("<|channel|>commentary to=assistant" + ANALYSIS + "Hm." + NEXT + FINAL + "4", ("4", "Hm.", [])),
+        ("<|channel|>final to=user<|message|>4", ("4", "", [])),
+        ("<|channel|>commentary to=all<|message|>4", ("4", "", [])),
         ("<|channel|>analysis??<|message|>Hm." + NEXT + FINAL + "4", ("4", "Hm.", [])),
         ("<|channel|>––commentary<|message|>Hm.", ("Hm.", "", [])),
         # An end or a start that is missing.
@@ -255,6 +258,41 @@ def test_text_after_the_arguments_is_content() -> None:
     for tells_parts in (False, True):
         content, _, calls = read(CALL + " done", tools=use(), tells_parts=tells_parts)
         assert (content, calls) == ("done", [("get_weather", ROME)])
+
+
+@pytest.mark.parametrize("tells_parts", [False, True], ids=["whole", "parts"])
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize(
+    ("body", "arguments"),
+    [
+        ('{"a": "x\ny"}', '{"a": "x\\ny"}'),
+        ('{"a": "<|end|> }"}', '{"a": "<|end|> }"}'),
+        ('{"a": True, "b": [1,],}', '{"a": true, "b": [1]}'),
+        ("{'a': None}", '{"a": null}'),
+        ('"{\\"a\\": 1}"', '{"a": 1}'),
+        ("null", "{}"),
+        (" \n", "{}"),
+    ],
+)
+def test_arguments_are_json_as_models_write_it(
+    body: str, arguments: str, size: int, tells_parts: bool
+) -> None:
+    reader = ChannelReader(CHANNELS, use(), tells_parts=tells_parts)
+    head = "<|channel|>commentary to=functions.clock<|message|>"
+    deltas = [reader.push(piece, token_id) for token_id, piece in tokens(head, size)]
+    deltas += [reader.push(body[start : start + size]) for start in range(0, len(body), size)]
+    assert joined([*deltas, reader.finish()]) == ("", "", [("clock", arguments)])
+
+
+@pytest.mark.parametrize("filler", ["a", " "])
+def test_nothing_that_a_model_writes_makes_reading_slow(filler: str) -> None:
+    reader = ChannelReader(CHANNELS, use(), opened=list(tokens(CALL.removesuffix(ROME), 1000)))
+    started = time.process_time()
+    body = '{"a": "' + filler * (400_000 // len(filler))
+    deltas = [reader.push(body[start : start + 4]) for start in range(0, len(body), 4)]
+    content, _, calls = joined([*deltas, reader.finish()])
+    assert time.process_time() - started < 10
+    assert (content.endswith(body), calls) == (True, [])
 
 
 def test_one_call_is_read_where_one_is_allowed() -> None:

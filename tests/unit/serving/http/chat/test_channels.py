@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from typing import Any
 
 import jsonschema
@@ -343,15 +344,45 @@ async def test_what_is_forced_reads_back(fields: dict[str, Any]) -> None:
         assert bool(calls) or fields.get("tool_choice") is None
 
 
-async def test_grammar_of_several_rules_spells_the_channels_itself() -> None:
-    ids = {marker: channel_tokenizer().added_token_id(marker) for marker in Marker}
-    lark = (
-        f'start: a\na: <[{ids[Marker.CHANNEL]}]> "analysis" <[{ids[Marker.MESSAGE]}]> "Hm." '
-        f'<[{ids[Marker.END]}]> <[{ids[Marker.START]}]> "assistant" <[{ids[Marker.CHANNEL]}]> "final" '
-        f'<[{ids[Marker.MESSAGE]}]> "4" <[{ids[Marker.RETURN]}]>'
-    )
-    answer = await ask(f"{THOUGHT}{NEXT}{FINAL}4<|return|>", guided_grammar=lark)
-    assert message_of(answer) == ("4", "Hm.", [])
+def spelling(text: str) -> str:
+    """A Lark grammar of this very text, control tokens as tokens."""
+    ids = {str(marker): channel_tokenizer().added_token_id(marker) for marker in Marker}
+    parts = [part for part in re.split(f"({'|'.join(map(re.escape, ids))})", text) if part]
+    return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts)
+
+
+@pytest.mark.parametrize("rules", ["start: {}", "start: a\na: {}"], ids=["one", "several"])
+@pytest.mark.parametrize("opening", ["", "<|channel|>analysis<|message|>"], ids=["", "in-reasoning"])
+async def test_grammar_that_spells_the_channels_is_the_whole_answer(rules: str, opening: str) -> None:
+    text = f"Hm.{NEXT}{CALL}" if opening else f"{THOUGHT}{NEXT}{CALL}"
+    grammar = rules.format(spelling(text))
+    tokenizer = channel_tokenizer(opening)
+    router = saying(tokenizer, text)
+    async with serving(router, tokenizer=tokenizer) as service:
+        body = {"messages": USER, "tools": [WEATHER], "structured_outputs": {"grammar": grammar}}
+        status, answer = await service.post(CHAT, body)
+    assert status == 200, answer
+    assert message_of(answer) == (None, "Hm.", [("get_weather", ROME)])
+    assert router.requests[0].sampling.grammar.source == grammar
+
+
+async def test_text_that_names_control_tokens_spells_no_channels() -> None:
+    answer = await ask(f"{THOUGHT}{NEXT}{FINAL}a<|return|>", guided_choice=["a", "<|channel|>"])
+    assert message_of(answer) == ("a", "Hm.", [])
+    tokenizer = channel_tokenizer()
+    router = saying(tokenizer, FINAL + "a")
+    async with serving(router, tokenizer=tokenizer) as service:
+        await service.post(CHAT, {"messages": USER, "guided_choice": ["a", "<|channel|>"]})
+    assert router.requests[0].sampling.grammar.source.startswith("%llguidance {}\nstart: rest")
+
+
+async def test_strict_tools_cannot_hold_under_a_grammar_that_spells_the_channels() -> None:
+    tokenizer = channel_tokenizer()
+    tools = [{**WEATHER, "function": {**WEATHER["function"], "strict": True}}]
+    body = {"messages": USER, "tools": tools, "guided_grammar": f"start: {spelling(FINAL + '4')}"}
+    async with serving(saying(tokenizer, FINAL + "4"), tokenizer=tokenizer) as service:
+        status, answer = await service.post(CHAT, body)
+    assert (status, answer["error"]["param"]) == (400, "tools")
 
 
 @pytest.mark.parametrize("opening", ["", "<|channel|>analysis<|message|>"])
