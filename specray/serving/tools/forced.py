@@ -112,6 +112,11 @@ def text_rules(text: Grammar) -> list[str] | None:
     return ["answer:" + text.source.removeprefix("start:")] if is_one_rule else None
 
 
+def _literal(text: str) -> str:
+    """A text as a regular expression between slashes."""
+    return re.escape(text).replace("\\\n", r"\n").replace("/", r"\/")
+
+
 def _escaped(match: re.Match[str]) -> str:
     """A slash or a line end of a regular expression as it stands between slashes."""
     return {"/": r"\/", "\n": r"\n"}.get(match[0], match[0])
@@ -217,7 +222,7 @@ class _Lark:
                     yield rf"{text.upper()}: /(.|\n)*/"
                 else:
                     yield f"{name}: {head} {text}"
-                    yield rf"{text}[lazy]: /(.|\n)*{_SLASH.sub(_escaped, re.escape(end))}/"
+                    yield rf"{text}[lazy]: /(.|\n)*{_literal(end)}/"
             elif isinstance(schema, dict) and all(
                 isinstance(entry, str) for entry in schema.get("enum", [0])
             ):

@@ -116,7 +116,8 @@ class JsonCalls(CallReader):
     def finish(self) -> Iterator[CallPart]:
         if self.place is Place.VALUE:
             yield from self.push("\n")
-        if self.place in (Place.REST, Place.NEXT) and _LEFT.fullmatch(self.rest):
+        left = (_LEFT.fullmatch(self.rest), self._form.tail.fullmatch(self.rest))
+        if self.place in (Place.REST, Place.NEXT) and any(left):
             self.rest = ""
 
     def _steps(self) -> Mapping[Place, Callable[[], str]]:

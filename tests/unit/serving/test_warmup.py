@@ -33,6 +33,23 @@ def test_warm_up_names_the_ends_of_an_output(caplog: pytest.LogCaptureFixture) -
     assert [record.getMessage() for record in caplog.records] == ["outputs end at <s> (0), </s> (1)"]
 
 
+@pytest.mark.parametrize(
+    ("words", "level", "message"),
+    [
+        ("<tool_call><arg_key>", logging.INFO, "calls of tools are read in the format glm45"),
+        ("<|tool_call>call:name", logging.WARNING, "its format of calls is not known: calls stay text"),
+    ],
+)
+def test_warm_up_says_how_calls_are_read(
+    words: str, level: int, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = "{% if tools %}{{ tools }}" + words + "{% endif %}{{ messages[0]['content'] }}"
+    with caplog.at_level(logging.INFO, "specray"):
+        warm_up(tiny_tokenizer(chat_template=template)).join(TIMEOUT_S)
+    record = caplog.records[-1]
+    assert record.levelno == level and message in record.getMessage()
+
+
 def test_warm_up_has_rendered_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
     rendered = []
     tokenizer = tiny_tokenizer()

@@ -72,6 +72,22 @@ TEXTS: dict[str, tuple[str, list[ToolCall]]] = {
         "<｜tool▁call▁end｜><｜tool▁call▁begin｜>clock<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         [ToolCall("get_weather", '{"city": "Rome"}'), ToolCall("clock", "{}")],
     ),
+    "glm45": (
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n</tool_call>\n"
+        "<tool_call>clock\n</tool_call>",
+        [ToolCall("get_weather", '{"city": "Rome"}'), ToolCall("clock", "{}")],
+    ),
+    "minimax_m2": (
+        '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Rome</parameter>\n'
+        "</invoke>\n"
+        '<invoke name="clock">\n</invoke>\n</minimax:tool_call>',
+        [ToolCall("get_weather", '{"city": "Rome"}'), ToolCall("clock", "{}")],
+    ),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        '{"city": "Rome"}<|tool_call_end|><|tool_calls_section_end|>',
+        [ToolCall("get_weather", '{"city": "Rome"}')],
+    ),
     "pythonic": (
         '[get_weather(city="Rome", days=2), clock()]',
         [ToolCall("get_weather", '{"city": "Rome", "days": 2}'), ToolCall("clock", "{}")],
@@ -241,6 +257,33 @@ def test_what_is_forced_reads_back_as_valid_calls(name: str, choice: Any) -> Non
             jsonschema.validate(json.loads(call.arguments), schemas[call.name])
 
 
+@pytest.mark.parametrize("name", [entry.name for entry in FORMATS if entry.writes_parameters])
+def test_forced_strings_between_tags_read_back(name: str) -> None:
+    entry = row(name)
+    tool = {"name": "f", "parameters": {"type": "object", "properties": {"s": {"type": "string"}}}}
+    tools = use("required", [{"type": "function", "function": tool}])
+    grammar = forced_calls(tools, entry, lambda text: None)
+    assert grammar is not None
+    value = "a\nb </x> c"
+    text = (
+        f"{entry.begin}{entry.before_name}f{entry.after_name}{entry.before_key}s{entry.after_key}{value}"
+        f"{entry.after_value}{entry.after}{entry.end}"
+    )
+    tokens = tuple(backend().encode(text, add_special_tokens=False).ids)
+    assert compiler().matcher(grammar).count_legal((), tokens) == len(tokens)
+    assert read(AnswerParser(tools, entry), text, 3)[2] == [ToolCall("f", json.dumps({"s": value}))]
+
+
+def test_forced_arguments_end_at_the_token_that_ends_them() -> None:
+    ids = {"<tool_call>": 11, "</tool_call>": 12, "<arg_key>": 13, "</arg_key>": 14, "<arg_value>": 15}
+    tool = {"name": "f", "parameters": {"type": "object", "properties": {"s": {"type": "string"}}}}
+    tools = use("required", [{"type": "function", "function": tool}])
+    grammar = forced_calls(tools, row("glm45"), {**ids, "</arg_value>": 16}.get)
+    assert grammar is not None
+    compiler().check(grammar, field="tool_choice")
+    assert 'arg_0_0: <[13]> "s" <[14]> "\\n" <[15]> TEXT_0_0 <[16]> "\\n"' in grammar.source.splitlines()
+
+
 @pytest.mark.parametrize("name", [entry.name for entry in FORMATS if entry.can_be_forced])
 def test_one_call_at_most_without_parallel_calls(name: str) -> None:
     tool_use = use("required", is_parallel=False)
@@ -284,6 +327,17 @@ def test_the_format_is_told_by_the_chat_template() -> None:
     assert name('<tool_call>\n{"name": <function-name>}') == "hermes"
     assert name("'<tool_call>' + (call.function | tojson)") == "hermes"
     assert name("<tool_call> {{ name }}") is None
+    assert name("<tool_call>{name}\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>") == "glm45"
+    assert name("<tool_calls>\n<tool_call>name\n```json\n{}\n```</tool_call>\n</tool_calls>") == "hunyuan"
+    assert name("<tool_calls><tool_call>name<tool_sep>\n<arg_key>") == "hunyuan_v3"
+    assert name("{%- set begin = '<minimax:tool_call>' -%}<invoke name=\"tool-name-1\">") == "minimax_m2"
+    assert name("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>") == "deepseek_v31"
+    assert name("<｜tool▁calls▁begin｜>' + name + '\\n' + '```json'") == "deepseek_v3"
+    assert name("{{ call['id'] }}<|tool_call_argument_begin|>") == "kimi_k2"
+    assert name("<|tool|>{{ tools }}<|/tool|>") == "phi4_mini"
+    assert name("respond with <|tool_call|> followed by a JSON list of tools used") == "granite"
+    assert name("<|tool_call>call:{{ name }}") is None
+    assert name("<｜DSML｜function_calls>") is None
     assert name("[TOOL_CALLS]") == "mistral"
     assert name("[TOOL_CALLS] [ARGS]") == "mistral_args"
     assert name("<|python_tag|>") == "llama3_json"
