@@ -7,18 +7,31 @@ ask whether a token is legal).
 """
 
 from specray.errors import GrammarError
+from specray.grammar.bounds import lark_refusal
 from specray.grammar.compiler import GrammarCompiler
-from specray.grammar.forms import grammar_of
+from specray.grammar.endless import resolve
+from specray.grammar.forms import WHITESPACE, check_length, grammar_of
 from specray.grammar.matcher import GrammarMatcher, TokenMasks
 from specray.grammar.output import GuidedOutputs
 from specray.grammar.prepared import PreparedCompiler
+from specray.grammar.schemas import common_refusal, enforced, plain, refusal
+from specray.grammar.sources import slashed
 
 __all__ = [
+    "WHITESPACE",
     "GrammarCompiler",
     "GrammarError",
     "GrammarMatcher",
     "GuidedOutputs",
     "PreparedCompiler",
     "TokenMasks",
+    "check_length",
+    "common_refusal",
+    "enforced",
     "grammar_of",
+    "lark_refusal",
+    "plain",
+    "refusal",
+    "resolve",
+    "slashed",
 ]

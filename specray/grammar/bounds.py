@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from llguidance import LLParserLimits
+from llguidance import LLMatcher, LLParserLimits
 
 _MAX_LEN: Final = 300
 _PLACE: Final = re.compile(r"^at \d+\(\d+\): (?=failed to compile JSON schema)")
@@ -46,3 +46,9 @@ def sentence(error: str) -> str:
     for pattern, words in _REWORDED:
         told = pattern.sub(words, told)
     return told[:_MAX_LEN]
+
+
+def lark_refusal(source: str) -> str | None:
+    """Why a Lark grammar cannot be enforced, whatever the vocabulary is; None: it can be."""
+    error = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(source), limits=make_limits())
+    return sentence(error) if error else None

@@ -125,10 +125,16 @@ class GrammarCompiler:
                 return f"{endless} needs itself, so that no text of it ever ends"
         except (ValueError, RecursionError) as error:
             return str(error)[:300]
-        unwritten = next((text for text in texts(grammar) if not self._vocabulary.can_write(text)), None)
+        unwritten = self._unwritten(grammar)
         if unwritten is not None:
             return f"this model's tokenizer cannot write the text {unwritten[:60]!r}"
         return _begun(matcher)
+
+    def _unwritten(self, grammar: Grammar) -> str | None:
+        """A text that the grammar asks for and no tokens write."""
+        if self._vocabulary.writes_all:
+            return None
+        return next((text for text in texts(grammar) if not self._vocabulary.can_write(text)), None)
 
 
 def _begun(matcher: LLMatcher) -> LLMatcher | str:

@@ -197,30 +197,25 @@ def _ebnf(value: Any, field: str, whitespace: str | None) -> Grammar:
 def _schema(value: Any, field: str) -> object:
     """A schema as an object or as JSON text."""
     if isinstance(value, str):
-        _check_length(value, field)
+        _check_text(value, field)
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
             raise _wrong(field, value, "a JSON schema") from None
     if not isinstance(value, (dict, bool)):
         raise _wrong(field, value, "a JSON schema")
-    length = _least_length(value)
-    if length > MAX_SOURCE_LEN:
-        # Writing it out would hold up other threads.
-        raise InvalidRequestError(
-            f"{field} has at least {length} characters; allowed: at most {MAX_SOURCE_LEN}", field=field
-        )
+    check_length(value, field)
     return value
 
 
-def _least_length(value: object) -> int:
-    """Characters that the JSON text of a value has at least, counted until they are too many."""
+def check_length(value: object, field: str) -> None:
+    """Raises InvalidRequestError for schemas that are too long. To write them out would hold up others."""
     length, waiting = 0, [value]
     while waiting and length <= MAX_SOURCE_LEN:
         entry = waiting.pop()
         if isinstance(entry, str):
             length += len(entry) + 2
-        elif isinstance(entry, dict):
+        elif isinstance(entry, Mapping):
             length += 2 + sum(len(key) for key in entry)
             waiting += entry.values()
         elif isinstance(entry, list):
@@ -228,17 +223,20 @@ def _least_length(value: object) -> int:
             waiting += entry
         else:
             length += 1
-    return length
+    if length > MAX_SOURCE_LEN:
+        raise InvalidRequestError(
+            f"{field} has at least {length} characters; allowed: at most {MAX_SOURCE_LEN}", field=field
+        )
 
 
 def _text(value: Any, field: str, allowed: str) -> str:
     if not isinstance(value, str) or not value:
         raise _wrong(field, value, allowed)
-    _check_length(value, field)
+    _check_text(value, field)
     return value
 
 
-def _check_length(text: str, field: str) -> None:
+def _check_text(text: str, field: str) -> None:
     if len(text) > MAX_SOURCE_LEN:
         raise _wrong(field, len(text), f"at most {MAX_SOURCE_LEN}", what=f"number of characters in {field}")
 

@@ -6,7 +6,7 @@ A keyword is judged by llguidance itself, on the part of the schema that has it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from llguidance import LLMatcher
@@ -25,6 +25,19 @@ _SCHEMAS: Final = ("items", "additionalProperties", "additionalItems")
 """Keywords whose value is a schema."""
 _LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems")
 _MAPS: Final = ("properties", "patternProperties", "$defs", "definitions")
+_MAX_JUDGED_LEN: Final = 1_000_000
+"""Characters of schemas that are judged to find the one that cannot be enforced: less than a second."""
+_NOTES: Final = (
+    "title",
+    "description",
+    "default",
+    "examples",
+    "deprecated",
+    "readOnly",
+    "writeOnly",
+    "$comment",
+)
+"""Keywords for people."""
 _KEPT: Final = ("type", "properties", "required", "items")
 """Keywords that go last where two cannot be enforced together."""
 _APPLIED: Final = ("$ref", "allOf", "anyOf", "oneOf", "$defs", "definitions", "$schema", "$id", _OPTIONS)
@@ -44,10 +57,15 @@ def refusal(schema: object) -> str | None:
         if bad:
             reason = _error({bad[0]: _own(node)[bad[0]]}) or _error(_own(node)) or error
             return _placed(path if f'"{bad[0]}"' in reason else joined(path, bad[0]), reason)
+    one_ofs = [node for node, _ in _nodes(schema) if "oneOf" in node]
     for node, path in _nodes(schema):
         if "$ref" in node and resolve(schema, node["$ref"]) is None:
             return _placed(joined(path, "$ref"), f"{str(node['$ref'])[:100]!r} is not found")
-        if "oneOf" in node and (reason := _error({"oneOf": node["oneOf"], **_definitions(schema)})):
+        if (
+            "oneOf" in node
+            and _is_quick(len(one_ofs), schema)
+            and (reason := _error({"oneOf": node["oneOf"], **_definitions(schema)}))
+        ):
             return _placed(path, reason)
     return error
 
@@ -61,7 +79,7 @@ def enforced(schema: Any, options: dict[str, Any], *, is_loose: bool) -> Any:
     """
     if not isinstance(schema, dict):
         return schema
-    schema = _without_idle({key: value for key, value in schema.items() if key != _OPTIONS})
+    schema = plain({key: value for key, value in schema.items() if key != _OPTIONS})
     schema = loosened(schema) if is_loose else schema
     return {**schema, _OPTIONS: {**options, **schema.get(_OPTIONS, {})}}
 
@@ -76,7 +94,7 @@ def loosened(schema: Any) -> Any:
         return looser
     # What is left are schemas that cannot be joined with each other.
     properties = looser.get("properties")
-    if isinstance(properties, dict):
+    if isinstance(properties, dict) and _is_quick(len(properties), schema):
         rest = {key: value for key, value in looser.items() if key not in ("allOf", "anyOf", "oneOf", "$ref")}
         kept = {name: entry if _fits_alone(entry, looser) else {} for name, entry in properties.items()}
         looser = {**rest, "properties": kept}
@@ -86,7 +104,8 @@ def loosened(schema: Any) -> Any:
     return {"type": kind, _OPTIONS: options} if isinstance(kind, str) and _fits({"type": kind}) else {}
 
 
-def _without_idle(schema: dict[str, Any]) -> dict[str, Any]:
+def plain(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema without keywords that ask for nothing: annotations, ``uniqueItems: false``."""
     copy: dict[str, Any] = json.loads(json.dumps(schema))
     for node, _ in _nodes(copy):
         for key in [key for key, value in node.items() if _asks_nothing(key, value)]:
@@ -94,11 +113,18 @@ def _without_idle(schema: dict[str, Any]) -> dict[str, Any]:
     return copy
 
 
+def _is_quick(num_parts: int, schema: object) -> bool:
+    """Whether parts of a schema can each be judged together with all of its definitions."""
+    return num_parts * len(json.dumps(schema)) <= _MAX_JUDGED_LEN
+
+
 def _placed(path: str, reason: str) -> str:
     return f"{path}: {reason}" if path else reason
 
 
 def _asks_nothing(key: str, value: object) -> bool:
+    if key in _NOTES:
+        return True
     if key == "propertyNames":
         return value in (True, {}, {"type": "string"})
     if key in ("dependentRequired", "dependentSchemas", "dependencies"):

@@ -26,6 +26,8 @@ _TOKEN: Final = re.compile(
     |(?P<mark>.)""",
     re.VERBOSE | re.DOTALL,
 )
+_SLASH: Final = re.compile(r"\\.|/|\n", re.DOTALL)
+"""What stands for itself in a regular expression, and an escaped character, which stays."""
 _Token = tuple[str, str]
 _ID_RANGE: Final = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
@@ -67,6 +69,11 @@ def named_tokens(grammar: Grammar) -> Iterator[str | range]:
             continue
         for first, last in _ID_RANGE.findall(value):
             yield range(int(first), int(last or first) + 1)
+
+
+def slashed(expression: str) -> str:
+    """A regular expression as it stands between slashes."""
+    return _SLASH.sub(lambda match: {"/": r"\/", "\n": r"\n"}.get(match[0], match[0]), expression)
 
 
 def _schema_texts(schema: object) -> Iterator[str]:

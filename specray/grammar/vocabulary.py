@@ -101,10 +101,11 @@ class TextVocabulary:
 
     def can_write(self, text: str) -> bool:
         """Whether some tokens write the text."""
-        return self._writes_all or not text or bool(self(text))
+        return not text or bool(self(text))
 
     @cached_property
-    def _writes_all(self) -> bool:
+    def writes_all(self) -> bool:
+        """Some tokens write each text."""
         tokens = set(self.tokens)
         return all(bytes((byte,)) in tokens for byte in _TEXT_BYTES)
 

@@ -1,22 +1,25 @@
-"""Checks grammars of requests ahead of the router: off the event loop, one at a time, no flood of them."""
+"""Checks grammars of requests ahead of the router: one at a time, in turns that are fair between tenants."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from specray.errors import InvalidRequestError, OverloadedError
+from specray.errors import InvalidRequestError
 from specray.grammar import GrammarCompiler, PreparedCompiler
+from specray.serving.admission.fair_pool import ANYBODY, FairPool, Turn
 from specray.serving.validation import Limits
 from specray.types import Grammar
 
 MAX_HOLD_S = 0.5
 """Seconds for which the answer that refuses a grammar is held back at most."""
-_TIMEOUT_S = 10.0
+_MAX_S = 30.0
 """Seconds to the end of a check, waiting included; the work itself is bounded by counted steps."""
+_MAX_TENANTS = 1024
+"""Tenants whose refusals are remembered."""
 _REFUSAL_SHARE = 0.05
 """Share of one processor that refused grammars cost where one caller sends one after the other."""
 _CALL_S = 0.005
@@ -56,60 +59,70 @@ class RefusalPace:
 
 
 class GrammarChecker:
-    """Compiles grammars as the target will, in a thread of its own.
+    """Compiles grammars as the target will, in a thread of its own, in turns that are fair between tenants.
 
     Args:
         compiler: of the target's tokenizer.
-        pace: holds refusals back.
+        make_pace: makes what holds one tenant's refusals back.
     """
 
-    def __init__(self, compiler: PreparedCompiler, pace: RefusalPace | None = None) -> None:
+    def __init__(
+        self, compiler: PreparedCompiler, make_pace: Callable[[], RefusalPace] = RefusalPace
+    ) -> None:
         self._compiler = compiler
-        self._pace = pace or RefusalPace()
-        self._thread = ThreadPoolExecutor(1, "specray-grammar-checks")
+        self._paces: OrderedDict[str, RefusalPace] = OrderedDict()
+        self._make_pace = make_pace
+        self._pool = FairPool(1, "specray-grammar-checks", what="grammars")
 
-    async def read(self, read: Callable[[], ResultT], *, field: str) -> ResultT:
+    async def read(self, read: Callable[[], ResultT], *, field: str, turn: Turn = ANYBODY) -> ResultT:
         """Reads the fields of a request, of which ``field`` holds a grammar.
 
         Raises:
-            InvalidRequestError: as ``read`` does. OverloadedError: see ``check``.
+            InvalidRequestError: as ``read`` does. OverloadedError, DeadlineExceededError: see ``check``.
         """
-        return await self._apart(read, field)
+        return await self._answer(*await self._in_turn(lambda: _timed(read), turn), field, turn)
 
-    async def check(self, grammar: Grammar, *, field: str, limits: Limits) -> None:
+    async def check(self, grammar: Grammar, *, field: str, limits: Limits, turn: Turn = ANYBODY) -> None:
         """Returns if the target can enforce it.
 
         Raises:
             InvalidRequestError: it cannot; the message names ``field`` and the keyword.
-            OverloadedError: too many other grammars were to be checked before it.
+            OverloadedError: grammars of others kept the thread for too long.
+            DeadlineExceededError: the time of the turn is over, or the machine is too busy.
         """
         made = self._compiler.made
         if made is not None and made.holds(grammar):
-            await self._answer(*_timed(lambda: made.check(grammar, field=field)), field)
-        else:
-            await self._apart(lambda: self._ready_compiler(field, limits).check(grammar, field=field), field)
+            await self._answer(*_timed(lambda: made.check(grammar, field=field)), field, turn)
+            return
+        if made is None:
+            # To read the tokenizer is no work on the grammar.
+            await self._in_turn(lambda: self._ready_compiler(field, limits), turn)
+        compiler = self._ready_compiler(field, limits)
+        checked = await self._in_turn(lambda: _timed(lambda: compiler.check(grammar, field=field)), turn)
+        await self._answer(*checked, field, turn)
 
-    async def _apart(self, work: Callable[[], ResultT], field: str) -> ResultT:
+    async def _in_turn(self, work: Callable[[], ResultT], turn: Turn) -> ResultT:
         """Does the work when its turn comes. Whoever gives up waiting leaves the turns as they are."""
-        future = self._thread.submit(_timed, work)
-        try:
-            async with asyncio.timeout(_TIMEOUT_S):
-                result, work_s = await asyncio.wrap_future(future)
-        except TimeoutError:
-            if future.cancel():
-                raise OverloadedError(f"{field} waited {_TIMEOUT_S:g} s behind other grammars") from None
-            raise InvalidRequestError(
-                f"{field} could not be checked within {_TIMEOUT_S:g} s; allowed: a simpler one", field=field
-            ) from None
-        return await self._answer(result, work_s, field)
+        latest_s = asyncio.get_running_loop().time() + _MAX_S
+        own_s = latest_s if turn.deadline_s is None else turn.deadline_s
+        return await self._pool.run(work, turn._replace(deadline_s=min(own_s, latest_s)))
 
-    async def _answer(self, result: ResultT | InvalidRequestError, work_s: float, field: str) -> ResultT:
+    async def _answer(
+        self, result: ResultT | InvalidRequestError, work_s: float, field: str, turn: Turn
+    ) -> ResultT:
         """Returns the result, or raises the refusal when its time has come."""
         if isinstance(result, InvalidRequestError):
             if (result.field or "").startswith(field):
-                await asyncio.sleep(self._pace.hold_s(work_s))
+                await asyncio.sleep(self._pace(turn.tenant).hold_s(work_s))
             raise result
         return result
+
+    def _pace(self, tenant: str) -> RefusalPace:
+        pace = self._paces.setdefault(tenant, self._make_pace())
+        self._paces.move_to_end(tenant)
+        if len(self._paces) > _MAX_TENANTS:
+            self._paces.popitem(last=False)
+        return pace
 
     def _ready_compiler(self, field: str, limits: Limits) -> GrammarCompiler:
         reason = f"it has more than the model's {limits.vocab_size} tokens"

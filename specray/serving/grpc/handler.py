@@ -8,6 +8,7 @@ import dataclasses
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 
 from specray.config import Config
 from specray.config.live import LiveConfig
@@ -19,6 +20,7 @@ from specray.rpc.inference.server import Admitter, GenerateEvent, GenerateParams
 from specray.rpc.status import status_of
 from specray.serving.admission.api_keys import Caller, Keyring, stream_for
 from specray.serving.admission.capacity import with_admission
+from specray.serving.admission.fair_pool import Turn
 from specray.serving.calls.bad_words import with_bad_word_ids
 from specray.serving.calls.defaults import load_defaults
 from specray.serving.calls.generate_requests import to_generate_requests, truncated
@@ -146,17 +148,21 @@ class GrpcIngress:
         check_model(params.model, limits)
         options = self._defaults.apply(_options(params))
         check_options(options, limits)
+        turn = Turn(self._caller.standing("", 0)[0])
         if options.grammar is not None:
-            await self._grammars.check(options.grammar, field="grammar", limits=limits)
+            await self._grammars.check(options.grammar, field="grammar", limits=limits, turn=turn)
         self._client.capacity.check(*self._caller.standing(options.tenant, options.priority or 0))
         chat = read_chat(params)
         if chat is None:
             prompts = await encode_prompts([_prompt(params)], self._tokenizer)
         else:
-            plan = await self._planner.plan(chat, options)
+            plan = await self._planner.plan(
+                chat, options, partial(self._grammars.read, field="tools", turn=turn)
+            )
             prompts, options = [plan.prompt], plan.options
             if options.grammar is not None:
-                await self._grammars.check(options.grammar, field=options.grammar_field, limits=limits)
+                field = options.grammar_field
+                await self._grammars.check(options.grammar, field=field, limits=limits, turn=turn)
         options = with_bad_word_ids(options, self._tokenizer)
         options = await with_prediction_ids(options, self._tokenizer, limits)
         (request,) = to_generate_requests(

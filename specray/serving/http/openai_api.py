@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
 from specray.config.live import LiveConfig
@@ -16,6 +17,7 @@ from specray.interfaces import RouterClient
 from specray.requests import GenerateRequest
 from specray.serving.admission.api_keys import Caller, complete_for, stream_for
 from specray.serving.admission.capacity import with_admission
+from specray.serving.admission.fair_pool import ANYBODY, Turn
 from specray.serving.calls.bad_words import with_bad_word_ids
 from specray.serving.calls.defaults import load_defaults
 from specray.serving.calls.generate_requests import to_generate_requests, truncated
@@ -169,10 +171,11 @@ class OpenAiApi:
             InvalidRequestError, EngineLostError: as for ``chat_call``.
         """
         options, limits = await self._checked(body, caller)
-        plan = await self._planner.plan(body, options)
+        turn = _turn(caller)
+        plan = await self._planner.plan(body, options, partial(self._grammars.read, field="tools", turn=turn))
         if plan.options.grammar is not None and plan.options.grammar is not options.grammar:
             field = plan.options.grammar_field
-            await self._grammars.check(plan.options.grammar, field=field, limits=limits)
+            await self._grammars.check(plan.options.grammar, field=field, limits=limits, turn=turn)
         header = self._header(prefix, limits)
         chat_format = make_format(header, self._tokenizer, plan.reading)
         call = self._call(body, plan.options, [plan.prompt], limits, header, chat_format, caller, record)
@@ -199,11 +202,13 @@ class OpenAiApi:
             values = without_unknown(schema, values)
         return parse_request(schema, values)
 
-    async def options(self, body: SamplingFields) -> GenerationOptions:
+    async def options(self, body: SamplingFields, turn: Turn = ANYBODY) -> GenerationOptions:
         """Returns a request without its prompt. Raises InvalidRequestError."""
         field = body.grammar_field
+        if field is None:
+            return body.options()
         # Some forms of grammars take long to read.
-        return body.options() if field is None else await self._grammars.read(body.options, field=field)
+        return await self._grammars.read(body.options, field=field, turn=turn)
 
     async def encode_chat(self, body: ChatCompletionRequest) -> tuple[int, ...]:
         """Returns the token ids of a conversation. Raises InvalidRequestError."""
@@ -269,10 +274,11 @@ class OpenAiApi:
         check_model(body.model, limits)
         # Checked before the prompt is tokenised: a wrong request, or one that cannot be served now, costs
         # nothing.
-        options = self._defaults.apply(await self.options(body))
+        options = self._defaults.apply(await self.options(body, _turn(caller)))
         check_options(options, limits)
         if options.grammar is not None:
-            await self._grammars.check(options.grammar, field=options.grammar_field, limits=limits)
+            field = options.grammar_field
+            await self._grammars.check(options.grammar, field=field, limits=limits, turn=_turn(caller))
         self._client.capacity.check(*caller.standing(options.tenant, options.priority or 0))
         options = with_bad_word_ids(options, self._tokenizer)
         return await with_prediction_ids(options, self._tokenizer, limits), limits
@@ -326,6 +332,10 @@ class OpenAiApi:
     def _header(self, prefix: str, limits: Limits) -> Header:
         response_id = f"{prefix}{uuid.uuid4().hex}"
         return Header(response_id, int(self._now()), limits.model_name, self.fingerprint)
+
+
+def _turn(caller: Caller) -> Turn:
+    return Turn(caller.standing("", 0)[0])
 
 
 def _with_ids(call: Call, events: Iterable[Json], delta: Delta | None = None) -> Iterable[Json]:

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Final
 
 from specray.errors import InvalidRequestError
-from specray.grammar.forms import WHITESPACE
+from specray.grammar import WHITESPACE, check_length, common_refusal, enforced, plain, refusal, slashed
 from specray.serving.tools.answer import REASONING_CLOSE, REASONING_OPEN
 from specray.serving.tools.formats import MARKERS, ToolFormat
+from specray.serving.tools.parameters import ParameterRules
 from specray.serving.tools.request import Tool, ToolMode, ToolUse
 from specray.types import Grammar, GrammarKind
 
 TokenId = Callable[[str], int | None]
 """Tells the id of the token that is a marker, where the vocabulary has one; a model writes no other."""
-_SLASH: Final = re.compile(r"\\.|/|\n", re.DOTALL)
-"""What stands for itself in a regular expression, and an escaped character, which stays."""
 _SPACE: Final = r"/[ \n\t]{0,8}/"
 """Space behind reasoning: bounded, or a model may write it without end."""
 _MARKER: Final = re.compile("(" + "|".join(map(re.escape, sorted(MARKERS, key=len, reverse=True))) + ")")
@@ -51,12 +51,12 @@ def forced_calls(
         None when the answer is free: nothing is asked of calls or text, and no tool is strict.
 
     Raises:
-        InvalidRequestError: calls are to be forced, and this model's format of calls cannot be.
+        InvalidRequestError: calls are to be forced, and this model's format of calls cannot be, or the
+            parameters of a strict tool, or no arguments are of a tool's schema.
     """
-    is_required = use.mode is ToolMode.REQUIRED
-    is_strict = any(tool.is_strict for tool in use.callable_tools)
-    if use.mode is ToolMode.NONE or not (is_required or is_strict or text is not None):
+    if not use.has_forced(text):
         return None
+    is_required = use.mode is ToolMode.REQUIRED
     field = "tool_choice" if is_required else "tools"
     if tool_format is None or not tool_format.can_be_forced:
         name = "not known" if tool_format is None else tool_format.name
@@ -72,6 +72,8 @@ def forced_calls(
             "a regular expression or a choice",
             field=field,
         )
+    tools = [replace(tool, parameters=plain(tool.parameters)) for tool in use.callable_tools]
+    check_length([tool.parameters for tool in tools], "tools")
     lark = _Lark(tool_format, token_id)
     reasons = begins_in_reasoning or may_reason
     think = _reasoning(token_id, begins_in_reasoning=begins_in_reasoning) if reasons else []
@@ -79,8 +81,8 @@ def forced_calls(
     rules = [
         "%llguidance {}",
         *(lark.required(calls, think) if is_required else lark.free(calls, think, answer)),
-        "call: " + " | ".join(f"call_{index}" for index in range(len(use.callable_tools))),
-        *(rule for index, tool in enumerate(use.callable_tools) for rule in lark.call(index, tool)),
+        "call: " + " | ".join(f"call_{index}" for index in range(len(tools))),
+        *(rule for index, tool in enumerate(tools) for rule in lark.call(index, tool)),
     ]
     return Grammar(GrammarKind.LARK, "\n".join(rules))
 
@@ -102,24 +104,29 @@ def after_reasoning(text: Grammar, token_id: TokenId, *, begins_in_reasoning: bo
     return Grammar(GrammarKind.LARK, "\n".join(["%llguidance {}", "start: think answer", *think, *rules]))
 
 
+def arguments_rule(name: str, tool: Tool) -> str:
+    """The rule of this name for the arguments of a tool as JSON. Raises what ``forced_calls`` raises."""
+    return f"{name}: %json {json.dumps(_enforced(tool).parameters, ensure_ascii=False)}"
+
+
+def _enforced(tool: Tool) -> Tool:
+    """A tool with its parameters as far as they can be enforced."""
+    check_length(parameters := plain(tool.parameters), "tools")
+    parameters = enforced(parameters, {"whitespace_pattern": WHITESPACE}, is_loose=not tool.is_strict)
+    reason = refusal(parameters) if tool.is_strict else common_refusal(parameters)
+    if reason is not None:
+        raise InvalidRequestError(f"{tool.field} cannot be enforced: {reason}", field="tools")
+    return replace(tool, parameters=parameters)
+
+
 def text_rules(text: Grammar) -> list[str] | None:
     """The rule of ``answer``, a text of this grammar; None for a grammar of several rules."""
     if text.kind is GrammarKind.JSON_SCHEMA:
         return [f"answer: %json {text.source}"]
     if text.kind is GrammarKind.REGEX:
-        return [f"answer: /{_SLASH.sub(_escaped, text.source)}/"]
+        return [f"answer: /{slashed(text.source)}/"]
     is_one_rule = text.source.startswith("start:") and "\n" not in text.source
     return ["answer:" + text.source.removeprefix("start:")] if is_one_rule else None
-
-
-def _literal(text: str) -> str:
-    """A text as a regular expression between slashes."""
-    return re.escape(text).replace("\\\n", r"\n").replace("/", r"\/")
-
-
-def _escaped(match: re.Match[str]) -> str:
-    """A slash or a line end of a regular expression as it stands between slashes."""
-    return {"/": r"\/", "\n": r"\n"}.get(match[0], match[0])
 
 
 def _reasoning(token_id: TokenId, *, begins_in_reasoning: bool) -> list[str]:
@@ -142,11 +149,6 @@ def _text(value: str, token_id: TokenId) -> str:
         for part in _MARKER.split(value)
         if part
     )
-
-
-def arguments_rule(name: str, tool: Tool) -> str:
-    """The rule of this name for the arguments of a tool as JSON."""
-    return f"{name}: %json {_json(tool.parameters)}"
 
 
 class _Lark:
@@ -199,45 +201,12 @@ class _Lark:
         head = self._text(before + tool.name + self._format.after_name)
         tail = self._text(self._format.after)
         if self._format.writes_parameters:
-            yield f"call_{index}: {head} {' '.join(self._parameter_names(index, tool))} {tail}"
-            yield from self._parameters(index, tool)
+            arguments = ParameterRules(index, _enforced(tool), self._format, self._text)
+            yield f"call_{index}: {head} {' '.join(arguments.names)} {tail}"
+            yield from arguments.rules
         else:
             yield f"call_{index}: {head} args_{index} {tail}"
             yield arguments_rule(f"args_{index}", tool)
 
-    def _parameter_names(self, index: int, tool: Tool) -> Iterator[str]:
-        required = tool.parameters.get("required", ())
-        for place, key in enumerate(tool.parameters.get("properties", {})):
-            yield f"arg_{index}_{place}" + ("" if key in required else "?")
-
-    def _parameters(self, index: int, tool: Tool) -> Iterator[str]:
-        end = self._format.after_value
-        for place, (key, schema) in enumerate(tool.parameters.get("properties", {}).items()):
-            name = f"arg_{index}_{place}"
-            head = self._text(f"{self._format.before_key}{key}{self._format.after_key}")
-            if isinstance(schema, dict) and schema.get("type") == "string" and "enum" not in schema:
-                text = f"text_{index}_{place}"
-                if any(self._token_id(part) is not None for part in _MARKER.findall(end)):
-                    yield f"{name}: {head} {text.upper()} {self._text(end)}"
-                    yield rf"{text.upper()}: /(.|\n)*/"
-                else:
-                    yield f"{name}: {head} {text}"
-                    yield rf"{text}[lazy]: /(.|\n)*{_literal(end)}/"
-            elif isinstance(schema, dict) and all(
-                isinstance(entry, str) for entry in schema.get("enum", [0])
-            ):
-                choices = " | ".join(json.dumps(entry) for entry in schema["enum"])
-                yield f"{name}: {head} ({choices}) {self._text(end)}"
-            else:
-                yield f"{name}: {head} value_{index}_{place} {self._text(end)}"
-                yield f"value_{index}_{place}: %json {_json(schema)}"
-
     def _text(self, value: str) -> str:
         return _text(value, self._token_id)
-
-
-def _json(schema: object) -> str:
-    if isinstance(schema, Mapping):
-        options: dict[str, Any] = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
-        schema = {**schema, **options}
-    return json.dumps(schema, ensure_ascii=False)

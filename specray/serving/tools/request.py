@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from specray.errors import InvalidRequestError
 from specray.serving.validation import out_of_range
+from specray.types import Grammar
 
 MAX_TOOLS: Final = 512
 """Tools of one request."""
@@ -38,6 +39,8 @@ class Tool:
     """The arguments must validate, also where the model decides whether to call."""
     definition: Mapping[str, Any]
     """The tool as the request has it, for the chat template."""
+    field: str = "tools"
+    """Names the parameters in the request, for error messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,12 @@ class ToolUse:
     def callable_tools(self) -> tuple[Tool, ...]:
         """The tools that a call may name."""
         return tuple(tool for tool in self.tools if tool.name in self.allowed)
+
+    def has_forced(self, text: Grammar | None) -> bool:
+        """Whether calls are held to a grammar, where the text is to be of another one; None: it is free."""
+        is_strict = any(tool.is_strict for tool in self.callable_tools)
+        is_forced = self.mode is ToolMode.REQUIRED or is_strict or text is not None
+        return self.mode is not ToolMode.NONE and is_forced
 
     @property
     def definitions(self) -> list[dict[str, Any]]:
@@ -141,7 +150,7 @@ def _tool(where: str, value: object) -> Tool:
     strict = function.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise out_of_range(f"{where}.function.strict", strict, "true or false")
-    return Tool(name, {"type": "object", **parameters}, bool(strict), value)
+    return Tool(name, {"type": "object", **parameters}, bool(strict), value, f"{where}.function.parameters")
 
 
 def _check_no_choice(choice: object) -> None:

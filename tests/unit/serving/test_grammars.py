@@ -8,9 +8,10 @@ import time
 
 import pytest
 
-from specray.errors import InvalidRequestError, OverloadedError
+from specray.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
 from specray.grammar import PreparedCompiler
 from specray.grammar.compiler import MAX_SOURCE_LEN
+from specray.serving.admission.fair_pool import Turn
 from specray.serving.grammars import MAX_HOLD_S, GrammarChecker, RefusalPace
 from specray.serving.validation import Limits
 from specray.types import Grammar, GrammarKind
@@ -63,7 +64,7 @@ class ShownPace(RefusalPace):
 
 async def test_only_what_is_refused_is_held_back() -> None:
     pace = ShownPace()
-    checker = GrammarChecker(PreparedCompiler.of(TOKENIZER), pace)
+    checker = GrammarChecker(PreparedCompiler.of(TOKENIZER), lambda: pace)
     await checker.check(RIGHT, field="f", limits=LIMITS)
     assert await checker.read(lambda: 7, field="f") == 7
     assert pace.asked == []
@@ -83,8 +84,8 @@ async def test_only_what_is_refused_is_held_back() -> None:
 
 
 async def test_reading_runs_off_the_event_loop_and_its_refusal_is_held_back() -> None:
-    pace = RefusalPace()
-    checker = GrammarChecker(PreparedCompiler.of(TOKENIZER), pace)
+    pace = RefusalPace(monotonic=Clock())
+    checker = GrammarChecker(PreparedCompiler.of(TOKENIZER), lambda: pace)
     threads: list[int] = []
 
     def read() -> None:
@@ -145,18 +146,47 @@ async def test_who_gives_up_leaves_the_turns_as_they_are() -> None:
     assert slow.num_begun == 2
 
 
-async def test_who_waits_too_long_is_told_of_the_others_and_who_takes_too_long_of_the_grammar(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("specray.serving.grammars._TIMEOUT_S", 0.2)
+async def test_no_answer_blames_a_grammar_for_the_time_of_others() -> None:
     checker, slow = GrammarChecker(PreparedCompiler.of(TOKENIZER)), Slow()
+    checker._pool._max_wait_s = 0.2
     first = asyncio.create_task(checker.read(slow, field="f"))
     await begun(slow, 1)
-    with pytest.raises(OverloadedError, match=r"f waited 0\.2 s behind other grammars"):
+    with pytest.raises(OverloadedError, match=r"the call waited 0\.2 s for the grammars of others"):
         await checker.read(slow, field="f")
-    with pytest.raises(InvalidRequestError, match=r"f could not be checked within 0\.2 s"):
-        await first
+    with pytest.raises(OverloadedError, match=r"the call waited 0\.2 s for the grammars of others"):
+        await checker.check(RIGHT, field="f", limits=LIMITS)
     slow.may_end.set()
+    assert await first == 1
+
+
+async def test_the_callers_deadline_holds_in_line_and_at_work() -> None:
+    checker, slow = GrammarChecker(PreparedCompiler.of(TOKENIZER)), Slow()
+    soon = Turn("a", asyncio.get_running_loop().time() + 0.1)
+    with pytest.raises(DeadlineExceededError, match="during work on the call's grammars"):
+        await checker.read(slow, field="f", turn=soon)
+    with pytest.raises(DeadlineExceededError, match="while the call waited for grammars"):
+        await checker.check(RIGHT, field="f", limits=LIMITS, turn=soon)
+    slow.may_end.set()
+
+
+async def test_a_tenant_waits_for_one_grammar_of_each_other_tenant() -> None:
+    checker, slow = GrammarChecker(PreparedCompiler.of(TOKENIZER)), Slow()
+    many = [asyncio.create_task(checker.read(slow, field="f", turn=Turn("a"))) for _ in range(20)]
+    await begun(slow, 1)
+    other = asyncio.create_task(checker.read(lambda: slow.num_ended, field="f", turn=Turn("b")))
+    await asyncio.sleep(0)
+    slow.may_end.set()
+    assert await other <= 2
+    await asyncio.gather(*many)
+
+
+async def test_refusals_of_one_tenant_hold_back_no_other() -> None:
+    checker = GrammarChecker(PreparedCompiler.of(TOKENIZER))
+    for _ in range(3):
+        with pytest.raises(InvalidRequestError):
+            await checker.check(WRONG, field="f", limits=LIMITS, turn=Turn("a"))
+    assert checker._pace("a") is not checker._pace("b")
+    assert checker._pace("b").hold_s(0.0) == 0.0
 
 
 async def test_what_is_known_waits_for_nobody() -> None:
@@ -172,7 +202,7 @@ async def test_what_is_known_waits_for_nobody() -> None:
 
 async def test_other_mistakes_of_a_request_with_a_grammar_are_not_held() -> None:
     pace = ShownPace()
-    checker = GrammarChecker(PreparedCompiler.of(TOKENIZER), pace)
+    checker = GrammarChecker(PreparedCompiler.of(TOKENIZER), lambda: pace)
 
     def read() -> None:
         raise InvalidRequestError("no", field="stop[0]")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from specray.config.live import LiveConfig
@@ -23,6 +24,8 @@ from specray.tokenization import ChatMessage, ChatOptions, Tokenizer
 from specray.types import Grammar
 
 _TOOLS_FIELD: Final = "tools"
+GrammarReader = Callable[[Callable[[], Grammar | None]], Awaitable[Grammar | None]]
+"""Calls a function elsewhere, and returns what it returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +143,18 @@ class ChatPlanner:
             may_reason=self._has_reasoning and not text.rstrip().endswith(REASONING_CLOSE),
         )
 
-    async def plan(self, body: ChatCompletionRequest, options: GenerationOptions) -> ChatPlan:
-        """Plans one chat. Raises what ``prompt`` raises, also where calls cannot be forced as is asked."""
+    async def plan(
+        self, body: ChatCompletionRequest, options: GenerationOptions, run: GrammarReader = asyncio.to_thread
+    ) -> ChatPlan:
+        """Plans one chat. Raises what ``prompt`` raises, also where calls cannot be forced as is asked.
+
+        Args:
+            run: makes the grammar, which takes some time where it has calls.
+        """
         prompt = await self.prompt(body)
-        grammar = self._grammar(prompt, options)
+        make_grammar = partial(self._grammar, prompt, options)
+        has_calls = prompt.use is not None and prompt.use.has_forced(options.grammar)
+        grammar = await run(make_grammar) if has_calls else make_grammar()
         has_own_grammar = grammar is not options.grammar
         # A grammar that could not be put behind reasoning rules from the first token on.
         is_bound = grammar is not None and not has_own_grammar
