@@ -25,6 +25,9 @@ THREADS_PER_RANK = 4
 spare."""
 PLACED_POLL_S = 1.0
 END_TIMEOUT_S = 1.0
+SILENCE_PERIOD_S, SILENCE_S, MAX_SILENT = 1.0, 4.0, 3
+"""Seconds between two calls of every rank's process, seconds for the answers, and how many calls without one
+make a hung rank: its other threads answer while its engine works."""
 
 
 @asynccontextmanager
@@ -123,8 +126,9 @@ class PlacedRanks:
         return list(await asyncio.gather(*(actor.process.remote() for actor in self.actors)))
 
     async def ended(self) -> str:
-        """Waits until a rank can no longer work; returns the reason. Call after ``start``."""
+        """Waits until a rank can no longer work, or hangs; returns the reason. Call after ``start``."""
         ends = [asyncio.ensure_future(self._end(rank)) for rank in range(len(self.actors))]
+        ends.append(asyncio.ensure_future(self._silence()))
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             return done.pop().result()
@@ -155,6 +159,23 @@ class PlacedRanks:
         except ray.exceptions.RayError as error:
             reason = first_line(error)
         return f"{self._actor_class.role} rank {self._first_rank + index} ended: {reason}"
+
+    async def _silence(self) -> str:
+        """Waits until a rank's process does not answer, whatever its engine does; returns the reason."""
+        num_silent = 0
+        while num_silent < MAX_SILENT:
+            await asyncio.sleep(SILENCE_PERIOD_S)
+            try:
+                async with asyncio.timeout(SILENCE_S):
+                    await self.processes()
+            except TimeoutError:
+                num_silent += 1
+            # It has ended, as ``_end`` says.
+            except ray.exceptions.RayError:
+                pass
+            else:
+                num_silent = 0
+        return f"a rank of the {self._actor_class.role} has not answered {MAX_SILENT} times in a row"
 
     def _find_local(self, placed: Sequence[RankProcess]) -> None:
         own = ray.get_runtime_context().get_node_id()
