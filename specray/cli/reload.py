@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +16,9 @@ from specray.cli import options
 
 if TYPE_CHECKING:
     from specray.config import Config
+
+CONNECT_S = 60.0
+"""Seconds for joining the service's Ray; a busy machine takes 20."""
 
 ConfigPath = Annotated[
     Path | None,
@@ -54,10 +62,29 @@ def reload(
 
     from specray.serving.live.reload import reload_service
 
-    found = reload_service(wanted, port=port, timeout_s=timeout)
+    with _at_most(timeout + CONNECT_S):
+        found = reload_service(wanted, port=port, timeout_s=timeout)
     for change in found:
         print(change)
         if change.key == "auth.keys" and not change.new:
             print("auth.keys: the service is open now: whoever reaches it may call")
     if not found:
         print("specray: nothing differs from what is served")
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Ends this process if the block takes longer: calls of Ray wait for a lost part of it without end."""
+
+    def give_up() -> None:
+        text = f"the Ray of the service has not answered within {seconds:g} s; what has changed is not known"
+        print(f"specray: {text}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

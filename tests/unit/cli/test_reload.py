@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -170,3 +172,21 @@ def test_the_answers_of_replicas_are_counted_until_all_confirm(monkeypatch: pyte
     answers[:] = [good, type("Failed", (), {"cause": error})()]
     with pytest.raises(ConfigError, match="Router refuses: no such value"):
         missing()
+
+
+HANGING = """
+import sys, threading
+from specray.cli import reload
+from specray.cli.app import run
+from specray.serving.live import reload as service
+
+reload.CONNECT_S = -0.9
+service.reload_service = lambda *_, **options: threading.Event().wait()
+run(["reload", "--timeout", "1"])
+"""
+
+
+def test_a_ray_that_never_answers_ends_the_command_with_a_sentence() -> None:
+    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=120)
+    said = "specray: the Ray of the service has not answered within 0.1 s; what has changed is not known\n"
+    assert (done.returncode, done.stderr[-len(said) :]) == (1, said)
