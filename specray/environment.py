@@ -21,6 +21,8 @@ RAY_ENVIRONMENT = MappingProxyType(
         "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(SERVE_MESSAGE_BYTES),
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
         "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "5",
     }
 )
 """Environment of every Ray that runs specray: our own, a test bed's and the container image's.
@@ -37,7 +39,8 @@ Serve's controller polls its deployments ten times a second by default: when idl
 a core, and 3 % at four times a second.
 
 A replica that fails its health checks is killed. By default it is asked to end first, for as long as a
-healthy one may drain; one that hangs would hold its port for half a minute longer.
+healthy one may drain; one that hangs would hold its port for half a minute longer. Serve's proxy, where it
+listens, is replaced after three checks as an Ingress is; by default they take a minute.
 """
 
 

@@ -7,6 +7,7 @@ parse as INTERNAL. The server in ``specray.rpc.inference.server`` has all of the
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -180,8 +181,11 @@ class IngressReplica:
             await server.start()
 
     def _claim(self, stack: AsyncExitStack, field: str, host: str, port: int) -> None:
-        app = f"{ray.get_runtime_context().gcs_address}-{serve.get_replica_context().app_name}"
-        stack.enter_context(claimed(field, host, port, service=self._store or app.replace("/", "-")))
+        service = self._store
+        if service is None:
+            app = f"{ray.get_runtime_context().gcs_address} {serve.get_replica_context().app_name}"
+            service = hashlib.sha256(app.encode()).hexdigest()[:16]
+        stack.enter_context(claimed(field, host, port, service=service))
 
     def _http_server(self, app: FastAPI) -> HttpServer:
         config = self._config

@@ -26,7 +26,7 @@ from specray.serving.live.ports import claimed
 from specray.serving.own_ray.children import children, end_children
 from specray.serving.own_ray.nodes import lean_head, one_agent
 from specray.serving.own_ray.room import check_room
-from specray.serving.own_ray.watch import ray_parts, serve_controller, watched
+from specray.serving.own_ray.watch import ray_parts, serve_parts, watched
 from specray.serving.process_end import end_without_destructors
 from specray.tokenization.files import has_chat_template
 
@@ -109,7 +109,7 @@ def running_service(
         stack.enter_context(_ray(config, on_lost))
         with (
             _deployed(config, deploy or partial(_run, store=store), store),
-            watched([serve_controller()], on_lost),
+            watched(serve_parts, on_lost),
         ):
             wait_running(stop, timeout_s=config.router.start_timeout_s + START_MARGIN_S)
             yield
@@ -234,7 +234,7 @@ def _ray(config: Config, on_lost: Callable[[str], None] | None) -> Iterator[None
     _restore(handlers)
     try:
         note = noted(config.http.port, context.address_info["address"]) if is_own else nullcontext()
-        with note, watched(ray_parts(context, is_own=is_own), on_lost):
+        with note, watched(lambda: ray_parts(context, is_own=is_own), on_lost):
             yield
     finally:
         ray.shutdown()

@@ -86,6 +86,8 @@ def test_a_ray_that_was_imported_before_reads_only_the_token(
         ("RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH", "67108864"),
         ("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.25"),
         ("RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS", "1"),
+        ("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "2"),
+        ("RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S", "5"),
         ("RAY_worker_niceness", "0"),
         ("RAY_gcs_server_port_wait_time_s", "120"),
         ("RAY_agent_register_timeout_ms", "120000"),

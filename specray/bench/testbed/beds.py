@@ -267,6 +267,7 @@ def _placed(config: Config, *, listen: str = "loopback") -> Config:
             "ingress": ingress.model_copy(
                 update={"ray_actor_options": on(ingress.ray_actor_options, TARGET_RESOURCE)}
             ),
-            "rpc": config.rpc.model_copy(update={"listen": listen}),
+            # Nobody else is on the network of namespaces.
+            "rpc": config.rpc.model_copy(update={"listen": listen, "allow_insecure": listen == "node"}),
         }
     )

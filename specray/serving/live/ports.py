@@ -34,7 +34,7 @@ def claimed(field: str, host: str, port: int, *, service: str) -> Iterator[None]
 
     Args:
         field: field of the configuration, for the message.
-        service: id of the service, without a slash.
+        service: id of the service, at most 30 characters without a slash.
 
     Raises:
         ConfigError: a process of another service has claimed it, on this address or one that includes it.
@@ -44,7 +44,7 @@ def claimed(field: str, host: str, port: int, *, service: str) -> Iterator[None]
         return
     address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as claim:
-        claim.bind(f"\0{_PREFIX}/{port}/{address}/{service}/{secrets.token_hex(8)}")
+        claim.bind(f"\0{_PREFIX}/{port}/{address}/{service}/{secrets.token_hex(4)}")
         # Of two that come at the same time, each sees the other, and one of them waits for the other's end.
         end_s = time.monotonic() + YIELD_S
         while others := _others(port, str(address), service):

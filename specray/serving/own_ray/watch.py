@@ -97,18 +97,20 @@ class Silence:
 
 
 @contextmanager
-def watched(parts: Sequence[Part], on_lost: Callable[[str], None] | None) -> Iterator[None]:
+def watched(find: Callable[[], Sequence[Part]], on_lost: Callable[[str], None] | None) -> Iterator[None]:
     """Asks all parts every second while the block runs.
 
     Each part is asked in a thread of its own, which may hang for ever.
 
     Args:
+        find: returns the parts; not called if nothing is watched.
         on_lost: gets the sentence about the first lost part, in another thread; None: nothing is watched.
     """
     if on_lost is None:
         yield
         return
     end = threading.Event()
+    parts = find()
     silences = [Silence(part) for part in parts]
     for part, silence in zip(parts, silences, strict=True):
         _in_background(partial(_ask_for_ever, part, silence, end))
@@ -187,17 +189,18 @@ def ray_parts(context: Any, *, is_own: bool) -> list[Part]:
     return parts
 
 
-def serve_controller() -> Part:
+def serve_parts() -> list[Part]:
     """Returns Serve's controller: without it nothing that ends is replaced."""
     import ray
     from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
     controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
-
-    return Part(
-        "Serve's controller",
-        lambda: ray.get(controller.check_alive.remote(), timeout=ANSWER_S),
-        lost_s=CONTROLLER_LOST_S,
-        gone_s=CONTROLLER_LOST_S,
-        mend=lambda: ray.kill(controller, no_restart=False),
-    )
+    return [
+        Part(
+            "Serve's controller",
+            lambda: ray.get(controller.check_alive.remote(), timeout=ANSWER_S),
+            lost_s=CONTROLLER_LOST_S,
+            gone_s=CONTROLLER_LOST_S,
+            mend=lambda: ray.kill(controller, no_restart=False),
+        )
+    ]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -18,7 +20,7 @@ import pytest
 
 from specray.serving.admission.api_keys import key_hash, new_key
 from tests.e2e.secured.access import HEADERS, KEY
-from tests.e2e.service import DEADLINE_S, Service, processes
+from tests.e2e.service import DEADLINE_S, Service, is_running, processes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
@@ -92,6 +94,22 @@ async def stream_on(http: aiohttp.ClientSession, max_tokens: int, ended: list[tu
     while (text := await streamed(http, max_tokens)) is not None:
         ended.append((time.monotonic(), text))
     return time.monotonic()
+
+
+async def hang_ingress(service: Service) -> None:
+    """Stops the Ingress; returns when another asks for the new key, and that one has ended."""
+    (hung,) = processes("ray::ServeReplica:specray:Ingress")
+    os.kill(hung, signal.SIGSTOP)
+    end_s = time.monotonic() + DEADLINE_S
+    async with session(service, HEADERS) as http:
+        while True:
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                async with asyncio.timeout(1.0):
+                    assert (await ask(http))[0] == 401
+                    break
+            assert time.monotonic() < end_s, "no other Ingress"
+            await asyncio.sleep(0.2)
+    assert not is_running(hung)
 
 
 def debug_lines() -> int:
@@ -169,6 +187,9 @@ async def test_streams_go_on_while_speculation_limits_keys_and_logs_change(servi
             await asyncio.sleep(0.1)
         async with session(service, HEADERS) as http:
             assert (await ask(http))[0] == 401
+        await hang_ingress(service)
+        async with session(service, NEW_HEADERS) as http:
+            assert await streamed(http) == undisturbed
     finally:
         code, _, errors = await reload(
             service,

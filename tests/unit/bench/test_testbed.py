@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specray.bench.soak.memory import anonymous_bytes, process_name
+from specray.bench.testbed import beds
 from specray.bench.testbed.control import answer
 from specray.bench.testbed.models import draft_path, make_other_draft
 from specray.bench.testbed.parts import Part, PartRole, living_parts, of_role, role_of
@@ -164,3 +165,11 @@ def test_processes_are_called_by_role_or_by_what_they_run() -> None:
         process.kill()
         process.wait()
     assert process_name(process.pid, {}) == "?"
+
+
+@pytest.mark.parametrize("listen", ["loopback", "node"])
+def test_the_configuration_of_a_bed_is_one_that_can_be_read(listen: str) -> None:
+    placed = beds._with_ports(beds._placed(parse_config({}), listen=listen), "10.234.0.1", 8000, 9000)
+    read = parse_config(placed.model_dump(mode="json"))
+    assert (read.rpc.listen, read.http.host, read.grpc.port) == (listen, "10.234.0.1", 9000)
+    assert read.draft.ray_actor_options == {"resources": {"specray_draft_node": 0.001}}

@@ -84,7 +84,7 @@ def test_a_part_that_hangs_and_one_that_fails_are_said_once(monkeypatch: pytest.
             end.wait()
 
     parts = [Part("GCS", lambda: None), Part("raylet", hang, lost_s=0.1)]
-    with watched(parts, say):
+    with watched(lambda: parts, say):
         assert is_said.wait(DEADLINE_S)
     end.set()
     assert lost == ["raylet has not answered for 0 s; " + REST]
