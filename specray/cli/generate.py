@@ -140,7 +140,7 @@ async def _from_own_pair(config: Config, prompt: str, sampling: Sampling) -> Asy
     tokenizer = await asyncio.to_thread(load_tokenizer, config.target.model)
     async with local_router(config, stop_matchers=make_stop_matcher(tokenizer)) as router:
         requests = to_generate_requests(
-            await encode_prompts(prompts, tokenizer),
+            encode_prompts(prompts, tokenizer),
             _options(sampling),
             limits=await ServiceLimits(router, tokenizer, config).get(),
             request_id="generate",

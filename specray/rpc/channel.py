@@ -70,7 +70,6 @@ class ChannelOptions:
         """Options of a server that accepts the client's pings (else GOAWAY "too_many_pings")."""
         return (
             *self._common(),
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", int(self.keepalive_time_s * 500)),
             # Pings pile up when a peer's machine stalls: it is slow, not hostile.
             ("grpc.http2.max_ping_strikes", 0),
             ("grpc.so_reuseport", int(self.reuse_port)),

@@ -216,4 +216,4 @@ def _is_stop_token(chunk: OutputChunk, position: int) -> bool:
 
 
 def _too_late(timeout_s: float) -> EngineLostError:
-    return EngineLostError(f"no answer within {timeout_s:g} s; the request may be sent again")
+    return EngineLostError(f"no answer within {timeout_s:.3g} s; the request may be sent again")

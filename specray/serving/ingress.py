@@ -30,6 +30,7 @@ from specray.config.live import LiveConfig, Served
 from specray.errors import ConfigError
 from specray.grammar import PreparedCompiler
 from specray.rpc.channel import ChannelOptions, channel_options, check_can_listen, parse_address
+from specray.rpc.inference.messages import MAX_OPEN_CALLS
 from specray.rpc.inference.server import InferenceServer
 from specray.serving.admission.api_keys import Keyring
 from specray.serving.admission.capacity import with_admission
@@ -216,6 +217,8 @@ class IngressReplica:
             admit=handler.admitter(self._keyring),
             on_refused=handler.refused,
             has_reflection=config.grpc.reflection,
+            # Those whose messages come, those that are answered, and those that are refused meanwhile.
+            max_calls=3 * config.ingress.max_ongoing_requests + MAX_OPEN_CALLS,
         )
 
 

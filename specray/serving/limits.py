@@ -12,6 +12,10 @@ from specray.serving.validation import MAX_CHOICES, Limits
 from specray.tokenization import Tokenizer
 
 INFO_TIMEOUT_S = 30.0
+_BYTES_PER_TOKEN = 64
+"""Bytes of a body per token of the context: text has 3 to 6, escaped and in JSON."""
+_OTHER_BYTES = 1024 * 1024
+"""Bytes of what is in a body beside its prompt."""
 
 
 class ServiceLimits:
@@ -31,6 +35,14 @@ class ServiceLimits:
         async with answer_within(INFO_TIMEOUT_S, "answer of the router"):
             self._info = await self._client.service_info()
         return self._info
+
+    @property
+    def max_chat_bytes(self) -> int:
+        """Bytes of the longest body of a single prompt: what the context could hold at most."""
+        most = self._config.now.http.max_body_bytes
+        if self._info is None:
+            return most
+        return min(most, _OTHER_BYTES + self._info.max_model_len * _BYTES_PER_TOKEN)
 
     async def get(self) -> Limits:
         """Returns the limits. Raises EngineLostError if the router does not answer in time."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 from specray.errors import InvalidRequestError, shown
@@ -11,9 +10,6 @@ from specray.serving.validation import MAX_PROMPTS, check_range
 from specray.tokenization import Tokenizer
 
 Prompt = str | tuple[int, ...]
-
-# Number of characters above which the tokenizer runs in a thread, so that it does not hold up other requests.
-_INLINE_CHARS = 4096
 
 
 def parse_prompt(value: object) -> list[Prompt]:
@@ -38,15 +34,9 @@ def parse_prompt(value: object) -> list[Prompt]:
     raise _wrong(value)
 
 
-async def encode_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+def encode_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[tuple[int, ...]]:
     """Returns the token ids of each prompt; token ids stay as they are."""
-    return [await _encode(prompt, tokenizer) if isinstance(prompt, str) else prompt for prompt in prompts]
-
-
-async def _encode(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    if len(text) <= _INLINE_CHARS:
-        return tokenizer.encode(text)
-    return await asyncio.to_thread(tokenizer.encode, text)
+    return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
 def _text(value: str) -> str:

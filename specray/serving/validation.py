@@ -176,19 +176,34 @@ def check_options(options: GenerationOptions, limits: Limits) -> None:
     _check_cache(options, limits)
 
 
+def check_sizes(sizes: Sequence[int], options: GenerationOptions, limits: Limits, *, least: bool) -> None:
+    """Raises InvalidRequestError for too many prompts, or the first that is too long for the context.
+
+    Args:
+        sizes: tokens of each prompt.
+        least: the prompts are not tokenized yet, and have at least so many.
+    """
+    name = options.name("prompt")
+    check_range(Range(1, MAX_PROMPTS), name, len(sizes), what=f"number of prompts in {name}")
+    check_range(
+        Range(1, limits.max_choices), "n", len(sizes) * (options.n or 1), what="number of prompts times n"
+    )
+    if least and options.truncate_prompt_tokens is not None:
+        return
+    for size in sizes:
+        if size >= limits.max_model_len:
+            number = "least number" if least else "number"
+            what, allowed = f"{number} of tokens in {name}", f"1..{limits.max_model_len - 1}"
+            raise _too_long(name, size, allowed, limits, what=what)
+
+
 def check_prompts(prompts: Sequence[tuple[int, ...]], options: GenerationOptions, limits: Limits) -> None:
     """Raises InvalidRequestError for the first prompt that is empty, too long or outside the vocabulary."""
     name = options.name("prompt")
-    check_range(Range(1, MAX_PROMPTS), name, len(prompts), what=f"number of prompts in {name}")
-    check_range(
-        Range(1, limits.max_choices), "n", len(prompts) * (options.n or 1), what="number of prompts times n"
-    )
+    check_sizes([len(token_ids) for token_ids in prompts], options, limits, least=False)
     for token_ids in prompts:
         if not token_ids:
             raise InvalidRequestError(f"{name} is empty; allowed: at least one token", field=name)
-        if len(token_ids) >= limits.max_model_len:
-            what, allowed = f"number of tokens in {name}", f"1..{limits.max_model_len - 1}"
-            raise _too_long(name, len(token_ids), allowed, limits, what=what)
         check_token_ids(name, token_ids, limits)
         if options.max_tokens is not None and not limits.cuts_max_tokens:
             room = limits.max_model_len - len(token_ids)

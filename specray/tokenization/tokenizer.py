@@ -6,8 +6,9 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from specray.errors import InvalidRequestError
 from specray.tokenization.chat import ChatMessage, ChatOptions, ChatTemplate
@@ -24,14 +25,20 @@ _SHORT_LEN = 1024
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class RenderedChat(NamedTuple):
+@dataclass(frozen=True)
+class RenderedChat:
     """A conversation as its template writes it."""
 
     text: str
-    pieces: Sequence[str]
-    """The text, cut so that no piece holds a control token that a message spells; none is empty."""
+    cut: Callable[[], Sequence[str]]
+    """Cuts the text into ``pieces``."""
     is_checked: bool
     """No message may become a control token."""
+
+    @functools.cached_property
+    def pieces(self) -> Sequence[str]:
+        """The text, cut so that no piece holds a control token that a message spells; none is empty."""
+        return self.cut()
 
 
 class Tokenizer:
@@ -177,8 +184,9 @@ class Tokenizer:
         """Returns the text of a conversation, not yet encoded; raises like ``encode_chat``."""
         marked = self._render(messages, options)
         if options.allows_special_tokens:
-            return RenderedChat(marked, (marked,), is_checked=False)
-        return RenderedChat(without_marks(marked), self._control_tokens.pieces(marked), is_checked=True)
+            return RenderedChat(marked, lambda: (marked,), is_checked=False)
+        cut = functools.partial(self._control_tokens.pieces, marked)
+        return RenderedChat(without_marks(marked), cut, is_checked=True)
 
     def encode_rendered(self, chat: RenderedChat) -> tuple[int, ...]:
         """Encodes the text of a conversation; raises like ``encode_chat``."""

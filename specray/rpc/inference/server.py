@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 import grpc
@@ -24,19 +24,32 @@ from specray.rpc.codec.inference import (
     encode_service_info,
 )
 from specray.rpc.health import Health
+from specray.rpc.inference.messages import OpenCalls, in_time, read_message
 from specray.rpc.inference.types import (
     Admitter,
+    Entry,
     GenerateEvent,
     GenerateParams,
+    Incoming,
     InferenceHandler,
     Refused,
     Usage,
 )
 from specray.rpc.status import status_of
 
-__all__ = ["Admitter", "GenerateEvent", "GenerateParams", "InferenceHandler", "InferenceServer", "Usage"]
+__all__ = [
+    "Admitter",
+    "Entry",
+    "GenerateEvent",
+    "GenerateParams",
+    "Incoming",
+    "InferenceHandler",
+    "InferenceServer",
+    "Usage",
+]
 
 INFERENCE_SERVICE: Final = "specray.v1.InferenceService"
+MAX_CALLS: Final = 4096
 WRITE_TIMEOUT_S: Final = 30.0
 """Seconds for a client to take a message, as over HTTP. gRPC waits without limit for a connected client that
 does not read, and calls need no deadline: its request would occupy a place for ever.
@@ -61,19 +74,23 @@ class InferenceServer:
         admit: Admitter | None = None,
         on_refused: Refused | None = None,
         has_reflection: bool = False,
+        max_calls: int = MAX_CALLS,
     ) -> None:
         """Makes a server that does not listen yet.
 
         Args:
             options: ``max_receive_bytes`` bounds a request; larger ones get RESOURCE_EXHAUSTED.
-            admit: chooses the handler of a call by its ``authorization`` metadata; default: ``handler``.
-            on_refused: called for calls without a known key, and for malformed messages.
+            admit: lets calls in by their metadata, before their message is received; default: all, to
+                ``handler``.
+            on_refused: called for calls that are not let in, and for malformed messages.
             has_reflection: True: the services describe themselves, to anybody.
+            max_calls: calls of all services and states at a time; more get RESOURCE_EXHAUSTED.
 
         Raises:
             ConfigError: the address is not valid.
         """
-        self._admit = admit or (lambda _: handler)
+        self._admit: Admitter = admit or (lambda _: nullcontext(_AnyCall(handler)))
+        self._max_calls = max_calls
         self._on_refused = on_refused or (lambda _, __: None)
         self._address = parse_address(address)
         self._options = options or ChannelOptions()
@@ -92,7 +109,12 @@ class InferenceServer:
         Raises:
             ConfigError: the address is in use, not writable, or not of this machine.
         """
-        server = aio.server(options=self._options.for_server(), compression=grpc.Compression.NoCompression)
+        server = aio.server(
+            options=self._options.for_server(),
+            compression=grpc.Compression.NoCompression,
+            interceptors=(OpenCalls(INFERENCE_SERVICE),),
+            maximum_concurrent_rpcs=self._max_calls,
+        )
         await self._health.attach(server)
         server.add_generic_rpc_handlers((self._handlers(),))
         if self._has_reflection:
@@ -118,36 +140,41 @@ class InferenceServer:
         await server.stop(grace_s)
 
     def _handlers(self) -> grpc.GenericRpcHandler:
-        # No (de)serialisers: messages stay bytes, so that this code answers broken ones.
+        # No (de)serialisers: messages stay bytes, so that this code answers broken ones. Streams of requests,
+        # though each call has one: gRPC receives the message of a unary call before it tells of the call.
         return grpc.method_handlers_generic_handler(
             INFERENCE_SERVICE,
             {
-                "Generate": grpc.unary_stream_rpc_method_handler(self._serve_generate),
-                "Info": grpc.unary_unary_rpc_method_handler(self._serve_info),
+                "Generate": grpc.stream_stream_rpc_method_handler(self._serve_generate),
+                "Info": grpc.stream_stream_rpc_method_handler(self._serve_info),
             },
         )
 
-    async def _serve_generate(self, data: bytes, context: Context) -> None:
+    async def _serve_generate(self, _: object, context: Context) -> None:
         async def work() -> None:
-            with self._refusing("Generate"):
-                handler = self._admit(_metadata(context, "authorization"))
-                params = replace(
-                    decode_generate_request(data),
-                    timeout_s=context.time_remaining(),
-                    traceparent="".join(_metadata(context, "traceparent")[:1]),
-                    client_request_id="".join(_metadata(context, "x-request-id")[:1]),
-                )
-            await _pump(handler, params, context.write)
+            timeout_s = context.time_remaining()
+            with ExitStack() as stack:
+                with self._refusing("Generate"):
+                    entry = stack.enter_context(self._admit(_incoming("Generate", context)))
+                    params = replace(
+                        await entry.receive(read_message(context), decode_generate_request),
+                        timeout_s=timeout_s,
+                        traceparent="".join(_metadata(context, "traceparent")[:1]),
+                        client_request_id="".join(_metadata(context, "x-request-id")[:1]),
+                    )
+                await _pump(entry.handler, params, context.write)
 
         await _answer(context, work())
 
-    async def _serve_info(self, _: bytes, context: Context) -> bytes:
-        async def work() -> bytes:
-            with self._refusing("Info"):
-                handler = self._admit(_metadata(context, "authorization"))
-            return encode_service_info(await handler.info())
+    async def _serve_info(self, _: object, context: Context) -> None:
+        async def work() -> None:
+            with ExitStack() as stack:
+                with self._refusing("Info"):
+                    entry = stack.enter_context(self._admit(_incoming("Info", context)))
+                    await entry.receive(read_message(context), bytes)
+                await _written(context.write(encode_service_info(await entry.handler.info())))
 
-        return await _answer(context, work())
+        await _answer(context, work())
 
     @contextmanager
     def _refusing(self, method: str) -> Iterator[None]:
@@ -156,6 +183,20 @@ class InferenceServer:
         except Exception as error:
             self._on_refused(method, error)
             raise
+
+
+@dataclass(frozen=True, slots=True)
+class _AnyCall:
+    """An entry for every call."""
+
+    handler: InferenceHandler
+
+    async def receive(self, message: Awaitable[bytes], decode: Callable[[bytes], ResultT]) -> ResultT:
+        return decode(await in_time(message))
+
+
+def _incoming(method: str, context: Context) -> Incoming:
+    return Incoming(method, _metadata(context, "authorization"), context.time_remaining())
 
 
 def _metadata(context: Context, wanted: str) -> list[str]:
@@ -168,7 +209,7 @@ async def _pump(
     events = handler.generate(params)
     try:
         async for event in events:
-            await _in_time(write(encode_generate_event(event)))
+            await _written(write(encode_generate_event(event)))
     finally:
         # Only generators have aclose; closing here, not at garbage collection, ends the work of a lost
         # client.
@@ -176,7 +217,7 @@ async def _pump(
             await events.aclose()
 
 
-async def _in_time(writing: Awaitable[None]) -> None:
+async def _written(writing: Awaitable[None]) -> None:
     """Waits until the client takes a message.
 
     Raises:

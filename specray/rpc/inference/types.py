@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from specray.requests import FinishReason, SamplingOptions, ServiceInfo, SpeculationStats
 from specray.types import DraftKind, Grammar, TokenLogprobs, Verification
+
+ParamsT = TypeVar("ParamsT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,35 @@ class InferenceHandler(Protocol):
 
 Refused = Callable[[str, Exception], None]
 """Callback for calls that did not reach a handler: method and error."""
-Admitter = Callable[[Sequence[str]], InferenceHandler]
-"""Callback that chooses the handler of a call by its ``authorization`` metadata; raises
-UnauthenticatedError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A call of which only the metadata has come."""
+
+    method: str
+    authorization: Sequence[str]
+    """Values of the metadata of this name."""
+    timeout_s: float | None
+    """Seconds left until the call's deadline; None: it has none."""
+
+
+class Entry(Protocol):
+    """A call that was let in."""
+
+    @property
+    def handler(self) -> InferenceHandler: ...
+
+    async def receive(self, message: Awaitable[bytes], decode: Callable[[bytes], ParamsT]) -> ParamsT:
+        """Waits for the call's message, for a bounded time, and decodes it.
+
+        Raises:
+            InvalidRequestError: it is malformed.
+            DeadlineExceededError, OverloadedError: it comes too slowly, or there is no place for the call.
+        """
+        ...
+
+
+Admitter = Callable[[Incoming], AbstractContextManager[Entry]]
+"""Callback that lets a call in, by its metadata alone, for as long as the context lasts; raises
+UnauthenticatedError, OverloadedError."""

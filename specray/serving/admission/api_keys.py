@@ -9,18 +9,15 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from specray.config import AuthConfig, KeyConfig
 from specray.errors import InvalidRequestError, OverloadedError, UnauthenticatedError
-from specray.interfaces import RouterClient
 from specray.requests import GenerateRequest, Quota, ServiceLevel, SpeculationParams
-from specray.serving.generation import Delta, close, complete, stream
-from specray.tokenization import Tokenizer
+from specray.serving.generation import Delta, close
 
 KEY_PREFIX: Final = "sk-specray-"
 _KEY_BYTES: Final = 32
@@ -99,39 +96,34 @@ class Caller:
             for request in requests
         ]
 
-    def admit(self, requests: Sequence[GenerateRequest]) -> Reservation:
-        """Reserves the caller's quota for one call, until the reservation's ``with`` block ends.
+    def enter(self) -> Holding:
+        """Reserves one request of the caller's quota for a call of which no more is known yet.
 
         Raises:
-            OverloadedError: the key has too much in hand; nothing was changed.
-            InvalidRequestError: the call alone is more than the key allows at a time.
+            OverloadedError: the key has too many requests in hand.
         """
+        holding = Holding(self)
+        holding.claim([0])
+        return holding
+
+    def _check(self, num_requests: int, num_tokens: int, *, held: Holding) -> None:
         key = self._key
-        if key is not None:
-            self._check_requests(key, len(requests))
-            self._check_tokens(key, sum(len(request.prompt_token_ids) for request in requests))
-        return Reservation(self, [len(request.prompt_token_ids) for request in requests])
-
-    def _check_requests(self, key: KeyConfig, num_new: int) -> None:
-        most = key.max_requests
-        if most is None:
+        if key is None:
             return
-        if num_new > most:
+        most, num_others = key.max_requests, self._num_requests - held.num_requests
+        if most is not None and num_requests > most:
             raise InvalidRequestError(
-                f"number of prompts times n is {num_new}; allowed for this key: 1..{most}", field="n"
+                f"number of prompts times n is {num_requests}; allowed for this key: 1..{most}", field="n"
             )
-        if self._num_requests + num_new > most:
+        if most is not None and num_others + num_requests > most:
             raise OverloadedError(
-                f"key {key.name!r} has {self._num_requests} requests in hand; allowed: {most}", _RETRY_AFTER_S
+                f"key {key.name!r} has {num_others} requests in hand; allowed: {most}", _RETRY_AFTER_S
             )
-
-    def _check_tokens(self, key: KeyConfig, num_new: int) -> None:
-        most = key.max_queued_tokens
+        most, num_waiting = key.max_queued_tokens, self._num_queued_tokens - held.num_tokens
         # One call alone is always let in, as in the router's queue.
-        if most is not None and self._num_queued_tokens and self._num_queued_tokens + num_new > most:
+        if most is not None and num_waiting and num_waiting + num_tokens > most:
             raise OverloadedError(
-                f"key {key.name!r} has {self._num_queued_tokens} prompt tokens waiting; allowed: {most}",
-                _RETRY_AFTER_S,
+                f"key {key.name!r} has {num_waiting} prompt tokens waiting; allowed: {most}", _RETRY_AFTER_S
             )
 
     def _take(self, num_requests: int, num_tokens: int) -> None:
@@ -140,14 +132,33 @@ class Caller:
         assert self._num_requests >= 0 and self._num_queued_tokens >= 0
 
 
-class Reservation:
-    """The part of its caller's quota that one call holds, until its ``with`` block ends."""
+class Holding:
+    """The part of its caller's quota that one call holds, until it is closed."""
 
-    def __init__(self, caller: Caller, num_tokens: Sequence[int]) -> None:
+    def __init__(self, caller: Caller) -> None:
         self._caller = caller
-        self._num_requests = len(num_tokens)
-        self._waiting = dict(enumerate(num_tokens))
-        caller._take(self._num_requests, sum(num_tokens))
+        self.num_requests = 0
+        self._waiting: dict[int, int] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens of its requests that have no output token yet."""
+        return sum(self._waiting.values())
+
+    def claim(self, num_tokens: Sequence[int]) -> None:
+        """Holds these requests in place of what it holds: first by an estimate, then exactly.
+
+        Args:
+            num_tokens: prompt tokens of each request.
+
+        Raises:
+            OverloadedError: the key would have too much in hand; nothing was changed.
+            InvalidRequestError: the call alone is more than the key allows at a time.
+        """
+        self._caller._check(len(num_tokens), sum(num_tokens), held=self)
+        self.close()
+        self.num_requests, self._waiting = len(num_tokens), dict(enumerate(num_tokens))
+        self._caller._take(self.num_requests, sum(num_tokens))
 
     def answered(self, index: int) -> None:
         """Notes that a request has its first tokens, so that its prompt no longer waits. Idempotent."""
@@ -156,19 +167,14 @@ class Reservation:
     def finished(self, index: int) -> None:
         """Notes that a request has ended. Called at most once for each."""
         self.answered(index)
-        self._num_requests -= 1
+        self.num_requests -= 1
         self._caller._take(-1, 0)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        num_requests, self._num_requests = self._num_requests, 0
-        num_tokens = sum(self._waiting.values())
+    def close(self) -> None:
+        """Holds nothing. Idempotent."""
+        self._caller._take(-self.num_requests, -self.num_tokens)
+        self.num_requests = 0
         self._waiting.clear()
-        self._caller._take(-num_requests, -num_tokens)
 
 
 class Keyring:
@@ -221,38 +227,16 @@ class Keyring:
         return found
 
 
-async def complete_for(
-    caller: Caller,
-    client: RouterClient,
-    requests: Sequence[GenerateRequest],
-    tokenizer: Tokenizer,
-    *,
-    timeout_s: float,
-) -> list[Delta]:
-    """Runs ``generation.complete`` under the caller's policy and quota. Raises what both raise."""
-    with caller.admit(requests):
-        return await complete(client, caller.apply_policy(requests), tokenizer, timeout_s=timeout_s)
-
-
-async def stream_for(
-    caller: Caller,
-    client: RouterClient,
-    requests: Sequence[GenerateRequest],
-    tokenizer: Tokenizer,
-    *,
-    timeout_s: float,
-) -> AsyncGenerator[Delta, None]:
-    """Runs ``generation.stream`` under the caller's policy and quota. Raises what both raise."""
-    with caller.admit(requests) as reservation:
-        deltas = stream(client, caller.apply_policy(requests), tokenizer, timeout_s=timeout_s)
-        try:
-            async for delta in deltas:
-                reservation.answered(delta.index)
-                if delta.finish_reason is not None:
-                    reservation.finished(delta.index)
-                yield delta
-        finally:
-            await close(deltas)
+async def counted(holding: Holding, deltas: AsyncIterator[Delta]) -> AsyncGenerator[Delta, None]:
+    """Yields the deltas of a call, and gives back of its quota what has been answered or has ended."""
+    try:
+        async for delta in deltas:
+            holding.answered(delta.index)
+            if delta.finish_reason is not None:
+                holding.finished(delta.index)
+            yield delta
+    finally:
+        await close(deltas)
 
 
 def _quota(key: KeyConfig) -> Quota | None:

@@ -19,6 +19,8 @@ from specray.interfaces import RouterClient
 from specray.requests import GenerateRequest, OutputChunk, ServiceInfo
 from specray.router.admission.queue import RetryAdvice
 from specray.serving.admission.limiter import CallLimiter, release_slot
+from specray.serving.admission.places import Places
+from specray.serving.calls.texts import TextWork
 from specray.serving.generation import close
 
 PROBE_S = 0.5
@@ -141,11 +143,19 @@ def _count_down(counter: Counter[KeyT], key: KeyT) -> None:
 
 
 class AdmissionClient:
-    """interfaces.RouterClient with admission control: refuses what a router would refuse."""
+    """interfaces.RouterClient with admission control: refuses what a router would refuse.
 
-    def __init__(self, client: RouterClient, capacity: RouterCapacity) -> None:
+    Attributes:
+        capacity: what is known of the routers' queues.
+        places: the Ingress's own places for calls.
+        texts: its threads for texts.
+    """
+
+    def __init__(self, client: RouterClient, capacity: RouterCapacity, places: Places) -> None:
         self._client = client
         self.capacity = capacity
+        self.places = places
+        self.texts = TextWork()
 
     async def complete(self, request: GenerateRequest) -> OutputChunk:
         """See interfaces.RouterClient."""
@@ -198,7 +208,8 @@ def with_admission(client: RouterClient, config: Config) -> AdmissionClient:
     """Puts admission control in front of a client; a client that has it already is returned as it is."""
     if isinstance(client, AdmissionClient):
         return client
-    return AdmissionClient(client, RouterCapacity(max_requests(config)))
+    places = Places(config.ingress.max_ongoing_requests, timeout_s=config.router.request_timeout_s)
+    return AdmissionClient(client, RouterCapacity(max_requests(config)), places)
 
 
 def max_requests(config: Config) -> int:

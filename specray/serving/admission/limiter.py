@@ -50,11 +50,13 @@ class CallLimiter:
         _SLOT.set(slot)
         return slot
 
-    def leave(self, *, has_place: bool) -> None:
-        """Frees a slot; called once by the slot itself."""
+    def free_place(self) -> None:
+        """Lets the next call in."""
+        self._places.release()
+
+    def leave(self) -> None:
+        """The call is not prepared any longer."""
         self.num_calls -= 1
-        if has_place:
-            self._places.release()
 
 
 class CallSlot:
@@ -68,14 +70,28 @@ class CallSlot:
         """True if the slot is held at this limiter."""
         return self._limiter is limiter
 
+    def step_aside(self) -> None:
+        """Lets the next call in, since this one waits for threads; it still counts. Idempotent."""
+        if self._limiter is not None and self._has_place:
+            self._has_place = False
+            self._limiter.free_place()
+
     def leave(self) -> None:
         """Frees the slot: the call has reached a router, or was refused. Idempotent."""
+        self.step_aside()
         limiter, self._limiter = self._limiter, None
         if limiter is not None:
-            limiter.leave(has_place=self._has_place)
+            limiter.leave()
 
 
 _SLOT: ContextVar[CallSlot | None] = ContextVar("slot", default=None)
+
+
+def step_aside() -> None:
+    """Lets the next call in before the running task's call waits for threads."""
+    slot = _SLOT.get()
+    if slot is not None:
+        slot.step_aside()
 
 
 def release_slot() -> None:

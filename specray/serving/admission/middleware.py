@@ -1,88 +1,130 @@
-"""Admission control over HTTP: refuses calls before their body is read, or right after."""
+"""The way of an HTTP call to the application: its place, its size, its body, its turn."""
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Final
 
 from pydantic_core import from_json
-from starlette.requests import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from specray.errors import OverloadedError
+from specray.errors import OverloadedError, SpecrayError
 from specray.serving.admission.capacity import RouterCapacity
-from specray.serving.http.body import BODY_TIMEOUT_S
+from specray.serving.admission.places import Place, Places
+from specray.serving.http.body import decode, discard, read_body
+from specray.serving.http.edge.connections import first_byte_at
 from specray.serving.http.events import timely
 from specray.serving.http.key_check import caller_of
-from specray.serving.http.problems import problem_response
+from specray.serving.http.observe import record_of
+from specray.serving.http.problems import HttpError, problem_response
+from specray.serving.http.timeout_header import header_timeout_s, with_timeout
 
-_RETRY_AFTER_S = 1.0
-_SCREENED_PATHS: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+_CALL: Final = "specray.call"
+_CHATS: Final = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
+_GENERATING: Final = ("/v1/completions", *_CHATS)
+_PATHS: Final = (*_GENERATING, "/tokenize", "/detokenize", "/v1/messages/count_tokens")
+"""Paths whose calls have a body. What is sent to others is not read."""
+_TOO_LARGE: Final = 413
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A call whose body is there."""
+
+    place: Place
+    body: bytes
+    request: Request
+
+    def values(self) -> object:
+        """Decodes the body. Raises HttpError."""
+        return decode(self.body)
+
+    def timed_values(self) -> object:
+        """Decodes the body, with the time of the header. Raises HttpError, InvalidRequestError."""
+        return with_timeout(self.values(), self.request.headers)
 
 
 class AdmissionMiddleware:
-    """Limits the calls that one ingress has under way, and refuses what its routers are known to refuse.
+    """Gives calls their places, reads their bodies, and refuses what the routers are known to refuse.
 
     At ten times the capacity, running the application for every call would cost more than the answers. A body
     that is unclear is left to the application. A call whose client does not read loses its place.
 
     Args:
-        max_calls: calls under way; further ones are refused before their body is read.
+        places: of this Ingress.
         capacity: free capacity of the routers, as far as it is known.
+        max_bytes: returns the bytes of the longest body, and of the longest one of a chat.
     """
 
-    def __init__(self, app: ASGIApp, *, max_calls: int, capacity: RouterCapacity) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        places: Places,
+        capacity: RouterCapacity,
+        max_bytes: Callable[[], tuple[int, int]],
+    ) -> None:
         self._app = app
-        self._max_calls = max_calls
+        self._places = places
         self._capacity = capacity
-        self._num_calls = 0
+        self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Health checks are answered by a full service, too.
-        if scope["type"] != "http" or scope["method"] != "POST":
+        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].endswith(_PATHS):
             await self._app(scope, receive, send)
             return
-        request, slot = Request(scope), None
         send = timely(send)
-        self._num_calls += 1
-        try:
-            if self._num_calls > self._max_calls:
-                reason = f"{self._max_calls} calls are in hand; allowed: {self._max_calls}"
-                raise OverloadedError(reason, _RETRY_AFTER_S)
-            if scope["path"].endswith(_SCREENED_PATHS):
-                receive, is_whole = await self._screened(request, receive)
-                # A client that sends slowly must not hold up others.
-                slot = await self._capacity.limiter.enter() if is_whole else None
-        except OverloadedError as error:
-            # The status is counted; a log line for each refusal would be a flood of its own.
-            await problem_response(error, scope)(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
-        finally:
-            self._num_calls -= 1
-            if slot is not None:
-                slot.leave()
+        with ExitStack() as stack:
+            try:
+                scope[_CALL] = await self._arrived(Request(scope), receive, stack)
+            except ClientDisconnect:
+                return
+            except SpecrayError as error:
+                stack.close()
+                await self._refuse(error, scope, receive, send)
+            else:
+                await self._app(scope, receive, send)
 
-    async def _screened(self, request: Request, receive: Receive) -> tuple[Receive, bool]:
-        """Checks the body as far as it has come. Raises OverloadedError.
+    async def _arrived(self, request: Request, receive: Receive, stack: ExitStack) -> Arrived:
+        """Raises what ``Places.arrive``, ``read_body`` and ``RouterCapacity.check`` raise."""
+        path = request.scope["path"]
+        place = stack.enter_context(
+            self._places.arrive(caller_of(request), arrived_s=first_byte_at(request.scope))
+        )
+        timeout_s = header_timeout_s(request.headers)
+        if timeout_s is not None:
+            place.limit(timeout_s)
+        longest, longest_chat = self._max_bytes()
+        max_bytes = longest_chat if path.endswith(_CHATS) else longest
+        body = await read_body(request, receive, place, max_bytes=max_bytes)
+        place.begin()
+        if path.endswith(_GENERATING):
+            if self._capacity.may_refuse and (asks := _standing(body)) is not None:
+                self._capacity.check(*caller_of(request).standing(*asks))
+            slot = await self._capacity.limiter.enter()
+            stack.callback(slot.leave)
+        return Arrived(place, body, request)
 
-        Returns:
-            What the application is to receive, and whether the body is complete.
-        """
-        try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                first = await receive()
-        except TimeoutError:
-            return receive, False
-        is_whole = first["type"] == "http.request" and not first.get("more_body")
-        if is_whole and self._capacity.may_refuse:
-            place = _place(first.get("body", b""))
-            if place is not None:
-                self._capacity.check(*caller_of(request).standing(*place))
-        return _after(first, receive), is_whole
+    async def _refuse(self, error: SpecrayError, scope: Scope, receive: Receive, send: Send) -> None:
+        # The status is counted; a log line for each refusal would be a flood of its own.
+        if not isinstance(error, OverloadedError):
+            record_of(Request(scope)).failed(error)
+        if isinstance(error, HttpError) and error.status == _TOO_LARGE:
+            await discard(receive)
+        await problem_response(error, scope)(scope, receive, send)
 
 
-def _place(body: bytes) -> tuple[str, int] | None:
+def arrived(request: Request) -> Arrived:
+    """Returns the place and the body of a request that has passed the middleware."""
+    call: Arrived = request.scope[_CALL]
+    return call
+
+
+def _standing(body: bytes) -> tuple[str, int] | None:
     """Reads the tenant and the priority that a body asks for; None: not clear."""
     try:
         values = from_json(body)
@@ -91,17 +133,3 @@ def _place(body: bytes) -> tuple[str, int] | None:
     except (ValueError, AttributeError):
         return None
     return (tenant, priority) if isinstance(tenant, str) and type(priority) is int else None
-
-
-def _after(first: Message, receive: Receive) -> Receive:
-    """Returns a channel that delivers ``first`` again, and then the rest."""
-    is_open = True
-
-    async def replayed() -> Message:
-        nonlocal is_open
-        if is_open:
-            is_open = False
-            return first
-        return await receive()
-
-    return replayed

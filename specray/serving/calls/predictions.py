@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 from specray.errors import InvalidRequestError, shown
 from specray.serving.validation import GenerationOptions, Limits
 from specray.tokenization import Tokenizer
 
-_INLINE_CHARS = 4096
-"""Characters above which the tokenizer runs in a thread, so that it does not hold up other requests."""
 _ALLOWED = '{"type": "content", "content": a string or a list of {"type": "text", "text": a string}}'
 
 
@@ -45,19 +42,16 @@ def _text(part: object, index: int) -> str:
     return part["text"]
 
 
-async def with_prediction_ids(
+def with_prediction_ids(
     options: GenerationOptions, tokenizer: Tokenizer, limits: Limits
 ) -> GenerationOptions:
     """Returns the options with the tokens of their prediction; without one, the options themselves.
 
     No output is longer than the context, so what is beyond its length is cut off.
     """
-    text = options.prediction
-    if not text:
+    if not options.prediction:
         return options
-    if len(text) <= _INLINE_CHARS:
-        token_ids = tokenizer.encode(text, add_special_tokens=False)
-    else:
-        token_ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False)
+    text = options.prediction[: limits.max_model_len * tokenizer.longest_token_len]
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
     known = tuple(token_id for token_id in token_ids if token_id < limits.vocab_size)
     return replace(options, prediction_ids=known[: limits.max_model_len])

@@ -6,49 +6,50 @@ import asyncio
 import copy
 import dataclasses
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from specray.config import Config
 from specray.config.live import LiveConfig
-from specray.errors import InvalidRequestError
+from specray.errors import DeadlineExceededError, InvalidRequestError
 from specray.grammar import PreparedCompiler
 from specray.interfaces import RouterClient
 from specray.requests import GenerateRequest, ServiceInfo, TextOptions, sampling_options
-from specray.rpc.inference.server import Admitter, GenerateEvent, GenerateParams, InferenceServer, Usage
+from specray.rpc.inference.messages import in_time
+from specray.rpc.inference.server import (
+    Admitter,
+    Entry,
+    GenerateEvent,
+    GenerateParams,
+    Incoming,
+    InferenceServer,
+    Usage,
+)
 from specray.rpc.status import status_of
-from specray.serving.admission.api_keys import Caller, Keyring, stream_for
+from specray.serving.admission.api_keys import Caller, Keyring, counted
 from specray.serving.admission.capacity import with_admission
-from specray.serving.admission.fair_pool import Turn
-from specray.serving.calls.bad_words import with_bad_word_ids
-from specray.serving.calls.defaults import load_defaults
-from specray.serving.calls.generate_requests import to_generate_requests, truncated
-from specray.serving.calls.predictions import with_prediction_ids
-from specray.serving.generation import Delta, close
-from specray.serving.grammars import GrammarChecker
+from specray.serving.admission.places import Place
+from specray.serving.calls.prepare import Asked, CallPreparer
+from specray.serving.generation import Delta, close, stream
 from specray.serving.grpc.chat import read_chat
-from specray.serving.http.chat.plan import ChatPlanner
-from specray.serving.http.openai_api import DEADLINE_MARGIN_S
 from specray.serving.http.schemas import DEFAULT_MAX_TOKENS
 from specray.serving.limits import ServiceLimits
 from specray.serving.observe import CallObserver, CallRecord
-from specray.serving.prompts import Prompt, encode_prompts
+from specray.serving.prompts import Prompt
 from specray.serving.readiness import watch_ready
-from specray.serving.validation import (
-    RANGES,
-    GenerationOptions,
-    check_model,
-    check_options,
-)
+from specray.serving.validation import RANGES, GenerationOptions
 from specray.telemetry.conventions import operation_attributes, rpc_attributes
 from specray.tokenization import Tokenizer
 
+ParamsT = TypeVar("ParamsT")
 _LEAST_TIMEOUT_S = 0.001
 
 
 class GrpcIngress:
-    """rpc.inference.InferenceHandler in front of a RouterClient, for one caller; default: anybody."""
+    """rpc.inference.InferenceHandler in front of a RouterClient, for one call, or for anybody's."""
 
     def __init__(
         self,
@@ -56,30 +57,40 @@ class GrpcIngress:
         client: RouterClient,
         tokenizer: Tokenizer,
         config: Config | LiveConfig,
-        caller: Caller | None = None,
         observer: CallObserver | None = None,
         compiler: PreparedCompiler | None = None,
     ) -> None:
         live = LiveConfig.of(config)
         config = live.now
         self._observer = observer or CallObserver(config.logging)
-        self._caller = caller or Caller()
         self._client = with_admission(client, config)
         self._tokenizer = tokenizer
-        self._grammars = GrammarChecker(compiler or PreparedCompiler.of(tokenizer))
-        self._planner = ChatPlanner(tokenizer, live)
-        self._defaults = load_defaults(config)
         self._limits = ServiceLimits(client, tokenizer, live)
+        self._calls = CallPreparer(
+            client=self._client,
+            tokenizer=tokenizer,
+            config=live,
+            limits=self._limits,
+            compiler=compiler or PreparedCompiler.of(tokenizer),
+        )
         self._model_name = config.model_name
-        self._timeout_s = config.router.request_timeout_s + DEADLINE_MARGIN_S
+        self._place: Place | None = None
 
     def admitter(self, keyring: Keyring) -> Admitter:
-        """Returns the function that picks a call's handler by its metadata: this one, for the caller."""
+        """Returns the function that lets calls in by their metadata, and gives each its place."""
 
-        def admit(authorization: Sequence[str]) -> GrpcIngress:
-            handler = copy.copy(self)
-            handler._caller = keyring.identify(authorization)
-            return handler
+        @contextmanager
+        def admit(call: Incoming) -> Iterator[Entry]:
+            caller = keyring.identify(call.authorization)
+            if call.method != "Generate":
+                yield _Informed(self)
+                return
+            with self._client.places.arrive(caller) as place:
+                if call.timeout_s is not None:
+                    place.limit(_within_range(call.timeout_s))
+                handler = copy.copy(self)
+                handler._place = place
+                yield _Entered(handler, place, self._calls, self._limits)
 
         return admit
 
@@ -95,8 +106,8 @@ class GrpcIngress:
                 **operation_attributes("chat" if params.messages else "text_completion"),
             },
         )
-        events = self._generate(params, record)
-        with self._observed(record):
+        with self._observed(record), self._entered() as place:
+            events = self._generate(params, place, record)
             try:
                 async for event in events:
                     yield event
@@ -104,20 +115,33 @@ class GrpcIngress:
                 await events.aclose()
 
     async def _generate(
-        self, params: GenerateParams, record: CallRecord
+        self, params: GenerateParams, place: Place, record: CallRecord
     ) -> AsyncGenerator[GenerateEvent, None]:
-        request = await self._request(params)
-        tenant = self._caller.tenant_of(request)
-        requests = record.describe(
-            request.request_id, [request], tenant=tenant, model=self._model_name, is_stream=True
+        chat = await self._calls.work(partial(read_chat, params), place)
+        asked = Asked(
+            params.model,
+            [_prompt(params)] if chat is None else chat,
+            partial(_options, params),
+            None if params.timeout_s is None else _within_range(params.timeout_s),
         )
-        deltas = stream_for(self._caller, self._client, requests, self._tokenizer, timeout_s=self._timeout_s)
+        prepared = await self._calls.prepare(asked, place, request_id=f"grpc-{uuid.uuid4().hex}")
+        (request,) = prepared.requests
+        requests = record.describe(
+            request.request_id, [request], tenant=request.tenant, model=self._model_name, is_stream=True
+        )
+        deltas = counted(
+            place.quota, stream(self._client, requests, self._tokenizer, timeout_s=prepared.timeout_s)
+        )
         try:
             async for delta in deltas:
                 record.observe(delta)
                 yield _event(request, delta, record.num_output_tokens)
         finally:
             await close(deltas)
+
+    def _entered(self) -> AbstractContextManager[Place]:
+        """The call's place; where nobody was asked for a key, one of its own."""
+        return self._client.places.arrive(Caller()) if self._place is None else nullcontext(self._place)
 
     async def info(self) -> ServiceInfo:
         """See rpc.inference.InferenceHandler."""
@@ -143,32 +167,39 @@ class GrpcIngress:
         finally:
             self._observer.end(record, code)
 
-    async def _request(self, params: GenerateParams) -> GenerateRequest:
-        limits = await self._limits.get()
-        check_model(params.model, limits)
-        options = self._defaults.apply(_options(params))
-        check_options(options, limits)
-        turn = Turn(self._caller.standing("", 0)[0])
-        if options.grammar is not None:
-            await self._grammars.check(options.grammar, field="grammar", limits=limits, turn=turn)
-        self._client.capacity.check(*self._caller.standing(options.tenant, options.priority or 0))
-        chat = read_chat(params)
-        if chat is None:
-            prompts = await encode_prompts([_prompt(params)], self._tokenizer)
-        else:
-            plan = await self._planner.plan(
-                chat, options, partial(self._grammars.read, field="tools", turn=turn)
-            )
-            prompts, options = [plan.prompt], plan.options
-            if options.grammar is not None:
-                field = options.grammar_field
-                await self._grammars.check(options.grammar, field=field, limits=limits, turn=turn)
-        options = with_bad_word_ids(options, self._tokenizer)
-        options = await with_prediction_ids(options, self._tokenizer, limits)
-        (request,) = to_generate_requests(
-            truncated(prompts, options, limits), options, limits=limits, request_id=f"grpc-{uuid.uuid4().hex}"
-        )
-        return request
+
+@dataclass(frozen=True, slots=True)
+class _Entered:
+    """rpc.inference_types.Entry of a call that has a place."""
+
+    handler: GrpcIngress
+    place: Place
+    calls: CallPreparer
+    limits: ServiceLimits
+
+    async def receive(self, message: Awaitable[bytes], decode: Callable[[bytes], ParamsT]) -> ParamsT:
+        """See rpc.inference_types.Entry."""
+        try:
+            data = await self.place.receive(in_time(message))
+        except TimeoutError:
+            raise DeadlineExceededError("the call's message came too slowly") from None
+        self.place.hold(len(data))
+        if len(data) > self.limits.max_chat_bytes:
+            most = self.limits.max_chat_bytes
+            raise InvalidRequestError(f"the message has {len(data)} bytes; allowed: {most}")
+        self.place.begin()
+        return await self.calls.work(partial(decode, data), self.place)
+
+
+@dataclass(frozen=True, slots=True)
+class _Informed:
+    """rpc.inference_types.Entry of a call that asks for no work."""
+
+    handler: GrpcIngress
+
+    async def receive(self, message: Awaitable[bytes], decode: Callable[[bytes], ParamsT]) -> ParamsT:
+        """See rpc.inference_types.Entry."""
+        return decode(await in_time(message))
 
 
 @asynccontextmanager

@@ -21,18 +21,18 @@ from specray.config.live import LiveConfig
 from specray.errors import SpecrayError
 from specray.grammar import PreparedCompiler
 from specray.interfaces import RouterClient
-from specray.serving.admission.api_keys import Caller, Keyring
+from specray.serving.admission.api_keys import Keyring
 from specray.serving.admission.capacity import RouterCapacity, max_requests, with_admission
-from specray.serving.admission.middleware import AdmissionMiddleware
+from specray.serving.admission.middleware import AdmissionMiddleware, Arrived, arrived
+from specray.serving.calls.prepare import CallPreparer
 from specray.serving.generation import Delta
 from specray.serving.http.answers.started_stream import StartedStream
-from specray.serving.http.body import read_json
 from specray.serving.http.edge.cors import add_cors
 from specray.serving.http.edge.hosts import HostMiddleware, host_test
 from specray.serving.http.edge.paths import PathMiddleware
 from specray.serving.http.events import EventStreamResponse, until_disconnect
 from specray.serving.http.identity import identify
-from specray.serving.http.key_check import KeyMiddleware, caller_of
+from specray.serving.http.key_check import KeyMiddleware
 from specray.serving.http.messages_api.calls import add_count_route, messages_call
 from specray.serving.http.observe import ObserveMiddleware, record_of
 from specray.serving.http.openai_api import Call, OpenAiApi
@@ -44,14 +44,13 @@ from specray.serving.http.routes.models import add_model_routes
 from specray.serving.http.routes.openapi import add_openapi_routes
 from specray.serving.http.routes.service import TextSource, add_observer_routes, add_service_routes
 from specray.serving.http.routes.tokens import add_token_routes
-from specray.serving.http.timeout_header import with_timeout
 from specray.serving.limits import ServiceLimits
 from specray.serving.observe import CallObserver, CallRecord
 from specray.telemetry.exposition import merged
 from specray.telemetry.vllm_names import with_vllm_names
 from specray.tokenization import Tokenizer
 
-CallParser = Callable[[object, Caller, CallRecord], Coroutine[Any, Any, Call]]
+CallParser = Callable[[Arrived, CallRecord], Coroutine[Any, Any, Call]]
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 _CLIENT_LEFT = 499
@@ -94,22 +93,22 @@ def build_http_app(
     keyring = keyring or Keyring(config.auth)
     observer = observer or CallObserver(config.logging)
     identity = identify(config)
-    api = OpenAiApi(
+    calls = CallPreparer(
         client=client,
         tokenizer=tokenizer,
         config=live,
         limits=limits,
-        identity=identity,
         compiler=compiler or PreparedCompiler.of(tokenizer),
     )
+    api = OpenAiApi(client=client, tokenizer=tokenizer, config=live, calls=calls, identity=identity)
     add_service_routes(app, client, is_terse=lambda: keyring.asks_for_key)
     metrics_text = metrics_text or _own_metrics(client, observer)
     if config.metrics.vllm_names:
         metrics_text = _named_twice(metrics_text, config.model_name)
     add_observer_routes(app, client, metrics_text)
     add_model_routes(app, limits, identity)
-    add_token_routes(app, api, tokenizer, limits, config=live)
-    add_count_route(app, api, limits, config=live)
+    add_token_routes(app, api, tokenizer, limits)
+    add_count_route(app, api, limits)
     _add_generating_routes(app, api, live)
     if config.http.openapi:
         add_openapi_routes(app, asks_for_key=lambda: keyring.asks_for_key)
@@ -117,7 +116,10 @@ def build_http_app(
         add_lab_routes(app)
     add_absent_routes(app)
     app.add_middleware(
-        AdmissionMiddleware, max_calls=config.ingress.max_ongoing_requests, capacity=client.capacity
+        AdmissionMiddleware,
+        places=client.places,
+        capacity=client.capacity,
+        max_bytes=lambda: (live.now.http.max_body_bytes, limits.max_chat_bytes),
     )
     app.add_middleware(KeyMiddleware, keyring=keyring)
     # With ``serve deploy`` Serve's own configuration says where its proxy listens.
@@ -173,9 +175,7 @@ def _named_twice(source: TextSource, model_name: str) -> TextSource:
 
 def _add_generating_routes(app: FastAPI, api: OpenAiApi, config: LiveConfig) -> None:
     async def run(request: Request, parse: CallParser) -> Response:
-        values = await read_json(request, max_body_bytes=config.now.http.max_body_bytes)
-        values = with_timeout(values, request.headers)
-        call = await until_disconnect(request.receive, parse(values, caller_of(request), record_of(request)))
+        call = await until_disconnect(request.receive, parse(arrived(request), record_of(request)))
         if not call.is_stream:
             answer = await until_disconnect(request.receive, api.answer(call))
             return JSONResponse(answer, headers=call.headers)

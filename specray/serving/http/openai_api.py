@@ -8,53 +8,37 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Final
 
 from specray.config.live import LiveConfig
-from specray.grammar import PreparedCompiler
 from specray.interfaces import RouterClient
 from specray.requests import GenerateRequest
-from specray.serving.admission.api_keys import Caller, complete_for, stream_for
+from specray.serving.admission.api_keys import counted
 from specray.serving.admission.capacity import with_admission
-from specray.serving.admission.fair_pool import ANYBODY, Turn
-from specray.serving.calls.bad_words import with_bad_word_ids
-from specray.serving.calls.defaults import load_defaults
-from specray.serving.calls.generate_requests import to_generate_requests, truncated
-from specray.serving.calls.predictions import with_prediction_ids
-from specray.serving.generation import Delta, close
-from specray.serving.grammars import GrammarChecker
+from specray.serving.admission.middleware import Arrived
+from specray.serving.admission.places import Place
+from specray.serving.calls.prepare import Asked, CallPreparer, PreparedCall
+from specray.serving.generation import Delta, close, complete, stream
 from specray.serving.http.answers.completions import CompletionFormat, shown_prompt, without_output
 from specray.serving.http.answers.rounds import RoundFormat
 from specray.serving.http.answers.token_ids import TokenIds
 from specray.serving.http.chat.format import ChatFormat
 from specray.serving.http.chat.parts import Images
-from specray.serving.http.chat.plan import ChatPlanner, Reading
+from specray.serving.http.chat.plan import Reading
 from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.http.identity import Identity
 from specray.serving.http.problems import log_problem
 from specray.serving.http.responses import ChunkFormat, Header, Json, ResponseFormat, Totals
 from specray.serving.http.schemas import CompletionRequest, RequestT, SamplingFields, parse_request
 from specray.serving.http.unknown import without_unknown
-from specray.serving.limits import ServiceLimits
 from specray.serving.observe import CallRecord
-from specray.serving.prompts import encode_prompts
-from specray.serving.validation import (
-    GenerationOptions,
-    Limits,
-    check_model,
-    check_options,
-)
+from specray.serving.prompts import Prompt
 from specray.tokenization import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 LEFT_OUT_HEADER: Final = "X-Left-Out-Tools"
 """Names the tools of a request that are no functions, which the service cannot offer."""
-DEADLINE_MARGIN_S = 15.0
-"""Seconds past a request's deadline, which the router keeps, after which the ingress gives up on the
-router."""
-
 _LINE_ENDS: Final = {ord(mark): f"\\u{ord(mark):04x}" for mark in "\x85\u2028\u2029"}
 """What clients that split lines as ``str.splitlines`` does take for the end of an event's line, escaped. JSON
 itself escapes the others, which are control characters of ASCII."""
@@ -67,9 +51,11 @@ class Call:
     """One checked call: what to generate, and how to write the response."""
 
     response_id: str
-    caller: Caller
+    place: Place
     record: CallRecord
     requests: list[GenerateRequest]
+    timeout_s: float
+    """Seconds after which the routers are given up on."""
     format: ResponseFormat
     num_prompt_tokens: int
     num_choices: int
@@ -104,32 +90,29 @@ class OpenAiApi:
         client: RouterClient,
         tokenizer: Tokenizer,
         config: LiveConfig,
-        limits: ServiceLimits,
+        calls: CallPreparer,
         identity: Identity,
-        compiler: PreparedCompiler,
         now: Callable[[], float] = time.time,
     ) -> None:
-        start = config.now
-        self._client = with_admission(client, start)
+        self._client = with_admission(client, config.now)
         self._config = config
         self._tokenizer = tokenizer
-        self._grammars = GrammarChecker(compiler)
-        self._planner = ChatPlanner(tokenizer, config)
-        self._limits = limits
+        self.calls = calls
         self.fingerprint = identity.system_fingerprint
-        self._defaults = load_defaults(start)
         self._now = now
-        self._timeout_s = start.router.request_timeout_s + DEADLINE_MARGIN_S
 
-    async def completion_call(self, values: object, caller: Caller, record: CallRecord) -> Call:
-        """Makes the call of a /v1/completions body. Raises InvalidRequestError, EngineLostError."""
-        body = self.parse(CompletionRequest, values)
-        options, limits = await self._checked(body, caller)
-        prompts = body.prompts()
-        encoded = await encode_prompts(prompts, self._tokenizer)
+    async def completion_call(self, arrived: Arrived, record: CallRecord) -> Call:
+        """Makes the call of a /v1/completions body. Raises what ``CallPreparer.prepare`` raises."""
+
+        def read() -> tuple[CompletionRequest, list[Prompt]]:
+            body = self.parse(CompletionRequest, arrived.timed_values())
+            return body, body.prompts()
+
+        body, prompts = await self.calls.work(read, arrived.place)
+        response_id = f"cmpl-{uuid.uuid4().hex}"
+        prepared = await self.calls.prepare(_asked(body, prompts), arrived.place, request_id=response_id)
         if body.truncate_prompt_tokens is not None:
-            encoded = truncated(encoded, options, limits)
-            prompts = [*encoded]  # What is echoed is the rest.
+            prompts = [*prepared.prompts]  # What is echoed is the rest.
         num_choices = body.n or 1
         shown = [
             shown_prompt(
@@ -139,23 +122,24 @@ class OpenAiApi:
                 is_echoed=bool(body.echo),
                 lists_logprobs=body.prompt_logprobs is not None,
             )
-            for prompt, token_ids in zip(prompts, encoded, strict=True)
+            for prompt, token_ids in zip(prompts, prepared.prompts, strict=True)
             for _ in range(num_choices)
         ]
-        header = self._header("cmpl-", limits)
-        response_format = CompletionFormat(header, self._tokenizer, shown)
-        call = self._call(body, options, encoded, limits, header, response_format, caller, record)
+        response_format = CompletionFormat(self._header(response_id, prepared), self._tokenizer, shown)
+        call = self._call(body, prepared, response_id, response_format, arrived.place, record)
         return replace(call, hides_output=body.hides_output)
 
-    async def chat_call(self, values: object, caller: Caller, record: CallRecord) -> Call:
-        """Makes the call of a /v1/chat/completions body. Raises InvalidRequestError, EngineLostError."""
-        body = self.parse(ChatCompletionRequest, values)
-        return await self.chat(body, caller, record, prefix="chatcmpl-", make_format=ChatFormat)
+    async def chat_call(self, arrived: Arrived, record: CallRecord) -> Call:
+        """Makes the call of a /v1/chat/completions body. Raises what ``CallPreparer.prepare`` raises."""
+        body = await self.calls.work(
+            lambda: self.parse(ChatCompletionRequest, arrived.timed_values()), arrived.place
+        )
+        return await self.chat(body, arrived.place, record, prefix="chatcmpl-", make_format=ChatFormat)
 
     async def chat(
         self,
         body: ChatCompletionRequest,
-        caller: Caller,
+        place: Place,
         record: CallRecord,
         *,
         prefix: str,
@@ -170,15 +154,12 @@ class OpenAiApi:
         Raises:
             InvalidRequestError, EngineLostError: as for ``chat_call``.
         """
-        options, limits = await self._checked(body, caller)
-        turn = _turn(caller)
-        plan = await self._planner.plan(body, options, partial(self._grammars.read, field="tools", turn=turn))
-        if plan.options.grammar is not None and plan.options.grammar is not options.grammar:
-            field = plan.options.grammar_field
-            await self._grammars.check(plan.options.grammar, field=field, limits=limits, turn=turn)
-        header = self._header(prefix, limits)
-        chat_format = make_format(header, self._tokenizer, plan.reading)
-        call = self._call(body, plan.options, [plan.prompt], limits, header, chat_format, caller, record)
+        response_id = f"{prefix}{uuid.uuid4().hex}"
+        prepared = await self.calls.prepare(_asked(body, body), place, request_id=response_id)
+        assert prepared.reading is not None, "it is a chat"
+        header = self._header(response_id, prepared)
+        chat_format = make_format(header, self._tokenizer, prepared.reading)
+        call = self._call(body, prepared, response_id, chat_format, place, record)
         left_out = ", ".join(body.left_out_tools)
         if not left_out:
             return call
@@ -202,23 +183,18 @@ class OpenAiApi:
             values = without_unknown(schema, values)
         return parse_request(schema, values)
 
-    async def options(self, body: SamplingFields, turn: Turn = ANYBODY) -> GenerationOptions:
-        """Returns a request without its prompt. Raises InvalidRequestError."""
-        field = body.grammar_field
-        if field is None:
-            return body.options()
-        # Some forms of grammars take long to read.
-        return await self._grammars.read(body.options, field=field, turn=turn)
+    async def encode_chat(self, body: ChatCompletionRequest, place: Place) -> tuple[int, ...]:
+        """Returns the token ids of a conversation; refuses what a chat would refuse.
 
-    async def encode_chat(self, body: ChatCompletionRequest) -> tuple[int, ...]:
-        """Returns the token ids of a conversation. Raises InvalidRequestError."""
-        return (await self._planner.prompt(body)).token_ids
+        Raises:
+            InvalidRequestError: as for ``chat_call``.
+        """
+        await self.calls.options(_asked(body, body), place)
+        return await self.calls.chat_tokens(body, place)
 
     async def answer(self, call: Call) -> Json:
         """Returns the whole response. Raises what the router raises."""
-        outputs = await complete_for(
-            call.caller, self._client, call.requests, self._tokenizer, timeout_s=self._timeout_s
-        )
+        outputs = await complete(self._client, call.requests, self._tokenizer, timeout_s=call.timeout_s)
         totals = Totals(call.num_prompt_tokens, call.num_choices)
         if call.hides_output:
             outputs = [without_output(output) for output in outputs]
@@ -232,9 +208,8 @@ class OpenAiApi:
 
     def deltas(self, call: Call) -> AsyncIterator[Delta]:
         """Yields the deltas from which the events are made. Raises what the router raises."""
-        return stream_for(
-            call.caller, self._client, call.requests, self._tokenizer, timeout_s=self._timeout_s
-        )
+        deltas = stream(self._client, call.requests, self._tokenizer, timeout_s=call.timeout_s)
+        return counted(call.place.quota, deltas)
 
     async def events(self, call: Call, deltas: AsyncIterator[Delta]) -> AsyncIterator[bytes]:
         """Yields the response as server-sent events; a failure becomes an event."""
@@ -269,47 +244,29 @@ class OpenAiApi:
             told.insert(0, _event(call.rounds.event(delta)))
         return b"".join(told)
 
-    async def _checked(self, body: SamplingFields, caller: Caller) -> tuple[GenerationOptions, Limits]:
-        limits = await self._limits.get()
-        check_model(body.model, limits)
-        # Checked before the prompt is tokenised: a wrong request, or one that cannot be served now, costs
-        # nothing.
-        options = self._defaults.apply(await self.options(body, _turn(caller)))
-        check_options(options, limits)
-        if options.grammar is not None:
-            field = options.grammar_field
-            await self._grammars.check(options.grammar, field=field, limits=limits, turn=_turn(caller))
-        self._client.capacity.check(*caller.standing(options.tenant, options.priority or 0))
-        options = with_bad_word_ids(options, self._tokenizer)
-        return await with_prediction_ids(options, self._tokenizer, limits), limits
-
     def _call(
         self,
         body: SamplingFields,
-        options: GenerationOptions,
-        prompts: Sequence[tuple[int, ...]],
-        limits: Limits,
-        header: Header,
+        prepared: PreparedCall,
+        response_id: str,
         response_format: ResponseFormat,
-        caller: Caller,
+        place: Place,
         record: CallRecord,
     ) -> Call:
-        response_id = header.response_id
-        prompts = truncated(prompts, options, limits)
-        requests = to_generate_requests(prompts, options, limits=limits, request_id=response_id)
-        tenant, is_stream = caller.tenant_of(requests[0]), bool(body.stream)
+        requests, prompts, is_stream = prepared.requests, prepared.prompts, bool(body.stream)
         return Call(
             response_id=response_id,
-            caller=caller,
+            place=place,
             record=record,
             requests=record.describe(
                 response_id,
                 requests,
-                tenant=tenant,
-                model=limits.model_name,
+                tenant=requests[0].tenant,
+                model=prepared.limits.model_name,
                 is_stream=is_stream,
                 choices_per_prompt=body.n or 1,
             ),
+            timeout_s=prepared.timeout_s,
             format=response_format,
             num_prompt_tokens=sum(len(token_ids) for token_ids in prompts),
             num_choices=body.n or 1,
@@ -329,13 +286,12 @@ class OpenAiApi:
             ),
         )
 
-    def _header(self, prefix: str, limits: Limits) -> Header:
-        response_id = f"{prefix}{uuid.uuid4().hex}"
-        return Header(response_id, int(self._now()), limits.model_name, self.fingerprint)
+    def _header(self, response_id: str, prepared: PreparedCall) -> Header:
+        return Header(response_id, int(self._now()), prepared.limits.model_name, self.fingerprint)
 
 
-def _turn(caller: Caller) -> Turn:
-    return Turn(caller.standing("", 0)[0])
+def _asked(body: SamplingFields, prompts: Sequence[Prompt] | ChatCompletionRequest) -> Asked:
+    return Asked(body.model, prompts, body.options, body.timeout_s, body.grammar_field)
 
 
 def _with_ids(call: Call, events: Iterable[Json], delta: Delta | None = None) -> Iterable[Json]:

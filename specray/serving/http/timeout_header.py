@@ -14,17 +14,15 @@ TIMEOUT_HEADER: Final = "X-Request-Timeout-Seconds"
 _FIELD: Final = "timeout_s"
 
 
-def with_timeout(values: object, headers: Mapping[str, str]) -> object:
-    """Adds the header's time to a decoded body as ``timeout_s``; if the body has one, the shorter counts.
-
-    A time that is not positive means none, as in Serve.
+def header_timeout_s(headers: Mapping[str, str]) -> float | None:
+    """Returns the header's time; None: there is none. One that is not positive means none, as in Serve.
 
     Raises:
         InvalidRequestError: the header is not a number.
     """
     text = headers.get(TIMEOUT_HEADER)
-    if text is None or not isinstance(values, dict):
-        return values
+    if text is None:
+        return None
     try:
         timeout_s = float(text)
     except ValueError:
@@ -33,9 +31,21 @@ def with_timeout(values: object, headers: Mapping[str, str]) -> object:
         raise InvalidRequestError(
             f"{TIMEOUT_HEADER} is {shown(text)}; allowed: a number of seconds", field=TIMEOUT_HEADER
         )
-    own = values.get(_FIELD)
-    if timeout_s <= 0 or (isinstance(own, (int, float)) and own <= timeout_s):
+    return min(timeout_s, RANGES[_FIELD].high) if timeout_s > 0 else None
+
+
+def with_timeout(values: object, headers: Mapping[str, str]) -> object:
+    """Adds the header's time to a decoded body as ``timeout_s``; if the body has one, the shorter counts.
+
+    Raises:
+        InvalidRequestError: the header is not a number.
+    """
+    timeout_s = header_timeout_s(headers)
+    if timeout_s is None or not isinstance(values, dict):
         return values
+    own = values.get(_FIELD)
     if own is not None and not isinstance(own, (int, float)):
         return values  # The schema reports the wrong type.
-    return {**values, _FIELD: min(timeout_s, RANGES[_FIELD].high)}
+    if own is not None and own <= timeout_s:
+        return values
+    return {**values, _FIELD: timeout_s}

@@ -16,7 +16,7 @@ from specray.fakes import FakeRouterClient
 from specray.interfaces import RouterClient
 from specray.requests import GenerateRequest, OutputChunk
 from specray.rpc.inference.types import GenerateParams
-from specray.serving.admission.api_keys import Caller, Keyring, key_hash, new_key
+from specray.serving.admission.api_keys import Keyring, key_hash, new_key
 from specray.serving.grpc.handler import GrpcIngress
 from specray.serving.metrics import IngressMetrics
 from specray.serving.observe import CallObserver
@@ -236,10 +236,8 @@ async def test_metrics_hold_the_routers_and_the_ingress_own(caplog: pytest.LogCa
 # Spans
 
 
-def grpc_ingress(client: RouterClient, witness: Witness, caller: Caller | None = None) -> GrpcIngress:
-    return GrpcIngress(
-        client=client, tokenizer=TOKENIZER, config=CONFIG, caller=caller, observer=witness.observer
-    )
+def grpc_ingress(client: RouterClient, witness: Witness) -> GrpcIngress:
+    return GrpcIngress(client=client, tokenizer=TOKENIZER, config=CONFIG, observer=witness.observer)
 
 
 async def test_a_grpc_call_is_told_like_an_http_call(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,6 +9,8 @@ from typing import Final
 
 from specray.config.live import LiveConfig
 from specray.errors import InvalidRequestError
+from specray.serving.admission.places import Place
+from specray.serving.calls.texts import TextWork
 from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.tools.answer import REASONING_CLOSE, REASONING_OPEN, AnswerParser
 from specray.serving.tools.forced import after_reasoning, forced_calls
@@ -95,11 +96,13 @@ class ChatPlanner:
 
     Args:
         tokenizer: the target's, with the chat template that says how the model writes reasoning and calls.
+        texts: renders and tokenizes.
     """
 
-    def __init__(self, tokenizer: Tokenizer, config: LiveConfig) -> None:
+    def __init__(self, tokenizer: Tokenizer, config: LiveConfig, texts: TextWork) -> None:
         self._tokenizer = tokenizer
         self._config = config
+        self._texts = texts
         template = tokenizer.chat_template
         source = None if template is None else template.source + template.tool_source
         self._channels = Channels.find(source, tokenizer.added_token_id)
@@ -112,11 +115,17 @@ class ChatPlanner:
             if (token_id := tokenizer.added_token_id(marker)) is not None and tokenizer.is_special(token_id)
         )
 
-    async def prompt(self, body: ChatCompletionRequest) -> ChatPrompt:
+    async def prompt(
+        self, body: ChatCompletionRequest, place: Place, check_size: Callable[[int], None] = lambda _: None
+    ) -> ChatPrompt:
         """Writes the prompt of one chat.
+
+        Args:
+            check_size: is given the least number of its tokens before it is tokenized, and may raise.
 
         Raises:
             InvalidRequestError: messages, tools or variables are malformed, or the template refuses them.
+            OverloadedError, DeadlineExceededError: too many texts of others go first.
         """
         use = body.tool_use()
         if use is not None and use.mode is ToolMode.NONE:
@@ -131,27 +140,42 @@ class ChatPlanner:
             continues_final_message=bool(body.continue_final_message),
             allows_special_tokens=self._config.now.chat.allow_special_tokens,
         )
-        messages = body.chat(self._config.now.http.images)
-        text, token_ids = await asyncio.to_thread(self._tokenizer.chat_prompt, messages, chat)
-        if self._channels is not None:
-            end = read_prompt(self._channels, token_ids, self._tokenizer.token_text)
-            return ChatPrompt(token_ids, use, False, False, end)
-        return ChatPrompt(
-            token_ids,
-            use,
-            begins_in_reasoning=self._has_reasoning and _begins_in_reasoning(text, messages, chat),
-            may_reason=self._has_reasoning and not text.rstrip().endswith(REASONING_CLOSE),
-        )
+        images = self._config.now.http.images
+
+        def written() -> ChatPrompt:
+            messages = body.chat(images)
+            rendered = self._tokenizer.rendered(messages, chat)
+            text = rendered.text
+            check_size(self._tokenizer.least_tokens(text))
+            check_size(len(rendered.pieces))
+            token_ids = self._tokenizer.encode_rendered(rendered)
+            if self._channels is not None:
+                end = read_prompt(self._channels, token_ids, self._tokenizer.token_text)
+                return ChatPrompt(token_ids, use, False, False, end)
+            return ChatPrompt(
+                token_ids,
+                use,
+                begins_in_reasoning=self._has_reasoning and _begins_in_reasoning(text, messages, chat),
+                may_reason=self._has_reasoning and not text.rstrip().endswith(REASONING_CLOSE),
+            )
+
+        return await self._texts.run(written, place.num_bytes, place.turn, is_inline=False)
 
     async def plan(
-        self, body: ChatCompletionRequest, options: GenerationOptions, run: GrammarReader = asyncio.to_thread
+        self,
+        body: ChatCompletionRequest,
+        options: GenerationOptions,
+        place: Place,
+        check_size: Callable[[int], None],
+        run: GrammarReader,
     ) -> ChatPlan:
         """Plans one chat. Raises what ``prompt`` raises, also where calls cannot be forced as is asked.
 
         Args:
+            check_size: see ``prompt``.
             run: makes the grammar, which takes some time where it has calls.
         """
-        prompt = await self.prompt(body)
+        prompt = await self.prompt(body, place, check_size)
         make_grammar = partial(self._grammar, prompt, options)
         has_calls = prompt.use is not None and prompt.use.has_forced(options.grammar)
         grammar = await run(make_grammar) if has_calls else make_grammar()

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
+from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from specray.config.live import LiveConfig
-from specray.serving.admission.api_keys import Caller
-from specray.serving.http.body import read_json
+from specray.serving.admission.middleware import Arrived, arrived
 from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.http.chat.translation import Renames, renamed
 from specray.serving.http.events import until_disconnect
 from specray.serving.http.messages_api.format import ID_PREFIX, MessageFormat
 from specray.serving.http.messages_api.schema import CountTokensRequest, MessagesRequest
 from specray.serving.http.openai_api import Call, OpenAiApi
-from specray.serving.http.routes.tokens import MAX_TOKENIZING_CALLS, turn
 from specray.serving.limits import ServiceLimits
 from specray.serving.observe import CallRecord
 from specray.serving.validation import check_model
@@ -32,37 +29,44 @@ RENAMES: Final[Renames] = (
     (re.compile(r"^stop$"), "stop_sequences"),
 )
 """Fields of a chat by what they are called here."""
+BodyT = TypeVar("BodyT", bound=CountTokensRequest)
 
 
-async def messages_call(api: OpenAiApi, values: object, caller: Caller, record: CallRecord) -> Call:
-    """Makes the call. Raises InvalidRequestError, EngineLostError."""
-    body = api.parse(MessagesRequest, values)
-    chat = body.chat(api.images)
+async def messages_call(api: OpenAiApi, arrived: Arrived, record: CallRecord) -> Call:
+    """Makes the call. Raises what ``CallPreparer.prepare`` raises."""
+    body, chat = await api.calls.work(
+        partial(_read, MessagesRequest, api, arrived.timed_values), arrived.place
+    )
     with renamed(RENAMES):
         return await api.chat(
-            api.parse(ChatCompletionRequest, chat),
-            caller,
+            chat,
+            arrived.place,
             record,
             prefix=ID_PREFIX,
             make_format=partial(MessageFormat, shows_thinking=body.shows_thinking),
         )
 
 
-def add_count_route(app: FastAPI, api: OpenAiApi, limits: ServiceLimits, *, config: LiveConfig) -> None:
+def add_count_route(app: FastAPI, api: OpenAiApi, limits: ServiceLimits) -> None:
     """Adds /v1/messages/count_tokens."""
-    turns = asyncio.Semaphore(MAX_TOKENIZING_CALLS)
 
-    async def counted(values: object) -> int:
-        body = api.parse(CountTokensRequest, values)
-        chat = api.parse(ChatCompletionRequest, body.chat(api.images))
-        check_model(chat.model, await limits.get())
-        with renamed(RENAMES):
-            await api.options(chat)  # It refuses what a chat would refuse.
-            return len(await api.encode_chat(chat))
+    async def counted(call: Arrived) -> int:
+        _, chat = await api.calls.work(partial(_read, CountTokensRequest, api, call.values), call.place)
+        async with call.place.in_time():
+            check_model(chat.model, await limits.get())
+            with renamed(RENAMES):
+                return len(await api.encode_chat(chat, call.place))
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> JSONResponse:
-        values = await read_json(request, max_body_bytes=config.now.http.max_body_bytes)
-        async with turn(turns):
-            count = await until_disconnect(request.receive, counted(values))
+        count = await until_disconnect(request.receive, counted(arrived(request)))
         return JSONResponse({"input_tokens": count})
+
+
+def _read(
+    schema: type[BodyT], api: OpenAiApi, values: Callable[[], object]
+) -> tuple[BodyT, ChatCompletionRequest]:
+    body = api.parse(schema, values())
+    chat = body.chat(api.images)
+    with renamed(RENAMES):
+        return body, api.parse(ChatCompletionRequest, chat)

@@ -6,7 +6,7 @@ import re
 from functools import partial
 from typing import Final
 
-from specray.serving.admission.api_keys import Caller
+from specray.serving.admission.middleware import Arrived
 from specray.serving.http.chat.translation import Renames, renamed
 from specray.serving.http.openai_api import Call, OpenAiApi
 from specray.serving.http.responses_api.format import ID_PREFIX, ResponseObjectFormat
@@ -23,14 +23,20 @@ RENAMES: Final[Renames] = (
 """Fields of a chat by what they are called here."""
 
 
-async def responses_call(api: OpenAiApi, values: object, caller: Caller, record: CallRecord) -> Call:
-    """Makes the call. Raises InvalidRequestError, EngineLostError."""
-    body = api.parse(ResponsesRequest, values)
-    chat = body.chat(api.images)
+async def responses_call(api: OpenAiApi, arrived: Arrived, record: CallRecord) -> Call:
+    """Makes the call. Raises what ``CallPreparer.prepare`` raises."""
+
+    def read() -> tuple[ResponsesRequest, ResponsesChat]:
+        body = api.parse(ResponsesRequest, arrived.timed_values())
+        chat = body.chat(api.images)
+        with renamed(RENAMES):
+            return body, api.parse(ResponsesChat, chat)
+
+    body, chat = await api.calls.work(read, arrived.place)
     with renamed(RENAMES):
         return await api.chat(
-            api.parse(ResponsesChat, chat),
-            caller,
+            chat,
+            arrived.place,
             record,
             prefix=ID_PREFIX,
             make_format=partial(ResponseObjectFormat, body),

@@ -11,10 +11,8 @@ from specray.bench.load.client import key_header
 from specray.cli import main
 from specray.config import KeyConfig, parse_config
 from specray.environment import api_key
-from specray.errors import ConfigError, OverloadedError
-from specray.requests import GenerateRequest, SpeculationParams
+from specray.errors import ConfigError, InvalidRequestError, OverloadedError
 from specray.serving.admission.api_keys import Caller, Keyring, key_hash
-from specray.types import SamplingParams
 
 KEY, OTHER_KEY = "sk-specray-" + "aB3_" * 10 + "xyz", "sk-specray-" + "Zq7-" * 10 + "uvw"
 """Keys of the form of ``new_key``; fixed, so that tests have the same names in every process."""
@@ -24,27 +22,47 @@ def key_entry(key: str = KEY, name: str = "team-a", **more: Any) -> dict[str, An
     return {"name": name, "sha256": key_hash(key), **more}
 
 
-def request_of(num_tokens: int) -> GenerateRequest:
-    return GenerateRequest("r", (5,) * num_tokens, SamplingParams(), 4, speculation=SpeculationParams())
-
-
 def test_prompt_tokens_wait_until_the_first_answer() -> None:
     caller = Caller(KeyConfig(name="a", sha256="0" * 64, max_queued_tokens=10))
-    with caller.admit([request_of(30)]) as first:  # Alone it is let in, whatever its size.
-        with pytest.raises(OverloadedError, match="key 'a' has 30 prompt tokens waiting; allowed: 10"):
-            caller.admit([request_of(1)])
-        first.answered(0)
-        first.answered(0)
-        assert (caller.num_requests, caller.num_queued_tokens) == (1, 0)
-        with caller.admit([request_of(4), request_of(5)]) as second:
-            assert (caller.num_requests, caller.num_queued_tokens) == (3, 9)
-            with caller.admit([request_of(1)]):
-                pass
-            with pytest.raises(OverloadedError):
-                caller.admit([request_of(2)])
-            second.finished(1)
-            assert (caller.num_requests, caller.num_queued_tokens) == (2, 4)
+    first = caller.enter()
+    first.claim([30])  # Alone it is let in, whatever its size.
+    with pytest.raises(OverloadedError, match="key 'a' has 30 prompt tokens waiting; allowed: 10"):
+        caller.enter()
+    first.answered(0)
+    first.answered(0)
+    second = caller.enter()
+    assert (caller.num_requests, caller.num_queued_tokens) == (2, 0)
+    second.claim([4, 5])
+    assert (caller.num_requests, caller.num_queued_tokens) == (3, 9)
+    third = caller.enter()
+    third.claim([1])
+    with pytest.raises(OverloadedError):
+        third.claim([2])
+    assert caller.num_queued_tokens == 10, "what is refused changes nothing"
+    second.finished(1)
+    assert (caller.num_requests, caller.num_queued_tokens) == (3, 5)
+    for holding in (first, second, third, third):
+        holding.close()
     assert (caller.num_requests, caller.num_queued_tokens) == (0, 0)
+
+
+def test_quota_that_is_estimated_is_settled_exactly() -> None:
+    caller = Caller(KeyConfig(name="a", sha256="0" * 64, max_requests=3, max_queued_tokens=10))
+    first, second = caller.enter(), caller.enter()
+    first.claim([2, 2])
+    with pytest.raises(
+        InvalidRequestError, match=r"number of prompts times n is 4; allowed for this key: 1\.\.3"
+    ):
+        second.claim([1] * 4)
+    with pytest.raises(OverloadedError, match="key 'a' has 2 requests in hand; allowed: 3"):
+        second.claim([1] * 2)
+    with pytest.raises(OverloadedError, match="key 'a' has 3 requests in hand; allowed: 3"):
+        caller.enter()
+    second.claim([6])
+    with pytest.raises(OverloadedError, match="key 'a' has 6 prompt tokens waiting; allowed: 10"):
+        first.claim([5])
+    first.claim([4])
+    assert (caller.num_requests, caller.num_queued_tokens) == (2, 10)
 
 
 BAD_KEYS: list[tuple[dict[str, Any], str]] = [

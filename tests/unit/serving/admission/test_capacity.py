@@ -15,6 +15,7 @@ from specray.errors import EngineLostError, OverloadedError
 from specray.fakes import FakeRouterClient
 from specray.requests import GenerateRequest, SpeculationParams
 from specray.serving.admission.capacity import PROBE_S, AdmissionClient, RouterCapacity
+from specray.serving.admission.places import Places
 from specray.serving.http.app import build_http_app
 from specray.types import SamplingParams
 from tests.unit.serving.http.service import INFO, MODEL, TEXT, TOKENIZER, endless, serving, wait_until
@@ -102,7 +103,7 @@ def test_refusal_here_says_what_the_router_said_and_when_to_come_back() -> None:
 async def test_requests_are_counted_until_they_end_however_they_end(is_stream: bool) -> None:
     capacity = RouterCapacity(100)
     router = FakeRouterClient(info=INFO, errors=[FULL, EngineLostError("lost")])
-    client = AdmissionClient(router, capacity)
+    client = AdmissionClient(router, capacity, Places(100, timeout_s=60))
     for number in range(3):
         try:
             if is_stream:
@@ -244,8 +245,8 @@ async def test_client_that_reads_nothing_loses_its_place_and_its_request_is_abor
 ) -> None:
     monkeypatch.setattr("specray.serving.http.events.SEND_TIMEOUT_S", 0.01)
     router = FakeRouterClient(info=INFO)
-    client = AdmissionClient(router, RouterCapacity(1))
-    config = parse_config({"served_model_name": MODEL, "ingress": {"max_ongoing_requests": 1}})
+    client = AdmissionClient(router, RouterCapacity(1), Places(1, timeout_s=60))
+    config = parse_config({"served_model_name": MODEL})
     app = build_http_app(client=client, tokenizer=TOKENIZER, config=config)
     # The answer that has come as a whole is told the server as a failure, which closes the connection too.
     with contextlib.nullcontext() if stream else pytest.raises(TimeoutError):

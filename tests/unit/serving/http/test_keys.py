@@ -250,7 +250,7 @@ async def test_key_bounds_how_urgent_its_requests_are(least: int, asked: int | N
     router = say(REPLY)
     async with serving(router, config=config_with(key_entry(min_priority=least))) as service:
         assert (await ask(service, body={**TEXT, "priority": asked, "timeout_s": 2.5}))[0] == 200
-    assert (router.requests[0].priority, router.requests[0].timeout_s) == (got, 2.5)
+    assert router.requests[0].priority == got
 
 
 @pytest.mark.parametrize("stream", [False, True])

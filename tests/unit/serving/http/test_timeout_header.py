@@ -46,4 +46,5 @@ async def test_header_reaches_the_router() -> None:
         headers = {"X-Request-Timeout-Seconds": "12"}
         async with service.http.post("/v1/completions", json=TEXT, headers=headers) as response:
             assert response.status == 200
-    assert router.requests[0].timeout_s == 12.0
+    timeout_s = router.requests[0].timeout_s
+    assert timeout_s is not None and 11.0 < timeout_s < 12.0, "a part of it is over"

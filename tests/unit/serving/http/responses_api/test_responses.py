@@ -376,8 +376,10 @@ async def test_fields_of_this_service_go_on_to_the_chat() -> None:
             assert response.status == 200
     request = router.requests[0]
     assert (request.sampling.seed, request.sampling.top_k, request.stop) == (5, 3, (" b",))
-    assert (request.priority, request.timeout_s, request.speculation.enabled) == (2, 9.0, False)
-    assert router.requests[2].timeout_s == 7.0
+    assert (request.priority, request.speculation.enabled) == (2, False)
+    # Of what the header or the body allows a part is over.
+    times = [request.timeout_s or 0.0 for request in (router.requests[0], router.requests[2])]
+    assert 8.0 < times[0] < 9.0 and 6.0 < times[1] < 7.0
     assert answer["output"][0]["content"][0]["text"] == "a"
     assert set(answer["metrics"]) == set(events[-1]["response"]["metrics"]) == {"speculative_decoding"}
 
