@@ -31,8 +31,8 @@ from specray.models.progress import Listener
 
 RECORD = "specray.json"
 """Name of the file that says what a kept checkpoint is."""
-_FORMAT = 2
-"""1: checkpoints of GGUF files with one end token, whatever the file says."""
+_FORMAT = 3
+"""1: checkpoints of GGUF files with one end token, whatever the file says. 2: with keys passed over."""
 _KEY_CHARS = 12
 _LOCK_DEADLINE_S = 3600.0
 _CHUNK_BYTES = 4 * 1024 * 1024

@@ -7,7 +7,10 @@ from pathlib import Path
 
 from specray.errors import ConfigError
 from specray.models.child import module_command, run_child
+from specray.models.gguf.families import read_config
 from specray.models.gguf.header import GgufHeader, check_whole, read_header
+from specray.models.gguf.keys import UnfitError
+from specray.models.gguf.tokenizer import check_tokenizer, names_no_split
 from specray.models.progress import Listener
 from specray.models.space import check_space
 
@@ -16,8 +19,6 @@ _BYTES_PER_VALUE = 2
 _TOKENIZER_BYTES = 50_000_000
 """Bytes left for a tokenizer and the small files of a checkpoint."""
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-_SCALED_ROPE = "rope_freqs.weight"
-"""Tensor in which llama.cpp keeps factors of scaled rotary embeddings; transformers passes it over."""
 
 
 def convert(gguf: Path, destination: Path, work: Path, listener: Listener, what: str) -> None:
@@ -33,6 +34,10 @@ def convert(gguf: Path, destination: Path, work: Path, listener: Listener, what:
     """
     header = read_header(gguf)
     check_convertible(gguf, header)
+    if names_no_split(header):
+        listener.notice(
+            f"{gguf} does not name its pre-tokenizer (tokenizer.ggml.pre): texts are cut as GPT-2's"
+        )
     check_space(destination.parent, header.num_values * _BYTES_PER_VALUE + _TOKENIZER_BYTES, what)
     work.mkdir()
     # A directory with this file alone: nothing that lies beside the user's file is read with it.
@@ -48,8 +53,7 @@ def convert(gguf: Path, destination: Path, work: Path, listener: Listener, what:
     if ended.returncode is None:
         raise ConfigError(f"{gguf} was not converted within {_CONVERSION_DEADLINE_S:g} s")
     if ended.returncode != 0:
-        reason = _reason(ended.output, ended.errors)
-        raise ConfigError(f"{gguf} (architecture {header.architecture!r}) cannot be converted: {reason}")
+        raise ConfigError(_sentence(gguf, header, _reason(ended.output, ended.errors)))
 
 
 def check_convertible(gguf: Path, header: GgufHeader) -> None:
@@ -58,18 +62,24 @@ def check_convertible(gguf: Path, header: GgufHeader) -> None:
     Raises:
         ConfigError: says what.
     """
+    kind = header.values.get("general.type", "model")
+    if kind != "model":
+        raise ConfigError(f"{gguf} has general.type {kind!r}; allowed: 'model'")
     if not header.architecture or not header.tensors:
         raise ConfigError(f"{gguf} holds no model: it names no architecture, or has no tensors")
     num_parts = header.values.get("split.count", 1)
     if num_parts != 1:
         raise ConfigError(f"{gguf} is one of {num_parts} parts of a model; allowed: a model in one file")
-    scaling = header.values.get(f"{header.architecture}.rope.scaling.type", "none")
-    if scaling != "none" or any(tensor.name == _SCALED_ROPE for tensor in header.tensors):
-        raise ConfigError(
-            f"{gguf} has scaled rotary embeddings, which transformers does not read from GGUF; "
-            "allowed: the model's checkpoint in safetensors"
-        )
     check_whole(gguf, header)
+    try:
+        read_config(gguf, header)
+        check_tokenizer(header)
+    except UnfitError as error:
+        raise ConfigError(_sentence(gguf, header, str(error))) from None
+
+
+def _sentence(gguf: Path, header: GgufHeader, reason: str) -> str:
+    return f"{gguf} (architecture {header.architecture!r}) cannot be converted: {reason}"
 
 
 def _reason(output: str, errors: str) -> str:

@@ -9,36 +9,62 @@ from __future__ import annotations
 import functools
 import json
 import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from specray.models.gguf.ends import end_token_ids, write_ends
+from specray.models.gguf.families import read_config
 from specray.models.gguf.header import GgufHeader, read_header
+from specray.models.gguf.keys import UnfitError
+from specray.models.gguf.tokenizer import complete_tokenizer
 
 _EXIT_FAILED = 2
 _MAX_NAMES = 3
-_FOREIGN_KEYS = frozenset({"_model_name_or_path", "unk_token_id"})
-"""Keys from a GGUF header that mean nothing to a model."""
-_OUTPUT = "output.weight"
-"""Name of the output projection in GGUF."""
+_SHARED_GATE = "ffn_gate_inp_shexp.weight"
 
 
-class UnfitError(Exception):
-    """Why a file cannot be converted, in words that follow "cannot be converted: "."""
+@contextmanager
+def _parsed_once() -> Iterator[None]:
+    """Lets transformers parse the file once, and make the map of tensor names once.
 
-
-def _parse_once() -> None:
-    """Lets transformers parse the file once in this process, and make the map of tensor names once.
-
-    It parses the file for the configuration, the tokenizer and the weights, and asks for the map once per
-    module. For SmolLM2-135M (4 bits, 2 cores) the conversion took 101 s of processor time so, and 32 s now.
+    It parses the file for the tokenizer and the weights, and asks for the map once per module. For
+    SmolLM2-135M (4 bits, 2 cores) the conversion took 101 s of processor time without it, and 32 s with it.
     """
     import gguf
 
-    for name in ("GGUFReader", "get_tensor_name_map"):
-        setattr(gguf, name, functools.cache(getattr(gguf, name)))
+    ways: dict[str, Any] = {
+        "GGUFReader": _reader_of(gguf.GGUFReader),
+        "get_tensor_name_map": gguf.get_tensor_name_map,
+    }
+    before = {name: getattr(gguf, name) for name in ways}
+    try:
+        for name, way in ways.items():
+            setattr(gguf, name, functools.cache(way))
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(gguf, name, value)
 
 
+def _reader_of(reader_class: Any) -> Callable[[str], Any]:
+    """Reads a file with the gate of shared experts as a vector, which transformers expects of older files."""
+
+    def read(path: str) -> Any:
+        reader = reader_class(path)
+        reader.tensors = [
+            tensor._replace(data=tensor.data[0])
+            if tensor.name.endswith(_SHARED_GATE) and tensor.data.ndim == 2
+            else tensor
+            for tensor in reader.tensors
+        ]
+        return reader
+
+    return read
+
+
+@_parsed_once()
 def convert_file(source: Path, destination: Path) -> None:
     """Writes the checkpoint.
 
@@ -46,46 +72,28 @@ def convert_file(source: Path, destination: Path) -> None:
         source: the GGUF file, in a directory of its own.
 
     Raises:
-        UnfitError: transformers cannot read it, or not all of it.
+        UnfitError: a key is not read, or transformers cannot read the file, or not all of it.
     """
-    import torch
     import transformers
 
     # Most of it has no types.
     library: Any = transformers
     library.utils.logging.set_verbosity_error()
     library.utils.logging.disable_progress_bar()
-    options: dict[str, Any] = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
-    try:
-        config = library.AutoConfig.from_pretrained(**options)
-    except Exception as error:  # A missing key raises KeyError, an unknown architecture ValueError.
-        raise UnfitError(f"transformers cannot read its configuration: {_one_line(error)}") from error
-    if type(config) not in library.AutoModelForCausalLM._model_mapping:
-        raise UnfitError(f"{config.model_type} is no decoder-only language model")
-    try:
-        tokenizer = library.AutoTokenizer.from_pretrained(**options)
-    except Exception as error:
-        raise UnfitError(f"transformers cannot read its tokenizer: {_one_line(error)}") from error
-    try:
-        model, told = library.AutoModelForCausalLM.from_pretrained(
-            **options,
-            config=config,
-            quantization_config=library.GgufConfig(dequantize=True),
-            dtype=torch.bfloat16,
-            output_loading_info=True,
-        )
-    except Exception as error:
-        raise UnfitError(f"transformers cannot read its weights: {_one_line(error)}") from error
-    # What is missing would be random numbers.
-    missing = sorted(told["missing_keys"]) + sorted(map(str, told["mismatched_keys"]))
-    if missing:
-        names = ", ".join(missing[:_MAX_NAMES])
-        raise UnfitError(f"{len(missing)} tensors are missing or of another shape, such as {names}")
     header = read_header(source)
-    _check_all_used(header, model, is_tied=bool(config.tie_word_embeddings))
+    values, apart = read_config(source, header)
+    with _refused("refuses its configuration"):
+        config = library.AutoConfig.for_model(**values)
+    options: dict[str, Any] = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+    with _refused("cannot read its tokenizer"):
+        tokenizer = library.AutoTokenizer.from_pretrained(**options)
+    complete_tokenizer(tokenizer, header)
+    model = _read_model(library, config, options)
+    _check_all_used(header, model, apart)
+    # Without it the tensors are saved as they lie in memory, all experts in one.
+    model._weight_conversions = None
     model.save_pretrained(destination)
     tokenizer.save_pretrained(destination)
-    _drop_foreign_keys(destination / "config.json")
     control_ids = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     # What transformers adds to the vocabulary has no row in the embedding.
     rows = {
@@ -95,30 +103,53 @@ def convert_file(source: Path, destination: Path) -> None:
     write_ends(destination / "generation_config.json", ends)
 
 
-def _check_all_used(header: GgufHeader, model: Any, *, is_tied: bool) -> None:
-    """Refuses a file of which transformers has passed a tensor over: another model would be computed."""
+@contextmanager
+def _refused(problem: str) -> Iterator[None]:
+    """Turns whatever transformers raises, of which there are all kinds, into one sentence."""
+    try:
+        yield
+    except Exception as error:
+        raise UnfitError(f"transformers {problem}: {_one_line(error)}") from error
+
+
+def _read_model(library: Any, config: Any, options: dict[str, Any]) -> Any:
+    """The model in bfloat16. Raises UnfitError where tensors are missing."""
+    import torch
+
+    with _refused("cannot read its weights"):
+        model, told = library.AutoModelForCausalLM.from_pretrained(
+            **options,
+            config=config,
+            quantization_config=library.GgufConfig(dequantize=True),
+            dtype=torch.bfloat16,
+            output_loading_info=True,
+        )
+    # What is missing would be random numbers.
+    missing = sorted(told["missing_keys"]) + sorted(map(str, told["mismatched_keys"]))
+    if missing:
+        names = ", ".join(missing[:_MAX_NAMES])
+        raise UnfitError(f"{len(missing)} tensors are missing or of another shape, such as {names}")
+    return model
+
+
+def _check_all_used(header: GgufHeader, model: Any, apart: Collection[str]) -> None:
+    """Refuses a file of which transformers has passed a tensor over: another model would be computed.
+
+    Args:
+        apart: tensors that are no weights of the model.
+    """
     # Tied weights are in it twice, at one place in memory.
     used = sum({tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}.values())
-    # A copy of the embedding, which the model has once.
-    copied = sum(tensor.num_values for tensor in header.tensors if is_tied and tensor.name == _OUTPUT)
-    left_over = header.num_values - copied - used
+    left_over = sum(tensor.num_values for tensor in header.tensors if tensor.name not in apart) - used
     if left_over > 0:
         raise UnfitError(
             f"{left_over} of its numbers have no place in the model that transformers makes of it"
         )
 
 
-def _drop_foreign_keys(path: Path) -> None:
-    """Takes out of the configuration what only GGUF says, so that it is read without transformers."""
-    values = json.loads(path.read_text("utf-8"))
-    kept = {key: value for key, value in values.items() if key not in _FOREIGN_KEYS}
-    path.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
-
-
 def main(arguments: list[str]) -> int:
     """Converts one file. Returns the exit code."""
     source, destination = map(Path, arguments)
-    _parse_once()
     try:
         convert_file(source, destination)
     except UnfitError as error:

@@ -15,10 +15,24 @@ _VERSIONS = (2, 3)
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """By the number of a value's type: its format in ``struct``."""
 _STRING, _ARRAY = 8, 9
+_FLOAT32 = 0
+"""Number of this data type of tensors."""
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMENSIONS = 8
+_MAX_KEPT = 4096
+"""Numbers of the longest array that is kept."""
 
-Value = str | int | float | bool
+Single = str | int | float | bool
+
+
+@dataclass(frozen=True, slots=True)
+class LongArray:
+    """An array of which its length alone is kept: of strings, or a long one."""
+
+    count: int
+
+
+Value = Single | tuple[Single, ...] | LongArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +40,17 @@ class TensorEntry:
     """What the header says of a tensor."""
 
     name: str
-    num_values: int
+    shape: tuple[int, ...]
+    """The numbers that lie side by side come first, as in GGML."""
     type_number: int
     """Number of its data type in GGML."""
     offset: int
     """Bytes from the start of the data section."""
+
+    @property
+    def num_values(self) -> int:
+        """Numbers in the tensor."""
+        return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +58,7 @@ class GgufHeader:
     """The header of a GGUF file."""
 
     values: dict[str, Value]
-    """Single values by key; arrays, such as the vocabulary, are left out."""
+    """By key."""
     tensors: tuple[TensorEntry, ...]
     data_start: int
     """Bytes before the data section."""
@@ -52,6 +72,10 @@ class GgufHeader:
     def num_values(self) -> int:
         """Numbers in all tensors together."""
         return sum(tensor.num_values for tensor in self.tensors)
+
+    def tensor(self, name: str) -> TensorEntry | None:
+        """The tensor of a name; None: there is none."""
+        return next((tensor for tensor in self.tensors if tensor.name == name), None)
 
 
 def read_header(path: Path) -> GgufHeader:
@@ -84,6 +108,18 @@ def check_whole(path: Path, header: GgufHeader) -> None:
         end = header.data_start + tensor.offset + tensor.num_values // values_per_block * block_size
         if end > size:
             raise ConfigError(f"{path} has {size} bytes and needs at least {end}: a part of it is missing")
+
+
+def read_floats(path: Path, header: GgufHeader, name: str) -> tuple[float, ...] | None:
+    """The numbers of a small tensor; None: there is none. Raises ConfigError for one that is not float32."""
+    tensor = header.tensor(name)
+    if tensor is None:
+        return None
+    if tensor.type_number != _FLOAT32:
+        raise ConfigError(f"{path}: the tensor {name!r} is of type {tensor.type_number}; allowed: float32")
+    with path.open("rb") as file:
+        file.seek(header.data_start + tensor.offset)
+        return struct.unpack(f"<{tensor.num_values}f", file.read(4 * tensor.num_values))
 
 
 @dataclass(slots=True)
@@ -125,8 +161,9 @@ def _parse(path: Path, reader: _Reader) -> GgufHeader:
         values: dict[str, Value] = {}
         for _ in range(num_values):
             key = reader.text()
-            if (value := _value(reader, reader.number("I"))) is not None:
-                values[key] = value
+            if key in values:
+                raise _UnreadableError(f"the key {key!r} is there twice")
+            values[key] = _value(reader, reader.number("I"))
         tensors = tuple(_tensor(reader) for _ in range(num_tensors))
     except (struct.error, _UnreadableError) as error:
         raise ConfigError(f"{path} is no readable GGUF file: {error}") from None
@@ -140,8 +177,7 @@ class _UnreadableError(Exception):
     """A header says what no header may say."""
 
 
-def _value(reader: _Reader, kind: int) -> Value | None:
-    """One value; None: an array, which is passed over."""
+def _value(reader: _Reader, kind: int) -> Value:
     if kind in _FORMATS:
         return reader.scalar(_FORMATS[kind])
     if kind == _STRING:
@@ -150,13 +186,15 @@ def _value(reader: _Reader, kind: int) -> Value | None:
         raise _UnreadableError(f"a value has the unknown type {kind}")
     element, count = reader.number("I"), reader.number("Q")
     if element in _FORMATS:
+        if count <= _MAX_KEPT:
+            return tuple(reader.scalar(_FORMATS[element]) for _ in range(count))
         reader.skip(count * struct.calcsize(_FORMATS[element]))
     elif element == _STRING:
         for _ in range(count):
             reader.skip(reader.number("Q"))
     else:
         raise _UnreadableError(f"an array holds values of type {element}")
-    return None
+    return LongArray(count)
 
 
 def _tensor(reader: _Reader) -> TensorEntry:
@@ -165,4 +203,4 @@ def _tensor(reader: _Reader) -> TensorEntry:
     if num_dimensions > _MAX_DIMENSIONS:
         raise _UnreadableError(f"the tensor {name!r} has {num_dimensions} dimensions")
     shape = [reader.number("Q") for _ in range(num_dimensions)]
-    return TensorEntry(name, prod(shape), type_number=reader.number("I"), offset=reader.number("Q"))
+    return TensorEntry(name, tuple(shape), type_number=reader.number("I"), offset=reader.number("Q"))

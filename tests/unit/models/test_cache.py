@@ -66,9 +66,9 @@ def test_a_spoiled_file_is_a_problem(cache: ModelCache, content: bytes | None, p
     [
         "{",
         "[]",
-        json.dumps({"format": 1, "name": "tiny", "gguf_sha256": KEY, "files": {"config.json": [2, "x"]}}),
-        json.dumps({"format": 2, "name": "tiny", "gguf_sha256": KEY, "files": {}}),
-        json.dumps({"format": 2, "name": "tiny", "gguf_sha256": KEY, "files": {"../config.json": [2, "x"]}}),
+        json.dumps({"format": 2, "name": "tiny", "gguf_sha256": KEY, "files": {"config.json": [2, "x"]}}),
+        json.dumps({"format": 3, "name": "tiny", "gguf_sha256": KEY, "files": {}}),
+        json.dumps({"format": 3, "name": "tiny", "gguf_sha256": KEY, "files": {"../config.json": [2, "x"]}}),
     ],
 )
 def test_a_checkpoint_with_a_damaged_or_foreign_record_is_none(cache: ModelCache, record: str) -> None:
