@@ -180,6 +180,8 @@ class ChannelReader:
         if not _has_marker(text) and not has_role:
             # The model wrote no header at all.
             head = Header(rest=text if is_cut or not closes else head.text)
+        elif head.is_assistant and not (_has_marker(text) or may_be_header(text, has_role=True)):
+            head = Header(rest=head.text)
         elif is_cut and is_part_of_header(head.rest):
             head = Header()
         if not head.rest.strip() and (closes and (is_cut or not head.recipient)):

@@ -120,7 +120,7 @@ def read_header(text: str, *, has_role: bool) -> Header:
     channels = [Channel(found[0]) for word in _CHANNEL.findall(own) if (found := _KNOWN_CHANNEL.search(word))]
     named = [left or right for left, right in _RECIPIENT.findall(own)]
     recipients = [name.removeprefix(_FUNCTIONS) for name in named if name not in _NO_RECIPIENTS]
-    rest = _CONTENT_TYPE.sub("", _RECIPIENT.sub("", _CHANNEL.sub("", own)))
+    rest = _CONTENT_TYPE.sub("", _RECIPIENT.sub("", _CHANNEL.sub(_unknown_channel, own)))
     return Header(
         is_assistant=role in ("", ASSISTANT),
         channel=channels[-1] if channels else None,
@@ -146,6 +146,10 @@ def may_be_header(text: str, *, has_role: bool) -> bool:
 def is_part_of_header(rest: str) -> bool:
     """Whether the rest of a header that was cut is the beginning of a word of it."""
     return any(part.startswith(rest) for part in _PARTS)
+
+
+def _unknown_channel(found: re.Match[str]) -> str:
+    return "" if _KNOWN_CHANNEL.search(found[1]) else found[1]
 
 
 def _split_role(text: str, *, has_role: bool) -> tuple[str, str]:

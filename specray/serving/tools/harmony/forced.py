@@ -38,10 +38,10 @@ def forced_channels(
     Raises:
         InvalidRequestError: the answer cannot be bound so.
     """
+    if text is None and (use is None or not use.has_forced(text)):
+        return None
     is_required = use is not None and use.mode is ToolMode.REQUIRED
     is_strict = use is not None and any(tool.is_strict for tool in use.callable_tools)
-    if not (is_required or is_strict or text is not None):
-        return None
     spells = text is not None and prompt.channels.are_spelt_by(text)
     rules = None if text is None or is_required or spells else text_rules(text)
     if text is not None and not is_required and rules is None:

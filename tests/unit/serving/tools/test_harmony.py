@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -138,6 +139,7 @@ def test_each_message_is_what_its_channel_says(
         ("assistant" + FINAL + "4", ("4", "", [])),
         ("<|start|>assistantassistant" + FINAL + "4", ("4", "", [])),
         ("<|channel|>commentary to=assistant" + ANALYSIS + "Hm." + NEXT + FINAL + "4", ("4", "Hm.", [])),
+        ("<|channel|>I will do<|end|><|start|>assistant" + FINAL + "4", ("I will do\n4", "", [])),
         ("<|channel|>final to=user<|message|>4", ("4", "", [])),
         ("<|channel|>commentary to=all<|message|>4", ("4", "", [])),
         ("<|channel|>analysis??<|message|>Hm." + NEXT + FINAL + "4", ("4", "Hm.", [])),
@@ -344,3 +346,25 @@ def test_channels_are_control_tokens_of_the_vocabulary() -> None:
     template = "".join(Marker)
     assert Channels.find(template, {str(marker): index for marker, index in IDS.items()}.get) == CHANNELS
     assert Channels.find(template, lambda text: None) is None
+
+
+PARTS = (
+    *(*Marker, *Marker),
+    *("assistant", "analysis", "final", "commentary", " to=functions.clock", " to=functions.other", " json"),
+    *('{"a": "x y"}', "{}", "null", "Hello", " you", "to", " ", "\n", "user", "<|"),
+)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_text_reads_the_same_in_pieces_of_any_size(seed: int) -> None:
+    chance = random.Random(seed)
+    for _ in range(20):
+        text = "".join(chance.choice(PARTS) for _ in range(chance.randrange(1, 14)))
+        opened = chance.choice(["", "<|start|>assistant", "<|start|>assistant" + ANALYSIS])
+        tools = chance.choice([None, use(), use(is_parallel=False)])
+        for tells_parts in (False, True):
+            found = [
+                read(text, size, tools=tools, opened=opened, tells_parts=tells_parts)
+                for size in (1, 2, 5, 1000)
+            ]
+            assert found == found[:1] * len(found), text
