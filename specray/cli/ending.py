@@ -11,6 +11,7 @@ import struct
 import sys
 import time
 from collections.abc import Coroutine
+from collections.abc import Set as AbstractSet
 from typing import Any, Final, TypeVar
 
 import typer
@@ -24,7 +25,6 @@ PATIENCE_S: Final = 55.0
 """Seconds after a signal that an orderly end may take, unless the command says otherwise."""
 REPEAT_S: Final = 1.0
 """Seconds in which signals count as one: `timeout` and some shells send theirs twice."""
-_ENDING: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 ResultT = TypeVar("ResultT")
 
 
@@ -36,10 +36,18 @@ def run_until_told(main: Coroutine[Any, Any, ResultT]) -> ResultT:
     """
 
     async def run() -> ResultT:
-        task = asyncio.current_task()
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None, "it runs in a task"
+        asked_s = -math.inf
+
+        def ask() -> None:
+            nonlocal asked_s
+            if _now_s() - asked_s > REPEAT_S:
+                asked_s = _now_s()
+                task.cancel()
+
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+            loop.add_signal_handler(number, ask)
         return await main
 
     try:
@@ -79,11 +87,14 @@ def guarded() -> Guardian | None:
         return None
     guardian = Guardian()
     adopt_orphans(True)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_ENDING, signal.SIGCHLD})
+    # `nohup` ignores SIGHUP, which would be found here although it is ignored.
+    is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    ending = {signal.SIGINT, signal.SIGTERM, *(() if is_nohup else (signal.SIGHUP,))}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*ending, signal.SIGCHLD})
     parent = os.getpid()
     child = os.fork()
     if child:
-        raise SystemExit(_guard(child, guardian))
+        raise SystemExit(_guard(child, guardian, ending))
     # The terminal's Ctrl-C is the guardian's.
     os.setpgid(0, 0)
     # A shell starts what runs in the background with SIGINT ignored.
@@ -93,20 +104,20 @@ def guarded() -> Guardian | None:
     return guardian
 
 
-def _guard(child: int, guardian: Guardian) -> int:
+def _guard(child: int, guardian: Guardian, ending: AbstractSet[int]) -> int:
     """Returns the exit code, when no process is left."""
     try:
-        return _wait(child, guardian)
+        return _wait(child, guardian, ending)
     finally:
         end_all(set())
 
 
-def _wait(child: int, guardian: Guardian) -> int:
+def _wait(child: int, guardian: Guardian, ending: AbstractSet[int]) -> int:
     asked_s, deadline_s = math.inf, math.inf
     while (status := _end_of(child)) is None:
-        found = signal.sigtimedwait({*_ENDING, signal.SIGCHLD}, min(1.0, max(0.0, deadline_s - _now_s())))
+        found = signal.sigtimedwait({*ending, signal.SIGCHLD}, min(1.0, max(0.0, deadline_s - _now_s())))
         number = signal.SIGCHLD if found is None else found.si_signo
-        is_asked = number in _ENDING
+        is_asked = number in ending
         if is_asked and asked_s == math.inf:
             asked_s, deadline_s = _now_s(), _now_s() + guardian.patience_s
             os.kill(child, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)

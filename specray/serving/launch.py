@@ -26,7 +26,7 @@ from specray.serving.live.ports import claimed
 from specray.serving.own_ray.children import children, end_children
 from specray.serving.own_ray.nodes import lean_head, one_agent
 from specray.serving.own_ray.room import check_room
-from specray.serving.own_ray.watch import ray_parts, serve_parts, watched
+from specray.serving.own_ray.watch import ray_parts, serve_parts, watched, within
 from specray.serving.process_end import end_without_destructors
 from specray.tokenization.files import has_chat_template
 
@@ -36,6 +36,7 @@ HTTP_TIMEOUT_MARGIN_S = 30.0
 KEEP_ALIVE_TIMEOUT_S = 90
 START_MARGIN_S = 60.0
 END_MARGIN_S = 35.0
+SERVE_START_S = 180.0
 EXIT_LOST = 1
 POLL_INTERVAL_S = 0.1
 STATUS_INTERVAL_S = 0.5
@@ -108,7 +109,7 @@ def running_service(
         config = _with_own_server(config)
         stack.enter_context(_ray(config, on_lost))
         with (
-            _deployed(config, deploy or partial(_run, store=store), store),
+            _deployed(config, deploy or partial(_run, store=store), store, on_lost),
             watched(serve_parts, on_lost),
         ):
             wait_running(stop, timeout_s=config.router.start_timeout_s + START_MARGIN_S)
@@ -116,25 +117,32 @@ def running_service(
 
 
 @contextmanager
-def _deployed(config: Config, deploy: Callable[[Config], None], store: str) -> Iterator[None]:
+def _deployed(
+    config: Config,
+    deploy: Callable[[Config], None],
+    store: str,
+    on_lost: Callable[[str], None] | None,
+) -> Iterator[None]:
     from ray import serve
 
     from specray.actors.live import forget_stored
 
-    serve.start(
-        proxy_location="HeadOnly" if config.http.server == "proxy" else "Disabled",
-        http_options={
-            "host": config.http.host,
-            "port": config.http.port,
-            # The router ends a request at its own deadline first, with a message.
-            "request_timeout_s": config.router.request_timeout_s + HTTP_TIMEOUT_MARGIN_S,
-            "keep_alive_timeout_s": KEEP_ALIVE_TIMEOUT_S,
-        },
-        logging_config=SERVE_LOGS,
-    )
+    with within(SERVE_START_S, "Ray Serve did not start", on_lost):
+        serve.start(
+            proxy_location="HeadOnly" if config.http.server == "proxy" else "Disabled",
+            http_options={
+                "host": config.http.host,
+                "port": config.http.port,
+                # The router ends a request at its own deadline first, with a message.
+                "request_timeout_s": config.router.request_timeout_s + HTTP_TIMEOUT_MARGIN_S,
+                "keep_alive_timeout_s": KEEP_ALIVE_TIMEOUT_S,
+            },
+            logging_config=SERVE_LOGS,
+        )
     try:
         print("specray: loading the models", file=sys.stderr, flush=True)
-        deploy(config)
+        with within(SERVE_START_S, "Ray Serve did not take the application", on_lost):
+            deploy(config)
         yield
     finally:
         # In a cluster that was there before, other applications stay.

@@ -121,6 +121,18 @@ def watched(find: Callable[[], Sequence[Part]], on_lost: Callable[[str], None] |
         end.set()
 
 
+@contextmanager
+def within(seconds: float, what: str, on_lost: Callable[[str], None] | None) -> Iterator[None]:
+    """Says that ``what`` did not happen if the block takes longer; ``on_lost`` as for :func:`watched`."""
+    timer = threading.Timer(seconds, on_lost or (lambda _: None), [f"{what} within {seconds:g} s"])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _ask_for_ever(part: Part, silence: Silence, end: threading.Event) -> None:
     while not end.wait(PERIOD_S):
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 from specray.bench.compare.peers.process import free_port
 from specray.cli import main
-from specray.cli.ending import EXIT_INTERRUPTED, REPEAT_S
+from specray.cli.ending import EXIT_INTERRUPTED, REPEAT_S, run_until_told
 
 DEADLINE_S = 30.0
 SERVING = """
@@ -125,6 +126,20 @@ def test_a_signal_is_passed_on_and_the_exit_code_is_passed_back(number: signal.S
 
 
 @linux
+def test_a_hangup_that_is_ignored_ends_nothing() -> None:
+    """As `nohup` starts a service that is to outlive its terminal."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        guarded = GuardedProcess("signal.signal(signal.SIGINT, lambda *_: os._exit(7))", FOR_EVER)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    guarded.process.send_signal(signal.SIGHUP)
+    time.sleep(0.2)
+    guarded.process.send_signal(signal.SIGINT)
+    assert guarded.end() == (7, "")
+
+
+@linux
 def test_a_second_signal_kills_at_once() -> None:
     guarded = GuardedProcess(STUBBORN, FOR_EVER)
     guarded.process.send_signal(signal.SIGINT)
@@ -180,3 +195,24 @@ def test_only_the_program_itself_is_guarded(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("specray.cli.ending.guarded", lambda: pytest.fail("guarded"))
     with pytest.raises(SystemExit, match="2"):
         main(["serve", "--no-such-option"])
+
+
+def test_two_signals_of_one_request_cancel_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`timeout` sends its signal to the process and then to its group; a report comes after the first."""
+    now_s = 100.0
+    monkeypatch.setattr("specray.cli.ending._now_s", lambda: now_s)
+    cancelled: list[float] = []
+
+    async def main() -> str:
+        nonlocal now_s
+        for later_s, number in ((0.0, signal.SIGINT), (0.9, signal.SIGTERM), (1.1, signal.SIGINT)):
+            now_s = 100.0 + later_s
+            try:
+                os.kill(os.getpid(), number)
+                await asyncio.sleep(0.1)
+            except asyncio.CancelledError:
+                cancelled.append(later_s)
+        return "report"
+
+    assert run_until_told(main()) == "report"
+    assert cancelled == [0.0, 1.1]

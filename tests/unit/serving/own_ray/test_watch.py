@@ -9,7 +9,7 @@ from concurrent import futures
 import grpc
 import pytest
 
-from specray.serving.own_ray.watch import Part, Silence, greet, watched
+from specray.serving.own_ray.watch import Part, Silence, greet, watched, within
 
 DEADLINE_S = 30.0
 
@@ -88,6 +88,21 @@ def test_a_part_that_hangs_and_one_that_fails_are_said_once(monkeypatch: pytest.
         assert is_said.wait(DEADLINE_S)
     end.set()
     assert lost == ["raylet has not answered for 0 s; " + REST]
+
+
+def test_what_takes_too_long_is_said_while_it_still_runs() -> None:
+    lost: list[str] = []
+    is_said = threading.Event()
+
+    def say(reason: str) -> None:
+        lost.append(reason)
+        is_said.set()
+
+    with within(0.01, "Ray Serve did not start", say):
+        assert is_said.wait(DEADLINE_S)
+    with within(600.0, "Ray Serve did not start", say), within(0.0, "nobody watches", None):
+        pass
+    assert lost == ["Ray Serve did not start within 0.01 s"]
 
 
 def test_a_grpc_server_greets_and_others_do_not() -> None:
