@@ -48,7 +48,7 @@ class _Patterns:
 
     def __init__(self, form: TagForm) -> None:
         tags = f"{form.parameter}|{form.end}|{form.closing}"
-        self.head = regex.compile(rf"{SPACE}{form.head}")
+        self.head = regex.compile(rf"{SPACE}{form.head}(?={SPACE}(?:{tags}))")
         self.parameter = regex.compile(rf"{SPACE}{form.parameter}(?=.)", regex.DOTALL)
         self.end = regex.compile(rf"{SPACE}(?:{form.end}|(?={form.closing}))")
         self.closing = regex.compile(rf"{SPACE}{form.closing}")

@@ -97,7 +97,7 @@ def bare(text: str) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), reads_reasoning=st.booleans())
 def test_any_text_is_read_alike_however_it_is_cut(
     name: str, data: st.DataObject, reads_reasoning: bool
@@ -125,7 +125,7 @@ def test_any_text_is_read_alike_however_it_is_cut(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_text_before_and_after_a_call_stays_and_the_call_is_read(name: str, data: st.DataObject) -> None:
     entry = row(name)

@@ -80,7 +80,11 @@ def test_a_call_without_its_closing_tag_ends_with_its_region(size: int) -> None:
         ("<function=write>\n<parameter=path>\na/b", '{"path": "a/b', ""),
         ("<function=write>\n<parameter=mode>\n7", '{"mode": ', "\n7"),
         ("<function=write>\n<parameter=mode>\nNaN\n</parameter>\n", '{"mode": "NaN"', ""),
-        ("<function=write>\nwhat?", "{", "\nwhat?"),
+        (
+            "<function=write>\n<parameter=mode>\n7\n</parameter>\nwhat?",
+            '{"mode": ',
+            "\n7\n</parameter>\nwhat?",
+        ),
     ],
 )
 def test_a_call_that_breaks_off_has_the_arguments_so_far(body: str, told: str, rest: str, size: int) -> None:
@@ -90,7 +94,9 @@ def test_a_call_that_breaks_off_has_the_arguments_so_far(body: str, told: str, r
 
 
 @pytest.mark.parametrize("size", [1, 1000])
-@pytest.mark.parametrize("body", ["<function=unknown>\n</function>\n", "no call", "x" * 2000])
+@pytest.mark.parametrize(
+    "body", ["<function=unknown>\n</function>\n", "<function=write> is a call", "no call", "x" * 2000]
+)
 def test_what_is_no_call_is_content(body: str, size: int) -> None:
     answer = f"<tool_call>\n{body}</tool_call>"
     assert parts_of(stream(), answer, size) == (answer, [])
