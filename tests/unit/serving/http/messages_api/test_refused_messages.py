@@ -52,7 +52,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "x"}}, "thinking.type"),
     ({"thinking": {"type": "enabled", "display": "x"}}, "thinking.display"),
     ({"output_config": {"format": {"type": "text"}}}, "output_config.format"),
-    ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": 5}}}, "output_config.format.schema"),
     ({"output_config": {"x": 1}}, "output_config.x"),
     ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
     ({"container": "c"}, "container"),

@@ -83,7 +83,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
     ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
-    ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}}, "text.format"),
+    ({"text": {"format": {"type": "json_schema", "name": "a", "schema": 5}}}, "text.format.schema"),
     ({"text": {"x": 1}}, "text.x"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"max_output_tokens": "a"}, "max_output_tokens"),
