@@ -19,8 +19,9 @@ TOKENIZER = tiny_tokenizer()
 def test_load_reads_eos_from_all_three_files(tmp_path: Path) -> None:
     write_tiny_tokenizer(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 8, "model_type": "llama"}))
-    assert load_tokenizer(tmp_path).eos_token_ids == (EOS, 7, 8, 9)
+    config = {"eos_token_id": 8, "model_type": "llama", "text_config": {"eos_token_id": [10, 8]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_tokenizer(tmp_path).eos_token_ids == (EOS, 7, 8, 9, 10)
 
 
 @pytest.mark.slow

@@ -100,12 +100,10 @@ def _content(
     if message.role != "assistant":
         shows = shows_media(images, is_result=message.role == "tool")
         return text_of_parts(where, content, _TEXTS, shows=shows), ""
-    text, thinking = "", ""
-    if content is not None:
-        text, thinking = answer_of_parts(where, content, (*_TEXTS, "refusal"))
-    if not text and message.refusal not in _EMPTY:
-        text = text_of_parts(where.replace("content", "refusal"), message.refusal, _TEXTS)
-    return text or (None if calls else ""), thinking
+    if content in (None, []):
+        content = message.refusal if message.refusal not in _EMPTY else None if calls else ""
+        where = where.replace("content", "refusal")
+    return (None, "") if content is None else answer_of_parts(where, content, (*_TEXTS, "refusal"))
 
 
 def _calls(where: str, message: MessageFields) -> list[dict[str, Any]]:

@@ -173,6 +173,16 @@ async def test_reasoning_and_refusals_of_an_answer_are_taken_back(path: str, mes
     assert prompt == f"<|user|>hi<|end|>{ANSWER}<|user|>hi<|end|><|assistant|>"
 
 
+@pytest.mark.parametrize(
+    ("content", "is_none"), [(None, True), ([], True), ("", False), ([{"type": "text", "text": ""}], False)]
+)
+async def test_content_beside_calls_is_none_only_where_there_is_none(content: Any, is_none: bool) -> None:
+    calls = [{"type": "function", "function": {"name": "f"}}]
+    template = "{% for message in messages %}{{ message.content is none }}{% endfor %}"
+    body = conversation(CHAT, {"role": "assistant", "content": content, "tool_calls": calls})
+    assert await prompt_of(CHAT, chat_tokenizer(template), body) == str(is_none)
+
+
 @pytest.mark.parametrize("kind", ["thinking", "refusal"])
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])
 async def test_a_user_has_no_reasoning_and_no_refusals(path: str, kind: str) -> None:
