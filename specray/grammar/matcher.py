@@ -16,6 +16,7 @@ from llguidance.numpy import fill_next_token_bitmask
 from numpy.typing import NDArray
 
 from specray.errors import GrammarError
+from specray.grammar.bounds import sentence
 
 TokenMasks = NDArray[np.int32]
 """Bit ``id % 32`` of word ``id // 32``: the row may predict token ``id``. ``[num_rows, num_words]``."""
@@ -164,7 +165,7 @@ class GrammarMatcher:
             if self._matcher.is_accepting():
                 masks[row] |= self._ends
         if self._matcher.is_error():
-            raise GrammarError(f"the grammar cannot go on: {self._matcher.get_error()[:200]}")
+            raise GrammarError(f"the grammar cannot go on: {sentence(self._matcher.get_error())}")
         if not masks[row].any():
             raise GrammarError("the grammar allows no token here")
 
@@ -196,13 +197,13 @@ class GrammarMatcher:
             is_done = self._matcher.rollback(surplus)
             del self._fed[length:]
             if not is_done or self._matcher.is_error():
-                raise GrammarError(f"the grammar cannot go back: {self._matcher.get_error()[:200]}")
+                raise GrammarError(f"the grammar cannot go back: {sentence(self._matcher.get_error())}")
 
     def _consume(self, token_ids: Sequence[int]) -> None:
         if not token_ids:
             return
         if not self._matcher.consume_tokens(list(token_ids)):
-            raise GrammarError(f"the output breaks its grammar: {self._matcher.get_error()[:200]}")
+            raise GrammarError(f"the output breaks its grammar: {sentence(self._matcher.get_error())}")
         self._fed.extend(token_ids)
 
 
