@@ -148,7 +148,7 @@ FORMATS: Final = (
         markers=("</tool_calls>", "</tool_call>", "<tool_sep>", *_ARGUMENT_TAGS),
         reader=_tags(
             TagForm(
-                head=rf"(?:<tool_calls>{SPACE})?<tool_call>{SPACE}{NAME}{SPACE}<tool_sep>",
+                head=rf"(?:<tool_calls>{SPACE})?<tool_call>{SPACE}{NAME}{SPACE}(?:<tool_sep>)?",
                 parameter=rf"<arg_key>{KEY}</arg_key>{SPACE}<arg_value>",
                 value_end="</arg_value>",
                 has_lines=False,

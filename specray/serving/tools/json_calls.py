@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import regex
 
@@ -236,9 +236,9 @@ class JsonCalls(CallReader):
 
 def _call_of(value: object) -> tuple[str, str]:
     """Name and arguments of a call's object. Raises ValueError: it is none."""
-    if isinstance(value, dict) and isinstance(value.get("function"), dict):
-        value = value["function"]
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+    function = value.get("function") if isinstance(value, dict) else None
+    value = function if isinstance(function, dict) else value
+    name = value.get("name", function) if isinstance(value, dict) else None
+    if not isinstance(value, dict) or not isinstance(name, str):
         raise ValueError("a call has no name")
-    arguments: Any = value.get("arguments", value.get("parameters"))
-    return value["name"], object_of(arguments)
+    return name, object_of(value.get("arguments", value.get("parameters")))

@@ -276,9 +276,9 @@ TAGS: list[tuple[str, str, str, Calls]] = [
     (
         "hunyuan_v3",
         "<tool_calls>\n<tool_call>f<tool_sep>\n<arg_key>s</arg_key>\n<arg_value>a</arg_value>\n</tool_call>\n"
-        "<tool_call>g<tool_sep></tool_call>\n</tool_calls>",
+        "<tool_call>g<tool_sep></tool_call>\n<tool_call>g\n</tool_call>\n</tool_calls>",
         "",
-        [("f", {"s": "a"}), ("g", {})],
+        [("f", {"s": "a"}), ("g", {}), ("g", {})],
     ),
 ]
 
@@ -342,6 +342,13 @@ NAMED: list[tuple[str, str, str, Calls]] = [
     ("llama3_json", '{"answer": {"name": "f"}}', '{"answer": {"name": "f"}}', []),
     ("llama3_json", 'So {"name": "f"}', 'So {"name": "f"}', []),
     ("granite", '<|tool_call|>[{"arguments": {"s": "a"}, "name": "f"}]', "", [("f", {"s": "a"})]),
+    ("granite", '<|tool_call|>[{"type": "function", "function": "f", "arguments": {}}]', "", [("f", {})]),
+    (
+        "granite",
+        '<|tool_call|>[{"type": "function", "function": 1}]',
+        '<|tool_call|>[{"type": "function", "function": 1}]',
+        [],
+    ),
     ("phi4_mini", '<|tool_call|>[{"name": "f", "arguments": {}}]<|/tool_call|>', "", [("f", {})]),
     ("phi4_mini", 'functools[{"name": "f", "arguments": {}}]', "", [("f", {})]),
 ]
