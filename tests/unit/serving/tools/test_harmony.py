@@ -210,11 +210,18 @@ def test_text_that_spells_control_tokens_is_text() -> None:
     assert joined(deltas) == (spelt, "", [])
 
 
-def test_control_token_that_was_held_back_is_read_where_it_comes() -> None:
+def test_control_tokens_that_were_held_back_are_read_where_they_come() -> None:
     reader = ChannelReader(CHANNELS, use())
-    pieces = [("", Marker.CHANNEL), ("", 1000), ("<|channel|>final", 1000), ("<|message|>4", Marker.MESSAGE)]
-    deltas = [reader.push(text, IDS.get(token, 1000)) for text, token in pieces]  # type: ignore[call-overload]
-    assert joined([*deltas, reader.push("", IDS[Marker.RETURN]), reader.finish()]) == ("4", "", [])
+    held: list[tuple[str, int]] = [
+        ("", IDS[Marker.START]),
+        ("", 1000),
+        ("", IDS[Marker.CHANNEL]),
+        ("<|start|>assistant<|channel|>final", 1000),
+        ("<|message|>4", IDS[Marker.MESSAGE]),
+        ("", IDS[Marker.RETURN]),
+    ]
+    deltas = [reader.push(text, token_id) for text, token_id in held]
+    assert joined([*deltas, reader.finish()]) == ("4", "", [])
 
 
 @pytest.mark.parametrize(
