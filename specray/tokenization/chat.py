@@ -6,7 +6,7 @@ import functools
 import hashlib
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -16,7 +16,9 @@ from specray.tokenization.templates.probes import TemplateProbe
 from specray.tokenization.templates.time_limit import MAX_RENDER_S, run_limited
 from specray.tokenization.templates.tool_schemas import with_text_defaults
 
-_TESTS_FOR_NONE: Final = re.compile(r"content['\"]?\]?\s*(?:is\s+(?:not\s+)?|[!=]=\s*)none", re.IGNORECASE)
+_TESTS_FOR_NONE: Final = re.compile(
+    r"(?<![a-z_])content['\"]?\]?\s*(?:is\s+(?:not\s+)?|[!=]=\s*)none", re.IGNORECASE
+)
 """Sign of a template that tells a message without content from one with empty content."""
 _WANTS_SHORT_IDS: Final = re.compile(r"length\s*(?:!=|<|>|\bne\b)\s*9\b")
 """Sign of a template that refuses ids of calls of another length than nine characters, such as Mistral's."""
@@ -104,10 +106,9 @@ class ChatTemplate:
         """False: the template does not look at ``tools``, so that the model would not know them."""
         return self._tool_probe.reads_tools
 
-    @property
-    def turn_end(self) -> str:
-        """What the template writes after the assistant's last message, without space before it."""
-        return self._probe.turn_end
+    def turn_end(self, names: Collection[str]) -> str | None:
+        """The special token that ends the assistant's turn, one of these names; None: there is none."""
+        return self._probe.turn_end(names)
 
     def render(self, messages: Sequence[ChatMessage], options: ChatOptions, marked: Marker) -> str:
         """The text of a conversation.

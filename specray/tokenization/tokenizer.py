@@ -91,10 +91,10 @@ class Tokenizer:
     @functools.cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The tokens that end an output: those that are listed, and the one that ends the template's turn."""
-        end = "" if self.chat_template is None else self.chat_template.turn_end
-        named = [name for name in self.special_names if end.startswith(name)]
-        turn_ends = {self.special_names[max(named, key=len)]} if named else set()
-        ends = self._listed_ends | turn_ends | ends_beside_parts(self.special_names)
+        names = self.special_names
+        end = None if self.chat_template is None else self.chat_template.turn_end(names)
+        turn_ends = set() if end is None else {names[end]}
+        ends = self._listed_ends | turn_ends | ends_beside_parts(names)
         return tuple(sorted(ends - {part_end(self.special_names)}))
 
     def named_ends(self) -> str:

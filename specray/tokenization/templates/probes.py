@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from types import MappingProxyType
 from typing import Any, Final
@@ -13,6 +13,8 @@ from specray.tokenization.templates.time_limit import MAX_RENDER_S, run_limited
 from specray.tokenization.templates.turns import AssistantTurns
 
 _ANSWER: Final = "probe-answer"
+_THOUGHT: Final = "probe-thought"
+_CALLED: Final = "probe_function"
 _USER: Final = {"role": "user", "content": "probe-question"}
 _ASSISTANT: Final = {"role": "assistant", "content": _ANSWER}
 _SYSTEM: Final = ("probe-rule-1", "probe-rule-2", "probe-rule-3")
@@ -79,10 +81,32 @@ class TemplateProbe:
         """How the template takes the assistant's messages."""
         return AssistantTurns(self._render)
 
+    def turn_end(self, names: Collection[str]) -> str | None:
+        """The token that the template writes after the assistant's last message and not within one.
+
+        Args:
+            names: texts of special tokens.
+        """
+        rest = (self._render([_USER, _ASSISTANT]) or "").rpartition(_ANSWER)[2].lstrip()
+        while found := [name for name in names if rest.startswith(name)]:
+            name = max(found, key=len)
+            if name not in self._inside_turns:
+                return name
+            rest = rest.removeprefix(name).lstrip()
+        return None
+
     @functools.cached_property
-    def turn_end(self) -> str:
-        """What the template writes after the assistant's last message, without space before it."""
-        return (self._render([_USER, _ASSISTANT]) or "").rpartition(_ANSWER)[2].lstrip()
+    def _inside_turns(self) -> str:
+        """What the template writes between reasoning and content, and between content and a call."""
+        reasoned = self._render([_USER, {**_ASSISTANT, "reasoning_content": _THOUGHT, "thinking": _THOUGHT}])
+        inside = _between(reasoned, _THOUGHT, _ANSWER)
+        forms: tuple[object, ...] = ({}, "{}")
+        for arguments in forms:
+            function = {"name": _CALLED, "arguments": arguments}
+            calls = [{"id": "probe0001", "type": "function", "function": function}]
+            called = self._render([_USER, {**_ASSISTANT, "tool_calls": calls}])
+            inside += _between(called, _ANSWER, _CALLED)
+        return inside
 
     @functools.cached_property
     def _template(self) -> Any:
@@ -99,6 +123,12 @@ class TemplateProbe:
         except Exception:  # Templates raise all kinds, and a damaged one is refused when a chat comes.
             return None
         return text
+
+
+def _between(text: str | None, first: str, second: str) -> str:
+    """What is between two words of a text; empty where it does not have both."""
+    inside, found, _ = (text or "").partition(first)[2].partition(second)
+    return inside if found else ""
 
 
 @functools.cache

@@ -50,6 +50,11 @@ def test_missing_content_is_empty_unless_the_template_asks_for_none() -> None:
         assert shown == ("False" if "not" in test else "True")
 
 
+def test_reasoning_that_may_be_none_says_nothing_of_content() -> None:
+    template = "{% if messages[0].reasoning_content is not none %}{{ 'a' in messages[0].content }}{% endif %}"
+    assert rendered(template, ChatMessage("assistant", None, {"tool_calls": [CALL]})) == "False"
+
+
 def test_ids_are_shortened_for_a_template_that_insists_on_it() -> None:
     call = ChatMessage("assistant", None, {"tool_calls": [CALL]})
     result = ChatMessage("tool", "x", {"tool_call_id": "call_abcdef"})

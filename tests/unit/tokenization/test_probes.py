@@ -15,6 +15,13 @@ from tests.unit.tokenization.tiny_tokenizer import EOS, tiny_backend, tiny_token
 
 LOOP = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
 TURNS = LOOP.replace("{% endfor %}", "<|im_end|>\n{% endfor %}")
+THOUGHT = (
+    "{% for message in messages %}{{ message.thinking }}<|im_end|>{{ message.content }}{% endfor %}"
+    "{% set messages = messages[1:] %}"
+)
+"""A token that ends reasoning, too."""
+CALL = "<|im_end|>{{ message.tool_calls[0].function.name if message.tool_calls }}<|stop|>"
+"""A token that also stands before a call."""
 FIRST_ONLY = (
     "{% for message in messages %}"
     "{% if message.role == 'system' and not loop.first %}{{ raise_exception('first') }}{% endif %}"
@@ -44,6 +51,13 @@ def with_turns(template: str | None, *names: str) -> Tokenizer:
         (TURNS.replace("<|im_end|>", " \n<|im_end|>"), ("<|im_end|>",), ["</s>", "<|im_end|>"]),
         ("{% for m in messages %}{{ m.content + '</s>' }}{% endfor %}", (), ["</s>"]),
         (LOOP, ("<|user|>", "<|assistant|>"), ["</s>"]),
+        (THOUGHT + TURNS, ("<|im_end|>",), ["</s>"]),
+        (
+            THOUGHT + TURNS.replace("<|im_end|>", "<|im_end|> <|stop|>"),
+            ("<|im_end|>", "<|stop|>"),
+            ["</s>", "<|stop|>"],
+        ),
+        (TURNS.replace("<|im_end|>", CALL), ("<|im_end|>", "<|stop|>"), ["</s>", "<|stop|>"]),
         (TURNS.replace("<|im_end|>", "</answer><|im_end|>"), ("<|im_end|>",), ["</s>"]),
         ("{{ raise_exception('no') }}", ("<|im_end|>",), ["</s>"]),
         ("{{", ("<|im_end|>",), ["</s>"]),
