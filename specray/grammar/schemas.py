@@ -25,6 +25,7 @@ _SCHEMAS: Final = ("items", "additionalProperties", "additionalItems")
 """Keywords whose value is a schema."""
 _LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems")
 _MAPS: Final = ("properties", "patternProperties", "$defs", "definitions")
+_MAX_PATH_LEN: Final = 120
 _MAX_JUDGED_LEN: Final = 1_000_000
 """Characters of schemas that are judged to find the one that cannot be enforced: less than a second."""
 _NOTES: Final = (
@@ -119,7 +120,8 @@ def _is_quick(num_parts: int, schema: object) -> bool:
 
 
 def _placed(path: str, reason: str) -> str:
-    return f"{path}: {reason}" if path else reason
+    shown = path if len(path) <= _MAX_PATH_LEN else f"...{path[-_MAX_PATH_LEN:]}"
+    return f"{shown}: {reason}" if path else reason
 
 
 def _asks_nothing(key: str, value: object) -> bool:
@@ -141,7 +143,7 @@ def common_refusal(schema: object) -> str | None:
         return f"properties has {num_properties} entries in all; allowed: at most {MAX_PROPERTIES}"
     path = endless_schema(schema)
     if path is not None:
-        return f"{path} needs itself, so that no value of it ever ends"
+        return f"{path[-_MAX_PATH_LEN:]} needs itself, so that no value of it ever ends"
     error = _raw_error(schema)
     return sentence(error) if error.startswith(_UNSATISFIABLE) else None
 

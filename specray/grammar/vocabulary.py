@@ -91,7 +91,8 @@ class TextVocabulary:
         """Tokens that write the text and nothing else; empty: there are none."""
         data = text.encode()
         token_ids = self._tokenizer.encode_inner(text)
-        if b"".join(self.tokens[token_id] for token_id in token_ids) == data:
+        # Ids may have gaps, and the last ones no logits.
+        if b"".join(self.tokens[token_id] for token_id in token_ids if token_id < len(self.tokens)) == data:
             return list(token_ids)
         if len(text) <= _MAX_SPELLED_LEN:
             return self._spelled(data)

@@ -9,7 +9,7 @@ import pytest
 
 from specray.errors import InvalidRequestError
 from specray.grammar.endless import endless_schema
-from specray.grammar.forms import json_grammar
+from specray.grammar.forms import grammar_of, json_grammar
 from specray.grammar.sources import endless_rule
 from specray.types import Grammar, GrammarKind
 from tests.unit.grammar.test_matcher import compiler
@@ -126,6 +126,13 @@ def test_a_rule_that_needs_itself_is_refused_by_its_name(source: str, rule: str)
 def test_rules_that_can_end_are_enforced(source: str) -> None:
     assert endless_rule(Grammar(GrammarKind.LARK, source)) is None
     compiler().check(Grammar(GrammarKind.LARK, source), field="ebnf")
+
+
+def test_rules_of_ebnf_are_looked_at_too() -> None:
+    found = grammar_of({"grammar": 'root ::= "a" list\nlist ::= "b" list'})
+    assert found is not None
+    with pytest.raises(InvalidRequestError, match="grammar cannot be enforced: rule list needs itself"):
+        compiler().check(*found[:1], field=found[1])
 
 
 def test_a_schema_within_a_grammar_is_looked_at_too() -> None:

@@ -125,6 +125,17 @@ def test_definitions_are_loosened_too() -> None:
     )
 
 
+def test_a_long_path_is_shown_from_its_end() -> None:
+    schema: dict[str, Any] = {"not": {}}
+    for _ in range(60):
+        schema = {"type": "array", "items": schema}
+    reason = refusal(schema)
+    assert (
+        reason is not None and reason.startswith("...") and reason.endswith('.items: "not" is not supported')
+    )
+    assert len(reason) < 200
+
+
 def test_schemas_that_cannot_be_joined_lose_their_property_alone() -> None:
     parts = [{"type": "object", "patternProperties": {key: {}}} for key in ("^a", "b$")]
     source = json.loads(asked(around({"allOf": parts}), None)[0].source)

@@ -142,6 +142,15 @@ def test_a_text_is_spelled_where_some_tokens_write_it() -> None:
     assert not vocabulary.can_write("<b") and not vocabulary.can_write("a" * 40 + "\u00e9")
 
 
+def test_a_token_without_a_logit_is_not_used() -> None:
+    table = {"a": 0, "<": 1, ">": 2, "Ġ": 3, "<a>": 40}
+    backend = Backend(models.BPE(vocab=table, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken("<a>", special=False)])
+    vocabulary = TextVocabulary(Tokenizer(backend, eos_token_ids=[3]), 8)
+    assert vocabulary("<a>a") == [1, 0, 2, 0]
+
+
 def test_tokens_that_are_not_bytes_are_refused() -> None:
     backend = Backend(models.WordPiece(vocab={"a": 0, "##b": 1, "[UNK]": 2}, unk_token="[UNK]"))
     backend.decoder = decoders.WordPiece()
