@@ -37,6 +37,16 @@ class CallArguments:
         if not any(message.get("tool_calls") for message in self._conversation):
             yield self._conversation
             return
+        yield from self._forms()
+        if any(message.get("content") is None for message in self._conversation):
+            # Not every template that asks whether there is content can do without.
+            self._conversation = [
+                {**message, "content": message.get("content") or ""} for message in self._conversation
+            ]
+            yield from self._forms()
+
+    def _forms(self) -> Iterator[Conversation]:
+        self._is_wrapped = False
         yield self._with(self._as_it_is)
         yield self._with(self._as_text)
         if self._texts:

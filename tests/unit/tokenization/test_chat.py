@@ -55,6 +55,17 @@ def test_reasoning_that_may_be_none_says_nothing_of_content() -> None:
     assert rendered(template, ChatMessage("assistant", None, {"tool_calls": [CALL]})) == "False"
 
 
+def test_missing_content_is_empty_where_the_template_asks_and_cannot_do_without() -> None:
+    template = (
+        "{% if messages[0]['content'] is none %}{{ messages[0]['content'] | length }}{% endif %}"
+        "{% for call in messages[0].tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}"
+    )
+    broken = {"type": "function", "function": {"name": "now", "arguments": '{"a": '}}
+    assert (
+        rendered(template, ChatMessage("assistant", None, {"tool_calls": [CALL, broken]})) == '{"a": 1}{"a": '
+    )
+
+
 def test_ids_are_shortened_for_a_template_that_insists_on_it() -> None:
     call = ChatMessage("assistant", None, {"tool_calls": [CALL]})
     result = ChatMessage("tool", "x", {"tool_call_id": "call_abcdef"})
