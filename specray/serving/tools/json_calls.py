@@ -13,6 +13,8 @@ from specray.serving.tools.json_text import JsonText, object_of
 from specray.serving.tools.reader import NAME, SPACE, CallPart, CallReader, Place
 
 _KEYS: Final = "name|arguments|parameters|function|type|id"
+_NO_ARGUMENTS: Final = frozenset(_KEYS.split("|"))
+"""Keys of a call's object; others may be its arguments."""
 _FIRST_KEY: Final = regex.compile(rf"""\{{[ \t\r\n]{{0,64}}+["'](?:{_KEYS})["']""")
 """How the object of a call begins."""
 _LEFT: Final = regex.compile(r"[\s,;\]}`]*+")
@@ -241,4 +243,7 @@ def _call_of(value: object) -> tuple[str, str]:
     name = value.get("name", function) if isinstance(value, dict) else None
     if not isinstance(value, dict) or not isinstance(name, str):
         raise ValueError("a call has no name")
-    return name, object_of(value.get("arguments", value.get("parameters")))
+    arguments = value.get("arguments", value.get("parameters"))
+    if arguments is None and not value.keys() <= _NO_ARGUMENTS:
+        raise ValueError("the arguments of a call have no name")
+    return name, object_of(arguments)

@@ -63,12 +63,12 @@ class _Patterns:
         return regex.compile(rf"{line_end}{form.value_end}(?={SPACE}(?:{tags}))(?P<known>\b\B)?")
 
     def _lines_end(self, form: TagForm, tags: str, last: str) -> regex.Pattern[str]:
-        # A model that writes the tag behind the last line is understood where all that follows is what has to
-        # follow, or a parameter that the tool has.
+        # A model that writes the tag behind the last line, or leaves it out, is understood where all that
+        # follows is what has to follow; the former also where a parameter follows that the tool has.
         known = form.parameter.replace("<key>", "<known>")
-        rest = rf"{form.end}{SPACE}{form.closing}{SPACE}(?:{form.head}{last})"
+        rest = rf"{SPACE}{form.end}{SPACE}{form.closing}{SPACE}(?:{form.head}{last})"
         return regex.compile(
-            rf"\n{form.value_end}(?={SPACE}(?:{tags}))|{form.value_end}(?={SPACE}(?:{known}|{rest}))"
+            rf"\n{form.value_end}(?={SPACE}(?:{tags}))|{form.value_end}(?={SPACE}{known}|{rest})|\n(?={rest})"
         )
 
 

@@ -86,6 +86,7 @@ HERMES: list[tuple[str, str, Calls]] = [
     ('<tool_call>{"name": "f", "arguments": null}</tool_call> so', " so", [("f", {})]),
     ('<tool_call>{"name": "f"}</tool_call>', "", [("f", {})]),
     ('<tool_call>{"name": "f", "arguments": ""}</tool_call>', "", [("f", {})]),
+    ('<tool_call>{"name": "f", "s": "a"}</tool_call>', '<tool_call>{"name": "f", "s": "a"}</tool_call>', []),
     ('<tool_call>{"name": "f", "arguments": "{\\"s\\": \\"a\\"}"}</tool_call>', "", [("f", {"s": "a"})]),
     ('<tool_call>{"arguments": {"s": "a"}, "name": "f"}</tool_call>', "", [("f", {"s": "a"})]),
     ('<tool_call>{"id": "1", "name": "f", "arguments": {"s": "a"}}</tool_call>', "", [("f", {"s": "a"})]),
@@ -225,6 +226,13 @@ TAGS: list[tuple[str, str, str, Calls]] = [
     ),
     ("qwen3_coder", "<function=f>\n</function>", "", [("f", {})]),
     ("qwen3_coder", "<tool_call>\n<function=f>\n</tool_call>", "", [("f", {})]),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=f>\n<parameter=s>\na </function>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=g>\n<parameter=s>\nb\n</function>\n</tool_call>\n",
+        "",
+        [("f", {"s": "a </function>"}), ("g", {"s": "b"})],
+    ),
     (
         "qwen3_coder",
         "<tool_call>\nso\n<tool_call>\n<function=f>\n</function>\n</tool_call>",
