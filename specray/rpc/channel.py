@@ -20,6 +20,10 @@ from specray.rpc.security import PeerSecurity, client_credentials, server_creden
 MAX_SOCKET_PATH_BYTES = 107
 """Maximum bytes of a socket path: ``sockaddr_un.sun_path`` on Linux without its final zero."""
 
+HANDSHAKE_TIMEOUT_S = 10.0
+"""Seconds from a connection to its first frame."""
+IDLE_TIMEOUT_S = 90.0
+"""Seconds that a connection may have no calls; clients connect again by themselves."""
 SOCKET_MODE = stat.S_IRUSR | stat.S_IWUSR
 
 GrpcOptions = tuple[tuple[str, int | str], ...]
@@ -39,6 +43,8 @@ class ChannelOptions:
     keepalive_timeout_s: float = 5.0
     reuse_port: bool = False
     """True if several processes may listen on one port; the kernel then spreads connections over them."""
+    max_connections: int | None = None
+    """Open connections of a service that anybody may reach, which also ends idle ones; None: any number."""
     security: PeerSecurity = field(default_factory=PeerSecurity)
     """TLS and secret of the engines' streams; the public service has keys instead."""
 
@@ -73,6 +79,16 @@ class ChannelOptions:
             # Pings pile up when a peer's machine stalls: it is slow, not hostile.
             ("grpc.http2.max_ping_strikes", 0),
             ("grpc.so_reuseport", int(self.reuse_port)),
+            *self._bounds(),
+        )
+
+    def _bounds(self) -> GrpcOptions:
+        if self.max_connections is None:
+            return ()
+        return (
+            ("grpc.max_allowed_incoming_connections", self.max_connections),
+            ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_TIMEOUT_S * 1000)),
+            ("grpc.max_connection_idle_ms", int(IDLE_TIMEOUT_S * 1000)),
         )
 
     def _common(self) -> GrpcOptions:

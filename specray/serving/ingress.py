@@ -212,7 +212,9 @@ class IngressReplica:
             handler,
             address=f"{config.grpc.host}:{config.grpc.port}",
             options=ChannelOptions(
-                max_receive_bytes=config.grpc.max_message_bytes, reuse_port=self._shares_ports
+                max_receive_bytes=config.grpc.max_message_bytes,
+                reuse_port=self._shares_ports,
+                max_connections=config.http.max_connections,
             ),
             admit=handler.admitter(self._keyring),
             on_refused=handler.refused,

@@ -160,15 +160,18 @@ class Place:
                 raise
             raise self._too_late() from None
 
-    async def receive(self, part: Awaitable[PartT]) -> PartT:
+    async def receive(self, part: Awaitable[PartT], *, grace_s: float = BODY_GRACE_S) -> PartT:
         """Waits for the next part of the call's body.
+
+        Args:
+            grace_s: seconds that a body may take whatever its size.
 
         Raises:
             TimeoutError: it comes too slowly.
             DeadlineExceededError: the time of the whole call is over.
             OverloadedError: another call has taken the room.
         """
-        paced_s = self._began_s + min(BODY_TIMEOUT_S, BODY_GRACE_S + self.num_bytes / LEAST_BYTES_PER_S)
+        paced_s = self._began_s + min(BODY_TIMEOUT_S, grace_s + self.num_bytes / LEAST_BYTES_PER_S)
         try:
             async with asyncio.timeout_at(min(paced_s, self.deadline_s)) as self._waiting:
                 received = await part

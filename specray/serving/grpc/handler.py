@@ -18,7 +18,7 @@ from specray.errors import DeadlineExceededError, InvalidRequestError
 from specray.grammar import PreparedCompiler
 from specray.interfaces import RouterClient
 from specray.requests import GenerateRequest, ServiceInfo, TextOptions, sampling_options
-from specray.rpc.inference.messages import in_time
+from specray.rpc.inference.messages import MESSAGE_TIMEOUT_S, in_time
 from specray.rpc.inference.server import (
     Admitter,
     Entry,
@@ -180,7 +180,7 @@ class _Entered:
     async def receive(self, message: Awaitable[bytes], decode: Callable[[bytes], ParamsT]) -> ParamsT:
         """See rpc.inference_types.Entry."""
         try:
-            data = await self.place.receive(in_time(message))
+            data = await self.place.receive(message, grace_s=MESSAGE_TIMEOUT_S)
         except TimeoutError:
             raise DeadlineExceededError("the call's message came too slowly") from None
         self.place.hold(len(data))

@@ -158,12 +158,11 @@ async def _in_time(place: Place) -> None:
         await asyncio.sleep(20)
 
 
-async def test_a_body_that_stops_to_come_is_a_time_out_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BODY_GRACE_S", 0.01)
+async def test_a_body_that_stops_to_come_is_a_time_out_of_its_own() -> None:
     place = make().arrive(key("a"))
     part: Awaitable[None] = asyncio.sleep(20)
     with pytest.raises(TimeoutError):
-        await place.receive(part)
+        await place.receive(part, grace_s=0.01)
 
 
 async def test_a_timeout_of_the_work_itself_is_no_deadline() -> None:
