@@ -187,6 +187,7 @@ def test_a_string_between_tags_may_hold_tags(value: str) -> None:
         ("listed", "a", "a"),
         ("either", "5", 5),
         ("either", "5a", "5a"),
+        ("either", '"a"', '"a"'),
         ("mode", "write", "write"),
         ("mode", '"write"', "write"),
         ("mode", "'write'", "write"),
@@ -210,6 +211,7 @@ def test_a_string_between_tags_may_hold_tags(value: str) -> None:
         ("items", "['a', 'b\n']", ["a", "b\n"]),
         ("anything", "5", 5),
         ("anything", "a b", "a b"),
+        ("anything", '"a b"', "a b"),
         ("unknown", "[1]", [1]),
     ],
 )
