@@ -21,8 +21,8 @@ RAY_ENVIRONMENT = MappingProxyType(
         "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(SERVE_MESSAGE_BYTES),
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
         "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
-        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
-        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "5",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "4",
     }
 )
 """Environment of every Ray that runs specray: our own, a test bed's and the container image's.

@@ -53,13 +53,17 @@ def problems(result: SoakResult, *, max_growth: float = MAX_GROWTH) -> tuple[str
         for growth in grown
     ]
     found += [text for fault in result.faults for text in _slowness(fault)]
-    lost = sum(fault.is_over and fault.whole_after_s is None for fault in result.faults)
+    lost = sum(_is_not_whole(fault) for fault in result.faults)
     if lost:
         found.append(f"{lost} faults after which the service was not whole in time")
     if result.num_not_injected:
         found.append(f"{result.num_not_injected} faults for which no time was left")
     found += [f"{_name(fault)}: {fault.detail}" for fault in result.faults if not fault.is_done]
     return tuple(found)
+
+
+def _is_not_whole(fault: Fault) -> bool:
+    return fault.is_over and fault.whole_after_s is None
 
 
 def _name(fault: Fault) -> str:
@@ -166,7 +170,7 @@ def _faults(faults: Sequence[Fault]) -> Table:
                 _spread([fault.wait_s for fault in group]),
                 _spread([fault.parts_after_s for fault in group]),
                 _spread([fault.speculation_after_s for fault in group]),
-                str(sum(fault.whole_after_s is None for fault in group)),
+                str(sum(_is_not_whole(fault) for fault in group)),
             )
     return table
 

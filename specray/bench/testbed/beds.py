@@ -241,9 +241,11 @@ async def _namespaces(
 
 
 def _with_ports(config: Config, host: str, http_port: int, grpc_port: int) -> Config:
+    """Lets the Ingress listen itself, as for `specray serve`: its server is under test, not Serve's proxy."""
+    http = {"host": host, "port": http_port, "server": "ingress"}
     return config.model_copy(
         update={
-            "http": config.http.model_copy(update={"host": host, "port": http_port}),
+            "http": config.http.model_copy(update=http),
             "grpc": config.grpc.model_copy(update={"host": host, "port": grpc_port}),
         }
     )
