@@ -121,11 +121,11 @@ def build_http_app(
         capacity=client.capacity,
         max_bytes=lambda: (live.now.http.max_body_bytes, limits.max_chat_bytes),
     )
-    app.add_middleware(KeyMiddleware, keyring=keyring)
     # With ``serve deploy`` Serve's own configuration says where its proxy listens.
     is_elsewhere = config.http.server == "auto" and not names_answers
     is_ours = host_test(config.http, asks_for_key=lambda: keyring.asks_for_key, is_elsewhere=is_elsewhere)
     app.add_middleware(HostMiddleware, is_ours=is_ours)
+    app.add_middleware(KeyMiddleware, keyring=keyring)
     app.add_middleware(ObserveMiddleware, observer=observer, names_answers=names_answers)
     add_cors(app, config.http)
     live.listen(_Follower(config, client.capacity, keyring, observer, api))

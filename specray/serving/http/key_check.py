@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specray.errors import UnauthenticatedError
 from specray.serving.admission.api_keys import Caller, Keyring
+from specray.serving.http.edge.turns import Turns
 from specray.serving.http.observe import record_of
 from specray.serving.http.problems import HttpError, problem_response
 from specray.serving.http.routes.lab_page import LAB_PATH, is_lab_path
@@ -16,11 +19,17 @@ _CALLER = "specray.caller"
 
 
 class KeyMiddleware:
-    """Finds the caller of every request, or answers 401 before anything else of the request is read."""
+    """Finds the caller of every request, or answers 401 before anything else of the request is read.
+
+    Of each key's requests, and of those without, one goes on in each turn of the event loop: so a turn stays
+    short, however many connections have a request ready.
+    """
 
     def __init__(self, app: ASGIApp, keyring: Keyring) -> None:
         self._app = app
         self._keyring = keyring
+        self._turns: defaultdict[str | None, Turns] = defaultdict(Turns)
+        """By the key's name; None: without a key."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -29,12 +38,14 @@ class KeyMiddleware:
         request = Request(scope)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         try:
-            scope[_CALLER] = (
+            caller = scope[_CALLER] = (
                 None
                 if self._keyring.is_open(LAB_PATH if is_lab_path(path) else path)
                 else self._keyring.identify(_authorization(request.headers))
             )
+            await self._turns[None if caller is None else caller.name].take()
         except UnauthenticatedError as error:
+            await self._turns[None].take()
             record_of(request).failed(error)
             await problem_response(error, scope)(scope, receive, send)
             return

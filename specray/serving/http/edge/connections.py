@@ -28,6 +28,8 @@ _CLOSE_TIMEOUT_S: Final = 2.0
 """Seconds in which the client of a refused head gets to read the answer."""
 _MAX_REST_BYTES: Final = 1024 * 1024
 """Bytes of a body that are still read after the answer to its request."""
+_REST_PAUSE_S: Final = 0.01
+"""Seconds between two reads of what nobody waits for: the rest of a body, or what follows a refused head."""
 _READ_BYTES: Final = 16 * 1024
 _WRITE_BUFFER_BYTES: Final = 16 * 1024
 _RESERVED_DESCRIPTORS: Final = 64
@@ -133,6 +135,8 @@ class Connection(H11Protocol):
             if self._num_rest_bytes > _MAX_REST_BYTES:
                 self.transport.abort()
                 return
+            self.flow.pause_reading()
+            self.loop.call_later(_REST_PAUSE_S, self._go_on_reading)
         if self._is_refused:
             return
         if self.conn.is_between_requests:
@@ -188,6 +192,10 @@ class Connection(H11Protocol):
         if state == "reading":
             self._head_timer = self.loop.call_later(self._connections.head_timeout_s, self._late)
         self._connections.set_idle(self, state != "busy")
+
+    def _go_on_reading(self) -> None:
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
 
     def _late(self) -> None:
         if self.conn.has_part_of_head:

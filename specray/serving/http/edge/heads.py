@@ -15,7 +15,7 @@ MAX_LINE_BYTES: Final = 8 * 1024
 MAX_HEAD_BYTES: Final = 16 * 1024
 """Longest head, as in Node."""
 MAX_HEADERS: Final = 100
-_MAX_FRAMING_BYTES: Final = 8 * 1024
+_MAX_FRAMING_BYTES: Final = 2 * 1024
 _BYTES_PER_FRAMING_BYTE: Final = 8
 """A body's framing (chunk sizes, their extensions, trailers) may be _MAX_FRAMING_BYTES plus an eighth of the
 body."""
@@ -97,6 +97,8 @@ def _check_head(data: bytes) -> None:
 
 
 def _check_request(request: h11.Request) -> None:
+    if request.method == b"CONNECT":
+        raise _refusal(405, "CONNECT is not served: this is no proxy")
     if request.http_version not in _VERSIONS:
         raise _refusal(505, "the HTTP version is not served; allowed: 1.0, 1.1")
     names = [name for name, _ in request.headers]

@@ -44,7 +44,7 @@ class Echo:
             more = message["more_body"]
         if scope["path"] == "/hold":
             await self.release.wait()
-        answer = [scope["method"], scope["path"], bytes(body).decode()]
+        answer = [scope["method"], scope["path"], bytes(body).decode("utf-8", "replace")]
         text = json.dumps(answer).encode() if scope["path"] != "/big" else 64 * 2**20 * b"a"
         length = [(b"content-length", str(len(text)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": length})

@@ -97,6 +97,7 @@ ILL_FORMED = (400, "a line of the head does not end with CR and LF, or goes on i
         (GET + b"A: b\nC: d\r\n\r\n", ILL_FORMED),
         (GET + b"A: b\rC: d\r\n\r\n", ILL_FORMED),
         (b"GET / HTTP/1.1\nHost: x\n\n", ILL_FORMED),
+        (b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n", (405, "CONNECT is not served: this is no proxy")),
         (b"GET / HTTP/2.0\r\nHost: x\r\n\r\n", (505, "the HTTP version is not served; allowed: 1.0, 1.1")),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", (505, "the HTTP version is not served; allowed: 1.0, 1.1")),
     ],
@@ -151,15 +152,15 @@ def test_chunks_of_a_common_size_have_no_bound() -> None:
 
 FRAMING = (
     400,
-    "the chunks of the body are too small, or their extensions or trailers too long; allowed: 8192 bytes "
+    "the chunks of the body are too small, or their extensions or trailers too long; allowed: 2048 bytes "
     "and 1 per 8 of the body",
 )
 
 
 def test_many_tiny_chunks_are_refused() -> None:
-    # 5 bytes each frame them: more than 8192 and an eighth from 1681 on.
-    assert len(events(CHUNKED, chunks(*(1680 * [b"a"])))) == 1682
-    assert refusal(CHUNKED, chunks(*(1681 * [b"a"]))) == FRAMING
+    # 5 bytes each frame them: more than 2048 and an eighth from 421 on.
+    assert len(events(CHUNKED, chunks(*(420 * [b"a"])))) == 422
+    assert refusal(CHUNKED, chunks(*(421 * [b"a"]))) == FRAMING
 
 
 @pytest.mark.parametrize("extension", [b";" + 100 * b"a", b";a=b" * 30])
