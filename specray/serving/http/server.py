@@ -22,7 +22,7 @@ from specray.errors import ConfigError
 from specray.serving.http.edge.connections import Connections, protocol_class
 
 KEEP_ALIVE_TIMEOUT_S = 90
-BACKLOG = 512
+BACKLOG = 128
 """Connections that wait to be accepted. The loop takes all of them in one turn, at about 40 us each."""
 START_TIMEOUT_S = 10.0
 STOP_GRACE_S = 5.0

@@ -32,7 +32,8 @@ _REST_PAUSE_S: Final = 0.01
 """Seconds between two reads of what nobody waits for: the rest of a body, or what follows a refused head."""
 _READ_BYTES: Final = 16 * 1024
 _WRITE_BUFFER_BYTES: Final = 16 * 1024
-_RESERVED_DESCRIPTORS: Final = 64
+_RESERVED_DESCRIPTORS: Final = 192
+"""As many as the loop accepts in one turn, and some for everything else."""
 _FIRST_BYTE: Final = "specray.first_byte_at"
 _CODES: Final = {408: "timeout", 414: "uri_too_long", 431: "headers_too_large"}
 
@@ -59,6 +60,8 @@ class Connections:
         self.num_accepted = 0
         self._max_connections = max_connections
         self._open: set[Connection] = set()
+        self._leaving: set[Connection] = set()
+        """Those closed for others, whose descriptors the loop frees in its next turn."""
         self._idle: dict[Connection, None] = {}
         """The idle ones, in the order in which they became idle."""
 
@@ -68,18 +71,21 @@ class Connections:
     def add(self, connection: Connection, *, descriptor: int) -> bool:
         """Takes a new connection, and closes an idle one if there must be room. False: there is none."""
         self.num_accepted += 1
-        if len(self._open) >= self._max_connections or descriptor >= _max_descriptor():
-            oldest = next(iter(self._idle), None)
-            if oldest is None:
+        limit = _max_descriptor()
+        while len(self._open) >= self._max_connections or descriptor - len(self._leaving) >= limit:
+            leaver = next(iter(self._idle), connection)
+            self.remove(leaver)
+            self._leaving.add(leaver)
+            leaver.transport.abort()
+            if leaver is connection:
                 return False
-            self.remove(oldest)
-            oldest.transport.abort()
         self._open.add(connection)
         return True
 
     def remove(self, connection: Connection) -> None:
         """Forgets a connection that ends."""
         self._open.discard(connection)
+        self._leaving.discard(connection)
         self._idle.pop(connection, None)
 
     def set_idle(self, connection: Connection, is_idle: bool) -> None:
@@ -116,8 +122,6 @@ class Connection(H11Protocol):
         transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
         if self._connections.add(self, descriptor=transport.get_extra_info("socket").fileno()):
             self._follow()
-        else:
-            transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.remove(self)

@@ -8,11 +8,11 @@ import resource
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from specray.serving.http.edge import connections
 from specray.serving.http.edge.connections import Connections, first_byte_at
 from specray.serving.http.server import HttpServer
 
@@ -226,15 +226,23 @@ async def test_new_connection_is_closed_where_none_is_idle() -> None:
         assert await (await server.peer()).ask(GET) == (200, ["GET", "/", ""])
 
 
-async def test_last_descriptors_of_the_process_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving() as server:
-        first = await server.peer()
-        monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
-        assert connections._max_descriptor() == 960
-        monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 20))  # Those in use are more.
-        second = await server.peer()
-        assert await first.is_closed()
-        assert await second.ask(GET) == (200, ["GET", "/", ""])
+def test_last_descriptors_of_the_process_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
+    bounds = Connections(100)
+    first, second, third, fourth, fifth = peers = [Mock() for _ in range(5)]
+    assert [bounds.add(peer, descriptor=n) for peer, n in ((first, 830), (second, 831))] == [True, True]
+    bounds.set_idle(second, True)
+    bounds.set_idle(first, True)
+    assert bounds.add(third, descriptor=832)  # Of 1024 the last 192 stay free.
+    assert bounds.add(fourth, descriptor=833)  # The descriptors of both that went are not free yet.
+    assert not bounds.add(fifth, descriptor=834)
+    assert [peer.transport.abort.called for peer in peers] == [True, True, False, False, True]
+    for gone in (first, second, fifth):
+        bounds.remove(gone)
+    bounds.set_idle(third, True)
+    assert bounds.add(fifth, descriptor=831)
+    assert not third.transport.abort.called
+    assert len(bounds) == 3
 
 
 UPGRADES = {
