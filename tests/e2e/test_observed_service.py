@@ -50,8 +50,10 @@ class Command:
 
     @property
     def logs(self) -> Path:
-        """Directory in which Ray keeps the logs of all processes."""
-        (session,) = Path(tempfile.gettempdir()).glob(f"ray/session_*_{self.process}")
+        """Directory of the logs of all processes. Ray names it after the one that the command guards."""
+        sessions = Path(tempfile.gettempdir()) / "ray"
+        processes = descendants(self.process)
+        (session,) = [found for process in processes for found in sessions.glob(f"session_*_{process}")]
         return session / "logs"
 
     def ray_token(self) -> str:
