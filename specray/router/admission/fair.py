@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Generic, Protocol, TypeVar
 
 MAX_IDLE_TENANTS = 1024
@@ -103,9 +103,14 @@ class FairQueue(Generic[WaitingT]):
             line = self.lines[entry.tenant] = Line(max(self._clock, self._idle_tags.pop(entry.tenant, 0)))
         line.push(entry)
 
-    def pop(self) -> WaitingT:
-        """Takes out the first entry of the line whose turn it is, and charges its tenant. Not when empty."""
-        tenant, line = min(self.lines.items(), key=lambda item: item[1].tag)
+    def pop(self, without: Collection[str] = ()) -> WaitingT:
+        """Takes out the first entry of the line whose turn it is, and charges its tenant.
+
+        Args:
+            without: tenants whose turn it is not; another one must wait.
+        """
+        lines = ((tenant, line) for tenant, line in self.lines.items() if tenant not in without)
+        tenant, line = min(lines, key=lambda item: item[1].tag)
         entry = line.remove(next(iter(line.entries)))
         self._clock = line.tag
         line.tag += entry.num_expected_tokens

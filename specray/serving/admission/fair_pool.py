@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -57,12 +58,24 @@ class FairPool:
         num_threads: works that run at a time.
         name: begins the threads' names.
         what: names in errors what calls wait for, in the plural.
+        max_per_tenant: threads that one tenant's works have at a time; default: all.
         max_wait_s: longest wait for a thread in seconds.
     """
 
-    def __init__(self, num_threads: int, name: str, *, what: str, max_wait_s: float = MAX_WAIT_S) -> None:
+    def __init__(
+        self,
+        num_threads: int,
+        name: str,
+        *,
+        what: str,
+        max_per_tenant: int | None = None,
+        max_wait_s: float = MAX_WAIT_S,
+    ) -> None:
         self._threads = ThreadPoolExecutor(num_threads, name)
         self._num_free = num_threads
+        self._max_per_tenant = max_per_tenant or num_threads
+        self._running: Counter[str] = Counter()
+        """Threads by the tenant that has them."""
         self._what = what
         self._max_wait_s = max_wait_s
         self._queue: FairQueue[_Waiting] = FairQueue()
@@ -131,10 +144,14 @@ class FairPool:
             self._free(entry, 0)
 
     def _hand_out(self) -> None:
-        while self._num_free and self._queue:
-            entry = self._queue.pop()
+        while self._num_free:
+            sated = {tenant for tenant, num in self._running.items() if num >= self._max_per_tenant}
+            if self._queue.lines.keys() <= sated:
+                return
+            entry = self._queue.pop(sated)
             entry.is_queued = False
             self._num_free -= 1
+            self._running[entry.tenant] += 1
             if not entry.place.done():  # A caller that has just left gives its place back itself.
                 entry.place.set_result(None)
 
@@ -146,4 +163,6 @@ class FairPool:
     def _free(self, entry: _Waiting, taken_us: int) -> None:
         self._queue.refund(entry.tenant, entry.num_expected_tokens - taken_us)
         self._num_free += 1
+        self._running[entry.tenant] -= 1
+        self._running += Counter()  # Drops those that have none.
         self._hand_out()

@@ -22,6 +22,7 @@ from specray.serving.calls.bad_words import with_bad_word_ids
 from specray.serving.calls.defaults import load_defaults
 from specray.serving.calls.generate_requests import to_generate_requests, truncated
 from specray.serving.calls.predictions import with_prediction_ids
+from specray.serving.calls.texts import SECONDS_PER_BYTE, SECONDS_PER_CHAR
 from specray.serving.grammars import GrammarChecker
 from specray.serving.http.chat.plan import ChatPlanner, Reading
 from specray.serving.http.chat.schema import ChatCompletionRequest
@@ -98,10 +99,17 @@ class CallPreparer:
         self._planner = ChatPlanner(tokenizer, config, client.texts)
         self._defaults = load_defaults(config.now)
 
-    async def work(
-        self, work: Callable[[], ResultT], place: Place, *, size: int | None = None, is_inline: bool = True
-    ) -> ResultT:
-        """Returns what ``work`` on the texts of a call returns; a long one's is done in a thread.
+    async def read(self, work: Callable[[], ResultT], place: Place) -> ResultT:
+        """Returns what ``work`` reads of a call's body; a long one is read in a thread.
+
+        Raises:
+            OverloadedError, DeadlineExceededError: too many texts of others go first.
+        """
+        expected_s = place.num_bytes * SECONDS_PER_BYTE
+        return await self._client.texts.run(work, place.turn, expected_s=expected_s)
+
+    async def work(self, work: Callable[[], ResultT], place: Place, *, size: int | None = None) -> ResultT:
+        """Returns what ``work`` on the tokens of a call returns; on many, it is done in a thread.
 
         Args:
             size: characters; default: the bytes of the body.
@@ -110,7 +118,7 @@ class CallPreparer:
             OverloadedError, DeadlineExceededError: too many texts of others go first.
         """
         num_chars = place.num_bytes if size is None else size
-        return await self._client.texts.run(work, num_chars, place.turn, is_inline=is_inline)
+        return await self._client.texts.run(work, place.turn, expected_s=num_chars * SECONDS_PER_CHAR)
 
     async def prepare(self, asked: Asked, place: Place, *, request_id: str) -> PreparedCall:
         """Makes a call's requests.

@@ -9,11 +9,14 @@ from typing import Final, TypeVar
 from specray.serving.admission.fair_pool import FairPool, Turn
 from specray.serving.admission.limiter import step_aside
 
-_INLINE_CHARS: Final = 4096
-"""Characters up to which work is done at once: it takes some milliseconds."""
-_SHORT_CHARS: Final = 32 * 1024
-"""Characters up to which work has a thread that no longer work can hold."""
-_SECONDS_PER_CHAR: Final = 5e-7
+_INLINE_S: Final = 2e-3
+"""Seconds of work that is done at once: that of 4000 characters to tokenize."""
+_SHORT_S: Final = 16e-3
+"""Seconds of work that has a thread which no longer work can hold: that of 32,000 characters to tokenize."""
+SECONDS_PER_CHAR: Final = 5e-7
+"""Seconds to tokenize a character."""
+SECONDS_PER_BYTE: Final = 1e-7
+"""Seconds to read a byte of a body."""
 _MAX_THREADS: Final = 4
 
 ResultT = TypeVar("ResultT")
@@ -23,20 +26,22 @@ class TextWork:
     """The threads of one Ingress for texts, shared by all its endpoints."""
 
     def __init__(self) -> None:
-        num_threads = min(_MAX_THREADS, max(1, (os.cpu_count() or 1) - 1))
+        num_threads = min(_MAX_THREADS, max(2, (os.cpu_count() or 1) - 1))
         self._short = FairPool(1, "specray-texts", what="texts")
-        self._long = FairPool(num_threads, "specray-long-texts", what="texts")
+        # One thread is always there for another tenant than those whose long texts are tokenized.
+        self._long = FairPool(num_threads, "specray-long-texts", what="texts", max_per_tenant=num_threads - 1)
 
     async def run(
-        self, work: Callable[[], ResultT], size: int, turn: Turn, *, is_inline: bool = True
+        self, work: Callable[[], ResultT], turn: Turn, *, expected_s: float, is_inline: bool = True
     ) -> ResultT:
-        """Returns what ``work`` on about ``size`` characters returns. Raises what FairPool.run raises.
+        """Returns what ``work`` returns. Raises what FairPool.run raises.
 
         Args:
-            is_inline: False: never on the event loop, however short the text is.
+            expected_s: seconds that it should take.
+            is_inline: False: never on the event loop, however short it is.
         """
-        if is_inline and size <= _INLINE_CHARS:
+        if is_inline and expected_s <= _INLINE_S:
             return work()
         step_aside()
-        pool = self._short if size <= _SHORT_CHARS else self._long
-        return await pool.run(work, turn, expected_s=1e-4 + size * _SECONDS_PER_CHAR)
+        pool = self._short if expected_s <= _SHORT_S else self._long
+        return await pool.run(work, turn, expected_s=expected_s)

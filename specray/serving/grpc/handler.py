@@ -117,7 +117,7 @@ class GrpcIngress:
     async def _generate(
         self, params: GenerateParams, place: Place, record: CallRecord
     ) -> AsyncGenerator[GenerateEvent, None]:
-        chat = await self._calls.work(partial(read_chat, params), place)
+        chat = await self._calls.read(partial(read_chat, params), place)
         asked = Asked(
             params.model,
             [_prompt(params)] if chat is None else chat,
@@ -188,7 +188,7 @@ class _Entered:
             most = self.limits.max_chat_bytes
             raise InvalidRequestError(f"the message has {len(data)} bytes; allowed: {most}")
         self.place.begin()
-        return await self.calls.work(partial(decode, data), self.place)
+        return await self.calls.read(partial(decode, data), self.place)
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,7 +108,7 @@ class OpenAiApi:
             body = self.parse(CompletionRequest, arrived.timed_values())
             return body, body.prompts()
 
-        body, prompts = await self.calls.work(read, arrived.place)
+        body, prompts = await self.calls.read(read, arrived.place)
         response_id = f"cmpl-{uuid.uuid4().hex}"
         prepared = await self.calls.prepare(_asked(body, prompts), arrived.place, request_id=response_id)
         if body.truncate_prompt_tokens is not None:
@@ -131,7 +131,7 @@ class OpenAiApi:
 
     async def chat_call(self, arrived: Arrived, record: CallRecord) -> Call:
         """Makes the call of a /v1/chat/completions body. Raises what ``CallPreparer.prepare`` raises."""
-        body = await self.calls.work(
+        body = await self.calls.read(
             lambda: self.parse(ChatCompletionRequest, arrived.timed_values()), arrived.place
         )
         return await self.chat(body, arrived.place, record, prefix="chatcmpl-", make_format=ChatFormat)

@@ -10,7 +10,7 @@ from typing import Final
 from specray.config.live import LiveConfig
 from specray.errors import InvalidRequestError
 from specray.serving.admission.places import Place
-from specray.serving.calls.texts import TextWork
+from specray.serving.calls.texts import SECONDS_PER_CHAR, TextWork
 from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.tools.answer import REASONING_CLOSE, REASONING_OPEN, AnswerParser
 from specray.serving.tools.forced import after_reasoning, forced_calls
@@ -159,7 +159,8 @@ class ChatPlanner:
                 may_reason=self._has_reasoning and not text.rstrip().endswith(REASONING_CLOSE),
             )
 
-        return await self._texts.run(written, place.num_bytes, place.turn, is_inline=False)
+        expected_s = place.num_bytes * SECONDS_PER_CHAR
+        return await self._texts.run(written, place.turn, expected_s=expected_s, is_inline=False)
 
     async def plan(
         self,

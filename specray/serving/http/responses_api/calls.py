@@ -32,7 +32,7 @@ async def responses_call(api: OpenAiApi, arrived: Arrived, record: CallRecord) -
         with renamed(RENAMES):
             return body, api.parse(ResponsesChat, chat)
 
-    body, chat = await api.calls.work(read, arrived.place)
+    body, chat = await api.calls.read(read, arrived.place)
     with renamed(RENAMES):
         return await api.chat(
             chat,

@@ -57,7 +57,7 @@ def add_token_routes(app: FastAPI, api: OpenAiApi, tokenizer: Tokenizer, limits:
         call = arrived(request)
 
         async def answer() -> JSONResponse:
-            values = await api.calls.work(call.values, call.place)
+            values = await api.calls.read(call.values, call.place)
             if not isinstance(values, dict):
                 raise InvalidRequestError("the body is no JSON object; allowed: a JSON object")
             async with call.place.in_time():

@@ -27,8 +27,8 @@ class Held:
         return "held"
 
 
-def make_pool(num_threads: int = 1, max_wait_s: float = 30.0) -> FairPool:
-    return FairPool(num_threads, "test", what="works", max_wait_s=max_wait_s)
+def make_pool(num_threads: int = 1, max_wait_s: float = 30.0, max_per_tenant: int | None = None) -> FairPool:
+    return FairPool(num_threads, "test", what="works", max_wait_s=max_wait_s, max_per_tenant=max_per_tenant)
 
 
 def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
@@ -163,5 +163,19 @@ def test_a_caller_that_leaves_as_its_turn_comes_hands_it_on() -> None:
         assert await stays == 2
         await asyncio.gather(*leaves, return_exceptions=True)
         assert await asyncio.gather(*(pool.run(lambda: 3) for _ in range(4))) == [3] * 4
+
+    run(main)
+
+
+def test_a_thread_is_there_for_another_tenant_whatever_one_has_begun() -> None:
+    async def main() -> None:
+        pool, held = make_pool(2, max_per_tenant=1), Held()
+        first = await started(pool, held, "many")
+        second = asyncio.create_task(pool.run(lambda: "many", Turn("many")))
+        assert await pool.run(lambda: "few", Turn("few")) == "few"
+        assert await pool.run(lambda: "few", Turn("few")) == "few"
+        assert not second.done() and pool.num_waiting == 1
+        held.go.set()
+        assert await asyncio.gather(first, second) == ["held", "many"]
 
     run(main)
