@@ -159,6 +159,11 @@ def _describe_through_library(args: ModelArgs, directory: Path | None) -> ModelD
     """Describes a model as transformers reads its configuration; its import takes seconds."""
     from specray.engine.model import library
 
+    with library.plain_layers(args.path):
+        return _describe_with(library, args, directory)
+
+
+def _describe_with(library: Any, args: ModelArgs, directory: Path | None) -> ModelDescription:
     config = library.load_config(args.path, directory)
     max_model_len = _max_model_len(args, config.max_model_len)
     if args.tensor_parallel_size > 1 and not config.can_be_shared(args.forward):

@@ -5,6 +5,8 @@ Importing it takes seconds and brings all of the library's modelling code.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,14 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
 from transformers.utils.hub import cached_file
 
 from specray.engine.model.checkpoint.headers import read_headers
 from specray.engine.model.checkpoint.layer_formats import StoredFormat
 from specray.engine.model.checks.architecture import check_architecture
 from specray.engine.model.checks.formats import check_format, check_tensors
-from specray.engine.model.checks.messages import one_line
+from specray.engine.model.checks.messages import one_line, plain_reason
 from specray.engine.model.checks.modalities import (
     auto_class,
     drop_other_parts,
@@ -27,6 +30,7 @@ from specray.engine.model.checks.modalities import (
     needs_other_parts,
 )
 from specray.engine.model.checks.refusals import has_recurrent_layers, refusal_of, window_refusal
+from specray.engine.model.checks.values import check_values
 from specray.engine.model.checks.weights import check_finite, check_report
 from specray.engine.model.decoder_config import DecoderConfig
 from specray.engine.model.families.from_library import can_lower, decoder_config_of
@@ -198,6 +202,7 @@ def load_config(path: str, directory: Path | None) -> LibraryConfig:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model {path!r} cannot be loaded: {one_line(error)}") from None
     stored = check_format(path, directory, dict(values))
+    check_values(path, values)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(where, trust_remote_code=False, **options)
         text = config.get_text_config()
@@ -205,9 +210,23 @@ def load_config(path: str, directory: Path | None) -> LibraryConfig:
             # Its models do so: what stands beside the rotary parameters may count before them.
             text.standardize_rope_params()
     except Exception as error:  # Values that a configuration class refuses raise all kinds.
-        raise ConfigError(f"model {path!r} cannot be loaded: {one_line(error)}") from None
+        reason = one_line(error) if isinstance(error, (OSError, ValueError)) else plain_reason(error)
+        raise ConfigError(f"model {path!r} cannot be loaded: {reason}") from None
     _check_causal(path, config)
     return LibraryConfig(config, text, stored)
+
+
+@contextmanager
+def plain_layers(path: str) -> Iterator[None]:
+    """Names what layers have of their own where only one value for all of them can be served.
+
+    Raises:
+        ConfigError: instead of the library's error, which speaks of its objects.
+    """
+    try:
+        yield
+    except AmbiguousGlobalPerLayerAttributeError as error:
+        raise ConfigError(f"model {path!r}: {plain_reason(error)}") from None
 
 
 def check_served(

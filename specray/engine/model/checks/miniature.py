@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from specray.engine.model.checks.messages import first_line
+from specray.engine.model.checks.messages import plain_reason
 from specray.engine.model.checks.modalities import (
     auto_class,
     drop_other_parts,
@@ -103,10 +103,10 @@ def build_miniature(config: PreTrainedConfig, *, max_model_len: int) -> PreTrain
             except (
                 Exception
             ) as error:  # A library's configurations, constructors and forwards raise all kinds.
-                errors.append(first_line(error))
+                errors.append(plain_reason(error))
+    reasons = errors[0] if len(set(errors)) == 1 else f"{errors[0]}; with its own widths {errors[1]}"
     raise ConfigError(
-        f"model type {config.model_type!r} is not supported: it cannot be checked at a small size "
-        f"({errors[0]}; with its own widths {errors[1]})"
+        f"model type {config.model_type!r} is not supported: it cannot be checked at a small size ({reasons})"
     )
 
 

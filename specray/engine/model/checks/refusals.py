@@ -68,7 +68,7 @@ def known_refusal(config: Any, *, max_model_len: int) -> str | None:
             "it has sparse attention, whose layers choose the tokens that they see by an index of their own"
         )
     if not getattr(config, "is_causal", True):
-        return "its tokens see those behind them (is_causal is false)"
+        return "its tokens see those after them (is_causal is false)"
     first = getattr(config, "floor_scale", None)
     if getattr(config, "attn_temperature_tuning", False) and first is not None and first <= max_model_len:
         # The library counts rows, which are of several sequences here.

@@ -11,6 +11,8 @@ from transformers import (
     BertLMHeadModel,
     MambaConfig,
     MambaForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
 )
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
@@ -55,9 +57,19 @@ def test_recurrent_layers_and_mlps_without_attention() -> None:
     assert known_refusal(config, max_model_len=128) is None
 
 
-def test_attention_in_both_directions(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("config_class", "model_class", "is_decoder", "reason"),
+    [
+        (BertConfig, BertLMHeadModel, False, "its tokens see those after them (is_decoder is false)"),
+        (RobertaConfig, RobertaForCausalLM, False, "its tokens see those after them (is_decoder is false)"),
+        (RobertaConfig, RobertaForCausalLM, True, "its positions do not begin at 0, as RoBERTa's do not"),
+    ],
+)
+def test_an_encoder_is_refused_for_what_it_is(
+    tmp_path: Path, config_class: Any, model_class: Any, is_decoder: bool, reason: str
+) -> None:
     torch.manual_seed(0)
-    config = BertConfig(
+    config = config_class(
         vocab_size=96,
         hidden_size=32,
         num_hidden_layers=2,
@@ -65,9 +77,9 @@ def test_attention_in_both_directions(tmp_path: Path) -> None:
         intermediate_size=48,
         max_position_embeddings=64,
         initializer_range=0.3,
-        is_decoder=False,
+        is_decoder=is_decoder,
     )
-    assert "is not supported" in refused(tmp_path, BertLMHeadModel(config))
+    assert f"{model_class.__name__} is not supported: {reason}" in refused(tmp_path, model_class(config))
 
 
 @pytest.mark.parametrize("broken", ["single", "pair"])

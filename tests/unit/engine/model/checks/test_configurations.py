@@ -62,11 +62,48 @@ def described(directory: Path, family: str, changed: dict[str, Any]) -> ModelDes
         (
             "llama",
             {"per_layer_config": {"1": {"rms_norm_eps": 0.5}}},
-            "'rms_norm_eps' is a per-layer attribute",
+            "it cannot be checked at a small size (per_layer_config gives its layers rms_norm_eps of their "
+            "own, which transformers' model of it does not read)",
+        ),
+        (
+            "llama",
+            {"per_layer_config": {"1": {"max_position_embeddings": 64}}},
+            ": per_layer_config gives its layers max_position_embeddings of their own, which",
+        ),
+        (
+            "qwen3",
+            {"per_layer_config": {"1": {"vocab_size": 64}}},
+            "cannot be loaded: per_layer_config gives its layers vocab_size of their own",
+        ),
+        (
+            "llama",
+            {"per_layer_config": [{"intermediate_size": 64}]},
+            """per_layer_config is "[{'intermediate_size': 64}]"; allowed: an object of objects""",
+        ),
+        (
+            "llama",
+            {"per_layer_config": {"full_attention": {}}},
+            "per_layer_config is \"{'full_attention': {}}\"",
+        ),
+        # Kinds of rotary embeddings that there are not.
+        (
+            "olmo3",
+            {"rope_parameters": {"full_attention": {"rope_type": "spiral", "rope_theta": 1e4}}},
+            "rope_parameters.full_attention.rope_type is 'spiral'; allowed: default, dynamic, linear, ",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"type": "spiral"}},
+            "rope_scaling.rope_type is 'spiral'; allowed: default, ",
+        ),
+        (
+            "laguna",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            "it cannot be checked at a small size (its configuration lacks 'full_attention')",
         ),
         ("olmo", {"sliding_window": 16}, "with transformers' own cache its logits are off by"),
         ("qwen2-sliding", {"use_sliding_window": False}, "transformers makes no cache for it"),
-        ("llama", {"is_causal": False}, "its tokens see those behind them (is_causal is false)"),
+        ("llama", {"is_causal": False}, "its tokens see those after them (is_causal is false)"),
         (
             "llama4",
             {"floor_scale": 64},
