@@ -105,8 +105,9 @@ class GuardedProcess:
         return self.process.stdout.readline()
 
     def end(self) -> tuple[int, str]:
-        """Waits for the end of all; returns the exit code and what was said."""
-        _, said = self.process.communicate(timeout=DEADLINE_S)
+        """Waits for the end of all, with no more output; returns the exit code and what was said."""
+        output, said = self.process.communicate(timeout=DEADLINE_S)
+        assert output == ""
         for pid in self.pids:
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)
@@ -120,8 +121,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a pr
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_is_passed_on_and_the_exit_code_is_passed_back(number: signal.Signals) -> None:
     guarded = GuardedProcess("signal.signal(signal.SIGINT, lambda *_: os._exit(7))", FOR_EVER)
-    # To the whole group, as a terminal does: the guarded process is in another.
-    os.killpg(guarded.process.pid, number)
+    guarded.process.send_signal(number)
     assert guarded.end() == (7 if number == signal.SIGINT else EXIT_INTERRUPTED, "")
 
 
@@ -142,7 +142,9 @@ def test_a_hangup_that_is_ignored_ends_nothing() -> None:
 @linux
 def test_a_second_signal_kills_at_once() -> None:
     guarded = GuardedProcess(STUBBORN, FOR_EVER)
-    guarded.process.send_signal(signal.SIGINT)
+    # A terminal's Ctrl-C goes to a whole group: the guarded process is in another, and is asked once.
+    assert os.getpgid(guarded.pids[0]) == guarded.pids[0]
+    os.killpg(guarded.process.pid, signal.SIGINT)
     assert guarded.line() == "asked\n"
     # The second of a pair that one request made does not count.
     guarded.process.send_signal(signal.SIGINT)
@@ -155,7 +157,8 @@ def test_a_second_signal_kills_at_once() -> None:
 @linux
 @pytest.mark.parametrize("then", [FOR_EVER, "os.kill(os.getpid(), signal.SIGSTOP)"])
 def test_the_end_of_patience_kills_whatever_hangs(then: str) -> None:
-    guarded = GuardedProcess(STUBBORN, then, patience_s=0.5)
+    # With a handler that says nothing: it is asked, or stopped.
+    guarded = GuardedProcess(STUBBORN.replace("'asked'", "end=''"), then, patience_s=0.5)
     guarded.process.send_signal(signal.SIGINT)
     assert guarded.end() == (1, "specray: not ended after 0.5 s; killing every process\n")
 
