@@ -16,7 +16,6 @@ from specray.serving.admission.capacity import RouterCapacity
 from specray.serving.admission.places import Place, Places
 from specray.serving.http.body import decode, discard, read_body
 from specray.serving.http.edge.connections import first_byte_at
-from specray.serving.http.events import timely
 from specray.serving.http.key_check import caller_of
 from specray.serving.http.observe import record_of
 from specray.serving.http.problems import HttpError, problem_response
@@ -51,7 +50,7 @@ class AdmissionMiddleware:
     """Gives calls their places, reads their bodies, and refuses what the routers are known to refuse.
 
     At ten times the capacity, running the application for every call would cost more than the answers. A body
-    that is unclear is left to the application. A call whose client does not read loses its place.
+    that is unclear is left to the application.
 
     Args:
         places: of this Ingress.
@@ -77,7 +76,6 @@ class AdmissionMiddleware:
         if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].endswith(_PATHS):
             await self._app(scope, receive, send)
             return
-        send = timely(send)
         with ExitStack() as stack:
             try:
                 scope[_CALL] = await self._arrived(Request(scope), receive, stack)

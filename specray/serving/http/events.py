@@ -8,13 +8,9 @@ from typing import Any, Final, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from specray.serving.generation import close
-
-SEND_TIMEOUT_S: Final = 30.0
-"""Seconds for which a full buffer may wait for its client to read. A client that reads at all empties it in a
-moment; one that does not would hold a place in the routers, for tokens that nobody sees."""
 
 KEEP_ALIVE_S: Final = 15.0
 """Seconds after which a stream on which nothing happens gets a comment."""
@@ -82,7 +78,7 @@ class EventStreamResponse(Response):
         try:
             await until_disconnect(receive, self._send_all(send))
         except (ClientDisconnect, OSError):
-            return  # A client that does not read raises TimeoutError, an OSError too: see ``timely``.
+            return
         finally:
             await close(self._events)
             await close(self._source)
@@ -119,19 +115,6 @@ class EventStreamResponse(Response):
                 await asyncio.sleep(self._keep_alive_s)
             elif is_silent:
                 await self._send_part(send, self._comment)
-
-
-def timely(send: Send) -> Send:
-    """Wraps ``send`` so that it raises TimeoutError if the client has not read for SEND_TIMEOUT_S.
-
-    Servers wait without limit for a client that keeps its connection open and reads nothing.
-    """
-
-    async def timely_send(message: Message) -> None:
-        async with asyncio.timeout(SEND_TIMEOUT_S):
-            await send(message)
-
-    return timely_send
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -23,7 +23,8 @@ from specray.serving.http.problems import HttpError, problem_body
 HEAD_TIMEOUT_S: Final = 10.0
 """Seconds from a connection, or from the first byte of a later request, to the end of the head."""
 UNREAD_TIMEOUT_S: Final = 30.0
-"""Seconds for which a full buffer may wait for its client to read."""
+"""Seconds for which a full buffer may wait for its client to read. A client that reads at all empties it in a
+moment; one that does not would hold a place in the routers, for tokens that nobody sees."""
 _CLOSE_TIMEOUT_S: Final = 2.0
 """Seconds in which the client of a refused head gets to read the answer."""
 _MAX_REST_BYTES: Final = 1024 * 1024
@@ -33,7 +34,7 @@ _REST_PAUSE_S: Final = 0.01
 _READ_BYTES: Final = 16 * 1024
 _WRITE_BUFFER_BYTES: Final = 16 * 1024
 _RESERVED_DESCRIPTORS: Final = 192
-"""As many as the loop accepts in one turn, and some for everything else."""
+"""Descriptors that are not used for connections: those that the loop accepts in one turn, and some others."""
 _FIRST_BYTE: Final = "specray.first_byte_at"
 _CODES: Final = {408: "timeout", 414: "uri_too_long", 431: "headers_too_large"}
 

@@ -30,6 +30,7 @@ class Echo:
         self.scopes: list[Scope] = []
         self.release = asyncio.Event()
         self.has_left = asyncio.Event()
+        self.has_answered = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scopes.append(scope)
@@ -49,6 +50,7 @@ class Echo:
         length = [(b"content-length", str(len(text)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": length})
         await send({"type": "http.response.body", "body": text})
+        self.has_answered.set()
 
 
 class Peer:
@@ -313,6 +315,7 @@ async def test_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPa
         peer.send(b"GET /big HTTP/1.1\r\nHost: x\r\n\r\n")
         await until(lambda: len(server.app.scopes) == 1)
         await until(lambda: len(server.connections) == 0)
+        await server.app.has_answered.wait()  # Nothing of the call waits for the client any longer.
 
 
 async def test_scope_says_when_the_first_byte_came() -> None:
