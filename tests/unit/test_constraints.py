@@ -30,6 +30,14 @@ def test_every_requirement_is_pinned_within_its_bounds() -> None:
         assert requirement.specifier.contains(pin), f"{requirement}, pinned {pin}"
 
 
+def test_libraries_whose_inner_parts_are_used_are_bound_to_a_minor_version() -> None:
+    values = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    required = {entry.name: entry for entry in map(Requirement, values["project"]["dependencies"])}
+    for name in ("h11", "uvicorn"):
+        major, minor, _ = PINS[name].split(".")
+        assert not required[name].specifier.contains(f"{major}.{int(minor) + 1}.0"), name
+
+
 def test_the_makefile_and_the_image_install_nothing_without_hashes() -> None:
     for name in ("Makefile", "cluster/Dockerfile"):
         text = re.sub(r"\\\n\s*", " ", (ROOT / name).read_text())
