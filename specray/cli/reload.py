@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -61,8 +58,9 @@ def reload(
         port = given.http.port
 
     from specray.serving.live.reload import reload_service
+    from specray.serving.own_ray.watch import within
 
-    with _at_most(timeout + CONNECT_S):
+    with within(timeout + CONNECT_S, "the Ray of the service has not answered", _give_up):
         found = reload_service(wanted, port=port, timeout_s=timeout)
     for change in found:
         print(change)
@@ -72,19 +70,7 @@ def reload(
         print("specray: nothing differs from what is served")
 
 
-@contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
-    """Ends this process if the block takes longer: calls of Ray wait for a lost part of it without end."""
-
-    def give_up() -> None:
-        text = f"the Ray of the service has not answered within {seconds:g} s; what has changed is not known"
-        print(f"specray: {text}", file=sys.stderr, flush=True)
-        os._exit(1)
-
-    timer = threading.Timer(seconds, give_up)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+def _give_up(reason: str) -> None:
+    """Ends this process at once: calls of Ray wait for a lost part of it without end."""
+    print(f"specray: {reason}; what has changed is not known", file=sys.stderr, flush=True)
+    os._exit(1)

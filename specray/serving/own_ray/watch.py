@@ -123,7 +123,7 @@ def watched(find: Callable[[], Sequence[Part]], on_lost: Callable[[str], None] |
 
 @contextmanager
 def within(seconds: float, what: str, on_lost: Callable[[str], None] | None) -> Iterator[None]:
-    """Says that ``what`` did not happen if the block takes longer; ``on_lost`` as for :func:`watched`."""
+    """Calls ``on_lost``, as for :func:`watched`, with "``what`` within .. s" if the block takes longer."""
     timer = threading.Timer(seconds, on_lost or (lambda _: None), [f"{what} within {seconds:g} s"])
     timer.daemon = True
     timer.start()
