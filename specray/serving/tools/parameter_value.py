@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from specray.grammar import resolve
 from specray.serving.tools.json_text import loads
 
 _MAX_REFERENCES: Final = 32
@@ -23,8 +24,8 @@ class ParameterSchema:
     """
 
     def __init__(self, parameters: Mapping[str, Any], key: str) -> None:
-        self._root = parameters
-        self._schema = self._resolved(next(self._properties(parameters, key, set()), True))
+        self._root = dict(parameters)
+        self._schema = self._resolved(next(self._properties(self._root, key, set()), True))
         self._kinds = self._kinds_of(self._schema, {})
 
     @property
@@ -75,15 +76,14 @@ class ParameterSchema:
             yield schema["additionalProperties"]
 
     def _resolved(self, schema: object) -> object:
-        """A schema without the reference that it may be."""
+        """The schema to which a ``$ref`` leads; one whose ``$ref`` leads nowhere is judged without it."""
         for _ in range(_MAX_REFERENCES):
-            reference = schema.get("$ref") if isinstance(schema, Mapping) else None
-            if not isinstance(reference, str) or not reference.startswith("#"):
+            found = (
+                resolve(self._root, schema["$ref"]) if isinstance(schema, dict) and "$ref" in schema else None
+            )
+            if found is None:
                 return schema
-            schema = self._root
-            for step in reference[1:].split("/")[1:]:
-                step = step.replace("~1", "/").replace("~0", "~")
-                schema = schema.get(step, True) if isinstance(schema, Mapping) else True
+            schema = found[0]
         return True
 
     def _kinds_of(self, schema: object, seen: dict[int, frozenset[str]]) -> frozenset[str]:

@@ -27,7 +27,7 @@ _ROLES: Final = {
     "tool": "tool",
 }
 """Roles as templates know them, by their names in requests."""
-_TEXTS: Final = ("text", "input_text", "output_text")
+TEXTS: Final = ("text", "input_text", "output_text")
 """Types of parts that are text."""
 _UNSUPPORTED: Final = ("function_call", "audio")
 _EMPTY: Final[tuple[object, ...]] = (None, "", [], {})
@@ -99,11 +99,11 @@ def _content(
     content = message.content
     if message.role != "assistant":
         shows = shows_media(images, is_result=message.role == "tool")
-        return text_of_parts(where, content, _TEXTS, shows=shows), ""
+        return text_of_parts(where, content, TEXTS, shows=shows), ""
     if content in (None, []):
         content = message.refusal if message.refusal not in _EMPTY else None if calls else ""
         where = where.replace("content", "refusal")
-    return (None, "") if content is None else answer_of_parts(where, content, (*_TEXTS, "refusal"))
+    return (None, "") if content is None else answer_of_parts(where, content, (*TEXTS, "refusal"))
 
 
 def _calls(where: str, message: MessageFields) -> list[dict[str, Any]]:
@@ -129,12 +129,33 @@ def _call(where: str, call: object) -> dict[str, Any]:
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise out_of_range(f"{where}.function.name", name, "a name")
-    arguments = read_arguments(function.get("arguments"))
+    arguments = _arguments(function.get("arguments"))
     named = {} if call_id is None else {"id": call_id}
     return {**named, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def read_arguments(value: object) -> dict[str, Any] | str:
+def translated_call(where: str, call: dict[str, Any], *, id_key: str, arguments_key: str) -> dict[str, Any]:
+    """A call as chats have it, of an API that names its id and its arguments in its own way.
+
+    Raises:
+        InvalidRequestError: it has no name or no id.
+    """
+    function = {
+        "name": required_string(f"{where}.name", call.get("name")),
+        "arguments": _arguments(call.get(arguments_key)),
+    }
+    call_id = required_string(f"{where}.{id_key}", call.get(id_key))
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def required_string(where: str, value: object) -> str:
+    """The string itself. Raises InvalidRequestError for anything else, and for an empty one."""
+    if not isinstance(value, str) or not value:
+        raise out_of_range(where, value, "a string of at least one character")
+    return value
+
+
+def _arguments(value: object) -> dict[str, Any] | str:
     """The arguments of a call: an object, or text that is no object's, as it came.
 
     Args:

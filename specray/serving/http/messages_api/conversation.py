@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from specray.errors import InvalidRequestError
-from specray.serving.http.chat.messages import read_arguments
+from specray.serving.http.chat.messages import required_string, translated_call
 from specray.serving.http.chat.parts import Images, shows_media, text_of_part, text_of_parts
 from specray.serving.validation import out_of_range
 
@@ -17,7 +17,7 @@ _KINDS: Final = {
 """Types of blocks by role."""
 _BILLING: Final = "x-anthropic-billing-header"
 """Begins the block that Claude Code puts before its instructions: other text with each request, for Anthropic
-alone, behind which nothing would be found in a prefix cache."""
+alone, after which nothing would be found in a prefix cache."""
 Message = dict[str, Any]
 
 
@@ -87,7 +87,7 @@ def _of_user(where: str, blocks: list[Any], images: Images) -> list[Message]:
             text = (
                 "" if content is None else text_of_parts(f"{place}.content", content, ("text",), shows=shows)
             )
-            call_id = _string(f"{place}.tool_use_id", block.get("tool_use_id"))
+            call_id = required_string(f"{place}.tool_use_id", block.get("tool_use_id"))
             messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
             continue
         text = text_of_part(place, block, _KINDS["user"], shows=shows_media(images, is_result=False))
@@ -103,33 +103,14 @@ def _of_assistant(where: str, blocks: list[dict[str, Any]]) -> Message:
     for index, block in enumerate(blocks):
         place = f"{where}[{index}]"
         if block["type"] == "text":
-            content.append(_text(f"{place}.text", block.get("text")))
+            content.append(text_of_part(place, block, ("text",)))
         elif block["type"] == "thinking":
-            thinking.append(_text(f"{place}.thinking", block.get("thinking") or ""))
+            thinking.append(text_of_parts(f"{place}.thinking", block.get("thinking") or "", ("text",)))
         elif block["type"] == "tool_use":
-            calls.append(_call(place, block))
+            calls.append(translated_call(place, block, id_key="id", arguments_key="input"))
     message: Message = {"role": "assistant", "content": "".join(content) or (None if calls else "")}
     if calls:
         message["tool_calls"] = calls
     if any(thinking):
         message["reasoning_content"] = "".join(thinking)
     return message
-
-
-def _call(where: str, block: dict[str, Any]) -> dict[str, Any]:
-    arguments = read_arguments(block.get("input"))
-    name = _string(f"{where}.name", block.get("name"))
-    call_id = _string(f"{where}.id", block.get("id"))
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def _text(where: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise out_of_range(where, value, "a string")
-    return value
-
-
-def _string(where: str, value: object) -> str:
-    if not isinstance(value, str) or not value:
-        raise out_of_range(where, value, "a string of at least one character")
-    return value

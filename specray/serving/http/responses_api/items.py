@@ -9,19 +9,17 @@ from __future__ import annotations
 from typing import Any, Final
 
 from specray.errors import InvalidRequestError
-from specray.serving.http.chat.messages import read_arguments
+from specray.serving.http.chat.messages import TEXTS, required_string, translated_call
 from specray.serving.http.chat.parts import Images, answer_of_parts, shows_media, text_of_parts
 from specray.serving.validation import out_of_range
 
 _ROLES: Final = ("user", "assistant", "system", "developer")
-_TEXTS: Final = ("input_text", "output_text", "text")
-"""Types of parts that are text."""
 _KINDS: Final = ("message", "function_call", "function_call_output", "reasoning")
 Message = dict[str, Any]
 
 
 def messages_of(value: object, instructions: str | None, images: Images = "auto") -> list[Message]:
-    """The messages of an ``input``, behind the instructions; without an item, one that says nothing.
+    """The messages of an ``input``, after the instructions; without an item, an empty one of a user.
 
     Args:
         images: what becomes of images, see ``http.images``.
@@ -78,11 +76,11 @@ def _read(conversation: _Conversation, where: str, item: object) -> None:
     if kind == "message":
         _read_message(conversation, where, item)
     elif kind == "function_call":
-        conversation.add_call(_call(where, item))
+        conversation.add_call(translated_call(where, item, id_key="call_id", arguments_key="arguments"))
     elif kind == "function_call_output":
         shows = shows_media(conversation.images, is_result=True)
-        content = text_of_parts(f"{where}.output", item.get("output"), _TEXTS, shows=shows)
-        call_id = _string(f"{where}.call_id", item.get("call_id"))
+        content = text_of_parts(f"{where}.output", item.get("output"), TEXTS, shows=shows)
+        call_id = required_string(f"{where}.call_id", item.get("call_id"))
         conversation.add({"role": "tool", "tool_call_id": call_id, "content": content})
     elif kind == "reasoning":
         texts = text_of_parts(f"{where}.content", item.get("content") or [], ("reasoning_text",))
@@ -103,23 +101,10 @@ def _read_message(conversation: _Conversation, where: str, item: dict[str, Any])
     if role not in _ROLES:
         raise out_of_range(f"{where}.role", role, ", ".join(_ROLES))
     if role == "assistant":
-        answer, reasoning = answer_of_parts(f"{where}.content", content, (*_TEXTS, "refusal"))
+        answer, reasoning = answer_of_parts(f"{where}.content", content, (*TEXTS, "refusal"))
         conversation.add_reasoning(reasoning)
         conversation.add_answer(answer)
     else:
         shows = shows_media(conversation.images, is_result=False)
-        text = text_of_parts(f"{where}.content", content, _TEXTS, shows=shows)
+        text = text_of_parts(f"{where}.content", content, TEXTS, shows=shows)
         conversation.add({"role": role, "content": text})
-
-
-def _call(where: str, item: dict[str, Any]) -> dict[str, Any]:
-    arguments = read_arguments(item.get("arguments"))
-    name = _string(f"{where}.name", item.get("name"))
-    call_id = _string(f"{where}.call_id", item.get("call_id"))
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def _string(where: str, value: object) -> str:
-    if not isinstance(value, str) or not value:
-        raise out_of_range(where, value, "a string of at least one character")
-    return value
