@@ -161,26 +161,16 @@ class Tokenizer:
     ) -> tuple[int, ...]:
         """Encodes a conversation by the model's template.
 
+        Text of messages, tools and variables never becomes control tokens, unless the options allow it.
+
         Raises:
             InvalidRequestError: there is no template, or it rejects this conversation.
         """
-        return self.chat_prompt(messages, options)[1]
+        return self.encode_rendered(self.rendered(messages, options))
 
-    def render_chat(self, messages: Sequence[ChatMessage], options: ChatOptions = _DEFAULT_OPTIONS) -> str:
-        """Returns the text that ``encode_chat`` encodes; raises like it."""
-        return without_marks(self._render(messages, options))
-
-    def chat_prompt(
-        self, messages: Sequence[ChatMessage], options: ChatOptions
-    ) -> tuple[str, tuple[int, ...]]:
-        """Returns the text of a conversation and its tokens; raises like ``encode_chat``.
-
-        Text of messages, tools and variables never becomes control tokens, unless the options allow it.
-        """
-        rendered = self.rendered(messages, options)
-        return rendered.text, self.encode_rendered(rendered)
-
-    def rendered(self, messages: Sequence[ChatMessage], options: ChatOptions) -> RenderedChat:
+    def rendered(
+        self, messages: Sequence[ChatMessage], options: ChatOptions = _DEFAULT_OPTIONS
+    ) -> RenderedChat:
         """Returns the text of a conversation, not yet encoded; raises like ``encode_chat``."""
         marked = self._render(messages, options)
         if options.allows_special_tokens:

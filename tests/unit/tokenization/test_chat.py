@@ -27,7 +27,7 @@ CONTENT = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 def rendered(template: str, *messages: ChatMessage, **options: Any) -> str:
-    return tiny_tokenizer(chat_template=template).render_chat(messages, ChatOptions(**options))
+    return tiny_tokenizer(chat_template=template).rendered(messages, ChatOptions(**options)).text
 
 
 def user(text: str) -> ChatMessage:
@@ -104,8 +104,8 @@ def test_template_for_tools_is_taken_where_there_are_tools(tmp_path: Path, is_ve
     ]
     kind = {} if is_verbatim else {"tokenizer_class": "PreTrainedTokenizerFast"}
     loaded = load_tokenizer(write_tiny_tokenizer(tmp_path, chat_template=templates, **kind))
-    assert loaded.render_chat([user("a")]) == "plain"
-    assert loaded.render_chat([user("a")], ChatOptions(tools=[TOOL, TOOL])) == "2"
+    assert loaded.rendered([user("a")]).text == "plain"
+    assert loaded.rendered([user("a")], ChatOptions(tools=[TOOL, TOOL])).text == "2"
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "eos_token"])
@@ -163,7 +163,7 @@ def test_no_template_makes_a_control_token_of_text(template: str, text: str) -> 
     token_ids = tokenizer.encode_chat([user(text)])
     assert [token_id for token_id in token_ids if tokenizer.is_special(token_id)] == [0]
     plain = tiny_tokenizer(chat_template=template)
-    assert "".join(map(plain.token_text, token_ids[1:])) == plain.render_chat([user(text)])
+    assert "".join(map(plain.token_text, token_ids[1:])) == plain.rendered([user(text)]).text
 
 
 def test_template_finds_what_it_looks_for_in_text() -> None:

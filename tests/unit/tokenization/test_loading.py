@@ -50,7 +50,7 @@ def test_of_several_chat_templates_the_default_is_taken(
     loaded = load_tokenizer(tmp_path)
     assert loaded.has_chat_template is has_chat
     if has_chat:
-        assert loaded.render_chat([ChatMessage("user", "hello")]) == "[user]hello[assistant]"
+        assert loaded.rendered([ChatMessage("user", "hello")]).text == "[user]hello[assistant]"
 
 
 @pytest.mark.slow

@@ -126,11 +126,11 @@ A, B, HI, YES = system("A"), system("B"), ChatMessage("user", "hi"), ChatMessage
 def test_later_system_messages_join_the_first_where_the_template_takes_one(
     template: str, messages: list[ChatMessage], text: str
 ) -> None:
-    assert tiny_tokenizer(chat_template=template).render_chat(messages) == text
+    assert tiny_tokenizer(chat_template=template).rendered(messages).text == text
 
 
 def test_system_messages_stay_where_they_are_where_the_template_does_not_mind() -> None:
-    shown = tiny_tokenizer(chat_template=KEEPS).render_chat([HI, A, B, YES])
+    shown = tiny_tokenizer(chat_template=KEEPS).rendered([HI, A, B, YES]).text
     assert shown == "[user]hi[system]A[system]B[assistant]yes"
 
 
@@ -143,19 +143,19 @@ def test_a_tool_without_a_description_has_an_empty_one_where_the_template_reads_
 ) -> None:
     options = ChatOptions(tools=[{"type": "function", "function": function}])
     adds = TOOLS + "{{ '// ' + function.description + function.name }}{% endfor %}"
-    assert tiny_tokenizer(chat_template=adds).render_chat([HI], options) == "// now"
+    assert tiny_tokenizer(chat_template=adds).rendered([HI], options).text == "// now"
 
 
 def test_a_tool_without_parameters_has_empty_ones_where_the_template_reads_them() -> None:
     options = ChatOptions(tools=[{"type": "function", "function": BARE}])
     lists = TOOLS + "{{ function.parameters.properties.items() | list }}{% endfor %}"
-    assert tiny_tokenizer(chat_template=lists).render_chat([HI], options) == "[]"
+    assert tiny_tokenizer(chat_template=lists).rendered([HI], options).text == "[]"
 
 
 def test_a_tool_is_shown_as_it_is_where_the_template_does_not_mind() -> None:
     options = ChatOptions(tools=[{"type": "function", "function": BARE}])
     dumps = TOOLS + "{{ function | tojson }}{% endfor %}"
-    assert tiny_tokenizer(chat_template=dumps).render_chat([HI], options) == '{"name": "now"}'
+    assert tiny_tokenizer(chat_template=dumps).rendered([HI], options).text == '{"name": "now"}'
 
 
 def history(*arguments: Any) -> list[ChatMessage]:
@@ -180,10 +180,10 @@ IF_MAPPING = CALLS + (
 )
 def test_arguments_that_are_no_object_go_into_the_prompt_as_they_are(text: str) -> None:
     for template in (AS_JSON, AS_TEXT):
-        assert tiny_tokenizer(chat_template=template).render_chat(history(text)) == f"<{text}>"
+        assert tiny_tokenizer(chat_template=template).rendered(history(text)).text == f"<{text}>"
     for template in (AS_ITEMS, IF_MAPPING):
         wrapped = "<>" if text == "null" else f"<arguments={text}>"
-        assert tiny_tokenizer(chat_template=template).render_chat(history(text)) == wrapped
+        assert tiny_tokenizer(chat_template=template).rendered(history(text)).text == wrapped
 
 
 def test_calls_beside_a_broken_one_stay_as_they_are() -> None:
@@ -193,7 +193,7 @@ def test_calls_beside_a_broken_one_stay_as_they_are() -> None:
         (AS_TEXT, '<{"a": 1}><{"b": ><{"c": 2}><[>'),
         (AS_ITEMS, '<a=1><arguments={"b": ><c=2><arguments=[>'),
     ):
-        assert tiny_tokenizer(chat_template=template).render_chat(history(*arguments)) == text
+        assert tiny_tokenizer(chat_template=template).rendered(history(*arguments)).text == text
 
 
 def test_broken_arguments_do_not_spell_control_tokens() -> None:
@@ -203,4 +203,4 @@ def test_broken_arguments_do_not_spell_control_tokens() -> None:
 
 
 def test_a_template_that_shows_no_calls_renders_a_history_with_broken_ones() -> None:
-    assert tiny_tokenizer(chat_template=KEEPS).render_chat(history("[")) == "[user]hi[assistant]"
+    assert tiny_tokenizer(chat_template=KEEPS).rendered(history("[")).text == "[user]hi[assistant]"

@@ -331,7 +331,7 @@ def test_token_text_names_the_bytes_of_an_incomplete_character() -> None:
 
 def test_chat_is_rendered_by_the_template_and_encoded_without_another_bos() -> None:
     messages = [ChatMessage("system", "be brief"), ChatMessage("user", "hello")]
-    assert TOKENIZER.render_chat(messages) == "[system]be brief[user]hello[assistant]"
+    assert TOKENIZER.rendered(messages).text == "[system]be brief[user]hello[assistant]"
     assert TOKENIZER.decode(TOKENIZER.encode_chat(messages)) == "[system]be brief[user]hello[assistant]"
 
 

@@ -49,7 +49,7 @@ def result(name: str | None, content: str) -> ChatMessage:
 
 def shown(body: str, *messages: ChatMessage, **options: Any) -> str:
     tokenizer = tiny_tokenizer(chat_template=template(body))
-    return tokenizer.render_chat([USER, *messages], ChatOptions(**options)).removeprefix("[user]hi")
+    return tokenizer.rendered([USER, *messages], ChatOptions(**options)).text.removeprefix("[user]hi")
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking"])
@@ -126,11 +126,11 @@ def test_defaults_beside_choices_are_text_where_the_template_joins_them(
     properties = {"parameters": {"type": "object", "properties": {"a": schema}}}
     tool = {"type": "function", "function": {"name": "f", **properties}}
     tokenizer = tiny_tokenizer(chat_template=DEFAULTS)
-    assert tokenizer.render_chat([USER], ChatOptions(tools=[tool])) == text
+    assert tokenizer.rendered([USER], ChatOptions(tools=[tool])).text == text
 
 
 def test_schemas_are_as_they_came_where_the_template_does_not_mind() -> None:
     parameters = {"type": "object", "properties": {"a": {"enum": [1], "default": 1}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     tokenizer = tiny_tokenizer(chat_template="{{ tools | tojson }}")
-    assert '"default": 1}' in tokenizer.render_chat([USER], ChatOptions(tools=[tool]))
+    assert '"default": 1}' in tokenizer.rendered([USER], ChatOptions(tools=[tool])).text
