@@ -72,6 +72,18 @@ def resolve(root: object, reference: object) -> tuple[object, str] | None:
     return node, path
 
 
+def objects_within(value: object) -> Iterator[dict[str, Any]]:
+    """All objects within a JSON value, itself included, whether a keyword makes them schemas or not."""
+    waiting = [value]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, list):
+            waiting += node
+        elif isinstance(node, dict):
+            waiting += node.values()
+            yield node
+
+
 def joined(path: str, key: str) -> str:
     """The path of an entry."""
     name = key if _PLAIN.fullmatch(key) else repr(key[:60])
@@ -88,7 +100,7 @@ def _anchored(root: dict[str, Any], name: str) -> tuple[object, str] | None:
 
 
 class _SchemaGraph:
-    """What each part of a schema needs; parts are told by identity."""
+    """What each part of a schema needs; the parts are identified by ``id``."""
 
     def __init__(self, root: object) -> None:
         self._root = root

@@ -1,4 +1,4 @@
-"""What of a JSON schema can be enforced: why a schema is refused, and what is left where it need not be kept.
+"""Says what of a JSON schema can be enforced: why one is refused, and what is left of one that is loosened.
 
 A keyword is judged by llguidance itself, on the part of the schema that has it.
 """
@@ -12,7 +12,7 @@ from typing import Any, Final
 from llguidance import LLMatcher
 
 from specray.grammar.bounds import make_limits, sentence
-from specray.grammar.endless import endless_schema, joined, resolve
+from specray.grammar.endless import endless_schema, joined, objects_within, resolve
 
 MAX_PROPERTIES: Final = 1_000
 """Properties of a JSON schema, over all its objects; more are refused."""
@@ -137,8 +137,9 @@ def _asks_nothing(key: str, value: object) -> bool:
 
 
 def common_refusal(schema: object) -> str | None:
-    """Why neither a schema nor a looser one can be enforced; None: nothing stands against it so far."""
-    num_properties = sum(len(entries) for entries in _all_properties(schema))
+    """Why neither a schema nor a looser one can be enforced; None: no such reason was found."""
+    properties = (node.get("properties") for node in objects_within(schema))
+    num_properties = sum(len(entries) for entries in properties if isinstance(entries, dict))
     if num_properties > MAX_PROPERTIES:
         return f"properties has {num_properties} entries in all; allowed: at most {MAX_PROPERTIES}"
     path = endless_schema(schema)
@@ -146,18 +147,6 @@ def common_refusal(schema: object) -> str | None:
         return f"{path[-_MAX_PATH_LEN:]} needs itself, so that no value of it ever ends"
     error = _raw_error(schema)
     return sentence(error) if error.startswith(_UNSATISFIABLE) else None
-
-
-def _all_properties(schema: object) -> Iterator[dict[str, Any]]:
-    waiting = [schema]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, list):
-            waiting += node
-        elif isinstance(node, dict):
-            waiting += node.values()
-            if isinstance(node.get("properties"), dict):
-                yield node["properties"]
 
 
 def _raw_error(schema: object) -> str:
@@ -171,7 +160,7 @@ def _error(schema: object) -> str | None:
 
 
 def _fits(schema: object) -> bool:
-    """Whether nothing but its values stands against a schema."""
+    """Whether all keywords of a schema are supported; there may be no value of it."""
     error = _raw_error(schema)
     return not error or error.startswith(_UNSATISFIABLE)
 

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import suppress
 from typing import Final
 
-from specray.grammar.endless import endless_cycle, endless_schema
+from specray.grammar.endless import endless_cycle, endless_schema, objects_within
 from specray.types import Grammar, GrammarKind
 
 _TOKEN: Final = re.compile(
@@ -77,20 +77,14 @@ def slashed(expression: str) -> str:
 
 
 def _schema_texts(schema: object) -> Iterator[str]:
-    waiting = [schema]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, list):
-            waiting += node
-        elif isinstance(node, dict):
-            waiting += node.values()
-            enum, properties = node.get("enum"), node.get("properties")
-            values = [
-                *(enum if isinstance(enum, list) else ()),
-                *([node["const"]] if "const" in node else ()),
-            ]
-            values += properties if isinstance(properties, dict) else ()
-            yield from (json.dumps(value, ensure_ascii=False) for value in values)
+    for node in objects_within(schema):
+        enum, properties = node.get("enum"), node.get("properties")
+        values = [
+            *(enum if isinstance(enum, list) else ()),
+            *([node["const"]] if "const" in node else ()),
+        ]
+        values += properties if isinstance(properties, dict) else ()
+        yield from (json.dumps(value, ensure_ascii=False) for value in values)
 
 
 def _tokens(source: str) -> Iterator[_Token]:
@@ -145,7 +139,7 @@ class _Rules:
         return self._tokens[place] if place < len(self._tokens) else ("line", "\n")
 
     def _skip_to_colon(self) -> bool:
-        """Goes behind the colon of a rule, past its attributes."""
+        """Skips a rule's attributes and its colon; False: there is no colon in this line."""
         place = self._place
         while self._peek()[0] != "line":
             if self._next() == ("mark", ":") and self._peek() != ("mark", ":"):
