@@ -19,7 +19,7 @@ _OTHER_BYTES = 1024 * 1024
 
 
 class ServiceLimits:
-    """The limits of the service behind ``client``; the router is asked once, since its own do not change."""
+    """The limits of the service of ``client``; the router is asked once, since its own do not change."""
 
     def __init__(self, client: RouterClient, tokenizer: Tokenizer, config: Config | LiveConfig) -> None:
         self._client = client
@@ -28,10 +28,7 @@ class ServiceLimits:
         self._info: ServiceInfo | None = None
 
     async def info(self) -> ServiceInfo:
-        """Asks the router again: its draft may have changed. Raises EngineLostError after a timeout.
-
-        Raises EngineLostError when it does not answer in time.
-        """
+        """Asks the router again: its draft may have changed. Raises EngineLostError after a timeout."""
         async with answer_within(INFO_TIMEOUT_S, "answer of the router"):
             self._info = await self._client.service_info()
         return self._info
