@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import grpc
 from grpc import aio
 
 from specray.errors import DeadlineExceededError, InvalidRequestError, OverloadedError, SpecrayError
+from specray.rpc.inference.types import InferenceHandler
 from specray.rpc.status import status_of
 
 MESSAGE_TIMEOUT_S: Final = 30.0
@@ -20,6 +22,7 @@ MAX_OPEN_CALLS: Final = 256
 _DISPLACED: Final = OverloadedError(f"{MAX_OPEN_CALLS} newer calls are open; allowed: {MAX_OPEN_CALLS}")
 
 MessageT = TypeVar("MessageT")
+ParamsT = TypeVar("ParamsT")
 Context = aio.ServicerContext[Any, Any]
 Handler = Any
 """A grpc.RpcMethodHandler, whose type knows no asynchronous ones."""
@@ -40,6 +43,17 @@ async def read_message(context: Context) -> Any:
     if message is aio.EOF:
         raise InvalidRequestError("the call has no message; allowed: one")
     return message
+
+
+@dataclass(frozen=True, slots=True)
+class PlainEntry:
+    """types.Entry of a call that takes no place: only the time of its message is bounded."""
+
+    handler: InferenceHandler
+
+    async def receive(self, message: Awaitable[bytes], decode: Callable[[bytes], ParamsT]) -> ParamsT:
+        """See types.Entry."""
+        return decode(await in_time(message))
 
 
 class OpenCalls(aio.ServerInterceptor):

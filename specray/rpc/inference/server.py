@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 import grpc
@@ -24,7 +24,7 @@ from specray.rpc.codec.inference import (
     encode_service_info,
 )
 from specray.rpc.health import Health
-from specray.rpc.inference.messages import OpenCalls, in_time, read_message
+from specray.rpc.inference.messages import OpenCalls, PlainEntry, read_message
 from specray.rpc.inference.types import (
     Admitter,
     Entry,
@@ -89,7 +89,7 @@ class InferenceServer:
         Raises:
             ConfigError: the address is not valid.
         """
-        self._admit: Admitter = admit or (lambda _: nullcontext(_AnyCall(handler)))
+        self._admit: Admitter = admit or (lambda _: nullcontext(PlainEntry(handler)))
         self._max_calls = max_calls
         self._on_refused = on_refused or (lambda _, __: None)
         self._address = parse_address(address)
@@ -183,16 +183,6 @@ class InferenceServer:
         except Exception as error:
             self._on_refused(method, error)
             raise
-
-
-@dataclass(frozen=True, slots=True)
-class _AnyCall:
-    """An entry for every call."""
-
-    handler: InferenceHandler
-
-    async def receive(self, message: Awaitable[bytes], decode: Callable[[bytes], ResultT]) -> ResultT:
-        return decode(await in_time(message))
 
 
 def _incoming(method: str, context: Context) -> Incoming:

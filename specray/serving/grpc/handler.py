@@ -18,7 +18,7 @@ from specray.errors import DeadlineExceededError, InvalidRequestError
 from specray.grammar import PreparedCompiler
 from specray.interfaces import RouterClient
 from specray.requests import GenerateRequest, ServiceInfo, TextOptions, sampling_options
-from specray.rpc.inference.messages import MESSAGE_TIMEOUT_S, in_time
+from specray.rpc.inference.messages import MESSAGE_TIMEOUT_S, PlainEntry
 from specray.rpc.inference.server import (
     Admitter,
     Entry,
@@ -83,7 +83,7 @@ class GrpcIngress:
         def admit(call: Incoming) -> Iterator[Entry]:
             caller = keyring.identify(call.authorization)
             if call.method != "Generate":
-                yield _Informed(self)
+                yield PlainEntry(self)
                 return
             with self._client.places.arrive(caller) as place:
                 if call.timeout_s is not None:
@@ -189,17 +189,6 @@ class _Entered:
             raise InvalidRequestError(f"the message has {len(data)} bytes; allowed: {most}")
         self.place.begin()
         return await self.calls.read(partial(decode, data), self.place)
-
-
-@dataclass(frozen=True, slots=True)
-class _Informed:
-    """rpc.inference_types.Entry of a call that asks for no work."""
-
-    handler: GrpcIngress
-
-    async def receive(self, message: Awaitable[bytes], decode: Callable[[bytes], ParamsT]) -> ParamsT:
-        """See rpc.inference_types.Entry."""
-        return decode(await in_time(message))
 
 
 @asynccontextmanager
