@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 import sys
 from pathlib import Path
 from types import MappingProxyType
@@ -77,6 +78,12 @@ def cache_directory() -> Path:
         return Path.home() / ".cache" / "specray"
     except RuntimeError:
         raise ConfigError("there is no home directory for a cache; allowed: XDG_CACHE_HOME") from None
+
+
+def is_private(path: Path) -> bool:
+    """Whether a path is a directory of this user, no link, that nobody else may enter. Raises OSError."""
+    status = path.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
 def ray_directory() -> Path:

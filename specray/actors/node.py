@@ -20,7 +20,7 @@ from typing import Any
 import ray
 
 from specray.config import Config
-from specray.environment import apply_interface_environment
+from specray.environment import apply_interface_environment, is_private
 from specray.rpc.channel import MAX_SOCKET_PATH_BYTES
 
 LOOPBACK = "127.0.0.1"
@@ -132,14 +132,13 @@ def listen_address(config: Config, role: str) -> str:
 def socket_directory(parent: Path) -> Path:
     """Returns this user's directory for sockets under ``parent``, which nobody else can enter.
 
-    All processes share one, so that killed processes leave no directories behind. If another user has made it
+    All processes share one, so that killed processes leave no directories. If another user has made it
     first, a new one with another name is made.
     """
     path = parent / f"specray-{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=stat.S_IRWXU)
-    found = path.lstat()
-    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+    if is_private(path):
         return path
     return Path(tempfile.mkdtemp(prefix="specray-", dir=parent))
 

@@ -11,14 +11,13 @@ import logging
 import os
 import re
 import socket
-import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from specray.environment import cache_directory
+from specray.environment import cache_directory, is_private
 from specray.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -121,12 +120,11 @@ def _directories() -> list[Path]:
 def _problem(directory: Path) -> str | None:
     """Why a directory is not used; None: only this user may enter it."""
     try:
-        status = directory.lstat()
+        if is_private(directory):
+            return None
     except OSError as error:
         return f"{directory}: {error.strerror}"
-    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o077:
-        return f"{directory} must be a directory of your own that nobody else may enter"
-    return None
+    return f"{directory} must be a directory of your own that nobody else may enter"
 
 
 def _write(directory: Path, note: Note, problems: list[str]) -> Path | None:
