@@ -1,7 +1,7 @@
 """Grammars under which an answer is calls of a request's tools, written in the model's own format.
 
 ``required`` and named choices leave nothing else. With ``auto`` and a strict tool the text is free up to a
-marker, behind which only a valid call may come; a format of the text that is asked for holds unless there are
+marker, after which only a valid call may come; a format of the text that is asked for holds unless there are
 calls. Reasoning comes before all of it and is free.
 """
 
@@ -24,7 +24,7 @@ from specray.types import Grammar, GrammarKind
 TokenId = Callable[[str], int | None]
 """Tells the id of the token that is a marker, where the vocabulary has one; a model writes no other."""
 _SPACE: Final = r"/[ \n\t]{0,8}/"
-"""Space behind reasoning: bounded, or a model may write it without end."""
+"""Space after reasoning: bounded, or a model may write it without end."""
 _MARKER: Final = re.compile("(" + "|".join(map(re.escape, sorted(MARKERS, key=len, reverse=True))) + ")")
 
 
@@ -72,8 +72,7 @@ def forced_calls(
             "a regular expression or a choice",
             field=field,
         )
-    tools = [replace(tool, parameters=plain(tool.parameters)) for tool in use.callable_tools]
-    check_length([tool.parameters for tool in tools], "tools")
+    tools = plain_tools(use)
     lark = _Lark(tool_format, token_id)
     reasons = begins_in_reasoning or may_reason
     think = _reasoning(token_id, begins_in_reasoning=begins_in_reasoning) if reasons else []
@@ -88,7 +87,7 @@ def forced_calls(
 
 
 def after_reasoning(text: Grammar, token_id: TokenId, *, begins_in_reasoning: bool) -> Grammar | None:
-    """The grammar of an answer whose text, behind its reasoning, is of this grammar.
+    """The grammar of an answer whose text, after its reasoning, is of this grammar.
 
     Args:
         token_id: markers that are tokens of their own are written as such.
@@ -104,6 +103,13 @@ def after_reasoning(text: Grammar, token_id: TokenId, *, begins_in_reasoning: bo
     return Grammar(GrammarKind.LARK, "\n".join(["%llguidance {}", "start: think answer", *think, *rules]))
 
 
+def plain_tools(use: ToolUse) -> list[Tool]:
+    """The tools that may be called, without annotations. Raises InvalidRequestError: they are too long."""
+    tools = [replace(tool, parameters=plain(tool.parameters)) for tool in use.callable_tools]
+    check_length([tool.parameters for tool in tools], "tools")
+    return tools
+
+
 def arguments_rule(name: str, tool: Tool) -> str:
     """The rule of this name for the arguments of a tool as JSON. Raises what ``forced_calls`` raises."""
     return f"{name}: %json {json.dumps(_enforced(tool).parameters, ensure_ascii=False)}"
@@ -111,8 +117,7 @@ def arguments_rule(name: str, tool: Tool) -> str:
 
 def _enforced(tool: Tool) -> Tool:
     """A tool with its parameters as far as they can be enforced."""
-    check_length(parameters := plain(tool.parameters), "tools")
-    parameters = enforced(parameters, {"whitespace_pattern": WHITESPACE}, is_loose=not tool.is_strict)
+    parameters = enforced(tool.parameters, {"whitespace_pattern": WHITESPACE}, is_loose=not tool.is_strict)
     reason = refusal(parameters) if tool.is_strict else common_refusal(parameters)
     if reason is not None:
         raise InvalidRequestError(f"{tool.field} cannot be enforced: {reason}", field="tools")

@@ -7,11 +7,11 @@ format's own order. Markers are the model's control tokens, which no text betwee
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from specray.errors import InvalidRequestError
-from specray.serving.tools.forced import arguments_rule, text_rules
+from specray.serving.tools.forced import arguments_rule, plain_tools, text_rules
 from specray.serving.tools.harmony.channels import ASSISTANT, Channel, Channels, Marker
 from specray.serving.tools.harmony.prompt import ChannelPrompt, Place
 from specray.serving.tools.request import Tool, ToolMode, ToolUse
@@ -61,7 +61,7 @@ def forced_channels(
             "before a header, in reasoning or in content",
             field=name,
         )
-    lark = _Lark(prompt.channels, () if use is None else use.callable_tools)
+    lark = _Lark(prompt.channels, () if use is None else plain_tools(use))
     source = [*lark.rules(prompt.place, is_required=is_required, has_form=rules is not None), *(rules or ())]
     return Grammar(GrammarKind.LARK, "\n".join(["%llguidance {}", *source]))
 
@@ -69,7 +69,7 @@ def forced_channels(
 class _Lark:
     """Rules of the messages that an answer may have."""
 
-    def __init__(self, channels: Channels, tools: tuple[Tool, ...]) -> None:
+    def __init__(self, channels: Channels, tools: Sequence[Tool]) -> None:
         self._tools = tools
         self._channels = channels
 

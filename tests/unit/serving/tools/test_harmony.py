@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from specray.errors import InvalidRequestError
 from specray.serving.tools.answer import AnswerDelta
 from specray.serving.tools.harmony.answer import MAX_HEADER_LEN, ChannelReader
 from specray.serving.tools.harmony.channels import Channels, Marker
+from specray.serving.tools.harmony.forced import forced_channels
+from specray.serving.tools.harmony.prompt import ChannelPrompt, Place
 from specray.serving.tools.request import ToolUse, parse_tools
 
 IDS = {marker: index for index, marker in enumerate(Marker, 1)}
@@ -375,3 +378,14 @@ def test_any_text_reads_the_same_in_pieces_of_any_size(seed: int) -> None:
                 for size in (1, 2, 5, 1000)
             ]
             assert found == found[:1] * len(found), text
+
+
+def test_schemas_that_are_too_long_together_are_refused_before_work_on_them() -> None:
+    parameters = {"type": "object", "properties": {"p": {"pattern": "d" * 900}}}
+    functions = [{"name": f"f{index}", "parameters": parameters} for index in range(100)]
+    use = parse_tools([{"type": "function", "function": each} for each in functions], "required", None)
+    prompt = ChannelPrompt(CHANNELS, Place.ROLE)
+    with pytest.raises(
+        InvalidRequestError, match=r"tools has at least .* characters; allowed: at most 65536"
+    ):
+        forced_channels(prompt, use, None, field="")
