@@ -64,5 +64,5 @@ class PreparedCompiler:
         try:
             self.get()
         except Exception as error:
-            # Most requests have no grammar; the first that has one is told.
+            # Most requests have no grammar; the first that has one is refused.
             logger.info("no grammar can be enforced: %s", error)

@@ -21,7 +21,6 @@ WATCH_INTERVAL_S: Final = 5.0
 router with work answers from its last verdicts; one without runs a step of one token, which takes some
 milliseconds."""
 
-
 ALIVE_TIMEOUT_S: Final = 1.0
 ALIVE_GRACE_S: Final = 30.0
 """Seconds without a Router after which nothing can be answered. A Router that dies is replaced within them,
@@ -29,7 +28,7 @@ unless its target is large."""
 
 
 class Liveness:
-    """Whether any Router is there, at a low price: a working target is no condition, see ``check_ready``."""
+    """Whether any Router answers, which is cheap to ask. Its target is left to ``check_ready``."""
 
     def __init__(self, client: RouterClient, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._client = client

@@ -84,7 +84,7 @@ class Silence:
         if not self._has_answered:
             return None
         part = self._part
-        # Whoever was stopped himself for a while has heard nobody.
+        # Nothing is received while this process itself is stopped.
         self._silent_s += min(seconds, 2 * PERIOD_S)
         if self._silent_s >= (part.gone_s if self._is_gone else part.lost_s):
             how = "is gone" if self._is_gone else f"has not answered for {self._silent_s:.0f} s"

@@ -58,7 +58,7 @@ class AnswerDelta:
 
     @property
     def begun(self) -> Iterator[CallDelta]:
-        """Calls that begin; they come behind the text."""
+        """Calls that begin; they come after the text."""
         return (call for call in self.calls if call.is_first)
 
 

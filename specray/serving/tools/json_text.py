@@ -13,7 +13,7 @@ from typing import Final
 import regex
 
 MAX_GAP_LEN: Final = 1024
-"""Characters of whitespace behind a comma, and of a number."""
+"""Characters of whitespace after a comma, and of a number."""
 _SPACE: Final = regex.compile(r"[ \t\r\n]++")
 _CHUNK: Final = {quote: regex.compile(rf'[^"\\\x00-\x1f{quote}]++') for quote in "'\""}
 """Characters of a string that stand for themselves, by its quote."""

@@ -54,7 +54,7 @@ class PythonCalls(CallReader):
         self._keys: set[str] = set()
         """Arguments of the call so far."""
         self._has_comma = False
-        """The last argument has a comma behind it."""
+        """A comma follows the last argument."""
         self._quote = ""
         """Quote of the string that is written; empty: the next may follow, and is joined to it."""
         self._value = ValueEnd()

@@ -63,7 +63,7 @@ class _Patterns:
         return regex.compile(rf"{line_end}{form.value_end}(?={SPACE}(?:{tags}))(?P<known>\b\B)?")
 
     def _lines_end(self, form: TagForm, tags: str, last: str) -> regex.Pattern[str]:
-        # A model that writes the tag behind the last line, or leaves it out, is understood where all that
+        # A model that writes the tag after the last line, or leaves it out, is understood where all that
         # follows is what has to follow; the former also where a parameter follows that the tool has.
         known = form.parameter.replace("<key>", "<known>")
         rest = rf"{SPACE}{form.end}{SPACE}{form.closing}{SPACE}(?:{form.head}{last})"
@@ -87,7 +87,7 @@ class TagCalls(CallReader):
         self._patterns = _patterns(form)
         self._schemas = schemas
         self._schema = ParameterSchema({}, "")
-        """Of the argument that is written."""
+        """Schema of the argument that is being written."""
         self._num_arguments = 0
         self._is_lines = False
         """The value began with a line break, which is none of it."""

@@ -161,7 +161,7 @@ class _Gained:
     calls: list[CallDelta] = field(default_factory=list)
 
     def is_followed_by(self, part: AnswerDelta) -> bool:
-        """Whether the part comes after all this where reasoning, content and calls are told in this order."""
+        """Whether the part comes after all this where reasoning, content and calls are in this order."""
         has_content, has_calls = bool(self.content), bool(self.calls)
         return not ((part.reasoning and (has_content or has_calls)) or (part.content and has_calls))
 

@@ -40,7 +40,7 @@ _MEDIA_TYPE: Final = re.compile(r"(?:data:)?([a-z]{1,20}/[\w.+-]{1,80})(?:[;,]|\
 
 
 def shows_media(images: Images, *, is_result: bool) -> bool:
-    """Whether what is no text is told as a line of text, in a tool's result or elsewhere."""
+    """Whether what is no text is shown as a line of text, in a tool's result or elsewhere."""
     return images == "placeholder" or (images == "auto" and is_result)
 
 
@@ -50,7 +50,7 @@ def text_of_parts(where: str, value: object, kinds: Sequence[str], *, shows: boo
     Args:
         where: name of the field.
         kinds: types of parts that hold text.
-        shows: images and the like are told as a line of text.
+        shows: images and the like are shown as a line of text.
 
     Raises:
         InvalidRequestError: it is malformed, or a part is no text.

@@ -181,7 +181,7 @@ class ChatPlanner:
         has_calls = prompt.use is not None and prompt.use.has_forced(options.grammar)
         grammar = await run(make_grammar) if has_calls else make_grammar()
         has_own_grammar = grammar is not options.grammar
-        # A grammar that could not be put behind reasoning rules from the first token on.
+        # A grammar that could not be put after reasoning holds from the first token on.
         is_bound = grammar is not None and not has_own_grammar
         reading = Reading(
             prompt.use,
