@@ -24,6 +24,9 @@ HANDSHAKE_TIMEOUT_S = 10.0
 """Seconds from a connection to its first frame."""
 IDLE_TIMEOUT_S = 90.0
 """Seconds that a connection may have no calls; clients connect again by themselves."""
+MAX_STREAMS = 100
+"""Calls of one connection of the public service at a time; a client's further ones wait in the client. gRPC
+holds at most 1000 that have not begun, whoever sends them, and cancels what comes beyond."""
 SOCKET_MODE = stat.S_IRUSR | stat.S_IWUSR
 
 GrpcOptions = tuple[tuple[str, int | str], ...]
@@ -89,6 +92,7 @@ class ChannelOptions:
             ("grpc.max_allowed_incoming_connections", self.max_connections),
             ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_TIMEOUT_S * 1000)),
             ("grpc.max_connection_idle_ms", int(IDLE_TIMEOUT_S * 1000)),
+            ("grpc.max_concurrent_streams", MAX_STREAMS),
         )
 
     def _common(self) -> GrpcOptions:

@@ -110,6 +110,24 @@ async def test_open_calls_of_anybody_are_bounded_and_the_oldest_goes(
             assert (await health.Check(health_pb2.HealthCheckRequest(), timeout=10)).status == check.status
 
 
+async def test_open_calls_for_what_is_served_take_no_places_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(messages, "MAX_OPEN_CALLS", 2)
+    async with channel_to(max_calls=4) as channel:
+        calls: list[Any] = []
+        for _ in range(2):
+            calls.append(begun(channel, INFO))
+            await asyncio.sleep(0.05)  # So that they arrive in order.
+        for _ in range(4):
+            calls.append(begun(channel, INFO))
+            assert await code_of(calls.pop(0)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert not any(call.done() for call in calls)
+        generate = begun(channel, GENERATE)
+        await generate.done_writing()
+        assert await code_of(generate) is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_calls_of_all_services_together_are_bounded() -> None:
     async with channel_to(max_calls=2) as channel:
         calls = [begun(channel, GENERATE) for _ in range(2)]
@@ -129,7 +147,26 @@ def test_service_for_anybody_bounds_its_connections() -> None:
     assert bounded["grpc.max_allowed_incoming_connections"] == 7
     assert bounded["grpc.server_handshake_timeout_ms"] == 10_000
     assert bounded["grpc.max_connection_idle_ms"] == 90_000
+    assert bounded["grpc.max_concurrent_streams"] == 100
     assert "grpc.max_allowed_incoming_connections" not in dict(ChannelOptions().for_server())
+
+
+async def test_calls_of_one_connection_wait_in_their_client_beyond_the_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("specray.rpc.channel.MAX_STREAMS", 2)
+    async with channel_to(options=ChannelOptions(max_connections=7)) as channel:
+        await channel.channel_ready()
+        calls = [begun(channel, GENERATE) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        calls.append(begun(channel, GENERATE))
+        ending = asyncio.create_task(calls[2].done_writing())
+        await asyncio.sleep(0.1)
+        assert not any(call.done() for call in calls)
+        calls[0].cancel()
+        await ending
+        assert await code_of(calls[2]) is grpc.StatusCode.INVALID_ARGUMENT
+        assert not calls[1].done()
 
 
 async def test_connections_beyond_the_bound_are_closed() -> None:

@@ -1,4 +1,4 @@
-"""Receives the messages of calls within a bounded time, and bounds the calls that nobody needs a key for."""
+"""Receives the messages of calls within a bounded time, and bounds the calls that no quota counts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specray.rpc.status import status_of
 MESSAGE_TIMEOUT_S: Final = 30.0
 """Seconds from the beginning of a call to the end of its message."""
 MAX_OPEN_CALLS: Final = 256
-"""Calls of the services that answer without a key; the oldest goes for a new one."""
+"""Calls that no quota of a key counts; the oldest goes for a new one."""
 
 _DISPLACED: Final = OverloadedError(f"{MAX_OPEN_CALLS} newer calls are open; allowed: {MAX_OPEN_CALLS}")
 
@@ -57,14 +57,14 @@ class PlainEntry:
 
 
 class OpenCalls(aio.ServerInterceptor):
-    """Bounds in time and number the calls of all services but one, which answer without a key.
+    """Bounds in time and number the calls of all methods but one; other services answer without a key.
 
     Args:
-        own: name of the service that bounds its calls itself.
+        counted: path of the method whose calls have places and count for their key.
     """
 
-    def __init__(self, own: str) -> None:
-        self._own = f"/{own}/"
+    def __init__(self, counted: str) -> None:
+        self._counted = counted
         self._open: dict[asyncio.Timeout, None] = {}
         """What ends each call, the oldest first."""
 
@@ -75,7 +75,7 @@ class OpenCalls(aio.ServerInterceptor):
     ) -> Handler:
         """See aio.ServerInterceptor."""
         handler: Handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method.startswith(self._own):
+        if handler is None or handler_call_details.method == self._counted:
             return handler  # None: there is no such method.
 
         async def serve(_: object, context: Context) -> None:

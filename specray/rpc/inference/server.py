@@ -112,7 +112,7 @@ class InferenceServer:
         server = aio.server(
             options=self._options.for_server(),
             compression=grpc.Compression.NoCompression,
-            interceptors=(OpenCalls(INFERENCE_SERVICE),),
+            interceptors=(OpenCalls(f"/{INFERENCE_SERVICE}/Generate"),),
             maximum_concurrent_rpcs=self._max_calls,
         )
         await self._health.attach(server)
