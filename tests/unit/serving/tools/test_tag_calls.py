@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import pytest
 
 from specray.serving.tools.answer import AnswerParser
+from specray.serving.tools.parameter_value import ParameterSchema
 from specray.serving.tools.reader import MAX_CALL_LEN
 from tests.unit.serving.tools.test_call_stream import parts_of, put_together
 from tests.unit.serving.tools.test_tools import CLOCK, row, use
@@ -108,3 +110,28 @@ def test_a_call_that_is_too_long_breaks_off(key: str) -> None:
     [(name, arguments, is_complete)] = put_together(parts)
     assert (name, is_complete) == ("write", False)
     assert len(arguments) <= MAX_CALL_LEN + 5000
+
+
+@pytest.mark.parametrize(
+    ("reference", "value"),
+    [
+        ({"$ref": "#/$defs/count"}, 5),
+        ({"$ref": "#count"}, 5),
+        ({"$ref": "#/$defs/either/anyOf/0"}, 5),
+        ({"$ref": "#/$defs/a~1b%20c"}, "5"),
+        ({"$ref": "#/$defs/missing"}, 5),
+        ({"$ref": "#/$defs/missing", "type": "string"}, "5"),
+        ({"$ref": "other.json", "type": "string"}, "5"),
+        ({"$ref": "#/properties/p"}, 5),
+    ],
+    ids=lambda case: str(case.get("$ref")) if isinstance(case, dict) else "",
+)
+def test_a_value_is_typed_by_the_schema_that_its_reference_finds(
+    reference: dict[str, Any], value: object
+) -> None:
+    definitions = {
+        "count": {"$anchor": "count", "type": "integer"},
+        "either": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "a/b c": {"type": "string"},
+    }
+    assert ParameterSchema({"$defs": definitions, "properties": {"p": reference}}, "p").value("5") == value
