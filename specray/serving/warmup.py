@@ -1,4 +1,4 @@
-"""Work that the first chat of an Ingress would otherwise wait for."""
+"""Does ahead what the first chat of an Ingress would otherwise wait for."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 def warm_up(tokenizer: Tokenizer) -> threading.Thread:
     """Imports the template engine, compiles the chat template and fills the tokenizer's caches, in a thread.
 
-    It logs which tokens end an output, and how calls of tools are read.
-    The first rendering takes 0.6 s on two slow cores, several times a short answer.
+    It logs which tokens end an output, and how calls of tools are read. The first rendering takes 0.6 s on
+    two slow cores, several times a short answer.
 
     Returns:
         The thread, which has begun; it ends with the process.
@@ -45,10 +45,9 @@ def _log_calls(tokenizer: Tokenizer) -> None:
     template = tokenizer.chat_template
     if template is None or not template.reads_tools:
         return
-    source = template.source + template.tool_source
-    if Channels.find(source, tokenizer.added_token_id) is not None:
+    if Channels.find(template.all_sources, tokenizer.added_token_id) is not None:
         logger.info("calls of tools are read in the format harmony")
-    elif (found := find_format(source)) is not None:
+    elif (found := find_format(template.all_sources)) is not None:
         logger.info("calls of tools are read in the format %s", found.name)
     else:
         logger.warning(

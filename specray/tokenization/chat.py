@@ -58,7 +58,7 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """What a template is told beside the conversation."""
+    """What a template receives with the conversation."""
 
     tools: Sequence[Mapping[str, Any]] = ()
     """Tools as OpenAI's API has them."""
@@ -100,6 +100,11 @@ class ChatTemplate:
         self._tool_probe = (
             self._probe if self.tool_source == source else TemplateProbe(self.tool_source, special_tokens)
         )
+
+    @property
+    def all_sources(self) -> str:
+        """The Jinja sources of requests with and without tools, to look for what the model writes."""
+        return self.source + self.tool_source
 
     @property
     def reads_tools(self) -> bool:
@@ -167,7 +172,7 @@ class ChatTemplate:
                 return arguments.filled(rendered)
             found = found or arguments.filled(rendered)
         if found is not None:
-            return found  # This template tells nothing of calls.
+            return found  # This template writes nothing of calls.
         raise InvalidRequestError(
             f"messages: the model's chat template refuses them: {str(problem)[:_MAX_ERROR_LEN]}",
             field="messages",

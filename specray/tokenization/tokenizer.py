@@ -210,7 +210,7 @@ class Tokenizer:
     def _control_tokens(self) -> ControlTokens:
         """Special tokens, and added tokens that the chat template writes, such as ``<tool_call>``."""
         template = self.chat_template
-        sources = "" if template is None else template.source + template.tool_source
+        sources = "" if template is None else template.all_sources
         return ControlTokens(
             {
                 text: token_id

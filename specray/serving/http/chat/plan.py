@@ -104,7 +104,7 @@ class ChatPlanner:
         self._config = config
         self._texts = texts
         template = tokenizer.chat_template
-        source = None if template is None else template.source + template.tool_source
+        source = None if template is None else template.all_sources
         self._channels = Channels.find(source, tokenizer.added_token_id)
         self._tool_format = None if self._channels is not None else find_format(source)
         self._has_reasoning = source is not None and REASONING_CLOSE in source
