@@ -81,7 +81,7 @@ speculation: [num_speculative_tokens, verification, overlap, tree, fallback, loo
 router: [max_queued_requests, max_queued_tokens, prefill_chunk_tokens, max_prefill_slowdown, stream_interval_ms]
 ingress: [excess_max_tokens]
 auth: [keys, open_paths]
-http: [max_body_bytes, unknown_fields, first_token_grace_s]
+http: [max_body_bytes, unknown_fields, images, first_token_grace_s]
 chat: [allow_special_tokens]
 logging: [format, level, requests]
 {{- end -}}

@@ -89,14 +89,21 @@ FOR_EVER = "while True: time.sleep(60)"
 class GuardedProcess:
     """A guarded process, with an orphan of its own that is stopped."""
 
-    def __init__(self, first: str, then: str, *, patience_s: float = 600.0) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", GUARDED, str(patience_s), first, then],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+    def __init__(
+        self, first: str, then: str, *, patience_s: float = 600.0, hangup: signal.Handlers = signal.SIG_DFL
+    ) -> None:
+        # These tests may run under `nohup`, too.
+        before = signal.signal(signal.SIGHUP, hangup)
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", GUARDED, str(patience_s), first, then],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        finally:
+            signal.signal(signal.SIGHUP, before)
         assert self.process.stdout is not None
         self.pids = [int(word) for word in self.process.stdout.readline().split()]
 
@@ -128,11 +135,8 @@ def test_a_signal_is_passed_on_and_the_exit_code_is_passed_back(number: signal.S
 @linux
 def test_a_hangup_that_is_ignored_ends_nothing() -> None:
     """As `nohup` starts a service that is to outlive its terminal."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        guarded = GuardedProcess("signal.signal(signal.SIGINT, lambda *_: os._exit(7))", FOR_EVER)
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    first = "signal.signal(signal.SIGINT, lambda *_: os._exit(7))"
+    guarded = GuardedProcess(first, FOR_EVER, hangup=signal.SIG_IGN)
     guarded.process.send_signal(signal.SIGHUP)
     time.sleep(0.2)
     guarded.process.send_signal(signal.SIGINT)
