@@ -8,16 +8,18 @@ ask whether a token is legal).
 
 from specray.errors import GrammarError
 from specray.grammar.bounds import lark_refusal
-from specray.grammar.compiler import GrammarCompiler
+from specray.grammar.compiler import MAX_SOURCE_LEN, GrammarCompiler
 from specray.grammar.endless import resolve
-from specray.grammar.forms import WHITESPACE, check_length, grammar_of
+from specray.grammar.forms import MAX_TEXT_LEN, WHITESPACE, grammar_of, least_length
 from specray.grammar.matcher import GrammarMatcher, TokenMasks
 from specray.grammar.output import GuidedOutputs
 from specray.grammar.prepared import PreparedCompiler
 from specray.grammar.schemas import common_refusal, enforced, plain, refusal
-from specray.grammar.sources import slashed
+from specray.grammar.sources import named_tokens, slashed
 
 __all__ = [
+    "MAX_SOURCE_LEN",
+    "MAX_TEXT_LEN",
     "WHITESPACE",
     "GrammarCompiler",
     "GrammarError",
@@ -25,11 +27,12 @@ __all__ = [
     "GuidedOutputs",
     "PreparedCompiler",
     "TokenMasks",
-    "check_length",
     "common_refusal",
     "enforced",
     "grammar_of",
     "lark_refusal",
+    "least_length",
+    "named_tokens",
     "plain",
     "refusal",
     "resolve",

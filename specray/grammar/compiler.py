@@ -19,10 +19,12 @@ from specray.grammar.sources import endless_rule, texts
 from specray.grammar.vocabulary import ModelTokenizer, TextVocabulary
 from specray.types import Grammar, GrammarKind
 
-MAX_SOURCE_LEN = 65_536
-"""Characters of a grammar's source; longer ones are refused."""
+MAX_SOURCE_LEN = 524_288
+"""Characters of a grammar's source, which takes at most 2 s to compile; longer ones are refused."""
 _MAX_ENTRIES = 64
 """Compiled grammars and refusals that are kept."""
+_MAX_KEPT_LEN = 4_194_304
+"""Characters of the sources of all that is kept."""
 
 
 @dataclass(slots=True)
@@ -60,6 +62,7 @@ class GrammarCompiler:
         self._tokenizer = self._vocabulary.backend(self._eos_token_ids)
         self._limits = make_limits()
         self._kept: OrderedDict[Grammar, LLMatcher | str] = OrderedDict()
+        self._kept_len = 0
         self._lock = threading.Lock()
 
     def check(self, grammar: Grammar, *, field: str) -> None:
@@ -109,9 +112,13 @@ class GrammarCompiler:
         with self._lock:
             self.stats.compile_s += time.perf_counter() - started
             self.stats.num_compiled += 1
+            if grammar in self._kept:
+                # Another thread was faster.
+                return self._kept[grammar]
             self._kept[grammar] = compiled
-            while len(self._kept) > _MAX_ENTRIES:
-                self._kept.popitem(last=False)
+            self._kept_len += len(grammar.source)
+            while len(self._kept) > _MAX_ENTRIES or self._kept_len > _MAX_KEPT_LEN:
+                self._kept_len -= len(self._kept.popitem(last=False)[0].source)
         return compiled
 
     def _compile_anew(self, grammar: Grammar) -> LLMatcher | str:

@@ -15,7 +15,6 @@ from typing import Any, Final
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from specray.errors import InvalidRequestError, shown
-from specray.grammar.compiler import MAX_SOURCE_LEN
 from specray.grammar.schemas import enforced
 from specray.types import Grammar, GrammarKind
 
@@ -37,6 +36,8 @@ MODIFIERS: Final = ("guided_whitespace_pattern", "guided_decoding_backend")
 
 WHITESPACE: Final = r"[ \n\t]{1,8}"
 """Whitespace between JSON tokens where any is allowed: bounded, or a model may write it without end."""
+MAX_TEXT_LEN: Final = 65_536
+"""Characters of a grammar, or of a schema, of a request."""
 _MAX_CHOICES: Final = 1024
 _MAX_PATTERN_LEN: Final = 128
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -210,8 +211,17 @@ def _schema(value: Any, field: str) -> object:
 
 def check_length(value: object, field: str) -> None:
     """Raises InvalidRequestError for schemas that are too long. To write them out would hold up others."""
+    length = least_length(value, MAX_TEXT_LEN)
+    if length > MAX_TEXT_LEN:
+        raise InvalidRequestError(
+            f"{field} has at least {length} characters; allowed: at most {MAX_TEXT_LEN}", field=field
+        )
+
+
+def least_length(value: object, most: int) -> int:
+    """Characters that a value has at least as JSON; what is beyond ``most`` is not all counted."""
     length, waiting = 0, [value]
-    while waiting and length <= MAX_SOURCE_LEN:
+    while waiting and length <= most:
         entry = waiting.pop()
         if isinstance(entry, str):
             length += len(entry) + 2
@@ -223,10 +233,7 @@ def check_length(value: object, field: str) -> None:
             waiting += entry
         else:
             length += 1
-    if length > MAX_SOURCE_LEN:
-        raise InvalidRequestError(
-            f"{field} has at least {length} characters; allowed: at most {MAX_SOURCE_LEN}", field=field
-        )
+    return length
 
 
 def _text(value: Any, field: str, allowed: str) -> str:
@@ -237,8 +244,8 @@ def _text(value: Any, field: str, allowed: str) -> str:
 
 
 def _check_text(text: str, field: str) -> None:
-    if len(text) > MAX_SOURCE_LEN:
-        raise _wrong(field, len(text), f"at most {MAX_SOURCE_LEN}", what=f"number of characters in {field}")
+    if len(text) > MAX_TEXT_LEN:
+        raise _wrong(field, len(text), f"at most {MAX_TEXT_LEN}", what=f"number of characters in {field}")
 
 
 def _whitespace(value: Any, field: str) -> str | None:

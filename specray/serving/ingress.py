@@ -148,6 +148,10 @@ class IngressReplica:
         """Returns the configuration in force, for ``specray reload``."""
         return Served(self._now.now.model_dump(mode="json"), self._store, self._deployments)
 
+    async def named_ends(self) -> str:
+        """Returns the tokens that end an output, for the start of ``specray serve``."""
+        return self._tokenizer.named_ends() or "no token"
+
     async def metrics_text(self) -> str:
         """Returns this replica's metrics, with its labels."""
         return with_labels(self._observer.metrics.text())

@@ -37,6 +37,7 @@ KEEP_ALIVE_TIMEOUT_S = 90
 START_MARGIN_S = 60.0
 END_MARGIN_S = 35.0
 SERVE_START_S = 180.0
+ENDS_TIMEOUT_S = 5.0
 EXIT_LOST = 1
 POLL_INTERVAL_S = 0.1
 STATUS_INTERVAL_S = 0.5
@@ -44,6 +45,7 @@ STATUS_INTERVAL_S = 0.5
 with ten a second, this process used a quarter of a core."""
 SERVE_LOGS: Final = {"log_level": "WARNING", "enable_access_log": False}
 """Logging of Serve itself: a line for each call in each deployment would cost more than some calls."""
+logger = logging.getLogger(__name__)
 _OWN_ERROR = re.compile(r"^specray\.errors\.(\w+): (.+)$", re.MULTILINE)
 
 
@@ -347,11 +349,12 @@ def _announce(config: Config) -> None:
     grpc = f"{config.grpc.host}:{config.grpc.port}" if config.grpc.port else "off"
     draft = config.draft.model if config.draft.enabled else "none"
     path, body = _example(config)
+    ends = _named_ends()
     print(
         f"""
 specray serves {config.model_name}  (target {config.target.model}, draft {draft})
   HTTP  {url}/v1   (OpenAI-compatible)
-  gRPC  {grpc}   (specray.v1.InferenceService)
+  gRPC  {grpc}   (specray.v1.InferenceService){ends}
 
 Try it:
   curl {url}{path} -H 'Content-Type: application/json' \\
@@ -360,6 +363,21 @@ Try it:
 Ctrl-C stops every process.""",
         flush=True,
     )
+
+
+def _named_ends() -> str:
+    """A line with the tokens that end an output, which the Ingress knows; nothing if it does not answer."""
+    from ray import serve
+
+    from specray.actors.client import SERVE_ERRORS
+
+    try:
+        handle = serve.get_deployment_handle("Ingress", app_name=APP_NAME)
+        ends: str = handle.named_ends.remote().result(timeout_s=ENDS_TIMEOUT_S)
+    except (TimeoutError, *SERVE_ERRORS) as error:
+        logger.debug("the Ingress does not tell what ends an output: %s", error)
+        return ""
+    return f"\n  Ends  {ends}"
 
 
 def _example(config: Config) -> tuple[str, str]:

@@ -5,7 +5,8 @@ What turns out to be no call is text: nothing that a model wrote is lost, and no
 Whitespace around reasoning and between calls is part of the format.
 
 A stream has the arguments of calls as they are written; then a call that breaks off is a call with the
-arguments so far. Elsewhere it is text. That is the only difference, since one reader reads both.
+arguments so far. Elsewhere it is text, or nothing where the answer is cut in it and has complete calls: half
+the markup of a call helps nobody. That is the only difference, since one reader reads both.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from typing import Final
 
 import regex
 
-from specray.serving.tools.formats import ToolFormat
+from specray.serving.tools.formats import MakeReader, ToolFormat
 from specray.serving.tools.reader import CallPart, CallReader, Place
 from specray.serving.tools.request import ToolMode, ToolUse
 
 _ID_LEN: Final = 9
 """Characters of a call's id: what Mistral's chat templates insist on."""
 _LETTERS: Final = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+_SEPARATORS: Final = " \t\r\n,;[]}`"
+"""Characters between two calls."""
+_OBJECT_STARTS: Final = ('{"', "{'")
 REASONING_OPEN: Final = "<think>"
 REASONING_CLOSE: Final = "</think>"
 
@@ -106,6 +110,8 @@ class AnswerParser:
         """Text with which the reader began."""
         self._reader: CallReader | None = None
         """None: outside of calls."""
+        self._others: list[MakeReader] = []
+        """Make readers of other forms that have not tried what the reader reads."""
         self._call: _OpenCall | None = None
         """The call that is read."""
         self._num_calls = 0
@@ -177,6 +183,7 @@ class AnswerParser:
         assert self._format is not None and self._use is not None
         self._marker = marker
         self._reader = self._format.reader(self._schemas, self._use.allowed)
+        self._others = list(self._format.others)
         return True
 
     def _add(self, text: str) -> None:
@@ -191,6 +198,7 @@ class AnswerParser:
 
     def _read_calls(self, reader: CallReader) -> bool:
         """Reads calls, up to where none follows. False: more text decides."""
+        assert self._use is not None
         text, self._text = self._text, ""
         self._tell(reader.push(text))
         if self._has_ended:
@@ -198,17 +206,34 @@ class AnswerParser:
         if not self._has_ended and reader.place not in (Place.END, Place.LOST):
             return False
         self._reader, self._text = None, reader.rest
-        if self._call is not None:
+        is_cut = reader.place not in (Place.END, Place.LOST)
+        num_complete = self._num_calls - (self._call is not None and self._call.is_told)
+        if is_cut and num_complete and self._is_call_begun(reader.raw + reader.rest):
+            self._text, self._call = "", None
+        elif self._call is not None:
             self._add("" if self._call.is_told else reader.raw)
             self._call = None
+        elif reader.place is Place.LOST and not reader.num_calls and self._others:
+            self._text = reader.raw + self._text
+            self._reader = self._others.pop()(self._schemas, self._use.allowed)
+            return True
         elif reader.place is not Place.END:
             self._text = reader.raw + self._text
             if not reader.num_calls:
                 self._give_back(len(self._marker))
-        if reader.place not in (Place.END, Place.LOST):
+        if is_cut:
             # The end of the answer leaves no doubt that this is no other call.
             self._give_back(len(self._text))
         return True
+
+    def _is_call_begun(self, text: str) -> bool:
+        """Whether the end of an answer is the beginning of another call, and no text that looks like one."""
+        assert self._format is not None
+        markers = (*self._format.starts, *self._format.markers)
+        ends = (text.lstrip(), text.lstrip(_SEPARATORS))
+        is_marker = any(len(end) > 2 and marker.startswith(end) for marker in markers for end in ends)
+        starts = (*markers, *_OBJECT_STARTS)
+        return self._call is not None or is_marker or any(end.startswith(starts) for end in ends)
 
     def _give_back(self, length: int) -> None:
         """Takes for text what was taken for a call."""

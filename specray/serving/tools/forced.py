@@ -9,12 +9,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
 from specray.errors import InvalidRequestError
-from specray.grammar import WHITESPACE, check_length, common_refusal, enforced, plain, refusal, slashed
+from specray.grammar import (
+    MAX_SOURCE_LEN,
+    MAX_TEXT_LEN,
+    WHITESPACE,
+    common_refusal,
+    enforced,
+    least_length,
+    named_tokens,
+    plain,
+    refusal,
+    slashed,
+)
 from specray.serving.tools.answer import REASONING_CLOSE, REASONING_OPEN
 from specray.serving.tools.formats import MARKERS, ToolFormat
 from specray.serving.tools.parameters import ParameterRules
@@ -48,7 +59,8 @@ def forced_calls(
         may_reason: the model may write ``<think>`` first.
 
     Returns:
-        None when the answer is free: nothing is asked of calls or text, and no tool is strict.
+        None when the answer is free: nothing is asked of calls or text, and no tool is strict. ``text``
+        itself where it spells the markers of reasoning.
 
     Raises:
         InvalidRequestError: calls are to be forced, and this model's format of calls cannot be, or the
@@ -66,24 +78,43 @@ def forced_calls(
             field=field,
         )
     answer = [] if text is None or is_required else text_rules(text)
+    if text is not None and not is_required and spells_reasoning(text, token_id):
+        if not any(tool.is_strict for tool in use.callable_tools):
+            return text
+        answer = None
     if answer is None:
         raise InvalidRequestError(
             "tools cannot be enforced together with this grammar of the text; allowed: a JSON schema, "
             "a regular expression or a choice",
             field=field,
         )
-    tools = plain_tools(use)
     lark = _Lark(tool_format, token_id)
     reasons = begins_in_reasoning or may_reason
     think = _reasoning(token_id, begins_in_reasoning=begins_in_reasoning) if reasons else []
     calls = lark.calls(use.is_parallel and tool_format.allows_several)
-    rules = [
-        "%llguidance {}",
-        *(lark.required(calls, think) if is_required else lark.free(calls, think, answer)),
-        "call: " + " | ".join(f"call_{index}" for index in range(len(tools))),
-        *(rule for index, tool in enumerate(tools) for rule in lark.call(index, tool)),
-    ]
-    return Grammar(GrammarKind.LARK, "\n".join(rules))
+
+    def rules(tools: Sequence[Tool]) -> Iterator[str]:
+        yield from lark.required(calls, think) if is_required else lark.free(calls, think, answer)
+        yield "call: " + " | ".join(f"call_{index}" for index in range(len(tools)))
+        yield from (rule for index, tool in enumerate(tools) for rule in lark.call(index, tool))
+
+    return grammar_of_calls(use.callable_tools, rules)
+
+
+def grammar_of_calls(tools: Sequence[Tool], rules: Callable[[Sequence[Tool]], Iterable[str]]) -> Grammar:
+    """The grammar of these rules. Where it is too long, tools that are not strict have any arguments.
+
+    Args:
+        rules: makes them for the tools; it may raise InvalidRequestError.
+    """
+    tools = [replace(tool, parameters=plain(tool.parameters)) for tool in tools]
+    free = [tool if tool.is_strict else replace(tool, parameters={"type": "object"}) for tool in tools]
+    if least_length([tool.parameters for tool in tools], MAX_SOURCE_LEN) > MAX_SOURCE_LEN:
+        tools = free
+    source = "\n".join(["%llguidance {}", *rules(tools)])
+    if len(source) > MAX_SOURCE_LEN and tools is not free:
+        source = "\n".join(["%llguidance {}", *rules(free)])
+    return Grammar(GrammarKind.LARK, source)
 
 
 def after_reasoning(text: Grammar, token_id: TokenId, *, begins_in_reasoning: bool) -> Grammar | None:
@@ -94,20 +125,23 @@ def after_reasoning(text: Grammar, token_id: TokenId, *, begins_in_reasoning: bo
         begins_in_reasoning: the prompt ended with ``<think>``; else the model may write it.
 
     Returns:
-        None for a Lark grammar of several rules.
+        None for a Lark grammar of several rules, and one that spells the markers of reasoning.
     """
     rules = text_rules(text)
-    if rules is None:
+    if rules is None or spells_reasoning(text, token_id):
         return None
     think = _reasoning(token_id, begins_in_reasoning=begins_in_reasoning)
     return Grammar(GrammarKind.LARK, "\n".join(["%llguidance {}", "start: think answer", *think, *rules]))
 
 
-def plain_tools(use: ToolUse) -> list[Tool]:
-    """The tools that may be called, without annotations. Raises InvalidRequestError: they are too long."""
-    tools = [replace(tool, parameters=plain(tool.parameters)) for tool in use.callable_tools]
-    check_length([tool.parameters for tool in tools], "tools")
-    return tools
+def spells_reasoning(text: Grammar, token_id: TokenId) -> bool:
+    """Whether a grammar asks for the tokens around reasoning, so that it is the whole answer."""
+    markers = (REASONING_OPEN, REASONING_CLOSE)
+    ids = [found for marker in markers if (found := token_id(marker)) is not None]
+    return any(
+        token in markers if isinstance(token, str) else any(found in token for found in ids)
+        for token in named_tokens(text)
+    )
 
 
 def arguments_rule(name: str, tool: Tool) -> str:
@@ -117,7 +151,15 @@ def arguments_rule(name: str, tool: Tool) -> str:
 
 def _enforced(tool: Tool) -> Tool:
     """A tool with its parameters as far as they can be enforced."""
-    parameters = enforced(tool.parameters, {"whitespace_pattern": WHITESPACE}, is_loose=not tool.is_strict)
+    length = least_length(tool.parameters, MAX_TEXT_LEN)
+    if length > MAX_TEXT_LEN and tool.is_strict:
+        raise InvalidRequestError(
+            f"{tool.field} has at least {length} characters; allowed for a strict tool: at most "
+            f"{MAX_TEXT_LEN}",
+            field="tools",
+        )
+    parameters = {"type": "object"} if length > MAX_TEXT_LEN else tool.parameters
+    parameters = enforced(parameters, {"whitespace_pattern": WHITESPACE}, is_loose=not tool.is_strict)
     reason = refusal(parameters) if tool.is_strict else common_refusal(parameters)
     if reason is not None:
         raise InvalidRequestError(f"{tool.field} cannot be enforced: {reason}", field="tools")

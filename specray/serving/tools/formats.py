@@ -43,6 +43,8 @@ class ToolFormat:
     """Text between two forced calls."""
     end: str
     """Text after the last forced call."""
+    others: tuple[MakeReader, ...] = ()
+    """What else may read on, where the reader finds no call."""
     bare: str = ""
     """Text with which calls begin at the start of an answer, too; empty: none."""
     markers: tuple[str, ...] = ()
@@ -72,6 +74,7 @@ def _tags(form: TagForm) -> MakeReader:
     return lambda schemas, allowed: TagCalls(form, schemas, allowed)
 
 
+_OBJECTS: Final = _json(objects("<tool_call>", "</tool_call>"))
 _ARGUMENT_TAGS: Final = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 _MISTRAL: Final = _json(
     named(
@@ -84,7 +87,7 @@ _DEEPSEEK: Final = _json(
     named(
         opening="<｜tool▁calls▁begin｜>",
         begin="<｜tool▁call▁begin｜>",
-        head=rf"(?:function<｜tool▁sep｜>)?+{NAME}{SPACE}(?:<｜tool▁sep｜>|```json)",
+        head=rf"(?:function<｜tool▁sep｜>)?+{NAME}{SPACE}(?:<｜tool▁sep｜>{SPACE}(?:```json|(?!`))|```json)",
         after=rf"(?:```)?{SPACE}(?:<｜tool▁call▁end｜>)?",
         closing="<｜tool▁calls▁end｜>",
     )
@@ -106,6 +109,7 @@ FORMATS: Final = (
                 closing="</tool_call>",
             )
         ),
+        others=(_OBJECTS,),
         begin="",
         before_name="<tool_call>\n<function=",
         after_name=">\n",
@@ -181,6 +185,7 @@ FORMATS: Final = (
                 closing="</tool_call>",
             )
         ),
+        others=(_OBJECTS,),
         begin="",
         before_name="<tool_call>",
         after_name="\n",
@@ -219,7 +224,7 @@ FORMATS: Final = (
         signs=(r"<tool_call>", r"""["'](?:name|arguments)\\?["']\s*:|<tool_call>[^<|%]{0,64}\|\s*tojson"""),
         starts=("<tool_call>",),
         markers=("</tool_call>",),
-        reader=_json(objects("<tool_call>", "</tool_call>")),
+        reader=_OBJECTS,
         begin="",
         before_name='<tool_call>\n{"name": "',
         after_name='", "arguments": ',
@@ -320,7 +325,7 @@ FORMATS: Final = (
         signs=(r"<\|/tool\|>",),
         starts=("<|tool_call|>", "functools["),
         markers=("<|/tool_call|>",),
-        reader=_json(objects(r"(?:<\|tool_call\|>|functools)", r"<\|/tool_call\|>")),
+        reader=_json(objects(rf"(?:<\|tool_call\|>{SPACE}(?:functools)?+|functools)", r"<\|/tool_call\|>")),
         begin="<|tool_call|>[",
         before_name='{"name": "',
         after_name='", "arguments": ',
@@ -333,7 +338,7 @@ FORMATS: Final = (
         signs=(r"<\|tool_call\|>",),
         starts=("<|tool_call|>", "<tool_call>"),
         markers=("</tool_call>",),
-        reader=_json(objects(r"(?:<\|tool_call\|>|<tool_call>)", None)),
+        reader=_json(objects(r"(?:<\|tool_call\|>|<tool_call>)", "</tool_call>")),
         begin="<|tool_call|>[",
         before_name='{"name": "',
         after_name='", "arguments": ',

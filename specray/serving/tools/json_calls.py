@@ -45,7 +45,8 @@ def objects(opening: str, closing: str | None) -> JsonForm:
         opening: regular expression of what begins calls.
         closing: of what ends them; None: nothing does.
     """
-    before = rf"(?:{opening})?{SPACE}(?:```(?:json)?{SPACE})?[\s,;\[]{{0,64}}+"
+    # Templates that show the object in double brackets make models write them.
+    before = rf"(?:{opening})?{SPACE}(?:```(?:json)?{SPACE})?[\s,;\[]{{0,64}}+(?:\{{{SPACE}(?=\{{))?+"
     head = (
         rf"""(?P<object>\{{{SPACE}["']name["']{SPACE}:{SPACE}["']{NAME}["']{SPACE},{SPACE}"""
         rf"""["'](?:arguments|parameters)["']{SPACE}:{SPACE})(?=\{{)"""
@@ -118,7 +119,7 @@ class JsonCalls(CallReader):
     def finish(self) -> Iterator[CallPart]:
         if self.place is Place.VALUE:
             yield from self.push("\n")
-        left = (_LEFT.fullmatch(self.rest), self._form.tail.fullmatch(self.rest))
+        left = (_LEFT.fullmatch(self.rest), self._form.tail.fullmatch(self.rest.rstrip()))
         if self.place in (Place.REST, Place.NEXT) and any(left):
             self.rest = ""
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from specray.grammar import resolve
-from specray.serving.tools.json_text import loads
+from specray.serving.tools.json_text import json_of, loads
+from specray.serving.tools.python_value import read_value
 
 _MAX_REFERENCES: Final = 32
 """References of schemas to each other that are followed."""
 _CHOICE: Final = "choice"
 _KINDS: Final = frozenset(("string", "null", "boolean", "integer", "number", "array", "object"))
+_NUMBER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?")
 _LITERALS: Final[dict[str, object]] = {"true": True, "false": False, "null": None, "none": None}
 
 
@@ -42,18 +46,27 @@ class ParameterSchema:
         """Whether the tool has a parameter of this name."""
         return any(True for _ in self._properties(self._root, key, set()))
 
-    def value(self, text: str) -> object:
-        """What a text stands for: the first of its readings that the schema accepts."""
+    def json(self, text: str) -> str:
+        """JSON of what a text stands for. Raises ValueError, RecursionError: it cannot be written."""
         literal = _reading(text)
+        value = self._value(text, literal)
+        # Digits of a number that is read stay as they are.
+        return text.strip() if value is literal and _NUMBER.fullmatch(text.strip()) else json_of(value)
+
+    def _value(self, text: str, literal: object) -> object:
+        """The first reading of a text that the schema accepts."""
         if not isinstance(literal, str) and self._takes(literal):
             return literal
         if literal is not _NONE and self._kinds == _KINDS:
             return literal
-        if self._takes(text) or literal is _NONE:
+        if self._takes(text):
             return text
         if isinstance(literal, str):
             inner = _reading(literal)
             return next((value for value in (literal, inner) if self._takes(value)), text)
+        if literal is _NONE:
+            python = _python(text)
+            return python if self._takes(python) else text
         is_typed = isinstance(self._schema, Mapping) and "string" not in _types(self._schema)
         return literal if is_typed else text
 
@@ -133,6 +146,14 @@ def _reading(text: str) -> object:
         return loads(text)
     except (ValueError, RecursionError):
         return _LITERALS.get(text.strip().lower(), _NONE)
+
+
+def _python(text: str) -> object:
+    """What a text is as a literal of Python; ``_NONE``: it is none, or of no kind that JSON has."""
+    try:
+        return json.loads(json_of(read_value(text)))
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return _NONE
 
 
 def _types(schema: Mapping[str, Any]) -> frozenset[str]:

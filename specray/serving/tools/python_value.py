@@ -6,6 +6,8 @@ import ast
 from typing import Final
 
 _QUOTES: Final = "'\""
+_JSON_NAMES: Final = {"true": True, "false": False, "null": None}
+"""Literals of JSON that models write amid Python."""
 
 
 class ValueEnd:
@@ -65,7 +67,21 @@ def opening_quote(text: str, start: int) -> str | None:
 def read_value(text: str) -> object:
     """What a literal stands for. Raises ValueError, TypeError, SyntaxError, MemoryError, RecursionError."""
     # Within brackets a literal may have several lines and a comment.
-    values = ast.literal_eval(f"[{text}\n]")
+    tree = ast.parse(f"[{text}\n]", mode="eval")
+    for node in ast.walk(tree):
+        for name, value in ast.iter_fields(node):
+            if isinstance(value, list):
+                value[:] = [_constant(entry) for entry in value]
+            else:
+                setattr(node, name, _constant(value))
+    values = ast.literal_eval(tree)
     if len(values) != 1:
         raise ValueError("not one literal")
     return values[0]
+
+
+def _constant(node: object) -> object:
+    """A node of a literal, where it is a name of JSON what that stands for."""
+    if isinstance(node, ast.Name) and node.id in _JSON_NAMES:
+        return ast.Constant(_JSON_NAMES[node.id])
+    return node

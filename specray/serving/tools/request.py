@@ -81,21 +81,16 @@ def is_no_function(tool: object) -> bool:
     return isinstance(kind, str) and kind != "function"
 
 
-def parse_tools(
-    tools: object, choice: object, is_parallel: bool | None, *, leaves_out: bool = False
-) -> ToolUse | None:
+def parse_tools(tools: object, choice: object, is_parallel: bool | None) -> ToolUse | None:
     """The request fields ``tools``, ``tool_choice`` and ``parallel_tool_calls``.
 
-    Args:
-        leaves_out: goes without tools that are no functions, which are refused else.
-
     Returns:
-        None without tools.
+        None without functions; tools of other kinds are left out.
 
     Raises:
         InvalidRequestError: a tool or the choice is malformed, or names a tool that is not there.
     """
-    offered = _tools(tools, leaves_out=leaves_out)
+    offered = _tools(tools)
     if not offered:
         _check_no_choice(choice)
         return None
@@ -110,14 +105,14 @@ def parse_tools(
     )
 
 
-def _tools(value: object, *, leaves_out: bool) -> tuple[Tool, ...]:
+def _tools(value: object) -> tuple[Tool, ...]:
     if value is None:
         return ()
     if not isinstance(value, list) or len(value) > MAX_TOOLS:
         raise out_of_range("tools", value, f"a list of at most {MAX_TOOLS} tools")
     tools = dict[str, Tool]()
     for index, entry in enumerate(value):
-        if leaves_out and is_no_function(entry):
+        if is_no_function(entry):
             continue
         tool = _tool(f"tools[{index}]", entry)
         if tool.name in tools:

@@ -15,7 +15,6 @@ from typing import Final
 
 import regex
 
-from specray.serving.tools.json_text import json_of
 from specray.serving.tools.parameter_value import ParameterSchema
 from specray.serving.tools.reader import SPACE, CallPart, CallReader, Place, Schemas
 
@@ -174,7 +173,7 @@ class TagCalls(CallReader):
         self._take(end)
         self.place = Place.BETWEEN
         try:
-            return json_of(self._schema.value(text))
+            return self._schema.json(text)
         except (ValueError, RecursionError):
             return _quoted(text)
 

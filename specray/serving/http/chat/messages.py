@@ -119,17 +119,19 @@ def _calls(where: str, message: MessageFields) -> list[dict[str, Any]]:
 
 
 def _call(where: str, call: object) -> dict[str, Any]:
-    if not isinstance(call, dict) or call.get("type", "function") != "function":
-        raise out_of_range(where, call, "an object of type function")
-    call_id, function = call.get("id"), call.get("function")
+    if not isinstance(call, dict) or call.get("type", "function") not in ("function", "custom"):
+        raise out_of_range(where, call, "an object of type function or custom")
+    is_custom = call.get("type") == "custom"
+    call_id, function = call.get("id"), call.get("custom" if is_custom else "function")
     if call_id is not None and not isinstance(call_id, str):
         raise out_of_range(f"{where}.id", call_id, "a string")
     if not isinstance(function, dict):
-        raise out_of_range(f"{where}.function", function, "an object with name and arguments")
+        raise out_of_range(f"{where}.{call.get('type', 'function')}", function, "an object with a name")
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise out_of_range(f"{where}.function.name", name, "a name")
-    arguments = _arguments(function.get("arguments"))
+    # The text that a custom tool gets is no JSON.
+    arguments = {"input": function.get("input")} if is_custom else _arguments(function.get("arguments"))
     named = {} if call_id is None else {"id": call_id}
     return {**named, "type": "function", "function": {"name": name, "arguments": arguments}}
 

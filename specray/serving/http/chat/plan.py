@@ -13,7 +13,7 @@ from specray.serving.admission.places import Place
 from specray.serving.calls.texts import SECONDS_PER_CHAR, TextWork
 from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.tools.answer import REASONING_CLOSE, REASONING_OPEN, AnswerParser
-from specray.serving.tools.forced import after_reasoning, forced_calls
+from specray.serving.tools.forced import after_reasoning, forced_calls, spells_reasoning
 from specray.serving.tools.formats import MARKERS, ToolFormat, find_format
 from specray.serving.tools.harmony.answer import ChannelReader
 from specray.serving.tools.harmony.channels import Channels
@@ -183,11 +183,14 @@ class ChatPlanner:
         has_own_grammar = grammar is not options.grammar
         # A grammar that could not be put after reasoning holds from the first token on.
         is_bound = grammar is not None and not has_own_grammar
+        is_content = (
+            grammar is not None and is_bound and not spells_reasoning(grammar, self._tokenizer.added_token_id)
+        )
         reading = Reading(
             prompt.use,
             None if prompt.use is None else self._tool_format,
             self._has_reasoning or prompt.channels is not None,
-            prompt.begins_in_reasoning and not is_bound,
+            prompt.begins_in_reasoning and not is_content,
             bool(body.stream),
             prompt.channels and prompt.channels.under(grammar if is_bound else None),
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import Field
 
@@ -10,9 +12,11 @@ from specray.errors import InvalidRequestError
 from specray.serving.http.chat.messages import MAX_MESSAGES, MessageFields, read_messages
 from specray.serving.http.chat.parts import Images
 from specray.serving.http.schemas import Fields, Nested, SamplingFields
-from specray.serving.tools.request import ToolUse, parse_tools
+from specray.serving.tools.request import ToolUse, is_no_function, parse_tools
 from specray.serving.validation import RANGES, GenerationOptions, check_range
 from specray.tokenization import ChatMessage
+
+_NO_WORD: Final = re.compile(r"[^A-Za-z0-9_.-]")
 
 
 class FunctionFields(Fields):
@@ -28,6 +32,9 @@ class ToolFields(Fields):
     """A tool; ``parse_tools`` checks it."""
 
     type: Any = None
+    name: Any = None
+    """Of a tool that is no function, which is left out; ``custom`` is another place of it."""
+    custom: Any = None
     function: Annotated[Any, Nested(FunctionFields)] = None
 
 
@@ -73,7 +80,7 @@ class ChatCompletionRequest(SamplingFields):
     @property
     def left_out_tools(self) -> tuple[str, ...]:
         """Tools that are no functions, which the service goes without, as a header names them."""
-        return ()
+        return tuple(dict.fromkeys(_shown(tool) for tool in self.tools or () if is_no_function(tool)))
 
     def template_variables(self) -> dict[str, Any]:
         """Returns the variables that the request brings for the chat template."""
@@ -112,3 +119,10 @@ class ChatCompletionRequest(SamplingFields):
                 "max_tokens and max_completion_tokens differ; allowed: one of them", field="max_tokens"
             )
         return "max_completion_tokens", self.max_completion_tokens
+
+
+def _shown(tool: Mapping[str, Any]) -> str:
+    """Type and name of a tool, as a header may have them."""
+    inner = tool.get(tool["type"])
+    words = (tool["type"], tool.get("name", inner.get("name") if isinstance(inner, dict) else None))
+    return ":".join(_NO_WORD.sub("_", word[:64]) for word in words if isinstance(word, str) and word)

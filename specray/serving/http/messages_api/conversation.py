@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from typing import Any, Final
 
 from specray.errors import InvalidRequestError
@@ -15,10 +17,15 @@ _KINDS: Final = {
     "system": ("text",),
 }
 """Types of blocks by role."""
+_OF_SERVERS: Final = re.compile(
+    r"(?:server|mcp)_tool_use|[a-z_]{1,40}_tool_result|compaction|container_upload|fallback"
+)
+"""Types of blocks that Anthropic's own tools leave in a history: left out."""
 _BILLING: Final = "x-anthropic-billing-header"
 """Begins the block that Claude Code puts before its instructions: other text with each request, for Anthropic
 alone, after which nothing would be found in a prefix cache."""
 Message = dict[str, Any]
+logger = logging.getLogger(__name__)
 
 
 def messages_of(messages: list[Any], system: object, images: Images = "auto") -> list[Message]:
@@ -62,12 +69,22 @@ def _read(where: str, message: object, images: Images) -> list[Message]:
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
         raise out_of_range(where, content, "a string or a list of blocks")
+    content = _without_servers(content)
     if role == "system":
         return [{"role": role, "content": text_of_parts(where, content, _KINDS[role])}]
     if role == "user":
         return _of_user(where, content, images)
     blocks = [_block(f"{where}[{index}]", block, role) for index, block in enumerate(content)]
     return [_of_assistant(where, blocks)]
+
+
+def _without_servers(blocks: list[Any]) -> list[Any]:
+    """The blocks without those of tools that Anthropic runs."""
+    kinds = [block.get("type") if isinstance(block, dict) else None for block in blocks]
+    left_out = [kind for kind in kinds if isinstance(kind, str) and _OF_SERVERS.fullmatch(kind)]
+    if left_out:
+        logger.info("blocks of messages left out: %s", ", ".join(dict.fromkeys(left_out)))
+    return [block for block, kind in zip(blocks, kinds, strict=True) if kind not in left_out]
 
 
 def _block(where: str, block: object, role: str) -> dict[str, Any]:

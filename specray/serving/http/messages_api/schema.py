@@ -126,9 +126,7 @@ def _tool(where: str, tool: object) -> Any:
     if not isinstance(tool, dict):
         return tool
     if tool.get("type") not in (None, "custom"):
-        raise out_of_range(
-            f"{where}.type", tool["type"], "custom or absent: the service runs no tools itself"
-        )
+        return tool
     if tool.get("input_schema") is None:
         raise InvalidRequestError(f"{where}.input_schema is missing", field=f"{where}.input_schema")
     function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}

@@ -6,6 +6,8 @@ them in one message.
 
 from __future__ import annotations
 
+import logging
+import re
 from typing import Any, Final
 
 from specray.errors import InvalidRequestError
@@ -14,8 +16,16 @@ from specray.serving.http.chat.parts import Images, answer_of_parts, shows_media
 from specray.serving.validation import out_of_range
 
 _ROLES: Final = ("user", "assistant", "system", "developer")
-_KINDS: Final = ("message", "function_call", "function_call_output", "reasoning")
+_KINDS: Final = (
+    *("message", "function_call", "function_call_output"),
+    *("custom_tool_call", "custom_tool_call_output", "reasoning"),
+)
+_OTHER_KINDS: Final = re.compile(
+    r"[a-z_]{1,40}_(?:call|call_output|output|list_tools|approval_request|approval_response)|compaction"
+)
+"""Types of items that tools of other kinds leave in a history, written by another model: left out."""
 Message = dict[str, Any]
+logger = logging.getLogger(__name__)
 
 
 def messages_of(value: object, instructions: str | None, images: Images = "auto") -> list[Message]:
@@ -35,7 +45,9 @@ def messages_of(value: object, instructions: str | None, images: Images = "auto"
     conversation = _Conversation(opening, images)
     for index, item in enumerate(value):
         _read(conversation, f"input[{index}]", item)
-    return conversation.messages
+    if conversation.left_out:
+        logger.info("items of the input left out: %s", ", ".join(dict.fromkeys(conversation.left_out)))
+    return conversation.messages or [{"role": "user", "content": ""}]
 
 
 class _Conversation:
@@ -44,6 +56,8 @@ class _Conversation:
     def __init__(self, messages: list[Message], images: Images) -> None:
         self.messages = messages
         self.images = images
+        self.left_out: list[str] = []
+        """Types of items that are left out."""
         self._turn: Message | None = None
         """The assistant's message to which items may still be added."""
 
@@ -75,9 +89,12 @@ def _read(conversation: _Conversation, where: str, item: object) -> None:
     kind = item.get("type") or "message"
     if kind == "message":
         _read_message(conversation, where, item)
-    elif kind == "function_call":
-        conversation.add_call(translated_call(where, item, id_key="call_id", arguments_key="arguments"))
-    elif kind == "function_call_output":
+    elif kind in ("function_call", "custom_tool_call"):
+        # The text that a custom tool gets is no JSON.
+        custom = {"arguments": {"input": item.get("input")}} if kind == "custom_tool_call" else {}
+        call = translated_call(where, {**item, **custom}, id_key="call_id", arguments_key="arguments")
+        conversation.add_call(call)
+    elif kind in ("function_call_output", "custom_tool_call_output"):
         shows = shows_media(conversation.images, is_result=True)
         content = text_of_parts(f"{where}.output", item.get("output"), TEXTS, shows=shows)
         call_id = required_string(f"{where}.call_id", item.get("call_id"))
@@ -92,6 +109,8 @@ def _read(conversation: _Conversation, where: str, item: object) -> None:
             "allowed: the item itself",
             field=f"{where}.type",
         )
+    elif isinstance(kind, str) and _OTHER_KINDS.fullmatch(kind):
+        conversation.left_out.append(kind)
     else:
         raise out_of_range(f"{where}.type", kind, ", ".join(_KINDS))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import ConfigDict, Field
@@ -15,7 +13,7 @@ from specray.serving.http.chat.translation import TranslatedFields, translated_t
 from specray.serving.http.extras import check_extras
 from specray.serving.http.responses_api.items import messages_of
 from specray.serving.http.schemas import FEW, Fields
-from specray.serving.tools.request import ToolUse, is_no_function, parse_tools
+from specray.serving.tools.request import is_no_function
 from specray.serving.validation import out_of_range
 
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -33,7 +31,6 @@ _INCLUDABLE: Final = (
     "code_interpreter_call.outputs",
 )
 _CHOICES: Final = ("none", "auto", "required")
-_NO_WORD: Final = re.compile(r"[^A-Za-z0-9_.-]")
 _NO_REASONING: Final = "none"
 """Effort at which the model is asked not to reason."""
 
@@ -61,13 +58,6 @@ class ResponsesChat(ChatCompletionRequest):
         "prompt": "input",
         "max_tokens": "max_output_tokens",
     }
-
-    def tool_use(self) -> ToolUse | None:
-        return parse_tools(self.tools, self.tool_choice, self.parallel_tool_calls, leaves_out=True)
-
-    @property
-    def left_out_tools(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(_shown(tool) for tool in self.tools or () if is_no_function(tool)))
 
 
 class ResponsesRequest(TranslatedFields):
@@ -152,12 +142,6 @@ class ResponsesRequest(TranslatedFields):
             if name not in _INCLUDABLE:
                 raise out_of_range(f"include[{index}]", name, ", ".join(_INCLUDABLE))
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
-
-
-def _shown(tool: Mapping[str, Any]) -> str:
-    """Type and name of a tool, as a header may have them."""
-    words = (tool["type"], tool.get("name"))
-    return ":".join(_NO_WORD.sub("_", word[:64]) for word in words if isinstance(word, str) and word)
 
 
 def _tool(where: str, tool: object) -> Any:

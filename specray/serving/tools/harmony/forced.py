@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from specray.errors import InvalidRequestError
-from specray.serving.tools.forced import arguments_rule, plain_tools, text_rules
+from specray.serving.tools.forced import arguments_rule, grammar_of_calls, text_rules
 from specray.serving.tools.harmony.channels import ASSISTANT, Channel, Channels, Marker
 from specray.serving.tools.harmony.prompt import ChannelPrompt, Place
 from specray.serving.tools.request import Tool, ToolMode, ToolUse
-from specray.types import Grammar, GrammarKind
+from specray.types import Grammar
 
 _TEXT: Final = "TEXT"
 
@@ -61,9 +61,13 @@ def forced_channels(
             "before a header, in reasoning or in content",
             field=name,
         )
-    lark = _Lark(prompt.channels, () if use is None else plain_tools(use))
-    source = [*lark.rules(prompt.place, is_required=is_required, has_form=rules is not None), *(rules or ())]
-    return Grammar(GrammarKind.LARK, "\n".join(["%llguidance {}", *source]))
+
+    def all_rules(tools: Sequence[Tool]) -> Iterator[str]:
+        lark = _Lark(prompt.channels, tools)
+        yield from lark.rules(prompt.place, is_required=is_required, has_form=rules is not None)
+        yield from rules or ()
+
+    return grammar_of_calls(() if use is None else use.callable_tools, all_rules)
 
 
 class _Lark:

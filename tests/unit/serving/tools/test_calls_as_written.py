@@ -416,6 +416,6 @@ def test_a_call_that_breaks_off_is_text_but_where_parts_of_it_were_given(
 def test_a_second_call_is_dropped_without_parallel_calls_and_its_broken_text_is_not() -> None:
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     for tells_parts in (False, True):
-        for second, content in ((call, " so"), (call[:-16], f"{call[:-16]} so")):
+        for second, content in ((call, " so!"), (call[:-16], f"{call[:-16]} so!")):
             parser = AnswerParser(use(None, TOOLS, is_parallel=False), row("hermes"), tells_parts=tells_parts)
-            assert read(parser, [call, second, " so"]) == (content, "", [("f", "{}", True)])
+            assert read(parser, [call, second, " so!"]) == (content, "", [("f", "{}", True)])

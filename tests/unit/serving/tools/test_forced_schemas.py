@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from specray.errors import InvalidRequestError
+from specray.grammar import MAX_SOURCE_LEN
 from specray.grammar.forms import json_grammar
 from specray.serving.tools.forced import forced_calls
 from specray.serving.tools.formats import FORMATS, ToolFormat
@@ -223,14 +224,9 @@ def test_arguments_that_cannot_be_are_refused_for_every_tool(
     assert reason in str(caught.value) and caught.value.field == "tools"
 
 
-def test_schemas_that_are_too_long_together_are_refused_before_work_on_them() -> None:
+def test_long_descriptions_are_no_part_of_a_strict_schema() -> None:
     described = {f"p{index}": {"description": "d" * 900} for index in range(100)}
-    forced({"type": "object", "properties": described}, strict=False)
-    properties = {f"p{index}": {"pattern": "d" * 900} for index in range(100)}
-    with pytest.raises(
-        InvalidRequestError, match=r"tools has at least .* characters; allowed: at most 65536"
-    ):
-        forced({"type": "object", "properties": properties}, strict=False)
+    forced({"type": "object", "properties": described}, strict=True)
 
 
 def test_a_text_or_calls_hold_schemas_that_are_not_strict_as_far_as_they_can_be() -> None:
@@ -245,3 +241,41 @@ def test_a_text_or_calls_hold_schemas_that_are_not_strict_as_far_as_they_can_be(
     assert accepts(grammar, "7")
     arguments = json.dumps({"v": 1})
     assert accepts(grammar, f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>')
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
+def test_512_tools_are_forced_and_held_to_their_schemas_where_these_have_room(name: str) -> None:
+    def grammar(num_fields: int) -> Grammar:
+        fields = {f"a_field_of_some_length_{index}": {"enum": ["a", "b"]} for index in range(num_fields)}
+        schema = {
+            "type": "object",
+            "properties": fields,
+            "required": [*fields],
+            "additionalProperties": False,
+        }
+        function = {"parameters": schema}
+        tools = [
+            {"type": "function", "function": {"name": f"mcp__server__tool_{index}", **function}}
+            for index in range(512)
+        ]
+        use = parse_tools(tools, "required", None)
+        assert use is not None
+        found = forced_calls(use, row(name), lambda text: None)
+        assert found is not None
+        return found
+
+    small = grammar(1)
+    assert 65_536 < len(small.source) < MAX_SOURCE_LEN and "a_field" in small.source
+    compiler().check(small, field="tools")
+    free = grammar(40)
+    assert len(free.source) < MAX_SOURCE_LEN and "a_field" not in free.source
+
+
+def test_a_long_schema_is_held_to_for_a_strict_tool_alone() -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["x" * 65_536]}}}
+    assert accepts(
+        forced(schema, strict=False, name="hermes"),
+        '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
+    )
+    with pytest.raises(InvalidRequestError, match=r"tools\[1\].*allowed for a strict tool: at most 65536"):
+        forced(schema, strict=True, name="hermes")

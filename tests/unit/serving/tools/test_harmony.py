@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from specray.errors import InvalidRequestError
 from specray.serving.tools.answer import AnswerDelta
 from specray.serving.tools.harmony.answer import MAX_HEADER_LEN, ChannelReader
 from specray.serving.tools.harmony.channels import Channels, Marker
@@ -266,6 +265,15 @@ def test_call_that_is_cut_is_text_whole_and_a_call_in_parts() -> None:
     assert read(text, tools=use(), tells_parts=True) == ("", "", [("get_weather", '{"city": "Ro')])
 
 
+def test_call_that_is_cut_behind_a_complete_one_is_no_text() -> None:
+    for cut in ("", " to=functions.cl", "<|channel|>commentary to=functions.clock<|message|>{"):
+        assert read(f"{CALL}<|call|><|start|>assistant{cut}", 3, tools=use()) == (
+            "",
+            "",
+            [("get_weather", ROME)],
+        )
+
+
 def test_text_after_the_arguments_is_content() -> None:
     for tells_parts in (False, True):
         content, _, calls = read(CALL + " done", tools=use(), tells_parts=tells_parts)
@@ -380,12 +388,9 @@ def test_any_text_reads_the_same_in_pieces_of_any_size(seed: int) -> None:
             assert found == found[:1] * len(found), text
 
 
-def test_schemas_that_are_too_long_together_are_refused_before_work_on_them() -> None:
-    parameters = {"type": "object", "properties": {"p": {"pattern": "d" * 900}}}
+def test_tools_that_are_too_long_together_have_any_arguments() -> None:
+    parameters = {"type": "object", "properties": {"p": {"pattern": "d" * 9000}}}
     functions = [{"name": f"f{index}", "parameters": parameters} for index in range(100)]
     use = parse_tools([{"type": "function", "function": each} for each in functions], "required", None)
-    prompt = ChannelPrompt(CHANNELS, Place.ROLE)
-    with pytest.raises(
-        InvalidRequestError, match=r"tools has at least .* characters; allowed: at most 65536"
-    ):
-        forced_channels(prompt, use, None, field="")
+    grammar = forced_channels(ChannelPrompt(CHANNELS, Place.ROLE), use, None, field="")
+    assert grammar is not None and "call_99" in grammar.source and "ddd" not in grammar.source

@@ -134,4 +134,7 @@ def test_a_value_is_typed_by_the_schema_that_its_reference_finds(
         "either": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
         "a/b c": {"type": "string"},
     }
-    assert ParameterSchema({"$defs": definitions, "properties": {"p": reference}}, "p").value("5") == value
+    assert (
+        json.loads(ParameterSchema({"$defs": definitions, "properties": {"p": reference}}, "p").json("5"))
+        == value
+    )

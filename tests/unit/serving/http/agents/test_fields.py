@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from specray.config import parse_config
 from tests.unit.serving.http.agents.asking import (
     APIS,
     CHAT,
@@ -18,7 +19,7 @@ from tests.unit.serving.http.agents.asking import (
     prompt_of,
 )
 from tests.unit.serving.http.chat.models import HERMES, PLAIN, chat_tokenizer, saying
-from tests.unit.serving.http.service import serving
+from tests.unit.serving.http.service import MODEL, serving
 
 USER = {"role": "user", "content": "hi"}
 SHELL = {"type": "function", "name": "shell", "parameters": {"type": "object", "properties": {}}}
@@ -61,6 +62,45 @@ async def test_tools_that_are_no_functions_are_left_out_and_named(
         json.loads(text.split("\n\n")[-2].split("data: ")[1])["response"] if is_stream else json.loads(text)
     )
     assert answer["tools"] == [SHELL]
+
+
+LEFT_OUT: dict[str, tuple[list[Any], str]] = {
+    CHAT: (
+        [{"type": "custom", "custom": {"name": "apply_patch"}}, {"type": "web_search"}],
+        "custom:apply_patch, web_search",
+    ),
+    RESPONSES: (
+        [{"type": "custom", "name": "apply_patch"}, {"type": "web_search"}],
+        "custom:apply_patch, web_search",
+    ),
+    MESSAGES: (
+        [
+            {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+            {"type": "computer_20250124", "name": "computer", "display_width_px": 1},
+        ],
+        "web_search_20250305:web_search, computer_20250124:computer",
+    ),
+}
+
+
+@pytest.mark.parametrize("unknown", ["refuse", "ignore"])
+@pytest.mark.parametrize("path", APIS)
+async def test_every_api_goes_without_tools_that_are_no_functions(path: str, unknown: str) -> None:
+    tools, names = LEFT_OUT[path]
+    tokenizer, body = chat_tokenizer(HERMES), {**conversation(path, USER), "max_tokens": 9}
+    if path == RESPONSES:
+        del body["max_tokens"]
+    config = parse_config({"served_model_name": MODEL, "http": {"unknown_fields": unknown}})
+    for functions in ([], [tool(path, "shell")]):
+        router = saying(tokenizer, "Yes")
+        async with (
+            serving(router, tokenizer=tokenizer, config=config) as service,
+            service.http.post(path, json={**body, "tools": [*tools, *functions]}) as response,
+        ):
+            assert response.status == 200, await response.text()
+            assert response.headers["X-Left-Out-Tools"] == names
+        prompt = tokenizer.decode(router.requests[0].prompt_token_ids)
+        assert ("shell" in prompt) == bool(functions) and "search" not in prompt
 
 
 async def test_without_functions_there_are_no_tools_and_without_others_no_header() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -236,3 +237,61 @@ async def test_claude_codes_billing_block_is_no_part_of_the_prompt() -> None:
 async def test_other_text_with_the_blocks_name_stays(body: dict[str, Any]) -> None:
     prompt = await prompt_of(MESSAGES, chat_tokenizer(PLAIN), {"messages": [USER], **body})
     assert "x-anthropic-billing-header" in prompt.lower()
+
+
+PATCH = "*** Begin Patch"
+CUSTOM: dict[str, list[Any]] = {
+    CHAT: [
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "c", "type": "custom", "custom": {"name": "patch", "input": PATCH}}],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "Done."},
+    ],
+    RESPONSES: [
+        {"type": "custom_tool_call", "id": "i", "call_id": "c", "name": "patch", "input": PATCH},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": "Done."},
+    ],
+}
+
+
+@pytest.mark.parametrize("path", CUSTOM)
+async def test_calls_of_custom_tools_stay_in_a_history(path: str) -> None:
+    body = conversation(path, USER, *CUSTOM[path])
+    assert await prompt_of(path, chat_tokenizer(AS_JSON), body) == f'<{{"input": "{PATCH}"}}>Done.'
+
+
+SERVED: dict[str, list[Any]] = {
+    RESPONSES: [
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search"}},
+        {"type": "local_shell_call", "call_id": "l", "action": {"type": "exec", "command": ["ls"]}},
+        {"type": "local_shell_call_output", "call_id": "l", "output": "a"},
+        {"type": "mcp_list_tools", "tools": []},
+        {"type": "compaction", "encrypted_content": "x"},
+    ],
+    MESSAGES: [
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "q"}},
+                {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+                {"type": "mcp_tool_use", "id": "m", "name": "n", "server_name": "s", "input": {}},
+                {"type": "mcp_tool_result", "tool_use_id": "m", "content": []},
+            ],
+        }
+    ],
+}
+
+
+@pytest.mark.parametrize("path", SERVED)
+async def test_what_tools_of_other_services_left_in_a_history_is_left_out(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = chat_tokenizer(PLAIN)
+    with caplog.at_level(logging.INFO, "specray.serving.http"):
+        prompt = await prompt_of(path, tokenizer, conversation(path, USER, *SERVED[path], USER))
+    user = "<|user|>hi<|end|>"
+    between = "<|assistant|><|end|>" if path == MESSAGES else ""
+    assert prompt == f"{user}{between}{user}<|assistant|>"
+    assert any("left out: " in record.getMessage() for record in caplog.records)

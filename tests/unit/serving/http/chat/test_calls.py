@@ -286,7 +286,7 @@ async def test_form_of_the_text_holds_beside_calls() -> None:
 @pytest.mark.parametrize(
     ("template", "fields", "param"),
     [
-        (HERMES, {"tools": [{"type": "custom"}]}, "tools[0].type"),
+        (HERMES, {"tools": [{"type": 3}]}, "tools[0].type"),
         (HERMES, {"tool_choice": "any"}, "tool_choice"),
         (HERMES, {"tools": None, "tool_choice": "required"}, "tool_choice"),
         (HERMES, {"tool_choice": "required", "min_tokens": 2}, "min_tokens"),

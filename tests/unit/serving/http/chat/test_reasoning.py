@@ -142,6 +142,23 @@ async def test_grammar_of_several_rules_holds_from_the_first_token_on() -> None:
     assert request.sampling.grammar.source == 'start: a\na: "b"'
 
 
+async def test_grammar_that_spells_the_markers_of_reasoning_is_the_whole_answer() -> None:
+    tokenizer = chat_tokenizer(OPENS_REASONING, has_markers=True)
+    end_id = tokenizer.added_token_id("</think>")
+    for named in ("</think>", f"<[{end_id}]>"):
+        source = f'start: "a" {named} "b"'
+        answer, request = await ask(tokenizer, "a</think>b", guided_grammar=source)
+        message = answer["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("a", "b")
+        assert request.sampling.grammar.source == source
+    # As a string it is text, which comes after the reasoning.
+    answer, request = await ask(tokenizer, "a</think>b", guided_choice=["</think>", "b"])
+    assert (
+        request.sampling.grammar.source != 'start: "</think>" | "b"'
+        and "think:" in request.sampling.grammar.source
+    )
+
+
 @pytest.mark.parametrize("field", ["reasoning_effort", "verbosity"])
 async def test_wishes_reach_a_template_that_knows_them(field: str) -> None:
     tokenizer = chat_tokenizer("{% if " + field + " %}[{{ " + field + " }}]{% endif %}" + PLAIN)

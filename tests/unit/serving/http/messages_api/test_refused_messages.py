@@ -38,7 +38,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"stop_sequences": "a"}, "stop_sequences"),
     ({"stop_sequences": ["a"] * 65}, "stop_sequences"),
     ({"temperature": 9}, "temperature"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": 3, "name": "web_search", "input_schema": {}}]}, "tools[0].type"),
     ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
     ({"tools": [{"name": "a", "input_schema": {"type": "string"}}]}, "tools[0].input_schema"),
     ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
