@@ -5,8 +5,7 @@ What turns out to be no call is text: nothing that a model wrote is lost, and no
 Whitespace around reasoning and between calls is part of the format.
 
 A stream has the arguments of calls as they are written; then a call that breaks off is a call with the
-arguments so far. Elsewhere it is text, or nothing where the answer is cut in it and has complete calls: half
-the markup of a call helps nobody. That is the only difference, since one reader reads both.
+arguments so far. Elsewhere it is text. That is the only difference, since one reader reads both.
 """
 
 from __future__ import annotations
@@ -25,9 +24,6 @@ from specray.serving.tools.request import ToolMode, ToolUse
 _ID_LEN: Final = 9
 """Characters of a call's id: what Mistral's chat templates insist on."""
 _LETTERS: Final = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
-_SEPARATORS: Final = " \t\r\n,;[]}`"
-"""Characters between two calls."""
-_OBJECT_STARTS: Final = ('{"', "{'")
 REASONING_OPEN: Final = "<think>"
 REASONING_CLOSE: Final = "</think>"
 
@@ -206,11 +202,7 @@ class AnswerParser:
         if not self._has_ended and reader.place not in (Place.END, Place.LOST):
             return False
         self._reader, self._text = None, reader.rest
-        is_cut = reader.place not in (Place.END, Place.LOST)
-        num_complete = self._num_calls - (self._call is not None and self._call.is_told)
-        if is_cut and num_complete and self._is_call_begun(reader.raw + reader.rest):
-            self._text, self._call = "", None
-        elif self._call is not None:
+        if self._call is not None:
             self._add("" if self._call.is_told else reader.raw)
             self._call = None
         elif reader.place is Place.LOST and not reader.num_calls and self._others:
@@ -221,19 +213,10 @@ class AnswerParser:
             self._text = reader.raw + self._text
             if not reader.num_calls:
                 self._give_back(len(self._marker))
-        if is_cut:
+        if reader.place not in (Place.END, Place.LOST):
             # The end of the answer leaves no doubt that this is no other call.
             self._give_back(len(self._text))
         return True
-
-    def _is_call_begun(self, text: str) -> bool:
-        """Whether the end of an answer is the beginning of another call, and no text that looks like one."""
-        assert self._format is not None
-        markers = (*self._format.starts, *self._format.markers)
-        ends = (text.lstrip(), text.lstrip(_SEPARATORS))
-        is_marker = any(len(end) > 2 and marker.startswith(end) for marker in markers for end in ends)
-        starts = (*markers, *_OBJECT_STARTS)
-        return self._call is not None or is_marker or any(end.startswith(starts) for end in ends)
 
     def _give_back(self, length: int) -> None:
         """Takes for text what was taken for a call."""

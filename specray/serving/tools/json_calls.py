@@ -122,6 +122,9 @@ class JsonCalls(CallReader):
         left = (_LEFT.fullmatch(self.rest), self._form.tail.fullmatch(self.rest.rstrip()))
         if self.place in (Place.REST, Place.NEXT) and any(left):
             self.rest = ""
+        elif self.place is Place.NEXT:
+            # What might have been another call is none.
+            self._end()
 
     def _steps(self) -> Mapping[Place, Callable[[], str]]:
         return {
@@ -230,11 +233,16 @@ class JsonCalls(CallReader):
     def _find_next(self) -> str:
         length = len(self.rest)
         self._go_on(self._form.closing, self._form.again)
-        # Without the marker that ends calls, what it would have followed is left.
-        left = self._form.tail.match(self.rest)
-        if self.place is Place.END and len(self.rest) == length and left is not None and left[0].strip():
-            self._take(left.end())
+        if self.place is Place.END and len(self.rest) == length:
+            self._end()
         return ""
+
+    def _end(self) -> None:
+        """Ends calls without the marker that ends them: what it would have followed is left."""
+        self.place = Place.END
+        left = self._form.tail.match(self.rest)
+        if left is not None and left[0].strip():
+            self._take(left.end())
 
 
 def _call_of(value: object) -> tuple[str, str]:

@@ -130,7 +130,7 @@ class ChannelReader:
         has_ended = any(marker in ENDS for marker in self._waiting)
         if self._kind is None:
             self._end_header(is_cut=not has_ended)
-        self._close(is_cut=not has_ended)
+        self._close()
         return self._take()
 
     def _parts(self, text: str) -> Iterator[str | Marker]:
@@ -228,12 +228,8 @@ class ChannelReader:
         elif self._call is not None:
             self._add(self._call.push(text))
 
-    def _close(self, *, is_cut: bool = False) -> None:
-        """Ends the message, if there is one.
-
-        Args:
-            is_cut: it might have gone on: a call is no text then beside complete ones.
-        """
+    def _close(self) -> None:
+        """Ends the message, if there is one."""
         call, kind, self._call, self._kind = self._call, self._kind, None, None
         if kind is not _Kind.CALL or call is None:
             return
@@ -241,7 +237,7 @@ class ChannelReader:
             self._add(call.finish())
             unread = call.rest.strip()
         except (ValueError, TypeError, RecursionError):
-            unread = "" if is_cut and self.num_calls else self._written + call.body
+            unread = self._written + call.body
         if unread:
             self._give(_Kind.REASONING if self._head.channel is Channel.ANALYSIS else _Kind.CONTENT, unread)
 

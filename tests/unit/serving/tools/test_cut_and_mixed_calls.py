@@ -64,17 +64,15 @@ CUTS = {
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_the_cut_beginning_of_a_call_is_no_text_beside_a_complete_one_and_text_alone(name: str) -> None:
+def test_the_cut_beginning_of_a_call_is_text_beside_a_complete_one_and_alone(name: str) -> None:
     first, cut = CUTS[name]
-    check(name, first + cut, "", [("f", {"s": "x"})])
+    for size in (1, 3, 1000):
+        text = first + cut
+        parts = [text[start : start + size] for start in range(0, len(text), size)]
+        content, _, calls = read(AnswerParser(use(None, TOOLS), row(name)), parts)
+        assert [call[0] for call in calls] == ["f"]
+        assert content.endswith(cut.rstrip())
     check(name, cut, cut, [])
-
-
-@pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
-def test_a_call_that_is_cut_in_its_arguments_is_left_out_of_a_whole_answer_with_others(name: str) -> None:
-    cut = '{"name": "f", "arguments": {"s": "y' if name == "hermes" else "<function=f>\n<parameter=s>\ny"
-    parser = AnswerParser(use(None, TOOLS), row(name))
-    assert read(parser, [f"{FIRST}\n<tool_call>\n{cut}"]) == ("", "", [("f", '{"s": "x"}', True)])
 
 
 def test_text_after_a_call_that_might_go_on_with_another_one_is_text() -> None:

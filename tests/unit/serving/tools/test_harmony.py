@@ -265,15 +265,6 @@ def test_call_that_is_cut_is_text_whole_and_a_call_in_parts() -> None:
     assert read(text, tools=use(), tells_parts=True) == ("", "", [("get_weather", '{"city": "Ro')])
 
 
-def test_call_that_is_cut_behind_a_complete_one_is_no_text() -> None:
-    for cut in ("", " to=functions.cl", "<|channel|>commentary to=functions.clock<|message|>{"):
-        assert read(f"{CALL}<|call|><|start|>assistant{cut}", 3, tools=use()) == (
-            "",
-            "",
-            [("get_weather", ROME)],
-        )
-
-
 def test_text_after_the_arguments_is_content() -> None:
     for tells_parts in (False, True):
         content, _, calls = read(CALL + " done", tools=use(), tells_parts=tells_parts)

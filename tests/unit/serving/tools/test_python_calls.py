@@ -205,9 +205,9 @@ def test_any_text_has_the_same_complete_calls_whole_and_in_pieces(seed: int) -> 
 
 
 @pytest.mark.parametrize("size", [1, 1000])
-def test_a_call_that_is_cut_behind_a_complete_one_is_no_text_of_a_whole_answer(size: int) -> None:
+def test_a_call_that_breaks_off_after_a_complete_one_is_content_of_a_whole_answer(size: int) -> None:
     content, parts = parts_of(stream(tells_parts=False), "[clock(), get_weather(city='Ro", size)
-    assert (content, put_together(parts)) == ("", [("clock", "{}", True)])
+    assert (content, put_together(parts)) == (", get_weather(city='Ro", [("clock", "{}", True)])
 
 
 @pytest.mark.slow

@@ -363,7 +363,6 @@ def test_choices_of_tools() -> None:
     ("tools", "choice", "field"),
     [
         ("x", None, "tools"),
-        ([{"type": "custom"}], None, "tools[0].type"),
         ([{"type": "function"}], None, "tools[0].function"),
         ([{"type": "function", "function": {"name": "a b"}}], None, "tools[0].function.name"),
         ([WEATHER, WEATHER], None, "tools[1].function.name"),
