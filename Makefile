@@ -66,10 +66,15 @@ fuzz: setup .venv-fuzz/.installed
 # server serves in float32, the scores that lm_eval reads are compared with a forward of transformers. RECORD=FILE keeps
 # what was sent.
 SAMPLES := .venv-clients/samples.json
-clients: .venv-clients/.installed $(if $(TARGET),setup)
+clients: .venv-clients/.installed .venv-clients/.agents $(if $(TARGET),setup)
 	test -n "$(URL)" || { echo "URL is not set; for example: make clients URL=http://127.0.0.1:8000" >&2; exit 2; }
 	.venv-clients/bin/python -m tests.clients.run $(URL) --samples $(SAMPLES) $(if $(RECORD),--record $(RECORD))
 	test -z "$(TARGET)" || $(BIN)/python -m tests.clients.forward $(TARGET) $(SAMPLES)
+
+# Coding agents, of their newest versions; without npm their checks are skipped.
+.venv-clients/.agents: .venv-clients/.installed
+	-npm install --silent --no-audit --no-fund --prefix .venv-clients @anthropic-ai/claude-code @openai/codex opencode-ai
+	touch $@
 
 # Wheel, sdist and the list of what the wheel depends on (CycloneDX), in dist/. The wheel is installed into an environment of
 # its own and must serve a request there.

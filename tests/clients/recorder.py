@@ -7,7 +7,7 @@ import json
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from tests.clients.checks import Server
 
 TIMEOUT_S = 300.0
+Change = Callable[[str, bytes], bytes]
 _OF_A_CONNECTION = ("connection", "content-length", "host", "transfer-encoding", "accept-encoding")
 
 
@@ -45,8 +46,12 @@ class Recorder:
 
 
 @contextlib.contextmanager
-def recording(server: Server) -> Iterator[Recorder]:
-    """Runs a proxy on a free port of loopback while the block runs."""
+def recording(server: Server, change: Change = lambda path, body: body) -> Iterator[Recorder]:
+    """Runs a proxy on a free port of loopback while the block runs.
+
+    Args:
+        change: from a request's path and body to the body that the server gets.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -60,7 +65,10 @@ def recording(server: Server) -> Iterator[Recorder]:
                 name: value for name, value in self.headers.items() if name.lower() not in _OF_A_CONNECTION
             }
             asked = urllib.request.Request(
-                server.url + self.path, data=body or None, headers=headers, method=self.command
+                server.url + self.path,
+                data=change(self.path, body) if body else None,
+                headers=headers,
+                method=self.command,
             )
             try:
                 answer = urllib.request.urlopen(asked, timeout=TIMEOUT_S)

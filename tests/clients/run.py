@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tests.clients import evaluation, libraries, proxy, vllm_bench
+from tests.clients import agents, evaluation, libraries, proxy, vllm_bench
 from tests.clients.checks import CHECKS, NO_TOOLS, SKIPPED, Server, openai_client
 from tests.clients.recorder import Recorder, recording
 
-assert all((evaluation, libraries, proxy, vllm_bench)), "they register their checks"
+assert all((agents, evaluation, libraries, proxy, vllm_bench)), "they register their checks"
 
 
 def run(server: Server, clients: Sequence[str], recorder: Recorder | None = None) -> int:

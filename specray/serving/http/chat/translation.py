@@ -41,10 +41,12 @@ class TranslatedFields(_PassedOn):
 
     temperature: float | None = None
     top_p: float | None = None
+    structured_outputs: Any = None
+    """A grammar of the answer, as chats take it among the fields that their schema does not have."""
 
     def passed_on(self) -> dict[str, Any]:
         """Returns the fields that the chat has under the same names."""
-        values = {name: getattr(self, name) for name in _PASSED_ON}
+        values = {name: getattr(self, name) for name in (*_PASSED_ON, "structured_outputs")}
         return {name: value for name, value in values.items() if value is not None}
 
     @property

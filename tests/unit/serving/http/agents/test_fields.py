@@ -226,3 +226,22 @@ async def test_no_character_of_an_event_ends_its_line(path: str) -> None:
     assert lines and not [line for line in lines if not line.startswith(("data: ", "event: "))]
     told = json.dumps([json.loads(line[6:]) for line in lines if line.startswith("data: {")])
     assert all(json.dumps(mark)[1:-1] in told for mark in "\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e\r")
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+async def test_structured_outputs_bind_the_answer_of_every_api(path: str) -> None:
+    tokenizer = chat_tokenizer(HERMES)
+    router = saying(tokenizer, "red")
+    async with serving(router, tokenizer=tokenizer) as service:
+        body: dict[str, Any] = {
+            "messages": [{"role": "user", "content": "hi"}],
+            "input": "hi",
+            "max_tokens": 8,
+        }
+        body = body | {"model": MODEL, "structured_outputs": {"choice": ["red", "blue"]}}
+        del body["input" if "messages" in path else "messages"]
+        if "responses" in path:
+            body["max_output_tokens"] = body.pop("max_tokens")
+        async with service.http.post(path, json=body) as response:
+            assert response.status == 200, await response.text()
+    assert router.requests[-1].sampling.grammar is not None
