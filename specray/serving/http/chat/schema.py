@@ -33,7 +33,7 @@ class ToolFields(Fields):
 
     type: Any = None
     name: Any = None
-    """Of a tool that is no function, which is left out; ``custom`` is another place of it."""
+    """Name of a tool that is no function, which is left out; ``custom`` may hold it, too."""
     custom: Any = None
     function: Annotated[Any, Nested(FunctionFields)] = None
 
