@@ -160,7 +160,7 @@ HOSTILE = {
         {"allOf": [{"type": "string", "pattern": f"^.*{chr(97 + i)}.{{{i},}}$"} for i in range(16)]}
     ),
     "properties": json_grammar({"type": "object", "properties": {f"p{i}": {} for i in range(4000)}}),
-    "length": Grammar(GrammarKind.REGEX, "a" * 70_000),
+    "length": Grammar(GrammarKind.REGEX, "a" * 600_000),
 }
 
 

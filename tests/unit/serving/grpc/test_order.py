@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from specray.rpc.inference.server import GenerateParams, InferenceServer
 from specray.serving.admission.api_keys import Keyring, key_hash
 from specray.serving.admission.capacity import AdmissionClient, with_admission
 from specray.serving.grpc.handler import GrpcIngress
+from specray.serving.prompts import encode_prompts
 from tests.unit.serving.http.service import (
     MODEL,
     REPLY,
@@ -119,7 +121,12 @@ async def test_router_has_what_is_left_of_a_calls_time() -> None:
     assert timeout_s is not None and 5.0 < timeout_s < 9.0
 
 
-async def test_time_that_is_over_is_over_before_the_router() -> None:
+async def test_time_that_is_over_is_over_before_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*values: Any) -> list[tuple[int, ...]]:
+        time.sleep(0.05)
+        return encode_prompts(*values)
+
+    monkeypatch.setattr("specray.serving.calls.prepare.encode_prompts", slow)
     router = say(REPLY)
     async with running(router, config_with({A: {}})) as address:
         with pytest.raises(DeadlineExceededError):

@@ -107,7 +107,10 @@ CALL = {"id": "a", "type": "function", "function": {"name": "now", "arguments": 
         ({"role": "assistant", "refusal": 1}, "messages[0].refusal"),
         ({"role": "assistant", "function_call": {"name": "f"}}, "messages[0].function_call"),
         ({"role": "assistant", "tool_calls": {"a": 1}}, "messages[0].tool_calls"),
-        ({"role": "assistant", "tool_calls": [{**CALL, "type": "custom"}]}, "messages[0].tool_calls[0]"),
+        (
+            {"role": "assistant", "tool_calls": [{**CALL, "type": "custom"}]},
+            "messages[0].tool_calls[0].custom",
+        ),
         ({"role": "assistant", "tool_calls": [{**CALL, "id": 3}]}, "messages[0].tool_calls[0].id"),
         ({"role": "assistant", "tool_calls": [{"id": "a"}]}, "messages[0].tool_calls[0].function"),
         ({"role": "assistant", "tool_calls": [{"function": {}}]}, "messages[0].tool_calls[0].function.name"),
