@@ -18,7 +18,7 @@ from ray import serve
 
 from specray.rpc.inference.client import SpecrayClient
 from specray.rpc.inference.types import GenerateParams
-from specray.serving.app import build_app
+from specray.serving.app import bind_app
 from specray.serving.launch import APP_NAME, wait_running
 from tests.e2e.ranks.service import TENSOR_PARALLEL_SIZE
 from tests.e2e.service import Service, complete, is_running, processes
@@ -202,6 +202,9 @@ async def test_a_router_that_is_replaced_finishes_its_requests(
 ) -> None:
     undisturbed = await whole(patient, service, LONG)
     (router,), drafts = processes(ROUTER_REPLICA), processes(DRAFT_RANK)
+    # The service stays the same, and so does its claim to its ports.
+    handle = serve.get_app_handle(APP_NAME)
+    store = (await asyncio.to_thread(lambda: handle.served.remote().result(timeout_s=30.0))).store
     changed = service.config.model_copy(
         update={
             "router": service.config.router.model_copy(update={"trace_events": 10}),
@@ -212,7 +215,7 @@ async def test_a_router_that_is_replaced_finishes_its_requests(
 
     def replace() -> None:
         serve.run_many(
-            [serve.RunTarget(build_app(changed), name=APP_NAME, route_prefix="/")],
+            [serve.RunTarget(bind_app(changed, store=store), name=APP_NAME, route_prefix="/")],
             wait_for_ingress_deployment_creation=False,
             wait_for_applications_running=False,
         )
