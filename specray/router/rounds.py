@@ -13,13 +13,13 @@ from specray.errors import InvalidRequestError, ProtocolError
 from specray.interfaces import Clock
 from specray.metrics.router import RouterMetrics
 from specray.router.admission.sessions import Sessions
+from specray.router.choice import ProposerChoice
 from specray.router.deferred import Later
+from specray.router.draft_model.budgets import Budgets
 from specray.router.first_tokens import FirstTokens
-from specray.router.proposers.budgets import Budgets
-from specray.router.proposers.choice import ProposerChoice
+from specray.router.live_session import LiveSession
 from specray.router.scheduler import StepScheduler
-from specray.router.session_record import LiveSession
-from specray.router.session_values import Commit
+from specray.router.session.values import Commit
 from specray.router.settings import Settings
 from specray.router.trace import Trace
 from specray.router.transport.clock import Alarm

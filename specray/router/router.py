@@ -27,23 +27,23 @@ from specray.router.admission.checks import check_request
 from specray.router.admission.opening import SessionOpener
 from specray.router.admission.queue import AdmissionQueue
 from specray.router.admission.sessions import Sessions
+from specray.router.choice import ProposerChoice
 from specray.router.deferred import Later
+from specray.router.draft_model.proposer import ModelProposer
+from specray.router.live_session import LiveSession
 from specray.router.loops import serve_rounds
 from specray.router.observer import ControlObserver
 from specray.router.output.delivery import Delivery
 from specray.router.output.stream_sink import StreamSink
-from specray.router.proposers.choice import ProposerChoice
-from specray.router.proposers.model import ModelProposer
 from specray.router.proposers.ngram import LocalProposers
 from specray.router.proposers.prediction import Predictions
+from specray.router.readiness import Readiness
 from specray.router.rounds import Rounds
-from specray.router.session_record import LiveSession
 from specray.router.settings import Settings
 from specray.router.trace import Trace, encode_trace
 from specray.router.transport.clock import SystemClock
 from specray.router.transport.leases import DraftLeases
 from specray.router.transport.links import Inbox, TargetLink, current_info
-from specray.router.transport.readiness import Readiness
 from specray.router.transport.renewal import TargetRenewal, VerifierFactory
 from specray.types import DraftKind, EngineInfo
 

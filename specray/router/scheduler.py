@@ -8,9 +8,9 @@ from specray.control.cost_model import CostModel
 from specray.router.admission.service_levels import ServiceLevels
 from specray.router.admission.sessions import Sessions
 from specray.router.batch import BatchLimits, Share, form_batch
-from specray.router.proposers.budgets import MIN_PREFILL_TOKENS, Budgets
-from specray.router.proposers.prefill import are_prompts_first
-from specray.router.session_record import LiveSession
+from specray.router.draft_model.budgets import MIN_PREFILL_TOKENS, Budgets
+from specray.router.draft_model.prefill import are_prompts_first
+from specray.router.live_session import LiveSession
 from specray.router.settings import Settings
 from specray.types import EngineInfo
 

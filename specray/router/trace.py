@@ -19,7 +19,7 @@ from specray.control.state import Plan
 from specray.errors import ConfigError
 from specray.interfaces import Clock
 from specray.router.output.watch import RoundWatch
-from specray.router.session_values import Commit
+from specray.router.session.values import Commit
 from specray.types import (
     DraftReplies,
     DraftReply,

@@ -1,4 +1,4 @@
-"""The layout of the package, enforced by parsing imports: layers, no import circles, small folders."""
+"""The layout of the package, enforced by parsing imports: layers, floors, no circles, small folders."""
 
 from __future__ import annotations
 
@@ -48,6 +48,26 @@ ALLOWED: dict[str, set[str]] = {
     "bench": SEAMS | SERVICE | {"control", "fakes", "actors", "serving", "planning", "train"},
     "cli": SEAMS | SERVICE | {"models", "actors", "serving", "bench", "planning", "telemetry", "train"},
     "__init__": set(),
+}
+
+# Floors of a layer's rooms, the lowest first. A room is a folder or a loose module; it imports itself, rooms of
+# lower floors, and rooms of its own floor that stand before it.
+FLOORS: dict[str, list[list[str]]] = {
+    "router": [
+        ["settings", "deferred", "first_tokens", "batch"],
+        ["session", "transport"],
+        ["output"],
+        ["trace", "observer"],
+        ["proposers"],
+        ["live_session"],
+        ["admission"],
+        ["draft_model"],
+        ["fallback", "choice", "scheduler"],
+        ["rounds"],
+        ["loops", "readiness"],
+        ["router"],
+        ["__init__"],
+    ],
 }
 
 # Third-party packages that only these layers may import.
@@ -127,6 +147,39 @@ def test_contract_sees_a_forbidden_import(tmp_path: Path) -> None:
         f"{bad}: router must not import torch",
     ]
     assert _forbidden("bench", bad) == []
+
+
+def _upward(layer: str, files: Mapping[str, Path]) -> list[str]:
+    """Imports of a layer's module that lead to a higher floor, or to none."""
+    rooms = {room: number for number, room in enumerate(room for floor in FLOORS[layer] for room in floor)}
+    own = f"specray.{layer}"
+
+    def room_of(module: str) -> str:
+        parts = module.removeprefix(own).strip(".").split(".")
+        return parts[0] or "__init__"
+
+    return [
+        f"{module}: {room_of(name)} is not below {room_of(module)}"
+        for module, path in files.items()
+        for name in _imports(path)
+        if f"{name}.".startswith(f"{own}.") and rooms[room_of(name)] > rooms[room_of(module)]
+    ]
+
+
+@pytest.mark.parametrize("layer", FLOORS)
+def test_rooms_import_only_rooms_below_them(layer: str) -> None:
+    files = [path for path in _modules() if _layer(path) == layer]
+    assert _upward(layer, _named(files, REPOSITORY)) == []
+
+
+def test_an_import_upwards_is_found(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.py"
+    bad.write_text(
+        "from specray.router.settings import x\nfrom specray.router.rounds import y\n", encoding="utf-8"
+    )
+    assert _upward("router", {"specray.router.session.bad": bad}) == [
+        "specray.router.session.bad: rounds is not below session"
+    ]
 
 
 def _run_by_import(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:

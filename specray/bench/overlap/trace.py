@@ -17,7 +17,7 @@ from specray.config import Config
 from specray.environment import api_key
 from specray.errors import ConfigError, EngineLostError
 from specray.requests import GenerateRequest
-from specray.router.session_values import FALLBACK
+from specray.router.session.values import FALLBACK
 from specray.router.trace import Decided, TraceEvent, decode_trace
 from specray.serving.local.pair import local_router
 from specray.tokenization import load_tokenizer

@@ -20,7 +20,7 @@ from specray.bench.overlap.timeline import (
     waits,
 )
 from specray.bench.report.chart import linear_ticks
-from specray.router.session_values import FALLBACK
+from specray.router.session.values import FALLBACK
 from specray.router.trace import Planned
 
 WIDTH, LEFT, RIGHT = 1480, 78, 26

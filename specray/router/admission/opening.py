@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from specray.interfaces import OutputGrammarFactory, StopMatcherFactory
 from specray.requests import GenerateRequest
-from specray.router.session import Session
+from specray.router.session.session import Session
 
 
 class SessionOpener:

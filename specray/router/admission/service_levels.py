@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from specray.router.session_record import LiveSession
+from specray.router.live_session import LiveSession
 
 RISK_SHARE = 0.9
 """Share of a level's time per token from which the level is at risk."""

@@ -21,7 +21,7 @@ from specray.router.admission.queue import AdmissionQueue
 from specray.router.admission.quotas import Quotas
 from specray.router.admission.service_levels import ServiceLevels, attained
 from specray.router.deferred import Later
-from specray.router.session_record import LiveSession
+from specray.router.live_session import LiveSession
 
 logger = logging.getLogger(__name__)
 

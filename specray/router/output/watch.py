@@ -7,7 +7,7 @@ from collections.abc import Callable
 from specray.control.state import Plan
 from specray.draft_tokens import NO_DRAFT, DraftTokens, SparseProbs
 from specray.round_reports import EngineStep, RoundReport
-from specray.router.session_values import Commit
+from specray.router.session.values import Commit
 from specray.types import VerifyItem
 
 

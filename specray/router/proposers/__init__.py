@@ -1,1 +1,1 @@
-"""Proposers: what drafts tokens for a session, and what the draft is given to read."""
+"""Proposers of one session without a draft model, and the interface that all proposers share."""

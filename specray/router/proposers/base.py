@@ -8,8 +8,8 @@ from typing import Final, Literal, Protocol
 
 from specray.control.state import Plan
 from specray.draft_tokens import DraftTokens
-from specray.router.session import Session
-from specray.router.session_values import Commit
+from specray.router.session.session import Session
+from specray.router.session.values import Commit
 
 
 class Pending(enum.Enum):
@@ -40,7 +40,7 @@ class Proposer(Protocol):
     @property
     def source(self) -> str:
         """Name under which its draft tokens are accounted: a DraftKind's value, or one of those in
-        ``session_values``."""
+        ``session.values``."""
         ...
 
     def propose(self, session: Session, budget: Budget) -> DraftTokens | Literal[Pending.PENDING] | None:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.router.proposers.base import Budget
 from specray.router.proposers.local import LocalProposer
-from specray.router.session import Session
-from specray.router.session_values import NOTHING_NEXT, Commit, NextDraft
+from specray.router.session.session import Session
+from specray.router.session.values import NOTHING_NEXT, Commit, NextDraft
 
 
 @dataclass(slots=True, eq=False)

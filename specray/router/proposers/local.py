@@ -14,8 +14,8 @@ from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.drafting import LONG_MATCH_LEN, LookaheadProposer, OutputStore, SessionProposer
 from specray.router.proposers.base import Budget
 from specray.router.proposers.lookahead import Windows
-from specray.router.session import Session
-from specray.router.session_values import FALLBACK, GRAMMAR, NOTHING_NEXT, Commit, NextDraft
+from specray.router.session.session import Session
+from specray.router.session.values import FALLBACK, GRAMMAR, NOTHING_NEXT, Commit, NextDraft
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from specray.requests import GenerateRequest
 from specray.router.proposers.features import FeatureProposer
 from specray.router.proposers.local import LocalProposer, Track
 from specray.router.proposers.lookahead import Windows
-from specray.router.session_values import FALLBACK, GRAMMAR
+from specray.router.session.values import FALLBACK, GRAMMAR
 from specray.types import MAX_SPECULATIVE_TOKENS, DraftKind
 
 PRIOR_ACCEPTANCE: Final[Mapping[str, float]] = MappingProxyType(

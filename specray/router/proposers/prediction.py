@@ -18,8 +18,8 @@ from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.drafting import PredictionProposer
 from specray.requests import GenerateRequest
 from specray.router.proposers.base import Budget
-from specray.router.session import Session
-from specray.router.session_values import PREDICTION, Commit
+from specray.router.session.session import Session
+from specray.router.session.values import PREDICTION, Commit
 from specray.types import MAX_SPECULATIVE_TOKENS
 
 PRIOR_SURE, PRIOR_UNSURE = 0.97, 0.6

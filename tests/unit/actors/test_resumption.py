@@ -15,7 +15,7 @@ from specray.config import parse_config
 from specray.errors import EngineLostError, InvalidRequestError
 from specray.fakes import VirtualClock
 from specray.requests import FinishReason, GenerateRequest, OutputChunk, Quota, Resumption
-from specray.router.session import Session
+from specray.router.session.session import Session
 from tests.unit.router.harness import (
     MODEL,
     TARGET_S,

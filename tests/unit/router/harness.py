@@ -23,7 +23,7 @@ from specray.fakes import (
 from specray.interfaces import Drafter, DrafterSource, Verifier
 from specray.requests import GenerateRequest, OutputChunk, SpeculationParams
 from specray.router import Router
-from specray.router.proposers.budgets import Budgets
+from specray.router.draft_model.budgets import Budgets
 from specray.types import DraftKind, SamplingParams
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from specray.control.controller import Controller
 from specray.control.state import OFF, OFF_BY_REASON, Reason
 from specray.fakes import NoisyGuesser, VirtualClock
 from specray.requests import SpeculationParams
-from specray.router.session import Session
+from specray.router.session.session import Session
 from specray.types import MAX_SPECULATIVE_TOKENS, Verdict
 from tests.unit.router.harness import (
     Pair,

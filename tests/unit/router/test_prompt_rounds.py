@@ -15,8 +15,8 @@ from specray.errors import ProtocolError
 from specray.fakes import FakeTarget, PerfectGuesser, VirtualClock
 from specray.metrics.router import RouterMetrics
 from specray.requests import SpeculationParams
-from specray.router.proposers.budgets import MIN_PREFILL_TOKENS
-from specray.router.session import Session
+from specray.router.draft_model.budgets import MIN_PREFILL_TOKENS
+from specray.router.session.session import Session
 from specray.types import EngineInfo, GrammarStats, ItemFailed, TargetReplies, Verdict, VerifyItem
 from tests.unit.router.harness import (
     MODEL,

@@ -11,8 +11,8 @@ from specray.errors import EngineLostError
 from specray.fakes import LocalDrafter, VirtualClock
 from specray.interfaces import Clock, SyncDraftEngine
 from specray.router.deferred import Later
+from specray.router.live_session import LiveSession
 from specray.router.rounds import Rounds
-from specray.router.session_record import LiveSession
 from specray.types import SpeculateItem
 from tests.unit.router.harness import begin_at_once, fake_draft, request, run, serving
 

@@ -12,7 +12,7 @@ import pytest
 
 from specray.errors import InvalidRequestError
 from specray.requests import SAMPLING_OPTIONS, SAMPLING_RANGES, GenerateRequest, Range, SamplingOptions
-from specray.router.session import Session
+from specray.router.session.session import Session
 from specray.rpc.codec.inference import decode_generate_request, encode_generate_request
 from specray.rpc.codec.target import decode_verify_request, encode_verify_request
 from specray.rpc.inference.types import GenerateParams

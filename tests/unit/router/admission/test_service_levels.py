@@ -10,7 +10,7 @@ import pytest
 from specray.fakes import FakeTarget, PerfectGuesser, VirtualClock
 from specray.requests import GenerateRequest, ServiceLevel
 from specray.router.admission.service_levels import LOWER_STEPS, MAX_YIELD, RAISE_STEPS, ServiceLevels
-from specray.router.session_record import LiveSession
+from specray.router.live_session import LiveSession
 from specray.router.trace import VerdictReceived, decode_trace
 from tests.unit.router.harness import (
     MODEL,

@@ -10,7 +10,7 @@ from specray.fakes import PerfectGuesser, RandomGuesser, VirtualClock
 from specray.requests import OutputChunk, SpeculationParams
 from specray.round_reports import EngineStep, RoundReport
 from specray.router.output.watch import RoundWatch
-from specray.router.session_values import Commit, Lookup
+from specray.router.session.values import Commit, Lookup
 from specray.types import VerifyItem
 from tests.unit.router.harness import MODEL, expected, fake_draft, request, run, serving
 

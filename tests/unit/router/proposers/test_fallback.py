@@ -13,12 +13,12 @@ from specray.drafting import LONG_MATCH_LEN
 from specray.fakes import FakeDraft, FakeTarget, PerfectGuesser, VirtualClock
 from specray.fakes.engines import fake_info
 from specray.requests import GenerateRequest, SpeculationParams
+from specray.router.fallback import NgramFallback
+from specray.router.live_session import LiveSession
 from specray.router.output.delivery import Delivery
-from specray.router.proposers.fallback import NgramFallback
 from specray.router.proposers.local import LocalProposer
 from specray.router.proposers.ngram import LocalProposers
-from specray.router.session import Session
-from specray.router.session_record import LiveSession
+from specray.router.session.session import Session
 from specray.types import DraftKind, Overlap, StepTime, Verification
 from tests.unit.router.harness import DRAFT_STEP_S, request, serving, speculation_config
 from tests.unit.router.proposers.harness import REPEATING

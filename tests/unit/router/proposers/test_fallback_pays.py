@@ -8,8 +8,8 @@ from specray.control.controller import Controller
 from specray.fakes import VirtualClock
 from specray.requests import SpeculationParams
 from specray.router.proposers.ngram import LOOK_S, SESSIONS_PER_EXPLORATION, LocalProposers
-from specray.router.session import Session
-from specray.router.session_values import Commit, Lookup
+from specray.router.session.session import Session
+from specray.router.session.values import Commit, Lookup
 from specray.types import DraftKind, StepTime
 from tests.unit.router.harness import expected, request, run, serving, speculation_config
 

@@ -17,8 +17,8 @@ from specray.interfaces import Drafter
 from specray.router.proposers.base import Budget
 from specray.router.proposers.local import LocalProposer
 from specray.router.proposers.ngram import LocalProposers
-from specray.router.session import Session
-from specray.router.session_values import Commit, Lookup
+from specray.router.session.session import Session
+from specray.router.session.values import Commit, Lookup
 from specray.types import DraftKind
 from tests.unit.router.harness import fake_draft, request, router_config, run, serving, speculation_config
 from tests.unit.router.proposers.harness import (

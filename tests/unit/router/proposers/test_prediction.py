@@ -11,7 +11,7 @@ import pytest
 from specray.errors import InvalidRequestError
 from specray.fakes import NoisyGuesser, PerfectGuesser, ToyModel, VirtualClock
 from specray.requests import GenerateRequest, SpeculationParams
-from specray.router.session_values import PREDICTION
+from specray.router.session.values import PREDICTION
 from specray.types import DraftKind, Verification
 from tests.unit.router.harness import fake_draft, request, router_config, run, serving
 from tests.unit.router.proposers.harness import (

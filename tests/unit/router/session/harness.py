@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from specray.draft_tokens import DraftTokens, SparseProbs
-from specray.router.session import Session
-from specray.router.session_values import Commit
+from specray.router.session.session import Session
+from specray.router.session.values import Commit
 from specray.types import Branch, Outcomes, Proposal, Verdict
 from tests.unit.router.harness import request
 

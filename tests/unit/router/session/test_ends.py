@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from specray.requests import FinishReason, SpeculationStats
-from specray.router.session import Session
+from specray.router.session.session import Session
 from specray.types import TokenLogprobs
 from tests.unit.router.harness import request
 from tests.unit.router.session.harness import PROMPT, ROOM, decoding, propose, verdict

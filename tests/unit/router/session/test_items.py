@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens
-from specray.router.session import Session
-from specray.router.session_values import Commit, Lookup
+from specray.router.session.session import Session
+from specray.router.session.values import Commit, Lookup
 from specray.types import Proposal
 from tests.unit.router.session.harness import BRANCHES, ROOM, ahead, decoding, new_session, propose, verdict
 

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from specray.fakes import FakeDraft, FakeTarget, NoisyGuesser
 from specray.requests import FinishReason
-from specray.router.session import Session
+from specray.router.session.session import Session
 from specray.types import Outcomes, Proposal, Verdict
 from tests.unit.router.harness import MODEL, expected, request
 from tests.unit.router.session.harness import PROMPT, ROOM

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specray.draft_tokens import DraftTokens
-from specray.router.session_values import Lookup
+from specray.router.session.values import Lookup
 from specray.types import Branch, Outcomes, Proposal
 from tests.unit.router.session.harness import BRANCHES, ROOM, ahead, decoding, new_session, propose, verdict
 

@@ -9,7 +9,7 @@ import pytest
 from specray.draft_tokens import NO_DRAFT, DraftTokens, SparseProbs
 from specray.errors import ProtocolError
 from specray.requests import FinishReason
-from specray.router.session_values import Lookup
+from specray.router.session.values import Lookup
 from specray.types import ItemFailed, Proposal, UnknownSequence, Verdict, Verification
 from tests.unit.router.session.harness import BRANCHES, PROMPT, ROOM, ahead, decoding, propose, verdict
 

@@ -10,8 +10,8 @@ import pytest
 from specray.draft_tokens import NO_DRAFT, LookaheadBudget
 from specray.fakes import FakeTarget, LocalVerifier, VirtualClock
 from specray.requests import GenerateRequest, SpeculationParams
-from specray.router.session import Session
-from specray.router.session_values import NextDraft
+from specray.router.session.session import Session
+from specray.router.session.values import NextDraft
 from specray.types import DraftKind, VerifyItem
 from tests.unit.router.harness import fake_target, request, run, serving
 from tests.unit.router.session.harness import ROOM, decoding, new_session, propose

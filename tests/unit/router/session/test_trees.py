@@ -7,8 +7,8 @@ import pytest
 from specray.draft_tokens import NO_DRAFT, DraftTokens, SparseProbs
 from specray.errors import ProtocolError
 from specray.requests import FinishReason
-from specray.router.session import Session
-from specray.router.session_values import Commit, Lookup, TreeVerdict
+from specray.router.session.session import Session
+from specray.router.session.values import Commit, Lookup, TreeVerdict
 from specray.types import Branch, Outcomes, Proposal, Verification
 from tests.unit.router.session.harness import ROOM, decoding, new_session, propose, verdict
 

@@ -9,7 +9,7 @@ import pytest
 
 from specray.control.cost_model import TargetTimes
 from specray.fakes import LocalDrafter, VirtualClock
-from specray.router.proposers.budgets import MIN_DRAFT_PREFILL_TOKENS
+from specray.router.draft_model.budgets import MIN_DRAFT_PREFILL_TOKENS
 from tests.unit.router.harness import PROMPT, TARGET_S, request, router_config, run, serving
 from tests.unit.router.proposers.prefill.harness import (
     LONG,

@@ -10,10 +10,10 @@ from specray.control.controller import Controller
 from specray.control.cost_model import CostModel
 from specray.control.state import Plan
 from specray.draft_tokens import DraftTokens
-from specray.router.proposers.budgets import MIN_DRAFT_PREFILL_TOKENS, Budgets
-from specray.router.proposers.prefill import DraftPrefill
-from specray.router.session import Session
-from specray.router.session_record import LiveSession
+from specray.router.draft_model.budgets import MIN_DRAFT_PREFILL_TOKENS, Budgets
+from specray.router.draft_model.prefill import DraftPrefill
+from specray.router.live_session import LiveSession
+from specray.router.session.session import Session
 from specray.types import StepTime, Verdict
 from tests.unit.router.harness import DRAFT_STEP_S, TARGET_S, budgets, request, speculation_config
 from tests.unit.router.proposers.prefill.harness import LONG, SIZES, TOKEN_S

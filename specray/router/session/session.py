@@ -19,11 +19,11 @@ from specray.draft_tokens import NO_DRAFT, DraftTokens, TreeBudget
 from specray.errors import ProtocolError
 from specray.interfaces import StopMatcher
 from specray.requests import FinishReason, GenerateRequest
-from specray.router.output.guide import Guide
-from specray.router.output.stops import StopConditions
-from specray.router.session_branches import Branches
-from specray.router.session_features import FeatureQueue
-from specray.router.session_values import (
+from specray.router.session.branches import Branches
+from specray.router.session.features import FeatureQueue
+from specray.router.session.guide import Guide
+from specray.router.session.stops import StopConditions
+from specray.router.session.values import (
     NOTHING_NEXT,
     Commit,
     DraftView,

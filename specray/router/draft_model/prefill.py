@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from specray.router.proposers.budgets import MIN_DRAFT_PREFILL_TOKENS, Budgets
-from specray.router.session_record import LiveSession
+from specray.router.draft_model.budgets import MIN_DRAFT_PREFILL_TOKENS, Budgets
+from specray.router.live_session import LiveSession
 
 PATIENCE_SHARE = 0.5
 """Share of the time for which a round waits for the draft that prefill for others may take."""

@@ -12,12 +12,12 @@ from specray.control.state import OFF_BY_REASON, Reason
 from specray.draft_tokens import NO_DRAFT
 from specray.router.admission.sessions import Sessions
 from specray.router.deferred import Later
+from specray.router.draft_model.prefill import are_prompts_first
+from specray.router.draft_model.proposer import ModelProposer
+from specray.router.fallback import NgramFallback
+from specray.router.live_session import LiveSession
 from specray.router.proposers.base import PENDING, Budget, Proposer
-from specray.router.proposers.fallback import NgramFallback
-from specray.router.proposers.model import ModelProposer
-from specray.router.proposers.prefill import are_prompts_first
-from specray.router.session_record import LiveSession
-from specray.router.session_values import GRAMMAR, PREDICTION, Commit, Lookup
+from specray.router.session.values import GRAMMAR, PREDICTION, Commit, Lookup
 from specray.router.transport.links import DraftLink
 from specray.types import DraftReplies
 

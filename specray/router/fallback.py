@@ -12,9 +12,9 @@ from specray.control.expectations import expected_tokens
 from specray.control.goodput import MAX_ACCEPTANCE
 from specray.control.state import Plan
 from specray.draft_tokens import DraftTokens
+from specray.router.live_session import LiveSession
 from specray.router.proposers.base import Budget
 from specray.router.proposers.local import LocalProposer
-from specray.router.session_record import LiveSession
 from specray.types import Overlap
 
 

@@ -11,8 +11,8 @@ from specray.router.output.delivery import Delivery
 from specray.router.output.watch import RoundWatch
 from specray.router.proposers.local import LocalProposer
 from specray.router.proposers.prediction import SessionPrediction
-from specray.router.session import Session
-from specray.router.session_values import RoundTimer
+from specray.router.session.session import Session
+from specray.router.session.values import RoundTimer
 
 _PACE_TOKENS = 16
 """Output tokens over which a session's pace is averaged."""

@@ -21,14 +21,14 @@ from specray.control.goodput import max_branches
 from specray.control.state import OFF_BY_REASON, Plan, Reason
 from specray.metrics.router import RouterMetrics
 from specray.router.deferred import Later
+from specray.router.draft_model.budgets import Budgets
+from specray.router.draft_model.feature_room import FeatureRoom, feature_size, needs_chunk
+from specray.router.draft_model.prefill import DraftPrefill, are_prompts_first
+from specray.router.draft_model.waits import DraftWaits
+from specray.router.live_session import LiveSession
 from specray.router.proposers.base import PENDING, Budget, Pending
-from specray.router.proposers.budgets import Budgets
-from specray.router.proposers.feature_room import FeatureRoom, feature_size, needs_chunk
-from specray.router.proposers.prefill import DraftPrefill, are_prompts_first
-from specray.router.proposers.waits import DraftWaits
-from specray.router.session import Session
-from specray.router.session_record import LiveSession
-from specray.router.session_values import Commit, Lookup
+from specray.router.session.session import Session
+from specray.router.session.values import Commit, Lookup
 from specray.router.settings import Settings
 from specray.router.trace import Trace
 from specray.router.transport.leases import DraftLeases

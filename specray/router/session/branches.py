@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from specray.draft_tokens import DraftTokens
-from specray.router.session_values import Lookup
+from specray.router.session.values import Lookup
 from specray.types import Branch
 
 Outcome = tuple[int, int]

@@ -7,7 +7,7 @@ what one message cannot carry follows in prefill chunks, and rounds go without t
 from __future__ import annotations
 
 from specray.feature_rows import MAX_FEATURE_BYTES
-from specray.router.session import Session
+from specray.router.session.session import Session
 from specray.router.transport.links import DraftLink
 from specray.types import SpeculateItem
 

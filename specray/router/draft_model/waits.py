@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from specray.router.session_record import LiveSession
+from specray.router.live_session import LiveSession
 
 
 class DraftWaits:
