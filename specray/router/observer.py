@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from specray.control.state import Mode, Plan, SessionStats
-from specray.metrics.router import RouterMetrics
 from specray.router.trace import Trace
+from specray.telemetry.metrics import RouterMetrics
 
 
 class ControlObserver:

@@ -11,7 +11,6 @@ from specray.control.controller import Controller
 from specray.control.state import Plan
 from specray.errors import InvalidRequestError, ProtocolError
 from specray.interfaces import Clock
-from specray.metrics.router import RouterMetrics
 from specray.router.admission.sessions import Sessions
 from specray.router.choice import ProposerChoice
 from specray.router.deferred import Later
@@ -31,6 +30,7 @@ from specray.router.transport.links import (
     TargetLink,
     TargetRepliesArrived,
 )
+from specray.telemetry.metrics import RouterMetrics
 from specray.types import DraftKind, ItemFailed, TargetReplies, TargetReply, UnknownSequence, Verdict
 
 logger = logging.getLogger(__name__)

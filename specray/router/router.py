@@ -21,7 +21,6 @@ from specray.interfaces import (
     StopMatcherFactory,
     Verifier,
 )
-from specray.metrics.router import RouterMetrics
 from specray.requests import GenerateRequest, OutputChunk, ServiceInfo
 from specray.router.admission.checks import check_request
 from specray.router.admission.opening import SessionOpener
@@ -45,6 +44,7 @@ from specray.router.transport.clock import SystemClock
 from specray.router.transport.leases import DraftLeases
 from specray.router.transport.links import Inbox, TargetLink, current_info
 from specray.router.transport.renewal import TargetRenewal, VerifierFactory
+from specray.telemetry.metrics import RouterMetrics
 from specray.types import DraftKind, EngineInfo
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from specray.metrics import counters as counts
-from specray.metrics.router import DraftMetrics, RouterMetrics
 from specray.serving.metrics import IngressMetrics
+from specray.telemetry import counters as counts
+from specray.telemetry.metrics import DraftMetrics, RouterMetrics
 
 PATH = Path(__file__).resolve().parents[2] / "helm" / "specray" / "dashboards" / "specray.json"
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}

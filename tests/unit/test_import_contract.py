@@ -16,7 +16,7 @@ MAX_FILES_IN_FOLDER = 16
 
 # Layer -> layers of specray that it may import. A layer may always import itself.
 VOCABULARY = {"draft_tokens", "feature_rows", "types", "round_reports", "requests", "errors", "json_files"}
-SEAMS = VOCABULARY | {"interfaces", "config", "environment", "metrics"}
+SEAMS = VOCABULARY | {"interfaces", "config", "environment", "telemetry"}
 SERVICE = {"engine", "rpc", "router", "drafting", "grammar", "tokenization", "demo"}
 ALLOWED: dict[str, set[str]] = {
     "draft_tokens": set(),
@@ -29,8 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": VOCABULARY,
     "environment": VOCABULARY | {"config"},
     "interfaces": VOCABULARY,
-    "metrics": VOCABULARY | {"interfaces"},
-    "telemetry": SEAMS,
+    "telemetry": VOCABULARY | {"interfaces", "config", "environment"},
     "fakes": SEAMS,
     "tokenization": SEAMS | {"demo"},
     "demo": VOCABULARY,
@@ -43,10 +42,10 @@ ALLOWED: dict[str, set[str]] = {
     "rpc": SEAMS,
     "router": SEAMS | {"control", "drafting"},
     "planning": SEAMS | {"control", "router", "fakes"},
-    "actors": SEAMS | SERVICE | {"telemetry"},
-    "serving": SEAMS | SERVICE | {"actors", "telemetry"},
+    "actors": SEAMS | SERVICE,
+    "serving": SEAMS | SERVICE | {"actors"},
     "bench": SEAMS | SERVICE | {"control", "fakes", "actors", "serving", "planning", "train"},
-    "cli": SEAMS | SERVICE | {"models", "actors", "serving", "bench", "planning", "telemetry", "train"},
+    "cli": SEAMS | SERVICE | {"models", "actors", "serving", "bench", "planning", "train"},
     "__init__": set(),
 }
 
@@ -86,7 +85,7 @@ OWNERS: dict[str, set[str]] = {
     "fastapi": {"serving"},
     "starlette": {"serving"},
     "typer": {"cli"},
-    "prometheus_client": {"metrics", "serving"},
+    "prometheus_client": {"telemetry", "serving"},
     "opentelemetry": {"telemetry"},
 }
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from specray.bench.load.stats import speedup_in_turns
 from specray.bench.overlap.link import linked_pair
 from specray.config import Config, parse_config
-from specray.metrics.router import RouterMetrics
 from specray.requests import GenerateRequest
 from specray.router import Router
 from specray.serving.local.pair import LocalPair
+from specray.telemetry.metrics import RouterMetrics
 from specray.tokenization import load_tokenizer
 from specray.types import Overlap, SamplingParams
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specray.metrics.router import RouterMetrics
+from specray.telemetry.metrics import RouterMetrics
 
 
 class QuietMetrics(RouterMetrics):

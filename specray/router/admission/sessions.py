@@ -15,13 +15,13 @@ from specray.errors import (
     SpecrayError,
 )
 from specray.interfaces import RequestTracer
-from specray.metrics.router import RouterMetrics
 from specray.requests import FinishReason
 from specray.router.admission.queue import AdmissionQueue
 from specray.router.admission.quotas import Quotas
 from specray.router.admission.service_levels import ServiceLevels, attained
 from specray.router.deferred import Later
 from specray.router.live_session import LiveSession
+from specray.telemetry.metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)
 

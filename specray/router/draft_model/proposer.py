@@ -19,7 +19,6 @@ from typing import Literal
 from specray.control.controller import Controller
 from specray.control.goodput import max_branches
 from specray.control.state import OFF_BY_REASON, Plan, Reason
-from specray.metrics.router import RouterMetrics
 from specray.router.deferred import Later
 from specray.router.draft_model.budgets import Budgets
 from specray.router.draft_model.feature_room import FeatureRoom, feature_size, needs_chunk
@@ -33,6 +32,7 @@ from specray.router.settings import Settings
 from specray.router.trace import Trace
 from specray.router.transport.leases import DraftLeases
 from specray.router.transport.links import DraftLink
+from specray.telemetry.metrics import RouterMetrics
 from specray.types import (
     DraftKind,
     DraftReplies,

@@ -16,13 +16,13 @@ from specray.config import SpeculationConfig
 from specray.control.controller import Controller
 from specray.errors import EngineLostError
 from specray.interfaces import Drafter
-from specray.metrics.router import RouterMetrics
 from specray.router.transport import leases as leases_module
 from specray.router.transport.clock import SystemClock
 from specray.router.transport.leases import DraftLeases
 from specray.router.transport.links import DraftLink, Inbox, current_info
 from specray.rpc.codec import draft as draft_codec
 from specray.rpc.connections.drafter import GrpcDrafter
+from specray.telemetry.metrics import RouterMetrics
 from tests.rpc.engines import DRAFT_INFO, TARGET_INFO, eventually
 
 DEADLINE_S = 10.0

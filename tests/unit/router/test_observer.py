@@ -10,9 +10,9 @@ from specray.control.experiments import FIRST_INTERVAL_STEPS, PLAIN_STEPS, Exper
 from specray.control.mode import ModeController
 from specray.control.state import Mode
 from specray.fakes import NoisyGuesser, VirtualClock
-from specray.metrics.router import RouterMetrics
 from specray.router.observer import ControlObserver
 from specray.router.trace import Decided, ExperimentEnded, Trace, decode_trace
+from specray.telemetry.metrics import RouterMetrics
 from tests.unit.router.harness import expected, fake_draft, fake_target, request, router_config, run, serving
 
 NUM_RUNNING = 8

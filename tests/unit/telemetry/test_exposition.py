@@ -6,8 +6,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from specray.metrics.router import RouterMetrics
-from specray.telemetry.exposition import labelled, merged
+from specray.telemetry.exposition import labelled, merged, registry_text
+from specray.telemetry.metrics import RouterMetrics
 
 
 def replica_text(amount: float) -> str:
@@ -72,3 +72,19 @@ def test_the_routers_own_text_passes(labels: dict[str, str]) -> None:
     text = metrics.text()
     expected = {(name, found | set(labels.items())): value for (name, found), value in samples(text).items()}
     assert samples(merged([labelled(text, labels)])) == expected
+
+
+def test_creation_times_are_left_out_and_nothing_else() -> None:
+    registry = CollectorRegistry()
+    Counter("rounds", "Rounds _created here.", ["kind"], registry=registry).labels("x_created").inc()
+    Gauge("depth", "A depth.", registry=registry).set(3)
+    Histogram("wait_seconds", "Waits.", registry=registry, buckets=(1,)).observe(0.5)
+    text = registry_text(registry)
+    whole = generate_latest(registry).decode()
+    dropped = [line for line in whole.splitlines() if line not in text.splitlines()]
+    assert [line.split("{")[0].split(" ")[0] for line in dropped if not line.startswith("#")] == [
+        "rounds_created",
+        "wait_seconds_created",
+    ]
+    assert 'rounds_total{kind="x_created"} 1.0' in text.splitlines()
+    assert "# HELP rounds_total Rounds _created here." in text.splitlines()

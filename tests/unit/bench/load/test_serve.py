@@ -34,7 +34,7 @@ from specray.bench.load.stats import (
 from specray.bench.report.table import serve_table
 from specray.errors import ConfigError, EngineLostError, InvalidRequestError, OverloadedError
 from specray.fakes import FakeRouterClient
-from specray.metrics.router import RouterMetrics
+from specray.telemetry.metrics import RouterMetrics
 from tests.unit.serving.http.service import INFO, endless, serving
 
 

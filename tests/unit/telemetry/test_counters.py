@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from specray.metrics import counters as counts
+from specray.telemetry import counters as counts
 
 
 def text(registry: CollectorRegistry) -> str:

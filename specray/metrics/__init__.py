@@ -1,1 +1,0 @@
-"""Prometheus metrics of the router, and the fast counters behind them."""
