@@ -49,8 +49,8 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": set(),
 }
 
-# Floors of a layer's rooms, the lowest first. A room is a folder or a loose module; it imports itself, rooms of
-# lower floors, and rooms of its own floor that stand before it.
+# Floors of a layer's rooms, the lowest first. A room is a folder or a loose module; it imports itself, rooms
+# of lower floors, and rooms of its own floor that stand before it.
 FLOORS: dict[str, list[list[str]]] = {
     "router": [
         ["settings", "deferred", "first_tokens", "batch"],
