@@ -3,8 +3,8 @@
 SpecrayError
 ├── ConfigError            a configuration value, file or model is wrong: shown at start, exit code 2
 ├── InvalidRequestError    a request is wrong: HTTP 400 (or its own status), INVALID_ARGUMENT
-│   └── ModelNotFoundError HTTP 404, NOT_FOUND
-├── GrammarError           a grammar cannot be enforced on an engine; its caller gets InvalidRequestError
+│   ├── ModelNotFoundError HTTP 404, NOT_FOUND
+│   └── GrammarError       a grammar cannot be enforced on an engine
 ├── UnauthenticatedError   the caller sent no known API key: HTTP 401, UNAUTHENTICATED
 ├── OverloadedError        queues are full: HTTP 429 with Retry-After, RESOURCE_EXHAUSTED
 ├── DeadlineExceededError  the request's deadline has passed: HTTP 504, DEADLINE_EXCEEDED
@@ -57,11 +57,11 @@ class ModelNotFoundError(InvalidRequestError):
     """The request names a model that this service does not serve."""
 
 
-class GrammarError(SpecrayError):
-    """A grammar cannot be compiled, allows no token at all, or cannot follow its own output.
+class GrammarError(InvalidRequestError):
+    """A grammar allows no token at all, or cannot follow its own output."""
 
-    The request cannot go on, by its caller's mistake.
-    """
+    def __init__(self, message: str, *, field: str | None = "grammar") -> None:
+        super().__init__(message, field=field)
 
 
 class UnauthenticatedError(SpecrayError):

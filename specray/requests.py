@@ -217,11 +217,9 @@ class OutputChunk:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
-    """Present on the last chunk only."""
+    """Present on the last chunk only; never ``error``: a request that fails raises an exception."""
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended the output (None for end-of-sequence)."""
-    message: str = ""
-    """Text for the user; only with finish_reason ``error``."""
     stats: SpeculationStats | None = None
     """Counters of the request, on the last chunk only."""
     num_cached_tokens: int = 0

@@ -269,6 +269,8 @@ class ItemFailed:
     """True: no room now, try again later. False: this request can never be served."""
     is_invalid: bool = False
     """True: by its caller's mistake, such as a grammar that cannot be enforced; never retriable."""
+    field: str = ""
+    """Name of the request's field that is wrong; only with ``is_invalid``. Empty: none in particular."""
 
 
 @dataclass(frozen=True, slots=True)

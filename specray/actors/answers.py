@@ -15,7 +15,7 @@ from specray.errors import SpecrayError
 T = TypeVar("T")
 
 
-async def told(work: Awaitable[T]) -> T | SpecrayError:
+async def error_as_value(work: Awaitable[T]) -> T | SpecrayError:
     """Awaits ``work``, and returns the error that it raises on purpose."""
     try:
         return await work
@@ -24,8 +24,8 @@ async def told(work: Awaitable[T]) -> T | SpecrayError:
         return error.with_traceback(None)
 
 
-def taken(answer: Any) -> Any:
-    """Returns an answer of ``told``, or raises the error that it is."""
+def raise_if_error(answer: Any) -> Any:
+    """Returns an answer of ``error_as_value``, or raises the error that it is."""
     if isinstance(answer, SpecrayError):
         raise answer
     return answer

@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledE
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
-from specray.actors.answers import taken
+from specray.actors.answers import raise_if_error
 from specray.actors.mailbox import Mailbox
 from specray.errors import EngineLostError, OverloadedError, SpecrayError
 from specray.interfaces import Clock
@@ -217,7 +217,7 @@ class ServeRouterClient:
     async def _call(self, response: Any) -> Any:
         try:
             async with asyncio.timeout(self._timeout_s):
-                return taken(await response)
+                return raise_if_error(await response)
         except TimeoutError:
             response.cancel()
             raise EngineLostError(f"the router did not answer within {self._timeout_s:g} s") from None

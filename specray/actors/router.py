@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ray.serve.handle import DeploymentHandle
 from ray.util.placement_group import get_current_placement_group
 
-from specray.actors.answers import told
+from specray.actors.answers import error_as_value
 from specray.actors.drafts.deployment import DraftReplica
 from specray.actors.drafts.source import ServeDrafterSource
 from specray.actors.live import LiveReplica
@@ -98,7 +98,7 @@ class RouterReplica:
 
     async def complete(self, request: GenerateRequest) -> OutputChunk | SpecrayError:
         """See interfaces.RouterClient."""
-        return await told(self._on_loop(self._router.complete(request)))
+        return await error_as_value(self._on_loop(self._router.complete(request)))
 
     async def deliver(self, request: GenerateRequest, address: str) -> SpecrayError | None:
         """Streams the output as it is committed to the mailbox at ``address``; returns when it is complete.
@@ -108,15 +108,15 @@ class RouterReplica:
         """
         if request.resumed is not None and request.resumed.checkpoint != self._checkpoint:
             return EngineLostError("another target serves now; the request may be sent again")
-        return await told(self._on_loop(self._deliver(request, address)))
+        return await error_as_value(self._on_loop(self._deliver(request, address)))
 
     async def service_info(self) -> ServiceInfo | SpecrayError:
         """See interfaces.RouterClient."""
-        return await told(self._on_loop(self._router.service_info()))
+        return await error_as_value(self._on_loop(self._router.service_info()))
 
     async def check_ready(self) -> SpecrayError | None:
         """See interfaces.RouterClient."""
-        return await told(self._on_loop(self._router.check_ready()))
+        return await error_as_value(self._on_loop(self._router.check_ready()))
 
     async def metrics_text(self) -> str:
         """Metrics of this replica in Prometheus text format, with its labels."""

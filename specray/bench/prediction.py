@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from specray.config import Config
-from specray.errors import SpecrayError
 from specray.requests import GenerateRequest, SpeculationParams
 from specray.router import Router
 from specray.serving.local.pair import local_pair
@@ -136,8 +135,6 @@ async def _ask(
         speculation=SpeculationParams(enabled=arm != PLAIN, prediction=predicted),
     )
     output = await router.complete(request)
-    if output.message:
-        raise SpecrayError(output.message)
     stats = output.stats
     assert stats is not None, "the last chunk has them"
     num_tokens = len(output.token_ids)

@@ -14,7 +14,7 @@ from specray.engine.cache.sequences import EngineSequence, UnknownSequenceError
 from specray.engine.cache.states import StateCache
 from specray.engine.runner.inputs import Moves, SequenceInput
 from specray.engine.step import ForwardOutput
-from specray.errors import GrammarError, InvalidRequestError, OutOfBlocksError, OverloadedError, SpecrayError
+from specray.errors import InvalidRequestError, OutOfBlocksError, OverloadedError, ProtocolError, SpecrayError
 from specray.types import EngineInfo, ItemFailed, SpeculateItem, UnknownSequence, VerifyItem
 
 
@@ -147,29 +147,36 @@ def failure_reply(item: SpeculateItem | VerifyItem, error: Exception) -> Unknown
         return UnknownSequence(item.request_id, item.round_id, item.base_len)
     is_retriable = isinstance(error, OutOfBlocksError | OverloadedError)
     message = str(error) if isinstance(error, SpecrayError) else f"{type(error).__name__}: {error}"
-    is_invalid = isinstance(error, GrammarError)
-    return ItemFailed(item.request_id, item.round_id, item.base_len, message, is_retriable, is_invalid)
+    is_invalid = isinstance(error, InvalidRequestError)
+    field = (error.field if isinstance(error, InvalidRequestError) else None) or ""
+    return ItemFailed(
+        item.request_id,
+        item.round_id,
+        item.base_len,
+        message,
+        is_retriable,
+        is_invalid=is_invalid,
+        field=field,
+    )
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raises InvalidRequestError for a token id outside the vocabulary."""
+    """Raises ProtocolError for a token id outside the vocabulary."""
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-        raise InvalidRequestError(f"{field} holds {wrong}; allowed: 0..{vocab_size - 1}", field=field)
+        raise ProtocolError(f"{field} holds {wrong}; allowed: 0..{vocab_size - 1}")
 
 
 def check_length(base_len: int, length: int, max_model_len: int) -> None:
-    """Raises InvalidRequestError when a sequence would be empty or longer than the model allows."""
+    """Raises ProtocolError when a sequence would be empty or longer than the model allows."""
     if base_len < 0:
-        raise InvalidRequestError(f"base_len is {base_len}; allowed: 0 or more", field="base_len")
+        raise ProtocolError(f"base_len is {base_len}; allowed: 0 or more")
     if not 1 <= length <= max_model_len:
-        raise InvalidRequestError(
-            f"the sequence would have {length} tokens; allowed: 1..{max_model_len}", field="token_ids"
-        )
+        raise ProtocolError(f"the sequence would have {length} tokens; allowed: 1..{max_model_len}")
 
 
 def check_speculation(item: SpeculateItem, info: EngineInfo, *, num_told_ids: int) -> None:
-    """Raises InvalidRequestError for what no draft can do.
+    """Raises ProtocolError for what no draft can do.
 
     Args:
         num_told_ids: token ids of what is proposed.
@@ -178,14 +185,9 @@ def check_speculation(item: SpeculateItem, info: EngineInfo, *, num_told_ids: in
     check_token_ids("token_ids", item.token_ids, info.vocab_size)
     check_token_ids("proposed_token_ids", item.proposed_token_ids, num_told_ids)
     if not 0.0 <= item.min_acceptance < 1.0:
-        raise InvalidRequestError(
-            f"min_acceptance is {item.min_acceptance}; allowed: 0 or more, below 1", field="min_acceptance"
-        )
+        raise ProtocolError(f"min_acceptance is {item.min_acceptance}; allowed: 0 or more, below 1")
     if item.num_speculative_tokens < 0:
-        raise InvalidRequestError(
-            f"num_speculative_tokens is {item.num_speculative_tokens}; allowed: 0 or more",
-            field="num_speculative_tokens",
-        )
+        raise ProtocolError(f"num_speculative_tokens is {item.num_speculative_tokens}; allowed: 0 or more")
 
 
 def wanted_rows(item: SpeculateItem, max_model_len: int) -> tuple[int, int]:
@@ -194,26 +196,23 @@ def wanted_rows(item: SpeculateItem, max_model_len: int) -> tuple[int, int]:
     Of a tree, they are those of its first chain, from the root on.
 
     Raises:
-        InvalidRequestError: the fan-out is none for its proposed tokens.
+        ProtocolError: the fan-out is none for its proposed tokens.
     """
     num_proposed, length = len(item.proposed_token_ids), item.base_len + len(item.token_ids)
     is_short = item.proposed_parents is not None and len(item.fanout) <= num_proposed
     if is_short or len(item.fanout) > num_proposed + 1 or min(item.fanout) < 0:
-        raise InvalidRequestError(
+        raise ProtocolError(
             f"fanout is {item.fanout} for {num_proposed} proposed tokens; allowed: at most "
-            f"{num_proposed + 1} numbers, 0 or more, and as many of a tree",
-            field="fanout",
+            f"{num_proposed + 1} numbers, 0 or more, and as many of a tree"
         )
     if num_proposed > MAX_DRAFT_NODES:
-        raise InvalidRequestError(
-            f"proposed_token_ids has {num_proposed} entries; allowed: at most {MAX_DRAFT_NODES}",
-            field="proposed_token_ids",
+        raise ProtocolError(
+            f"proposed_token_ids has {num_proposed} entries; allowed: at most {MAX_DRAFT_NODES}"
         )
     if item.num_speculative_tokens > MAX_TREE_ROWS:
-        raise InvalidRequestError(
+        raise ProtocolError(
             f"num_speculative_tokens is {item.num_speculative_tokens}; allowed with fanout: at most "
-            f"{MAX_TREE_ROWS}",
-            field="num_speculative_tokens",
+            f"{MAX_TREE_ROWS}"
         )
     # A branch holds at least its next token.
     fitting = [

@@ -38,7 +38,7 @@ from specray.engine.schedule import (
     split_waves,
 )
 from specray.engine.target_items import Scheduled, Scores, split_scores, with_rows
-from specray.errors import InvalidRequestError, OutOfBlocksError, SpecrayError
+from specray.errors import InvalidRequestError, OutOfBlocksError, ProtocolError, SpecrayError
 from specray.grammar import TokenMasks
 from specray.types import EngineInfo, TargetReplies, TargetReply, TokenLogprobs, Verdict, VerifyItem
 
@@ -135,16 +135,14 @@ class TargetEngine(EngineBase):
         check_token_ids("token_ids", item.token_ids, self._info.vocab_size)
         check_token_ids("draft.token_ids", item.draft.token_ids, self._info.vocab_size)
         if num_drafts and not item.sample:
-            raise InvalidRequestError("a prefill chunk has draft tokens; allowed: none", field="sample")
+            raise ProtocolError("a prefill chunk has draft tokens; allowed: none")
         if item.max_new_tokens is not None and (item.sample or item.max_new_tokens < 1):
-            raise InvalidRequestError(
-                f"max_new_tokens is {item.max_new_tokens}; allowed: at least 1, for a prefill chunk",
-                field="max_new_tokens",
+            raise ProtocolError(
+                f"max_new_tokens is {item.max_new_tokens}; allowed: at least 1, for a prefill chunk"
             )
         if not 0.0 <= item.next_min_acceptance < 1.0:
-            raise InvalidRequestError(
-                f"next_min_acceptance is {item.next_min_acceptance}; allowed: 0 or more, below 1",
-                field="next_min_acceptance",
+            raise ProtocolError(
+                f"next_min_acceptance is {item.next_min_acceptance}; allowed: 0 or more, below 1"
             )
         _check_draft_probs(item, self._info.vocab_size)
         sequence = self._table.keep_and_append(
@@ -406,7 +404,6 @@ def _check_draft_probs(item: VerifyItem, vocab_size: int) -> None:
     for row in item.draft.probs:
         check_token_ids("draft.probs", row.token_ids, vocab_size)
         if not row.is_distribution(vocab_size):
-            raise InvalidRequestError(
-                "draft.probs is no distribution; allowed: distinct token ids, a finite probability for each",
-                field="draft.probs",
+            raise ProtocolError(
+                "draft.probs is no distribution; allowed: distinct token ids, a finite probability for each"
             )

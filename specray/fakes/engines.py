@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from heapq import heappop, heappush
+from typing import Any
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens, LookaheadBudget, TreeBudget
 from specray.errors import ProtocolError
@@ -128,7 +129,7 @@ class FakeTarget:
         self._drafter = drafter
         self._cost = cost
         self._sequences = _Sequences(self._info)
-        self._scripted: dict[str, list[tuple[str, bool, bool]]] = {}
+        self._scripted: dict[str, list[Mapping[str, Any]]] = {}
         self._known: set[tuple[int, ...]] | None = set() if prefix_cache else None
         self.num_steps = 0
         self.num_rows = 0
@@ -148,11 +149,10 @@ class FakeTarget:
         """Forgets one sequence, or all, like an eviction or a restart."""
         self._sequences.release([request_id] if request_id else list(self._sequences.held))
 
-    def fail_next(
-        self, request_id: str, message: str, *, is_retriable: bool, is_invalid: bool = False
-    ) -> None:
+    def fail_next(self, request_id: str, message: str, *, is_retriable: bool, **over: Any) -> None:
         """Answers the next item of this request with ItemFailed, without applying it."""
-        self._scripted.setdefault(request_id, []).append((message, is_retriable, is_invalid))
+        failed = {"message": message, "is_retriable": is_retriable, **over}
+        self._scripted.setdefault(request_id, []).append(failed)
 
     def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
         cut = [self._cut(item) for item in items]
@@ -191,8 +191,7 @@ class FakeTarget:
 
     def _answer(self, item: VerifyItem, cached: int, *, is_limited: bool) -> TargetReply:
         if scripted := self._scripted.get(item.request_id):
-            message, is_retriable, is_invalid = scripted.pop(0)
-            return replace(_failed(item, message, is_retriable=is_retriable), is_invalid=is_invalid)
+            return ItemFailed(item.request_id, item.round_id, item.base_len, **scripted.pop(0))
         sequence = self._sequences.apply(item)
         if not isinstance(sequence, _Sequence):
             return sequence

@@ -52,8 +52,8 @@ class Readiness:
         try:
             while rounds.last_verdict_s == last_s:
                 # A busy router refuses the probe or lets it wait: then what others have of the target counts.
-                if probe.done() and not isinstance(probe.exception(), OverloadedError):
-                    probe.result()
+                if probe.done() and (error := probe.exception()) and not isinstance(error, OverloadedError):
+                    raise EngineLostError(f"a probe failed: {error}") from error
                 if rounds.target is None:
                     raise EngineLostError("the target was lost")
                 await self._clock.sleep(_LOOK_S)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from specray.control.controller import Controller
 from specray.control.state import Plan
-from specray.errors import InvalidRequestError, ProtocolError
+from specray.errors import ProtocolError
 from specray.interfaces import Clock
 from specray.router.admission.sessions import Sessions
 from specray.router.choice import ProposerChoice
@@ -229,7 +229,7 @@ class Rounds:
                 except ProtocolError as error:
                     said = {"request_id": reply.request_id}
                     logger.error("the target broke the protocol: %s", error, extra=said)
-                    session.fail(f"the target broke the protocol: {error}")
+                    session.fail(ProtocolError(f"the target broke the protocol: {error}"))
                     self.sessions.end(live, self._now)
                     return True
                 if commit is not None:
@@ -242,9 +242,7 @@ class Rounds:
                 return session.on_target_unknown(reply)
             case ItemFailed():
                 is_taken = session.on_target_failed(reply)
-                if session.is_finished and reply.is_invalid:
-                    self.sessions.refuse(live, InvalidRequestError(reply.message), self._now)
-                elif session.is_finished:
+                if session.is_finished:
                     self.sessions.end(live, self._now)
                 elif is_taken:
                     self.sessions.preempt(live, self._now)

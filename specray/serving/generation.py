@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from specray.errors import EngineLostError, SpecrayError
+from specray.errors import EngineLostError
 from specray.interfaces import RouterClient
 from specray.requests import FinishReason, GenerateRequest, OutputChunk, SpeculationStats
 from specray.round_reports import RoundReport
@@ -64,12 +64,9 @@ class Choice:
 
         Raises:
             EngineLostError: the router aborted the request.
-            SpecrayError: it failed; the message is for the user.
         """
         if chunk.finish_reason is FinishReason.ABORT:
-            raise EngineLostError(chunk.message or "the request was aborted; it may be sent again")
-        if chunk.finish_reason is FinishReason.ERROR:
-            raise SpecrayError(chunk.message or "the request failed")
+            raise EngineLostError("the request was aborted; it may be sent again")
         pieces, offsets = list[str](), list[int]()
         for position, token_id in enumerate(chunk.token_ids):
             offsets.append(self._text.num_chars)

@@ -135,7 +135,7 @@ def verify_items(draw: st.DrawFn) -> VerifyItem:
 
 
 UNKNOWN = st.builds(UnknownSequence, *HEAD)
-FAILED = st.builds(ItemFailed, *HEAD, TEXT, st.booleans(), st.booleans())
+FAILED = st.builds(ItemFailed, *HEAD, TEXT, st.booleans(), st.booleans(), TEXT)
 PROPOSALS = st.builds(Proposal, *HEAD, draft_tokens())
 BRANCHES = st.builds(Branch, U32, U32, draft_tokens(), st.none() | U32)
 OUTCOMES = st.builds(Outcomes, *HEAD, tuples_of(BRANCHES))

@@ -15,7 +15,7 @@ from specray.engine.cache.blocks import BlockAllocator, BlockTable
 from specray.engine.cache.prefix import UNIT_TOKENS
 from specray.engine.cache.reuse import CopyTokens, SequencePrefix
 from specray.engine.sampling.state import SamplingState, ToldTokens
-from specray.errors import InvalidRequestError, OutOfBlocksError, OverloadedError, SpecrayError
+from specray.errors import OutOfBlocksError, OverloadedError, ProtocolError, SpecrayError
 from specray.types import SamplingParams
 
 _MIN_IDLE_STEPS = 32
@@ -209,7 +209,7 @@ class SequenceTable:
 
         Raises:
             UnknownSequenceError: fewer than ``base_len`` tokens are held.
-            InvalidRequestError: a new sequence without ``sampling``.
+            ProtocolError: a new sequence without ``sampling``.
             OutOfBlocksError: no room for its tokens.
             OverloadedError: ``max_num_seqs`` are held.
             All of them before the tokens of this sequence changed.
@@ -365,7 +365,7 @@ class SequenceTable:
 
     def _new_sequence(self, request_id: str, sampling: SamplingParams | None) -> EngineSequence:
         if sampling is None:
-            raise InvalidRequestError("sampling is missing; it is needed with base_len 0", field="sampling")
+            raise ProtocolError("sampling is missing; it is needed with base_len 0")
         if len(self._sequences) >= self._max_num_seqs and not self._evict_idle():
             raise OverloadedError(f"{self._max_num_seqs} sequences are held (max_num_seqs); none is idle")
         table = BlockTable(self._allocator)

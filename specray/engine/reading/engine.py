@@ -19,7 +19,7 @@ from specray.engine.reading.window import Window
 from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.sampling.sampler import Sampler
 from specray.engine.schedule import Runner, check_length, check_token_ids, failure_reply
-from specray.errors import InvalidRequestError, SpecrayError
+from specray.errors import ProtocolError, SpecrayError
 from specray.types import (
     DraftReply,
     EngineInfo,
@@ -119,9 +119,7 @@ class ReadingDraftEngine(DraftEngine):
             raise UnknownSequenceError(f"{num_held} tokens are held, base_len is {item.base_len}")
         if reading is None:
             if item.sampling is None:
-                raise InvalidRequestError(
-                    "sampling is missing; it is needed with base_len 0", field="sampling"
-                )
+                raise ProtocolError("sampling is missing; it is needed with base_len 0")
             reading = Reading(self._vocabulary, self._window, item.sampling)
             self._readings[item.request_id] = reading
         reading.tell(item.base_len, item.token_ids, item.sampling)

@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
-from specray.errors import GrammarError, InvalidRequestError
 from specray.grammar import GrammarMatcher, PreparedCompiler, TokenMasks
 from specray.types import Grammar, GrammarStats, SamplingParams
 
@@ -46,17 +45,14 @@ class GrammarMasks:
             ``[len(draft_ids) + 1, num_words]``.
 
         Raises:
-            GrammarError: the grammar cannot be enforced, no token may follow, or the output breaks it.
+            InvalidRequestError: the grammar cannot be enforced, no token may follow, or the output breaks it.
         """
         assert sampling.grammar is not None
         kept = self._matchers.get(request_id)
         if kept is None or kept[0] != sampling.grammar:
             compiler = self._compiler.get()
-            try:
-                matcher = compiler.matcher(sampling.grammar, sampling.stop_token_ids)
-            except InvalidRequestError as error:
-                # Whoever checked it before had another compiler, or another version of it.
-                raise GrammarError(str(error)) from None
+            # May raise, though it was checked: by another compiler, or another version of it.
+            matcher = compiler.matcher(sampling.grammar, sampling.stop_token_ids)
             kept = self._matchers[request_id] = (sampling.grammar, matcher)
             if len(self._matchers) > _MAX_MATCHERS:
                 self._matchers.popitem(last=False)

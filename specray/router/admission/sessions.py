@@ -7,15 +7,8 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from specray.errors import (
-    DeadlineExceededError,
-    EngineLostError,
-    InvalidRequestError,
-    OverloadedError,
-    SpecrayError,
-)
+from specray.errors import DeadlineExceededError, EngineLostError, OverloadedError, SpecrayError
 from specray.interfaces import RequestTracer
-from specray.requests import FinishReason
 from specray.router.admission.queue import AdmissionQueue
 from specray.router.admission.quotas import Quotas
 from specray.router.admission.service_levels import ServiceLevels, attained
@@ -183,8 +176,8 @@ class Sessions:
                 logger.error(
                     "a request is ended: %d targets were lost with it", MAX_TARGET_LOSSES, extra=said
                 )
-                live.session.fail(f"{MAX_TARGET_LOSSES} targets were lost while they worked on this request")
-                self.end(live, now)
+                reason = f"{MAX_TARGET_LOSSES} targets were lost while they worked on this request"
+                self._fail(live, SpecrayError(reason), now)
 
     def suspect(self) -> LiveSession | None:
         """A session that may be what ended the last targets: the next step is its alone, to find out."""
@@ -192,10 +185,15 @@ class Sessions:
         return next((live for live in self.running.values() if live.num_target_losses >= most), None)
 
     def end(self, live: LiveSession, now: float) -> None:
-        """The session has a finish reason: both engines forget the request, then the caller gets it."""
+        """The session has a finish reason: both engines forget the request, then the caller gets it, or the
+        session's error."""
         session = live.session
         assert session.finish_reason is not None
         if not self._forget(live, now):
+            return
+        if session.error is not None:
+            live.delivery.fail(session.error)
+            self._metrics.observe_end(session.finish_reason.value)
             return
         self._later.add(self._metrics.observe_end, session.finish_reason.value)
         for kind, is_kept in attained(live):
@@ -204,17 +202,12 @@ class Sessions:
             live.delivery.finish,
             session.finish_reason,
             stop_reason=session.stop_reason,
-            message=session.message,
             stats=session.tally.stats,
             num_cached_tokens=session.num_cached_tokens,
             ttft_s=None if live.first_token_s is None else live.first_token_s - live.arrived_s,
             prompt_logprobs=session.prompt_scores.logprobs,
         )
         self._later.add(finish)
-
-    def refuse(self, live: LiveSession, error: InvalidRequestError, now: float) -> None:
-        """The target found that the request is wrong: its caller gets ``error`` and nothing more."""
-        self._fail(live, error, now)
 
     def abort(self, request_id: str, now: float) -> None:
         """The caller went away. Unknown ids are ignored."""
@@ -242,10 +235,8 @@ class Sessions:
 
     def _fail(self, live: LiveSession, error: SpecrayError, now: float) -> None:
         """The caller gets an exception."""
-        live.session.fail(str(error))
-        if self._forget(live, now):
-            live.delivery.fail(error)
-            self._metrics.observe_end(FinishReason.ERROR.value)
+        live.session.fail(error)
+        self.end(live, now)
 
     def _first_to_expire(self) -> LiveSession | None:
         while self._by_deadline:

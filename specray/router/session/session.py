@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens, TreeBudget
-from specray.errors import ProtocolError
+from specray.errors import InvalidRequestError, ProtocolError, SpecrayError
 from specray.interfaces import StopMatcher
 from specray.requests import FinishReason, GenerateRequest
 from specray.router.session.branches import Branches
@@ -74,7 +74,8 @@ class Session:
         self._next = NOTHING_NEXT
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
-        self.message = ""
+        self.error: SpecrayError | None = None
+        """What the caller gets in place of an end; only with finish_reason ``error``."""
         self.num_cached_tokens = 0
         """Prompt tokens that the target did not compute but found in its prefix cache."""
         self.tally = Tally()
@@ -327,7 +328,8 @@ class Session:
             return False
         self.lose_target()
         if not reply.is_retriable:
-            self.fail(reply.message)
+            invalid = InvalidRequestError(reply.message, field=reply.field or None)
+            self.fail(invalid if reply.is_invalid else SpecrayError(reply.message))
         return True
 
     def lose_target(self) -> None:
@@ -417,10 +419,10 @@ class Session:
         if not self.is_finished:
             self.finish_reason = FinishReason.ABORT
 
-    def fail(self, message: str) -> None:
-        """Ends the request with an error for its user."""
+    def fail(self, error: SpecrayError) -> None:
+        """Ends the request with an error for its caller."""
         if not self.is_finished:
-            self.finish_reason, self.message = FinishReason.ERROR, message
+            self.finish_reason, self.error = FinishReason.ERROR, error
 
     def _settle(self) -> None:
         """The draft has answered, which settles a verdict that waited for it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specray.errors import ProtocolError
-from specray.requests import FinishReason, OutputChunk
+from specray.requests import OutputChunk
 from specray.rpc.codec.inference import (
     FINISH_REASON_FROM_PB,
     FINISH_REASON_TO_PB,
@@ -14,10 +14,7 @@ from specray.rpc.codec.inference import (
 )
 from specray.rpc.codec.round_reports import decode_round, encode_round
 from specray.rpc.codec.values import decode_token_logprobs, encode_token_logprobs, parse
-from specray.rpc.pb import delivery_pb2, inference_pb2
-
-_REASON_TO_PB = {**FINISH_REASON_TO_PB, FinishReason.ERROR: inference_pb2.FINISH_REASON_ERROR}
-_REASON_FROM_PB = {**FINISH_REASON_FROM_PB, inference_pb2.FINISH_REASON_ERROR: FinishReason.ERROR}
+from specray.rpc.pb import delivery_pb2
 
 
 def encode_chunks(chunks: Sequence[OutputChunk]) -> bytes:
@@ -42,12 +39,11 @@ def _encode_chunk(out: delivery_pb2.OutputChunk, chunk: OutputChunk) -> None:
         encode_round(out.rounds.add(), report)
     if chunk.finish_reason is None:
         return
-    out.finish_reason = _REASON_TO_PB[chunk.finish_reason]
+    out.finish_reason = FINISH_REASON_TO_PB[chunk.finish_reason]
     if isinstance(chunk.stop_reason, str):
         out.stop_string = chunk.stop_reason
     elif chunk.stop_reason is not None:
         out.stop_token_id = chunk.stop_reason
-    out.message = chunk.message
     if chunk.stats is not None:
         encode_stats(out.stats, chunk.stats)
     out.num_cached_tokens = chunk.num_cached_tokens
@@ -58,16 +54,15 @@ def _encode_chunk(out: delivery_pb2.OutputChunk, chunk: OutputChunk) -> None:
 
 
 def _decode_chunk(chunk: delivery_pb2.OutputChunk) -> OutputChunk:
-    if chunk.finish_reason not in _REASON_FROM_PB:
-        raise ProtocolError(f"finish_reason is {chunk.finish_reason}; allowed: 0..4")
+    if chunk.finish_reason not in FINISH_REASON_FROM_PB:
+        raise ProtocolError(f"finish_reason is {chunk.finish_reason}; allowed: 0..3")
     stop = chunk.WhichOneof("stop_reason")
     return OutputChunk(
         request_id=chunk.request_id,
         token_ids=tuple(chunk.token_ids[:]),
         logprobs=tuple(map(decode_token_logprobs, chunk.logprobs)),
-        finish_reason=_REASON_FROM_PB[chunk.finish_reason],
+        finish_reason=FINISH_REASON_FROM_PB[chunk.finish_reason],
         stop_reason=None if stop is None else getattr(chunk, stop),
-        message=chunk.message,
         stats=decode_stats(chunk.stats) if chunk.HasField("stats") else None,
         num_cached_tokens=chunk.num_cached_tokens,
         ttft_s=chunk.ttft_s if chunk.HasField("ttft_s") else None,

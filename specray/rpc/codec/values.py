@@ -196,6 +196,7 @@ def encode_item_failed(out: types_pb2.ItemFailed, reply: ItemFailed) -> None:
     out.message = reply.message
     out.is_retriable = reply.is_retriable
     out.is_invalid = reply.is_invalid
+    out.field = reply.field
 
 
 def decode_item_failed(reply: types_pb2.ItemFailed) -> ItemFailed:
@@ -206,6 +207,7 @@ def decode_item_failed(reply: types_pb2.ItemFailed) -> ItemFailed:
         reply.message,
         reply.is_retriable,
         reply.is_invalid,
+        reply.field,
     )
 
 

@@ -23,7 +23,6 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_ABORT: _ClassVar[FinishReason]
-    FINISH_REASON_ERROR: _ClassVar[FinishReason]
 DRAFT_KIND_UNSPECIFIED: DraftKind
 DRAFT_KIND_MODEL: DraftKind
 DRAFT_KIND_NGRAM: DraftKind
@@ -34,7 +33,6 @@ FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORT: FinishReason
-FINISH_REASON_ERROR: FinishReason
 
 class SpeculationParams(_message.Message):
     __slots__ = ("enabled", "num_speculative_tokens", "verification", "draft", "tenant")

@@ -122,20 +122,22 @@ class UnknownSequence(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., round_id: _Optional[int] = ..., base_len: _Optional[int] = ...) -> None: ...
 
 class ItemFailed(_message.Message):
-    __slots__ = ("request_id", "round_id", "base_len", "message", "is_retriable", "is_invalid")
+    __slots__ = ("request_id", "round_id", "base_len", "message", "is_retriable", "is_invalid", "field")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     IS_RETRIABLE_FIELD_NUMBER: _ClassVar[int]
     IS_INVALID_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     round_id: int
     base_len: int
     message: str
     is_retriable: bool
     is_invalid: bool
-    def __init__(self, request_id: _Optional[str] = ..., round_id: _Optional[int] = ..., base_len: _Optional[int] = ..., message: _Optional[str] = ..., is_retriable: _Optional[bool] = ..., is_invalid: _Optional[bool] = ...) -> None: ...
+    field: str
+    def __init__(self, request_id: _Optional[str] = ..., round_id: _Optional[int] = ..., base_len: _Optional[int] = ..., message: _Optional[str] = ..., is_retriable: _Optional[bool] = ..., is_invalid: _Optional[bool] = ..., field: _Optional[str] = ...) -> None: ...
 
 class StepTime(_message.Message):
     __slots__ = ("num_rows", "seconds")

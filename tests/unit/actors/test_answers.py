@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specray.actors.answers import taken, told
+from specray.actors.answers import error_as_value, raise_if_error
 from specray.actors.client import ServeRouterClient
 from specray.errors import DeadlineExceededError, InvalidRequestError, OverloadedError, SpecrayError
 from specray.requests import GenerateRequest
@@ -31,7 +31,7 @@ class Replica:
         return self._answer().__await__()
 
     async def _answer(self) -> object:
-        return pickle.loads(pickle.dumps(await told(self._fail())))
+        return pickle.loads(pickle.dumps(await error_as_value(self._fail())))
 
     async def _fail(self) -> object:
         raise self._error
@@ -59,9 +59,9 @@ async def test_a_bug_is_raised_where_it_is() -> None:
         raise KeyError("x")
 
     with pytest.raises(KeyError):
-        await told(fail())
+        await error_as_value(fail())
 
 
 def test_answers_without_error_are_themselves() -> None:
-    assert taken(None) is None
-    assert taken("text") == "text"
+    assert raise_if_error(None) is None
+    assert raise_if_error("text") == "text"

@@ -288,7 +288,7 @@ def test_a_grammar_that_cannot_be_enforced_fails_its_item_alone() -> None:
     failed, answered = target().verify(items).replies
     target().release(["bad", "good"])
     assert isinstance(failed, ItemFailed) and "uniqueItems" in failed.message and not failed.is_retriable
-    assert failed.is_invalid
+    assert (failed.is_invalid, failed.field) == (True, "grammar")
     assert isinstance(answered, Verdict)
 
 

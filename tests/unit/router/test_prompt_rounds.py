@@ -190,9 +190,8 @@ async def longest_gap(pair: Pair) -> float:
 
     async def listen() -> None:
         given = request("stream", PROMPT, max_tokens=120, speculation=PLAIN)
-        async for chunk in pair.router.stream(given):
+        async for _ in pair.router.stream(given):
             arrivals.append(pair.clock.monotonic())
-            assert chunk.finish_reason is None or chunk.message == ""
 
     listening = asyncio.create_task(listen())
     await asyncio.sleep(0.2)

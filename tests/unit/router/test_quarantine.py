@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from specray.errors import SpecrayError
 from specray.fakes import FakeTarget, LocalVerifier, PerfectGuesser, VirtualClock
 from specray.interfaces import Verifier
 from specray.requests import FinishReason, OutputChunk
@@ -52,12 +53,12 @@ class Mortal(LocalVerifier):
 
 def serve_beside(
     ends_over: Callable[[Sequence[VerifyItem]], bool], *, overlap: str = "serial"
-) -> tuple[list[OutputChunk], list[tuple[str, ...]], float]:
-    """Outputs of ``poison`` and the others, the steps asked for, and how many targets were lost."""
+) -> tuple[list[OutputChunk | SpecrayError], list[tuple[str, ...]], float]:
+    """What ``poison`` and the others get, the steps asked for, and how many targets were lost."""
     clock = VirtualClock()
     steps: list[tuple[str, ...]] = []
 
-    async def main() -> tuple[list[OutputChunk], float]:
+    async def main() -> tuple[list[OutputChunk | SpecrayError], float]:
         target = fake_target()
 
         async def connect() -> Verifier:
@@ -77,7 +78,11 @@ def serve_beside(
             others = [request(f"other{index}", (index, 7), NUM_TOKENS) for index in range(NUM_OTHERS)]
             calls = [asyncio.create_task(_complete(pair, one.request_id)) for one in others]
             await asyncio.sleep(0.1)
-            poison = await _complete(pair, "poison")
+            poison: OutputChunk | SpecrayError
+            try:
+                poison = await _complete(pair, "poison")
+            except SpecrayError as error:
+                poison = error
             outputs = await asyncio.gather(*calls)
             assert [output.token_ids for output in outputs] == [expected(one) for one in others]
             late = await _complete(pair, "late")
@@ -100,8 +105,8 @@ def test_request_that_ends_target_after_target_is_ended_and_no_other_fails(overl
         lambda items: any(item.request_id == "poison" for item in items), overlap=overlap
     )
     assert num_lost == 3
-    assert poison.finish_reason is FinishReason.ERROR
-    assert poison.message == "3 targets were lost while they worked on this request"
+    assert isinstance(poison, SpecrayError)
+    assert str(poison) == "3 targets were lost while they worked on this request"
     fatal = [step for step in steps if "poison" in step]
     assert len(fatal) == 3
     assert len(fatal[0]) > 1 and len(fatal[1]) > 1 and fatal[2] == ("poison",)

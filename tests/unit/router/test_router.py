@@ -10,7 +10,7 @@ import pytest
 
 from specray.control.controller import Controller
 from specray.control.state import OFF, Plan, SessionStats
-from specray.errors import DeadlineExceededError, EngineLostError, InvalidRequestError
+from specray.errors import DeadlineExceededError, EngineLostError, InvalidRequestError, SpecrayError
 from specray.fakes import LocalVerifier, VirtualClock
 from specray.requests import FinishReason, SpeculationParams
 from tests.unit.router.harness import (
@@ -144,10 +144,10 @@ def test_failed_item_ends_its_request_and_no_other() -> None:
     async def main() -> None:
         async with serving(clock) as pair:
             pair.target.fail_next("bad", "the mask is empty", is_retriable=False)
-            bad, _ = await asyncio.gather(
-                pair.router.complete(request("bad")), complete(pair, request_id="good")
-            )
-            assert (bad.finish_reason, bad.message) == (FinishReason.ERROR, "the mask is empty")
+            calls = pair.router.complete(request("bad")), complete(pair, request_id="good")
+            bad, good = await asyncio.gather(*calls, return_exceptions=True)
+            assert type(bad) is SpecrayError and str(bad) == "the mask is empty"
+            assert not isinstance(good, BaseException)
             await pair.settle()
 
     run(clock, main())
@@ -158,9 +158,11 @@ def test_item_that_is_its_callers_mistake_is_an_invalid_request() -> None:
 
     async def main() -> None:
         async with serving(clock) as pair:
-            pair.target.fail_next("bad", "the grammar is too big", is_retriable=False, is_invalid=True)
-            with pytest.raises(InvalidRequestError, match=r"^the grammar is too big$"):
+            wrong = {"is_retriable": False, "is_invalid": True, "field": "grammar"}
+            pair.target.fail_next("bad", "the grammar is too big", **wrong)
+            with pytest.raises(InvalidRequestError, match=r"^the grammar is too big$") as raised:
                 await pair.router.complete(request("bad"))
+            assert raised.value.field == "grammar"
             assert pair.counted("specray_requests_total", finish_reason="error") == 1
             await pair.settle()
 

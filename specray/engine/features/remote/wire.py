@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from specray.errors import InvalidRequestError
+from specray.errors import ProtocolError
 from specray.feature_rows import ITEM_BYTES, FeatureRows
 
 
@@ -14,20 +14,17 @@ def read_rows(rows: FeatureRows, feature_size: int, *, like: torch.Tensor) -> to
     """The rows, ``[num_rows, feature_size]``, on the device and in the data type of another tensor.
 
     Raises:
-        InvalidRequestError: they are of another size, or not finite: what is computed from such numbers would
+        ProtocolError: they are of another size, or not finite: what is computed from such numbers would
             stay in the cache and reach other sequences.
     """
     if rows.row_bytes != ITEM_BYTES * feature_size:
-        raise InvalidRequestError(
-            f"features.data has {rows.row_bytes} bytes a row; allowed: {ITEM_BYTES * feature_size}",
-            field="features",
+        raise ProtocolError(
+            f"features.data has {rows.row_bytes} bytes a row; allowed: {ITEM_BYTES * feature_size}"
         )
     # A copy that may be written, as torch wants it.
     numbers = torch.frombuffer(bytearray(rows.data), dtype=torch.bfloat16)
     if not bool(numbers.isfinite().all()):
-        raise InvalidRequestError(
-            "features.data has infinite numbers or NaN; allowed: finite bfloat16 numbers", field="features"
-        )
+        raise ProtocolError("features.data has infinite numbers or NaN; allowed: finite bfloat16 numbers")
     return numbers.view(rows.num_rows, feature_size).to(device=like.device, dtype=like.dtype)
 
 

@@ -15,7 +15,7 @@ from specray.engine.cache.sequences import (
     UnknownSequenceError,
     common_prefix_len,
 )
-from specray.errors import InvalidRequestError, OutOfBlocksError, OverloadedError
+from specray.errors import OutOfBlocksError, OverloadedError, ProtocolError
 from specray.types import SamplingParams
 
 SAMPLING = SamplingParams()
@@ -94,7 +94,7 @@ def test_base_len_beyond_what_the_router_told_is_unknown() -> None:
 
 def test_new_sequence_needs_sampling_params() -> None:
     table, allocator = make_table()
-    with pytest.raises(InvalidRequestError, match="sampling"):
+    with pytest.raises(ProtocolError, match="sampling"):
         table.keep_and_append("a", 0, [1])
     assert (len(table), allocator.num_free) == (0, 16)
 

@@ -113,7 +113,7 @@ def test_failure_that_is_not_retriable_ends_with_an_error() -> None:
     session = decoding()
     item = session.verify_item(ROOM)
     session.on_target_failed(ItemFailed("a", item.round_id, item.base_len, "too long", is_retriable=False))
-    assert (session.finish_reason, session.message) == (FinishReason.ERROR, "too long")
+    assert (session.finish_reason, str(session.error)) == (FinishReason.ERROR, "too long")
 
 
 def test_retriable_failure_starts_over() -> None:

@@ -94,7 +94,7 @@ def test_target_that_fails_the_probe_is_not_ready() -> None:
         async with serving(clock, config=router_config(verify_timeout_s=20.0)) as pair:
             probe_id = f"ready-{id(pair.router._readiness):x}-1"
             pair.target.fail_next(probe_id, "the kernel is broken", is_retriable=False)
-            with pytest.raises(EngineLostError, match="within verify_timeout_s = 20 s"):
+            with pytest.raises(EngineLostError, match="a probe failed: the kernel is broken"):
                 await pair.router.check_ready()
             await pair.router.check_ready()
             await pair.settle()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specray.engine.features.remote.wire import read_rows, write_rows
-from specray.errors import InvalidRequestError
+from specray.errors import ProtocolError
 from specray.feature_rows import FeatureRows
 
 LIKE = torch.empty(0, dtype=torch.float32)
@@ -25,12 +25,10 @@ def test_rows_come_back_as_bfloat16_has_them() -> None:
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 def test_numbers_that_are_not_finite_are_refused(number: float) -> None:
-    with pytest.raises(
-        InvalidRequestError, match=r"features\.data has infinite numbers or NaN; allowed: finite"
-    ):
+    with pytest.raises(ProtocolError, match=r"features\.data has infinite numbers or NaN; allowed: finite"):
         read_rows(sent(torch.tensor([[1.0, number]])), 2, like=LIKE)
 
 
 def test_rows_of_another_size_are_refused() -> None:
-    with pytest.raises(InvalidRequestError, match=r"features\.data has 4 bytes a row; allowed: 6"):
+    with pytest.raises(ProtocolError, match=r"features\.data has 4 bytes a row; allowed: 6"):
         read_rows(sent(torch.ones(2, 2)), 3, like=LIKE)
