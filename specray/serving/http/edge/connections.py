@@ -10,11 +10,13 @@ import asyncio
 import json
 import resource
 import sys
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Final, cast
 
 import h11
 from starlette.types import Scope
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specray.serving.http.edge.heads import BoundedParser
@@ -109,7 +111,7 @@ class Connection(H11Protocol):
 
     def __init__(self, connections: Connections, **uvicorn_options: Any) -> None:
         super().__init__(**uvicorn_options)
-        self.conn: BoundedParser = BoundedParser()
+        self.conn: BoundedParser = BoundedParser(defers_bodies=True)
         self.app_state = {}
         self._connections = connections
         self._is_followed_as: str | None = None
@@ -121,6 +123,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
+        self.flow = _Flow(transport, self._take_body)
         if self._connections.add(self, descriptor=transport.get_extra_info("socket").fileno()):
             self._follow()
 
@@ -149,8 +152,16 @@ class Connection(H11Protocol):
         super().data_received(data)
         self._follow()
 
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.conn.holds_body:
+            self.flow.pause_reading()
+
     def on_response_complete(self) -> None:
         self._num_rest_bytes = 0
+        if self.conn.holds_body and self.conn.is_chunked:
+            self._end()  # Chunks of a byte take 2,000 times as long to parse as to drop.
+            return
         self._note_first_byte()  # Of a request that was sent ahead.
         super().on_response_complete()
         self._follow()
@@ -198,6 +209,12 @@ class Connection(H11Protocol):
             self._head_timer = self.loop.call_later(self._connections.head_timeout_s, self._late)
         self._connections.set_idle(self, state != "busy")
 
+    def _take_body(self) -> None:
+        """The application asks for the body, or has answered without it."""
+        if self.conn.holds_body and not self._is_refused:
+            self.conn.holds_body = False
+            self.handle_events()
+
     def _go_on_reading(self) -> None:
         if not self.transport.is_closing():
             self.flow.resume_reading()
@@ -218,6 +235,11 @@ class Connection(H11Protocol):
             self.transport.close()
             return
         self.transport.write(_answer(status, sentence))
+        self._end()
+
+    def _end(self) -> None:
+        """Ends the connection after its last answer; what still comes is dropped."""
+        self._is_refused = True
         # If the rest were not read, the kernel would reset the connection before the client has the answer.
         self.transport.write_eof()
         self.flow.resume_reading()
@@ -225,6 +247,18 @@ class Connection(H11Protocol):
             self._head_timer.cancel()
         self._head_timer = self.loop.call_later(_CLOSE_TIMEOUT_S, self.transport.abort)
         self._connections.set_idle(self, True)
+
+
+class _Flow(FlowControl):
+    """uvicorn's, which also reports that something is to be read."""
+
+    def __init__(self, transport: asyncio.Transport, resumed: Callable[[], None]) -> None:
+        super().__init__(transport)
+        self._resumed = resumed
+
+    def resume_reading(self) -> None:
+        super().resume_reading()
+        self._resumed()
 
 
 def _answer(status: int, sentence: str) -> bytes:

@@ -32,12 +32,20 @@ class BoundedParser(h11.Connection):
 
     ``next_event`` raises h11.RemoteProtocolError also beyond the limits; its ``error_status_hint`` is the
     status of the answer.
+
+    Args:
+        defers_bodies: parse a body only when ``holds_body`` has been set to False.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, defers_bodies: bool = False) -> None:
         super().__init__(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         self._received = self._body = self._chunks = 0
         """Bytes received since the head's end; of those, the body's; chunks begun."""
+        self._defers_bodies = defers_bodies
+        self.holds_body = False
+        """Whether a body has begun that nobody has asked for yet: it is not parsed."""
+        self.is_chunked = False
+        """Whether the body of the last request comes in chunks."""
 
     @property
     def is_between_requests(self) -> bool:
@@ -58,10 +66,16 @@ class BoundedParser(h11.Connection):
         """Returns the next event, as h11 does. Raises h11.RemoteProtocolError."""
         if self.their_state is h11.IDLE:
             _check_head(self.trailing_data[0])
+        if self.holds_body:
+            return h11.NEED_DATA
         event = super().next_event()
         if isinstance(event, h11.Request):
             _check_request(event)
             self._received, self._body, self._chunks = len(self._receive_buffer), 0, 0
+            framing = dict(event.headers)
+            self.is_chunked = b"transfer-encoding" in framing
+            has_body = self.is_chunked or framing.get(b"content-length", b"0") != b"0"
+            self.holds_body = self._defers_bodies and has_body
         elif isinstance(event, h11.Data):
             self._body += len(event.data)
             self._chunks += event.chunk_start

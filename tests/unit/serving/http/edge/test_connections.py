@@ -202,6 +202,15 @@ async def test_rest_of_an_answered_request_is_read_up_to_1_mib() -> None:
         assert await peer.is_closed()
 
 
+@pytest.mark.parametrize("chunks", [2**17 * b"1\r\na\r\n", b"no chunk"], ids=["small", "malformed"])
+async def test_chunks_that_nobody_asks_for_are_not_parsed(chunks: bytes) -> None:
+    async with serving() as server:
+        peer = await server.peer()
+        peer.send(CHUNKED.replace(b"/", b"/early", 1) + chunks)
+        assert (await peer.answer())[0] == 200
+        assert await peer.is_closed()
+
+
 async def test_longest_idle_connection_goes_for_a_new_one() -> None:
     async with serving(max_connections=3) as server:
         kept, fresh, busy = [await server.peer() for _ in range(3)]
