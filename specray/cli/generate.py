@@ -130,10 +130,10 @@ def _summary(last: Piece, seconds: float) -> str:
 
 async def _from_own_pair(config: Config, prompt: str, sampling: Sampling) -> AsyncGenerator[Piece, None]:
     from specray.serving.calls.generate_requests import to_generate_requests
+    from specray.serving.calls.limits import ServiceLimits
+    from specray.serving.calls.prompts import encode_prompts, parse_prompt
     from specray.serving.generation import stream
-    from specray.serving.limits import ServiceLimits
     from specray.serving.local.pair import local_router
-    from specray.serving.prompts import encode_prompts, parse_prompt
     from specray.tokenization import load_tokenizer, make_stop_matcher
 
     prompts = parse_prompt(prompt)

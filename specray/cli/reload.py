@@ -57,8 +57,8 @@ def reload(
     if given is not None and port is None:
         port = given.http.port
 
-    from specray.serving.live.reload import reload_service
     from specray.serving.own_ray.watch import within
+    from specray.serving.reload import reload_service
 
     with within(timeout + CONNECT_S, "the Ray of the service has not answered", _give_up):
         found = reload_service(wanted, port=port, timeout_s=timeout)

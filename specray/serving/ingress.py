@@ -34,13 +34,13 @@ from specray.rpc.inference.messages import MAX_OPEN_CALLS
 from specray.rpc.inference.server import InferenceServer
 from specray.serving.admission.api_keys import Keyring
 from specray.serving.admission.capacity import with_admission
-from specray.serving.collector import Collector
+from specray.serving.gc_schedule import Collector
 from specray.serving.grpc.handler import GrpcIngress, served
 from specray.serving.http.app import build_http_app
 from specray.serving.http.edge.connections import Connections
 from specray.serving.http.server import PORT_WAIT_S, HttpServer
-from specray.serving.live.ports import claimed
 from specray.serving.observe import CallObserver
+from specray.serving.ports import claimed
 from specray.serving.warmup import warm_up
 from specray.tokenization import load_tokenizer
 

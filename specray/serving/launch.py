@@ -21,12 +21,12 @@ from typing import Any, Final
 from specray.config import EMBEDDED, Config
 from specray.environment import apply_ray_environment, external_ray_address
 from specray.errors import ConfigError
-from specray.serving.live.notes import noted
-from specray.serving.live.ports import claimed
 from specray.serving.own_ray.children import children, end_children
 from specray.serving.own_ray.nodes import lean_head, one_agent
+from specray.serving.own_ray.notes import noted
 from specray.serving.own_ray.room import check_room
 from specray.serving.own_ray.watch import ray_parts, serve_parts, watched, within
+from specray.serving.ports import claimed
 from specray.serving.process_end import end_without_destructors
 from specray.tokenization.files import has_chat_template
 

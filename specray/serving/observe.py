@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final
 from specray.config import LoggingConfig
 from specray.requests import FinishReason, GenerateRequest
 from specray.serving.generation import Delta
-from specray.serving.http.problems import problem_code, problem_status
 from specray.serving.metrics import IngressMetrics
+from specray.serving.problems import problem_code, problem_status
 from specray.telemetry.conventions import (
     Attributes,
     Value,

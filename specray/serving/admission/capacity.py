@@ -20,7 +20,7 @@ from specray.requests import GenerateRequest, OutputChunk, ServiceInfo
 from specray.router.admission.queue import RetryAdvice
 from specray.serving.admission.limiter import CallLimiter, release_slot
 from specray.serving.admission.places import Places
-from specray.serving.calls.texts import TextWork
+from specray.serving.admission.texts import TextWork
 from specray.serving.generation import close
 
 PROBE_S = 0.5

@@ -18,16 +18,15 @@ from specray.requests import GenerateRequest
 from specray.serving.admission.capacity import AdmissionClient
 from specray.serving.admission.limiter import step_aside
 from specray.serving.admission.places import Place
+from specray.serving.admission.texts import SECONDS_PER_BYTE, SECONDS_PER_CHAR
 from specray.serving.calls.bad_words import with_bad_word_ids
+from specray.serving.calls.chat_plan import ChatPlanner, Conversation, Reading
 from specray.serving.calls.defaults import load_defaults
 from specray.serving.calls.generate_requests import to_generate_requests, truncated
+from specray.serving.calls.grammars import GrammarChecker
+from specray.serving.calls.limits import ServiceLimits
 from specray.serving.calls.predictions import with_prediction_ids
-from specray.serving.calls.texts import SECONDS_PER_BYTE, SECONDS_PER_CHAR
-from specray.serving.grammars import GrammarChecker
-from specray.serving.http.chat.plan import ChatPlanner, Reading
-from specray.serving.http.chat.schema import ChatCompletionRequest
-from specray.serving.limits import ServiceLimits
-from specray.serving.prompts import Prompt, encode_prompts
+from specray.serving.calls.prompts import Prompt, encode_prompts
 from specray.serving.validation import (
     GenerationOptions,
     Limits,
@@ -50,7 +49,7 @@ class Asked:
     """What a call asks for."""
 
     model: str | None
-    prompts: Sequence[Prompt] | ChatCompletionRequest
+    prompts: Sequence[Prompt] | Conversation
     """Texts or token ids, or one conversation."""
     options: Callable[[], GenerationOptions]
     """Reads the options. Raises InvalidRequestError."""
@@ -155,7 +154,7 @@ class CallPreparer:
         step_aside()
         return await self._grammars.read(asked.options, field=asked.grammar_field, turn=place.turn)
 
-    async def chat_tokens(self, body: ChatCompletionRequest, place: Place) -> tuple[int, ...]:
+    async def chat_tokens(self, body: Conversation, place: Place) -> tuple[int, ...]:
         """Returns the token ids of a conversation, however long it is. Raises what ``prepare`` raises."""
         return (await self._planner.prompt(body, place)).token_ids
 
@@ -165,7 +164,7 @@ class CallPreparer:
         check_options(options, limits)
         self._client.capacity.check(*place.caller.standing(options.tenant, options.priority or 0))
         num_prompts = 1
-        if not isinstance(asked.prompts, ChatCompletionRequest):
+        if isinstance(asked.prompts, Sequence):
             least = [self._least_tokens(prompt) for prompt in asked.prompts]
             check_sizes(least, options, limits, least=True)
             num_prompts = len(least)
@@ -183,7 +182,7 @@ class CallPreparer:
         num_chars = len(options.prediction) + sum(map(len, options.bad_words))
         options = await self.work(with_ids, place, size=num_chars)
         asks_for = asked.prompts
-        if isinstance(asks_for, ChatCompletionRequest):
+        if not isinstance(asks_for, Sequence):
             plan = await self._planner.plan(
                 asks_for,
                 options,

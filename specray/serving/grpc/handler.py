@@ -32,13 +32,13 @@ from specray.rpc.status import status_of
 from specray.serving.admission.api_keys import Caller, Keyring, counted
 from specray.serving.admission.capacity import with_admission
 from specray.serving.admission.places import Place
+from specray.serving.calls.limits import ServiceLimits
 from specray.serving.calls.prepare import Asked, CallPreparer
+from specray.serving.calls.prompts import Prompt
 from specray.serving.generation import Delta, close, stream
 from specray.serving.grpc.chat import read_chat
 from specray.serving.http.schemas import DEFAULT_MAX_TOKENS
-from specray.serving.limits import ServiceLimits
 from specray.serving.observe import CallObserver, CallRecord
-from specray.serving.prompts import Prompt
 from specray.serving.readiness import watch_ready
 from specray.serving.validation import RANGES, GenerationOptions
 from specray.telemetry.conventions import operation_attributes, rpc_attributes

@@ -8,35 +8,34 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from specray import __version__
-from specray.config import Config
+from specray.config import Config, HttpConfig
 from specray.config.live import LiveConfig
 from specray.errors import SpecrayError
 from specray.grammar import PreparedCompiler
 from specray.interfaces import RouterClient
 from specray.serving.admission.api_keys import Keyring
 from specray.serving.admission.capacity import RouterCapacity, max_requests, with_admission
-from specray.serving.admission.middleware import AdmissionMiddleware, Arrived, arrived
+from specray.serving.calls.limits import ServiceLimits
 from specray.serving.calls.prepare import CallPreparer
 from specray.serving.generation import Delta
 from specray.serving.http.answers.started_stream import StartedStream
-from specray.serving.http.edge.cors import add_cors
-from specray.serving.http.edge.hosts import HostMiddleware, host_test
-from specray.serving.http.edge.paths import PathMiddleware
+from specray.serving.http.edge.admission import AdmissionMiddleware, Arrived, arrived
+from specray.serving.http.edge.hosts import HostMiddleware, PathMiddleware, host_test
+from specray.serving.http.edge.keys import KeyMiddleware
+from specray.serving.http.edge.observe import REQUEST_ID_HEADER, ObserveMiddleware, record_of
 from specray.serving.http.events import EventStreamResponse, until_disconnect
 from specray.serving.http.identity import identify
-from specray.serving.http.key_check import KeyMiddleware
 from specray.serving.http.messages_api.calls import add_count_route, messages_call
-from specray.serving.http.observe import ObserveMiddleware, record_of
-from specray.serving.http.openai_api import Call, OpenAiApi
-from specray.serving.http.problems import HttpError, problem_response
+from specray.serving.http.openai_api import LEFT_OUT_HEADER, Call, OpenAiApi
 from specray.serving.http.responses_api.calls import responses_call
 from specray.serving.http.routes.absent import add_absent_routes
 from specray.serving.http.routes.lab_page import add_lab_routes, has_lab
@@ -44,8 +43,8 @@ from specray.serving.http.routes.models import add_model_routes
 from specray.serving.http.routes.openapi import add_openapi_routes
 from specray.serving.http.routes.service import TextSource, add_observer_routes, add_service_routes
 from specray.serving.http.routes.tokens import add_token_routes
-from specray.serving.limits import ServiceLimits
 from specray.serving.observe import CallObserver, CallRecord
+from specray.serving.problems import HttpError, problem_response
 from specray.telemetry.exposition import merged
 from specray.telemetry.vllm_names import with_vllm_names
 from specray.tokenization import Tokenizer
@@ -53,6 +52,10 @@ from specray.tokenization import Tokenizer
 CallParser = Callable[[Arrived, CallRecord], Coroutine[Any, Any, Call]]
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
+_READABLE: Final = (REQUEST_ID_HEADER, LEFT_OUT_HEADER, "Retry-After", "Retry-After-Ms")
+"""Headers of answers that a page of another origin may read besides the common ones."""
+_PREFLIGHT_S: Final = 600
+"""Seconds for which a browser may keep the answer to a preflight."""
 _CLIENT_LEFT = 499
 """HTTP status of a request whose client is gone, as in nginx; nobody reads it."""
 
@@ -127,7 +130,7 @@ def build_http_app(
     app.add_middleware(HostMiddleware, is_ours=is_ours)
     app.add_middleware(KeyMiddleware, keyring=keyring)
     app.add_middleware(ObserveMiddleware, observer=observer, names_answers=names_answers)
-    add_cors(app, config.http)
+    _add_cors(app, config.http)
     live.listen(_Follower(config, client.capacity, keyring, observer, api))
     app.add_middleware(PathMiddleware)
     return app
@@ -210,6 +213,23 @@ async def _started(request: Request, deltas: AsyncIterator[Delta], *, grace_s: f
         await started.aclose()
         raise
     return started
+
+
+def _add_cors(app: FastAPI, config: HttpConfig) -> None:
+    """Adds the middleware, around all that may answer with an error; nothing without origins.
+
+    Keys travel in ``Authorization``, which a page sets itself: no cookies are used, so none are allowed.
+    """
+    if not config.cors_origins:
+        return
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=config.cors_origins,
+        allow_methods=["GET", "HEAD", "POST"],
+        allow_headers=["*"],
+        expose_headers=_READABLE,
+        max_age=_PREFLIGHT_S,
+    )
 
 
 def _add_problem_handlers(app: FastAPI) -> None:

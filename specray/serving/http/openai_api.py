@@ -15,24 +15,23 @@ from specray.interfaces import RouterClient
 from specray.requests import GenerateRequest
 from specray.serving.admission.api_keys import counted
 from specray.serving.admission.capacity import with_admission
-from specray.serving.admission.middleware import Arrived
 from specray.serving.admission.places import Place
+from specray.serving.calls.chat_plan import Images, Reading
 from specray.serving.calls.prepare import Asked, CallPreparer, PreparedCall
+from specray.serving.calls.prompts import Prompt
 from specray.serving.generation import Delta, close, complete, stream
 from specray.serving.http.answers.completions import CompletionFormat, shown_prompt, without_output
 from specray.serving.http.answers.rounds import RoundFormat
 from specray.serving.http.answers.token_ids import TokenIds
 from specray.serving.http.chat.format import ChatFormat
-from specray.serving.http.chat.parts import Images
-from specray.serving.http.chat.plan import Reading
 from specray.serving.http.chat.schema import ChatCompletionRequest
+from specray.serving.http.edge.admission import Arrived
 from specray.serving.http.identity import Identity
-from specray.serving.http.problems import log_problem
 from specray.serving.http.responses import ChunkFormat, Header, Json, ResponseFormat, Totals
 from specray.serving.http.schemas import CompletionRequest, RequestT, SamplingFields, parse_request
 from specray.serving.http.unknown import without_unknown
 from specray.serving.observe import CallRecord
-from specray.serving.prompts import Prompt
+from specray.serving.problems import log_problem
 from specray.tokenization import Tokenizer
 
 logger = logging.getLogger(__name__)

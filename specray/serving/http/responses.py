@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 from specray.requests import SpeculationStats
 from specray.serving.generation import Delta
-from specray.serving.http.problems import problem_body
+from specray.serving.problems import problem_body
 from specray.tokenization import Tokenizer
 from specray.types import TokenLogprobs
 

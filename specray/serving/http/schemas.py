@@ -25,8 +25,8 @@ from specray.errors import InvalidRequestError, shown
 from specray.grammar.forms import FIELDS, MODIFIERS, asking_field, grammar_of
 from specray.requests import Range, SamplingOptions, TextOptions, sampling_options
 from specray.serving.calls.predictions import parse_prediction
+from specray.serving.calls.prompts import Prompt, parse_prompt
 from specray.serving.http.extras import check_extras
-from specray.serving.prompts import Prompt, parse_prompt
 from specray.serving.validation import RANGES, GenerationOptions, out_of_range
 from specray.types import DraftKind, Verification
 

@@ -14,7 +14,7 @@ from specray.cli.app import run
 from specray.config import Config, parse_config
 from specray.config.live import Change, changes, check_live
 from specray.errors import ConfigError
-from specray.serving.live import reload as reload_module
+from specray.serving import reload as reload_module
 
 SERVED = parse_config(
     {
@@ -178,7 +178,7 @@ HANGING = """
 import sys, threading
 from specray.cli import reload
 from specray.cli.app import run
-from specray.serving.live import reload as service
+from specray.serving import reload as service
 
 reload.CONNECT_S = -0.9
 service.reload_service = lambda *_, **options: threading.Event().wait()

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from specray.requests import FinishReason
+from specray.serving.calls.prompts import Prompt
 from specray.serving.generation import Delta
 from specray.serving.http.responses import (
     ChunkFormat,
@@ -15,7 +16,6 @@ from specray.serving.http.responses import (
     finite,
     listed_prompt_logprobs,
 )
-from specray.serving.prompts import Prompt
 from specray.tokenization import Tokenizer
 from specray.types import TokenLogprobs
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from specray.requests import FinishReason
+from specray.serving.calls.chat_plan import Reading
 from specray.serving.generation import Delta
-from specray.serving.http.chat.plan import Reading
 from specray.serving.http.responses import (
     ChunkFormat,
     Header,

@@ -10,7 +10,8 @@ from pydantic_core import from_json
 
 from specray.errors import InvalidRequestError
 from specray.requests import Range
-from specray.serving.http.chat.parts import Images, answer_of_parts, shows_media, text_of_parts
+from specray.serving.calls.chat_plan import Images
+from specray.serving.http.chat.parts import answer_of_parts, shows_media, text_of_parts
 from specray.serving.http.schemas import Fields
 from specray.serving.validation import check_range, out_of_range
 from specray.tokenization import ChatMessage

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from specray.errors import shown
+from specray.serving.calls.chat_plan import Images
 from specray.serving.validation import out_of_range
 
-Images = Literal["auto", "refuse", "placeholder"]
-"""What becomes of images, see ``http.images``."""
 _MEDIA: Final = {
     "image": "image",
     "image_url": "image",

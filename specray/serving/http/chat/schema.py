@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar, Final
 from pydantic import Field
 
 from specray.errors import InvalidRequestError
+from specray.serving.calls.chat_plan import Images
 from specray.serving.http.chat.messages import MAX_MESSAGES, MessageFields, read_messages
-from specray.serving.http.chat.parts import Images
 from specray.serving.http.schemas import Fields, Nested, SamplingFields
 from specray.serving.tools.request import ToolUse, is_no_function, parse_tools
 from specray.serving.validation import RANGES, GenerationOptions, check_range

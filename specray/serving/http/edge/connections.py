@@ -20,7 +20,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specray.serving.http.edge.heads import BoundedParser
-from specray.serving.http.problems import HttpError, problem_body
+from specray.serving.problems import HttpError, problem_body
 
 HEAD_TIMEOUT_S: Final = 10.0
 """Seconds from a connection, or from the first byte of a later request, to the end of the head."""

@@ -1,7 +1,7 @@
-"""Refuses requests for hosts that this service is not, so that no web page reaches it by a name of its own.
+"""The host and the path of a request: hosts of others are refused, and a path has one spelling.
 
 A page whose name an attacker's DNS points at this machine (DNS rebinding) is of the same origin as what
-answers there, and may read all of it.
+answers there, and may read all of it; so the service answers to its own names alone.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from ipaddress import IPv6Address, ip_address
-from typing import Final
+from typing import Any, Final
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specray.config import HttpConfig
-from specray.serving.http.observe import record_of
-from specray.serving.http.problems import HttpError, problem_response
+from specray.serving.http.edge.observe import record_of
+from specray.serving.problems import HttpError, problem_response
 
 ANY_HOST: Final = "*"
 _HOST: Final = re.compile(r"(?P<name>[A-Za-z0-9._-]+|\[[A-Za-z0-9:.%]+\])(?::(?P<port>[0-9]{0,5}))?")
+_URL: Final = re.compile(r"https?://([^/]*)(.*)", re.IGNORECASE | re.DOTALL)
 _MAX_PORT: Final = 65535
 _SHOWN_CHARS: Final = 100
 
@@ -99,3 +100,28 @@ def is_loopback(host: str) -> bool:
         return ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+class PathMiddleware:
+    """The outermost middleware: drops a slash at a path's end, and takes whole URLs, which a proxy may send.
+
+    A redirect would be wrong: behind a proxy that ends TLS it names an http address, and a client that
+    follows it sends prompt and key in the clear.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope.get("path", "")
+        if scope["type"] == "http" and (url := _URL.fullmatch(path)):
+            path = url[2] or "/"
+            scope = {**scope, "path": path, "headers": _for_host(scope["headers"], url[1])}
+        if scope["type"] == "http" and path.endswith("/"):
+            scope = {**scope, "path": path.rstrip("/") or "/"}
+        await self._app(scope, receive, send)
+
+
+def _for_host(headers: list[Any], host: str) -> list[Any]:
+    # The host in the URL counts, whatever the header says (RFC 9112, 3.2.2).
+    return [(b"host", host.encode()), *((name, value) for name, value in headers if name != b"host")]

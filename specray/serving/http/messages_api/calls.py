@@ -11,14 +11,14 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from specray.serving.admission.middleware import Arrived, arrived
+from specray.serving.calls.limits import ServiceLimits
 from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.http.chat.translation import Renames, renamed
+from specray.serving.http.edge.admission import Arrived, arrived
 from specray.serving.http.events import until_disconnect
 from specray.serving.http.messages_api.format import ID_PREFIX, MessageFormat
 from specray.serving.http.messages_api.schema import CountTokensRequest, MessagesRequest
 from specray.serving.http.openai_api import Call, OpenAiApi
-from specray.serving.limits import ServiceLimits
 from specray.serving.observe import CallRecord
 from specray.serving.validation import check_model
 

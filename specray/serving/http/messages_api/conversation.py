@@ -7,8 +7,9 @@ import re
 from typing import Any, Final
 
 from specray.errors import InvalidRequestError
+from specray.serving.calls.chat_plan import Images
 from specray.serving.http.chat.messages import required_string, translated_call
-from specray.serving.http.chat.parts import Images, shows_media, text_of_part, text_of_parts
+from specray.serving.http.chat.parts import shows_media, text_of_part, text_of_parts
 from specray.serving.validation import out_of_range
 
 _KINDS: Final = {

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar, Final
 
 from specray.requests import FinishReason
+from specray.serving.calls.chat_plan import Reading
 from specray.serving.generation import Delta
 from specray.serving.http.chat.format import ChatAnswer
-from specray.serving.http.chat.plan import Reading
-from specray.serving.http.problems import anthropic_problem_body
 from specray.serving.http.responses import Header, Json, Totals
+from specray.serving.problems import anthropic_problem_body
 from specray.serving.tools.answer import AnswerDelta, CallDelta
 from specray.tokenization import Tokenizer
 

@@ -7,8 +7,8 @@ from typing import Any, Final
 from pydantic import ConfigDict, Field
 
 from specray.errors import InvalidRequestError
+from specray.serving.calls.chat_plan import Images
 from specray.serving.http.chat.messages import MAX_MESSAGES
-from specray.serving.http.chat.parts import Images
 from specray.serving.http.chat.translation import TranslatedFields, translated_tools, with_variable
 from specray.serving.http.extras import check_extras
 from specray.serving.http.messages_api.conversation import continues, messages_of

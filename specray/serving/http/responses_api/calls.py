@@ -6,8 +6,8 @@ import re
 from functools import partial
 from typing import Final
 
-from specray.serving.admission.middleware import Arrived
 from specray.serving.http.chat.translation import Renames, renamed
+from specray.serving.http.edge.admission import Arrived
 from specray.serving.http.openai_api import Call, OpenAiApi
 from specray.serving.http.responses_api.format import ID_PREFIX, ResponseObjectFormat
 from specray.serving.http.responses_api.schema import ResponsesChat, ResponsesRequest

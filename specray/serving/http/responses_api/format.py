@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import ClassVar, Final
 
 from specray.requests import FinishReason
+from specray.serving.calls.chat_plan import Reading
 from specray.serving.generation import Delta
 from specray.serving.http.chat.format import ChatAnswer, logprob_entry
-from specray.serving.http.chat.plan import Reading
-from specray.serving.http.problems import problem_body, problem_status
 from specray.serving.http.responses import Header, Json, Totals
 from specray.serving.http.responses_api.output import Output
 from specray.serving.http.responses_api.schema import ResponsesRequest
+from specray.serving.problems import problem_body, problem_status
 from specray.serving.tools.request import is_no_function
 from specray.tokenization import Tokenizer
 

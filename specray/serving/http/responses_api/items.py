@@ -11,8 +11,9 @@ import re
 from typing import Any, Final
 
 from specray.errors import InvalidRequestError
+from specray.serving.calls.chat_plan import Images
 from specray.serving.http.chat.messages import TEXTS, required_string, translated_call
-from specray.serving.http.chat.parts import Images, answer_of_parts, shows_media, text_of_parts
+from specray.serving.http.chat.parts import answer_of_parts, shows_media, text_of_parts
 from specray.serving.validation import out_of_range
 
 _ROLES: Final = ("user", "assistant", "system", "developer")

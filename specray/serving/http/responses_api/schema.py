@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Final
 from pydantic import ConfigDict, Field
 
 from specray.errors import InvalidRequestError
-from specray.serving.http.chat.parts import Images
+from specray.serving.calls.chat_plan import Images
 from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.http.chat.translation import TranslatedFields, translated_tools, with_variable
 from specray.serving.http.extras import check_extras

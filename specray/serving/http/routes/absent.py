@@ -12,8 +12,8 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from specray.serving.http.observe import record_of
-from specray.serving.http.problems import HttpError, problem_response
+from specray.serving.http.edge.observe import record_of
+from specray.serving.problems import HttpError, problem_response
 
 _METHODS: Final = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"]
 _POOLING: Final = "the service generates text and computes no embeddings or scores"

@@ -17,10 +17,9 @@ from starlette.responses import Response
 
 from specray.config import HttpConfig
 from specray.serving.http.edge.hosts import is_loopback
+from specray.serving.http.edge.keys import LAB_PATH
 from specray.serving.http.routes.methods import GET
 
-LAB_PATH: Final = "/lab"
-"""Path of the page; those of its files are below it."""
 _TYPES: Final = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -38,11 +37,6 @@ _HEADERS: Final = {
 def has_lab(config: HttpConfig) -> bool:
     """Whether the page is served: by default where only this machine reaches it."""
     return config.lab == "on" or (config.lab == "auto" and is_loopback(config.host))
-
-
-def is_lab_path(path: str) -> bool:
-    """True for the page and its files."""
-    return path == LAB_PATH or path.startswith(f"{LAB_PATH}/")
 
 
 def add_lab_routes(app: FastAPI) -> None:

@@ -6,9 +6,9 @@ from fastapi import FastAPI
 from starlette.responses import JSONResponse
 
 from specray.errors import ModelNotFoundError, shown
+from specray.serving.calls.limits import ServiceLimits
 from specray.serving.http.identity import Identity
 from specray.serving.http.routes.methods import GET
-from specray.serving.limits import ServiceLimits
 
 
 def add_model_routes(app: FastAPI, limits: ServiceLimits, identity: Identity) -> None:

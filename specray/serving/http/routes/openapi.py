@@ -13,12 +13,12 @@ from starlette.responses import JSONResponse
 from specray import __version__
 from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.http.messages_api.schema import CountTokensRequest, MessagesRequest
-from specray.serving.http.problems import is_anthropic_path
 from specray.serving.http.responses_api.schema import ResponsesRequest
 from specray.serving.http.routes.docs_page import add_docs_route
 from specray.serving.http.routes.methods import GET
 from specray.serving.http.routes.tokens import DetokenizeRequest, TokenizeRequest
 from specray.serving.http.schemas import GRAMMAR_FIELDS, CompletionRequest, SamplingFields
+from specray.serving.problems import is_anthropic_path
 from specray.serving.validation import RANGES
 
 Json = dict[str, Any]

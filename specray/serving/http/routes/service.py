@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from specray import __version__
 from specray.errors import EngineLostError
 from specray.serving.admission.capacity import AdmissionClient
-from specray.serving.http.key_check import check_observer
+from specray.serving.http.edge.keys import check_observer
 from specray.serving.http.routes.methods import GET
 from specray.serving.readiness import Liveness, answer_within, check_ready
 

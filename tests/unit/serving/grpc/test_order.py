@@ -19,8 +19,8 @@ from specray.rpc.inference.client import SpecrayClient
 from specray.rpc.inference.server import GenerateParams, InferenceServer
 from specray.serving.admission.api_keys import Keyring, key_hash
 from specray.serving.admission.capacity import AdmissionClient, with_admission
+from specray.serving.calls.prompts import encode_prompts
 from specray.serving.grpc.handler import GrpcIngress
-from specray.serving.prompts import encode_prompts
 from tests.unit.serving.http.service import (
     MODEL,
     REPLY,

@@ -15,8 +15,8 @@ from specray.config import parse_config
 from specray.errors import ConfigError
 from specray.fakes import ToyModel
 from specray.serving.calls.generate_requests import to_generate_requests
+from specray.serving.calls.limits import ServiceLimits
 from specray.serving.generation import stream
-from specray.serving.limits import ServiceLimits
 from specray.serving.local.pair import DraftHost, _sharing_gpu, local_pair, local_router
 from specray.serving.validation import GenerationOptions
 from specray.tokenization import make_stop_matcher

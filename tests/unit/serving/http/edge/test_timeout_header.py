@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specray.errors import InvalidRequestError
-from specray.serving.http.timeout_header import with_timeout
+from specray.serving.http.edge.body import with_timeout
 from tests.unit.serving.http.service import REPLY, TEXT, say, serving
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from specray.errors import ConfigError
-from specray.serving.live.notes import AUTH_VARIABLES, find_note, noted
+from specray.serving.own_ray.notes import AUTH_VARIABLES, find_note, noted
 
 HOST = re.sub(r"[^A-Za-z0-9.-]", "_", socket.gethostname())
 

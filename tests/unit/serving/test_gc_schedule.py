@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from specray.serving.collector import CALM_INTERVAL_S, LONGEST_S, NUM_CALM, THRESHOLDS, Collector
+from specray.serving.gc_schedule import CALM_INTERVAL_S, LONGEST_S, NUM_CALM, THRESHOLDS, Collector
 
 
 class Process:

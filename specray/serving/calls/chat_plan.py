@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from typing import Any, Final, Literal, Protocol
 
 from specray.config.live import LiveConfig
 from specray.errors import InvalidRequestError
 from specray.serving.admission.places import Place
-from specray.serving.calls.texts import SECONDS_PER_CHAR, TextWork
-from specray.serving.http.chat.schema import ChatCompletionRequest
+from specray.serving.admission.texts import SECONDS_PER_CHAR, TextWork
 from specray.serving.tools.answer import REASONING_CLOSE, REASONING_OPEN, AnswerParser
 from specray.serving.tools.forced import after_reasoning, forced_calls, spells_reasoning
 from specray.serving.tools.formats import MARKERS, ToolFormat, find_format
@@ -27,6 +26,28 @@ from specray.types import Grammar
 _TOOLS_FIELD: Final = "tools"
 GrammarReader = Callable[[Callable[[], Grammar | None]], Awaitable[Grammar | None]]
 """Calls a function elsewhere, and returns what it returns."""
+Images = Literal["auto", "refuse", "placeholder"]
+"""What becomes of images, see ``http.images``."""
+
+
+class Conversation(Protocol):
+    """One chat, whatever the API. All methods raise InvalidRequestError for what is malformed."""
+
+    @property
+    def stream(self) -> bool | None: ...
+
+    @property
+    def continue_final_message(self) -> bool | None:
+        """Whether the answer goes on with the last message."""
+
+    def tool_use(self) -> ToolUse | None: ...
+
+    def chat(self, images: Images) -> list[ChatMessage]:
+        """Returns the messages."""
+
+    def template_variables(self) -> dict[str, Any]: ...
+
+    def adds_generation_prompt(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +137,7 @@ class ChatPlanner:
         )
 
     async def prompt(
-        self, body: ChatCompletionRequest, place: Place, check_size: Callable[[int], None] = lambda _: None
+        self, body: Conversation, place: Place, check_size: Callable[[int], None] = lambda _: None
     ) -> ChatPrompt:
         """Writes the prompt of one chat.
 
@@ -164,7 +185,7 @@ class ChatPlanner:
 
     async def plan(
         self,
-        body: ChatCompletionRequest,
+        body: Conversation,
         options: GenerationOptions,
         place: Place,
         check_size: Callable[[int], None],

@@ -8,8 +8,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specray.serving.http.problems import problem_response
 from specray.serving.observe import CallObserver, CallRecord
+from specray.serving.problems import problem_response
 from specray.telemetry.conventions import Attributes, HttpCall, operation_attributes
 
 REQUEST_ID_HEADER: Final = "X-Request-Id"

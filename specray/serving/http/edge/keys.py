@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import asyncio
+from collections import defaultdict, deque
+from typing import Final
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -10,12 +12,40 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specray.errors import UnauthenticatedError
 from specray.serving.admission.api_keys import Caller, Keyring
-from specray.serving.http.edge.turns import Turns
-from specray.serving.http.observe import record_of
-from specray.serving.http.problems import HttpError, problem_response
-from specray.serving.http.routes.lab_page import LAB_PATH, is_lab_path
+from specray.serving.http.edge.observe import record_of
+from specray.serving.problems import HttpError, problem_response
 
-_CALLER = "specray.caller"
+LAB_PATH: Final = "/lab"
+"""Path of the page on which people try prompts; those of its files are below it."""
+_CALLER: Final = "specray.caller"
+
+
+class Turns:
+    """Lets one request through in each turn of the event loop, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._is_taken = False
+
+    async def take(self) -> None:
+        """Waits for a turn."""
+        loop = asyncio.get_running_loop()
+        if self._is_taken:
+            turn = loop.create_future()
+            self._waiting.append(turn)
+            await turn
+        else:
+            self._is_taken = True
+            loop.call_soon(self._next)
+
+    def _next(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():  # Its request may have been cancelled.
+                turn.set_result(None)
+                asyncio.get_running_loop().call_soon(self._next)
+                return
+        self._is_taken = False
 
 
 class KeyMiddleware:
@@ -40,7 +70,7 @@ class KeyMiddleware:
         try:
             caller = scope[_CALLER] = (
                 None
-                if self._keyring.is_open(LAB_PATH if is_lab_path(path) else path)
+                if self._keyring.is_open(LAB_PATH if path.startswith(f"{LAB_PATH}/") else path)
                 else self._keyring.identify(_authorization(request.headers))
             )
             await self._turns[None if caller is None else caller.name].take()

@@ -14,12 +14,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from specray.errors import OverloadedError, SpecrayError
 from specray.serving.admission.capacity import RouterCapacity
 from specray.serving.admission.places import Place, Places
-from specray.serving.http.body import decode, discard, read_body
+from specray.serving.http.edge.body import decode, discard, header_timeout_s, read_body, with_timeout
 from specray.serving.http.edge.connections import first_byte_at
-from specray.serving.http.key_check import caller_of
-from specray.serving.http.observe import record_of
-from specray.serving.http.problems import HttpError, problem_response
-from specray.serving.http.timeout_header import header_timeout_s, with_timeout
+from specray.serving.http.edge.keys import caller_of
+from specray.serving.http.edge.observe import record_of
+from specray.serving.problems import HttpError, problem_response
 
 _CALL: Final = "specray.call"
 _CHATS: Final = ("/v1/chat/completions", "/v1/responses", "/v1/messages")

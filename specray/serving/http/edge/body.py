@@ -1,21 +1,29 @@
-"""Reads the bodies of calls: their content type, size, pace and encoding."""
+"""Reads the bodies of calls: their content type, size, pace and encoding, and the deadline of a header."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+from collections.abc import Mapping
+from typing import Final
 
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
+from specray.errors import InvalidRequestError, shown
 from specray.serving.admission.places import Place
-from specray.serving.http.problems import HttpError
+from specray.serving.problems import HttpError
+from specray.serving.validation import RANGES
 
 _MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 """Bytes up to which a body that is too long is read to its end, so that the client gets to read the
 answer."""
 _DISCARD_TIMEOUT_S = 10.0
+TIMEOUT_HEADER: Final = "X-Request-Timeout-Seconds"
+"""For clients and gateways that do not write the body. Serve's proxy applies a header of this name, too."""
+_FIELD: Final = "timeout_s"
 
 
 async def read_body(request: Request, receive: Receive, place: Place, *, max_bytes: int) -> bytes:
@@ -89,3 +97,40 @@ def _check_content_type(request: Request) -> None:
 
 def _too_long(max_bytes: int) -> HttpError:
     return HttpError(413, f"the body is too long; allowed: {max_bytes} bytes", code="request_too_large")
+
+
+def header_timeout_s(headers: Mapping[str, str]) -> float | None:
+    """Returns the header's time; None: there is none. One that is not positive means none, as in Serve.
+
+    Raises:
+        InvalidRequestError: the header is not a number.
+    """
+    text = headers.get(TIMEOUT_HEADER)
+    if text is None:
+        return None
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        timeout_s = math.nan
+    if math.isnan(timeout_s):
+        raise InvalidRequestError(
+            f"{TIMEOUT_HEADER} is {shown(text)}; allowed: a number of seconds", field=TIMEOUT_HEADER
+        )
+    return min(timeout_s, RANGES[_FIELD].high) if timeout_s > 0 else None
+
+
+def with_timeout(values: object, headers: Mapping[str, str]) -> object:
+    """Adds the header's time to a decoded body as ``timeout_s``; if the body has one, the shorter counts.
+
+    Raises:
+        InvalidRequestError: the header is not a number.
+    """
+    timeout_s = header_timeout_s(headers)
+    if timeout_s is None or not isinstance(values, dict):
+        return values
+    own = values.get(_FIELD)
+    if own is not None and not isinstance(own, (int, float)):
+        return values  # The schema reports the wrong type.
+    if own is not None and own <= timeout_s:
+        return values
+    return {**values, _FIELD: timeout_s}

@@ -12,7 +12,7 @@ from specray.errors import DeadlineExceededError, InvalidRequestError, Overloade
 from specray.grammar import PreparedCompiler
 from specray.grammar.compiler import MAX_SOURCE_LEN
 from specray.serving.admission.fair_pool import Turn
-from specray.serving.grammars import MAX_HOLD_S, GrammarChecker, RefusalPace
+from specray.serving.calls.grammars import MAX_HOLD_S, GrammarChecker, RefusalPace
 from specray.serving.validation import Limits
 from specray.types import Grammar, GrammarKind
 from tests.unit.serving.http.service import TOKENIZER

@@ -14,7 +14,7 @@ from specray.config.live import Change, Served, Values, changes, check_live, dig
 from specray.environment import apply_ray_environment, external_ray_address
 from specray.errors import ConfigError
 from specray.serving.launch import APP_NAME
-from specray.serving.live.notes import AUTH_VARIABLES, find_note
+from specray.serving.own_ray.notes import AUTH_VARIABLES, find_note
 
 ASK_TIMEOUT_S: Final = 10.0
 """Seconds for an Ingress to tell its configuration, and for replicas to answer one call."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from specray.serving.http.edge.turns import Turns
+from specray.serving.http.edge.keys import Turns
 
 
 async def test_one_goes_on_in_each_turn_of_the_loop() -> None:

@@ -10,8 +10,8 @@ import threading
 import pytest
 
 from specray.errors import ConfigError
-from specray.serving.live import ports
-from specray.serving.live.ports import claimed
+from specray.serving import ports
+from specray.serving.ports import claimed
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="claims are abstract sockets, of Linux alone")
 

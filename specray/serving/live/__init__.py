@@ -1,1 +1,0 @@
-"""Changes of a running service from outside: where it runs, and how its replicas take live values."""
