@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from specray.draft_tokens import NO_DRAFT, TreeBudget
+from specray.draft_tokens import NO_DRAFT
 from specray.engine.features.eagle import EagleDrafter
-from specray.types import SamplingParams
 from tests.unit.engine.features import reference
 from tests.unit.engine.features.checkpoints import (
     HIDDEN,
@@ -19,7 +18,7 @@ from tests.unit.engine.features.checkpoints import (
     speculators,
     write,
 )
-from tests.unit.engine.features.targets import Session, generate, make_target, step, watch
+from tests.unit.engine.features.targets import Session, make_target, step, watch
 from tests.unit.engine.model.checkpoints import reference_model, write_checkpoint
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 30]
@@ -82,25 +81,3 @@ def test_sessions_that_want_less_have_fewer_masks(llama: Path, peagle: Path) -> 
         known = session.token_ids
         wanted = reference.peagle(model, WEIGHTS, MASK_ID, known[:-1], known[-1], count)[1]
         assert list(verdict.draft.token_ids) == wanted  # type: ignore[union-attr]
-
-
-SAMPLINGS = {
-    "greedy": SamplingParams(temperature=0.0),
-    "coupled": SamplingParams(temperature=30.0, seed=11),
-}
-
-
-@pytest.mark.parametrize("name", SAMPLINGS)
-@pytest.mark.parametrize("tree", [None, TreeBudget(10)], ids=["chain", "tree"])
-def test_the_output_is_the_targets_alone(llama: Path, peagle: Path, name: str, tree: Any) -> None:
-    sampling = SAMPLINGS[name]
-    alone = generate(make_target(llama, None), Session("a", list(PROMPT), sampling), 20, 0)
-    target, session = (
-        make_target(llama, peagle, attention="gather", block_size=16, prefix_cache=False),
-        Session("a", list(PROMPT), sampling),
-    )
-    assert generate(target, session, 20, 3, next_tree=tree) == alone
-    if not sampling.is_greedy:
-        assert sum(session.accepted) >= 2, "noise that is shared makes both draw alike"
-    target.release(["a"])
-    assert target.info.num_blocks_in_use == 0

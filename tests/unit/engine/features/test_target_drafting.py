@@ -312,28 +312,3 @@ def test_no_block_is_left_when_idle(llama: Path, eagle: Path) -> None:
         assert target.info.num_blocks_in_use == -(-len(session.token_ids[:-1]) // 16)
     target.release(["a"])
     assert target.info.num_blocks_in_use == 0
-
-
-SAMPLINGS = {
-    "greedy": SamplingParams(temperature=0.0),
-    "coupled": SamplingParams(temperature=30.0, seed=11),
-    "coupled, with penalties": SamplingParams(
-        temperature=60.0, seed=5, presence_penalty=1.5, num_prompt_tokens=len(PROMPT), top_k=40
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", ["eagle", "medusa"])
-@pytest.mark.parametrize("name", SAMPLINGS)
-def test_the_output_is_the_targets_alone(
-    llama: Path, eagle: Path, tmp_path: Path, kind: str, name: str
-) -> None:
-    drafter = (
-        eagle if kind == "eagle" else write(tmp_path, medusa_weights(), {}, "medusa_lm_head.safetensors")
-    )
-    sampling = SAMPLINGS[name]
-    alone = generate(make_target(llama, None), Session("a", list(PROMPT), sampling), 24, 0)
-    session = Session("a", list(PROMPT), sampling)
-    assert generate(make_target(llama, drafter), session, 24, K) == alone
-    if not sampling.is_greedy:
-        assert sum(session.accepted) >= 3, "noise that is shared makes both draw alike"

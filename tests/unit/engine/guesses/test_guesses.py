@@ -15,10 +15,8 @@ from specray.types import Proposal, SamplingParams, SpeculateItem
 from tests.unit.engine.guesses.guessers import CASCADES, MASK, masks
 from tests.unit.engine.harness import (
     CLOSE,
-    TARGET,
     VOCAB_SIZE,
     Session,
-    generate_overlapped,
     model_logits,
     outcomes,
     propose,
@@ -30,14 +28,11 @@ from tests.unit.engine.harness import (
 from tests.unit.engine.sampling.rows import row_group
 from tests.unit.engine.samplings import (
     COUPLED,
-    FANOUTS,
     GREEDY,
-    NUM_OUTPUT,
     PROCESSED,
     PROMPT,
     REJECTION,
     assert_all_free,
-    expected_output,
     session,
 )
 
@@ -203,25 +198,6 @@ def test_ngrams_of_a_periodic_text_save_forwards_and_wrong_ones_cost_none() -> N
     assert propose(draft, other, 4).token_ids == (7,) * 4
     # A wrong guess, then none: the text has no 3 7.
     assert len(runner.steps) - before == 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sampling", [GREEDY, PROCESSED])
-@pytest.mark.parametrize("fanout", ["ahead", "enumerated"])
-@pytest.mark.parametrize("name", ["masks", "ngram", "close", "lossy"])
-def test_output_is_the_targets_alone_with_guesses_and_overlap(
-    name: str, fanout: str, sampling: SamplingParams
-) -> None:
-    expected = expected_output(sampling)
-    target, _ = toy_target()
-    for num_drafts in (1, 4, 6):
-        guesser = masks() if name == "masks" else CASCADES[name]()
-        draft, _ = toy_draft(TARGET, guesser=guesser)
-        current = session(sampling)
-        output = generate_overlapped(target, draft, current, NUM_OUTPUT, num_drafts, FANOUTS[fanout])
-        assert output == expected
-        assert_all_free(draft)
-        assert_all_free(target)
 
 
 def test_an_inner_draft_that_lost_a_request_is_told_it_again() -> None:

@@ -9,28 +9,17 @@ import pytest
 from specray.draft_tokens import NO_DRAFT, DraftTokens, LookaheadBudget
 from specray.engine.lookahead import NgramPool, Window
 from specray.engine.target import TargetEngine
-from specray.types import SamplingParams, Verdict
+from specray.types import Verdict
 from tests.unit.engine.harness import TARGET, Session, commit, model_logits, toy_target, verify_item
 from tests.unit.engine.samplings import (
     COUPLED,
     GREEDY,
-    NUM_OUTPUT,
     PROMPT,
     REJECTION,
-    SAMPLINGS,
     assert_all_free,
     expected_output,
     session,
 )
-from tests.unit.engine.trees.drafters import random_drafter, tree_drafter
-
-BUDGETS = [
-    LookaheadBudget(),
-    LookaheadBudget(3, 4, 2),
-    LookaheadBudget(1, 2, 1),
-    LookaheadBudget(8, 2, 9),
-    LookaheadBudget(1, 6, 3),
-]
 
 
 def best(prefix: list[int]) -> int:
@@ -114,37 +103,6 @@ def test_window_rows_see_what_a_jacobi_iteration_is_about() -> None:
         drafted = lookahead._pool.draft(first_token, num_nodes=12)
         chains = [tuple(drafted.token_ids[node] for node in drafted.path(i)) for i in range(len(drafted))]
         assert (second, third) in chains
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("budget", BUDGETS, ids=str)
-def test_output_is_the_targets_alone_with_lookahead(
-    budget: LookaheadBudget, sampling: SamplingParams
-) -> None:
-    """Also beside draft tokens of others, in rounds without, and behind a loss."""
-    expected = expected_output(sampling)
-    others = (
-        None,
-        random_drafter(23),
-        tree_drafter(expected_output(sampling, NUM_OUTPUT + 9), len(PROMPT), 23),
-    )
-    for other in others:
-        target, _ = toy_target()
-        current = session(sampling)
-        offered = NO_DRAFT
-        for round_index in range(40):
-            if len(current.token_ids) >= len(PROMPT) + NUM_OUTPUT:
-                break
-            drafted = offered if other is None or round_index % 3 else other(current, round_index % 7)
-            asked = None if round_index % 5 == 4 else budget
-            if round_index == 6:
-                target.release(["a"])
-                current.target_len = 0
-            offered = step(target, current, drafted, asked)
-            target.check_integrity()
-            assert asked is not None or offered == NO_DRAFT
-        assert current.token_ids[len(PROMPT) :][:NUM_OUTPUT] == expected
-        assert_all_free(target)
 
 
 def test_a_periodic_prompt_is_proposed_from_the_first_verdict_on() -> None:

@@ -1,14 +1,12 @@
-"""The theorem for drafts that read other tokens: the output is the target's alone, and they are of use."""
+"""Drafts that read other tokens than the target writes: what they propose, and that it is of use."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
-from typing import Literal
 
 import pytest
 
-from specray.draft_tokens import DraftTokens, TreeBudget
+from specray.draft_tokens import DraftTokens
 from specray.engine.reading.engine import NO_LIMIT
 from specray.types import Outcomes, Proposal, SamplingParams, SpeculateItem, UnknownSequence
 from tests.unit.engine.harness import (
@@ -18,15 +16,10 @@ from tests.unit.engine.harness import (
     generate_serial,
     outcomes,
     propose,
-    propose_all,
-    speculate_item,
-    table,
     toy_draft,
     toy_target,
     verify,
-    verify_all,
 )
-from tests.unit.engine.p_values import chi_square_p_value
 from tests.unit.engine.reading.toys import ALONE, toy_reader
 from tests.unit.engine.samplings import (
     COUPLED,
@@ -37,71 +30,10 @@ from tests.unit.engine.samplings import (
     REJECTION,
     SAMPLINGS,
     assert_all_free,
-    exact_probabilities,
     expected_output,
     session,
 )
 from tests.unit.engine.trees.drafters import engine_drafter
-
-NUM_SEEDS = 500
-AT_ONCE = 50
-Mode = Literal["same", "intersect", "retokenize"]
-READERS: dict[str, tuple[Mode, int | None]] = {
-    "intersect": ("intersect", None),
-    "window": ("same", 6),
-    "intersect-window": ("intersect", 9),
-    "retokenize-window": ("retokenize", 7),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("name", READERS)
-def test_output_is_the_targets_alone(name: str, sampling: SamplingParams) -> None:
-    mode, window = READERS[name]
-    expected = expected_output(sampling)
-    target, _ = toy_target()
-    draft, _ = toy_reader(mode, window=window)
-    for num_drafts in (0, 1, 4):
-        output = generate_serial(target, engine_drafter(draft), session(sampling), NUM_OUTPUT, num_drafts)
-        assert output == expected
-        assert_all_free(draft)
-        assert_all_free(target)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("name", READERS)
-def test_output_is_the_targets_alone_with_overlap(name: str, sampling: SamplingParams) -> None:
-    mode, window = READERS[name]
-    expected = expected_output(sampling)
-    target, _ = toy_target()
-    draft, _ = toy_reader(mode, window=window)
-    for num_drafts, fanout in zip((1, 2, 3, 4), FANOUTS.values(), strict=True):
-        output = generate_overlapped(target, draft, session(sampling), NUM_OUTPUT, num_drafts, fanout)
-        assert output == expected
-        assert_all_free(draft)
-        assert_all_free(target)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["intersect", "intersect-window", "window"])
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_output_is_the_targets_alone_with_trees(name: str, sampling: SamplingParams) -> None:
-    mode, window = READERS[name]
-    target, _ = toy_target()
-    draft, _ = toy_reader(mode, window=window)
-
-    def drafter(current: Session, count: int) -> DraftTokens:
-        item = replace(speculate_item(current, count), tree=TreeBudget(8))
-        [reply] = draft.speculate([item]).replies
-        assert isinstance(reply, Proposal)
-        draft.check_integrity()
-        return reply.draft
-
-    current = session(sampling)
-    assert generate_serial(target, drafter, current, NUM_OUTPUT, 3) == expected_output(sampling)
-    assert_all_free(draft)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLINGS["greedy-processed"], COUPLED])
@@ -151,35 +83,6 @@ def test_text_of_a_draft_that_knows_the_target_is_all_accepted_at_temperature_0(
     assert sum(current.accepted) == proposed
     assert any(token_id in ALONE for token_id in current.token_ids[len(PROMPT) :])
     assert max(current.accepted) == 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["intersect", "retokenize"])
-def test_rejection_keeps_the_distribution(mode: Mode) -> None:
-    """The draft's probabilities are those of the tokens that both have; of a text there are none."""
-    sampling = replace(REJECTION, temperature=1.5, top_k=3, presence_penalty=1.0)
-    expected = exact_probabilities(sampling, 2)
-    room = {"max_num_seqs": AT_ONCE, "num_blocks": 2000, "max_num_batched_tokens": 1000}
-    target, _ = toy_target(**room)
-    draft, _ = toy_reader(mode, table(error=1.5), **room)
-    seen: Counter[tuple[int, ...]] = Counter()
-    accepted = []
-    for first in range(0, NUM_SEEDS, AT_ONCE):
-        seeds = range(first, first + AT_ONCE)
-        sessions = [session(replace(sampling, seed=seed), request_id=str(seed)) for seed in seeds]
-        while going := [each for each in sessions if len(each.token_ids) < len(PROMPT) + 2]:
-            drafted = propose_all(draft, going, 2)
-            verify_all(target, going, drafted)
-        for current in sessions:
-            seen[tuple(current.token_ids[len(PROMPT) :][:2])] += 1
-            accepted += current.accepted
-        target.release([current.request_id for current in sessions])
-        draft.release([current.request_id for current in sessions])
-    assert set(accepted) >= {0, 1, 2}
-    assert set(seen) <= set(expected)
-    outputs = list(expected)
-    observed = [seen[output] for output in outputs]
-    assert chi_square_p_value(observed, [NUM_SEEDS * expected[output] for output in outputs]) > 1e-3
 
 
 def test_sampled_tokens_come_with_their_chances_over_shared_tokens_alone() -> None:

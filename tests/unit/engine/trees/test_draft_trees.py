@@ -21,23 +21,19 @@ from tests.unit.engine.harness import (
     NUM_ROWS,
     VOCAB_SIZE,
     Session,
-    generate_serial,
     model_logits,
     propose,
     speculate_item,
     toy_draft,
-    toy_target,
 )
 from tests.unit.engine.sampling.rows import row_group
 from tests.unit.engine.samplings import (
     COUPLED,
     GREEDY,
-    NUM_OUTPUT,
     PROCESSED,
     PROMPT,
     REJECTION,
     assert_all_free,
-    expected_output,
     session,
 )
 
@@ -253,17 +249,3 @@ def test_budget_of_a_shape_counts_its_nodes() -> None:
     assert TreeBudget.of_widths((4, 2, 1)) == TreeBudget(20, (4, 2, 1))
     with pytest.raises(ValueError, match=r"tree.num_nodes is 72; allowed: 1\.\.64"):
         TreeBudget.of_widths((8, 8))
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, COUPLED, PROCESSED], ids=["greedy", "coupled", "processed"])
-@pytest.mark.parametrize("budget", [TreeBudget(12), TreeBudget.of_widths((3, 2, 1))], ids=["best", "shape"])
-def test_output_is_the_targets_own(sampling: SamplingParams, budget: TreeBudget) -> None:
-    draft, _ = toy_draft()
-    target, _ = toy_target()
-    current = session(sampling)
-    output = generate_serial(
-        target, lambda one, count: propose_tree(draft, one, count, budget), current, NUM_OUTPUT, 3
-    )
-    assert output == expected_output(sampling)
-    draft.check_integrity()
-    target.check_integrity()

@@ -1,9 +1,8 @@
-"""The theorem over trees of any shape: the output is the target's alone; the longest right path is kept."""
+"""Trees of any shape under verification: the longest right path is kept, and the cache holds its tokens."""
 
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -27,16 +26,13 @@ from tests.unit.engine.harness import (
     verify,
     verify_item,
 )
-from tests.unit.engine.p_values import chi_square_p_value
 from tests.unit.engine.samplings import (
     GREEDY,
     NUM_OUTPUT,
     PROCESSED,
     PROMPT,
-    REJECTION,
     SAMPLINGS,
     assert_all_free,
-    exact_probabilities,
     expected_output,
     session,
 )
@@ -92,42 +88,6 @@ def test_output_is_the_targets_alone_with_any_tree(
         assert_cache_holds_its_tokens(target, runner)
     assert current.token_ids[len(PROMPT) :][:NUM_OUTPUT] == output[:NUM_OUTPUT]
     assert_all_free(target)
-
-
-def test_rejection_of_trees_keeps_the_distribution() -> None:
-    """Trees that were chosen without randomness, of the likeliest tokens and of others, beside chains."""
-    num_seeds, num_together = 800, 40
-    sampling = replace(REJECTION, temperature=1.5, top_k=3, presence_penalty=1.0)
-    exact = exact_probabilities(sampling, 3)
-    target, _ = toy_target(max_num_seqs=num_together, num_blocks=1000, max_num_batched_tokens=1000)
-    seen: Counter[tuple[int, ...]] = Counter()
-    accepted: Counter[int] = Counter()
-    for first in range(0, num_seeds, num_together):
-        seeds = range(first, first + num_together)
-        sessions = [session(replace(sampling, seed=seed), request_id=str(seed)) for seed in seeds]
-        while going := [each for each in sessions if len(each.token_ids) < len(PROMPT) + 3]:
-            trees = [likely_tree(tuple(each.token_ids)) for each in going]
-            items = [verify_item(each, tree) for each, tree in zip(going, trees, strict=True)]
-            for each, tree, reply in zip(going, trees, target.verify(items).replies, strict=True):
-                assert isinstance(reply, Verdict), reply
-                commit(each, tree, reply)
-        for each in sessions:
-            seen[tuple(each.token_ids[len(PROMPT) :][:3])] += 1
-            accepted.update(each.accepted)
-        target.release([str(seed) for seed in seeds])
-    assert set(accepted) == {0, 1, 2}
-    assert set(seen) <= set(exact)
-    observed = [seen[output] for output in exact]
-    assert chi_square_p_value(observed, [num_seeds * share for share in exact.values()]) > 1e-3
-
-
-@functools.cache
-def likely_tree(prefix: tuple[int, ...]) -> DraftTokens:
-    """A function of the prefix alone: its first, third and sixth likeliest tokens, and what follows two."""
-    first, second, third = (model_logits(TARGET, prefix).topk(6).indices[i].item() for i in (0, 2, 5))
-    below = [int(model_logits(TARGET, [*prefix, token]).argmax()) for token in (first, second)]
-    tokens = (third, first, second, below[0], below[1], (below[0] + 1) % VOCAB_SIZE)
-    return DraftTokens(tuple(map(int, tokens)), (-1, -1, -1, 1, 2, 1))
 
 
 @settings(max_examples=10, deadline=None)

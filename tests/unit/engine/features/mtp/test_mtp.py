@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from specray.draft_tokens import NO_DRAFT, DraftTokens, TreeBudget
 from specray.engine.build import build_target_engine
 from specray.engine.features.mtp import layout
 from specray.errors import ConfigError
-from specray.types import SamplingParams
 from tests.unit.engine.features.mtp.checkpoints import FAMILIES, Weights, Written, drafted, write_target
 from tests.unit.engine.features.targets import Session, generate, step, watch
 from tests.unit.engine.model.checkpoints import reference_greedy, reference_model
@@ -57,26 +55,6 @@ def test_every_round_drafts_what_the_layer_says_without_a_cache(written: Written
         drafts = [DraftTokens((*alone[done : done + right], *draft[right:])[:K]), verdicts[1].draft]
     assert sessions[0].token_ids[len(PROMPT) :] == alone[: len(sessions[0].token_ids) - len(PROMPT)]
     assert {0, 1, 2, 3} > set(sessions[0].accepted) > {1}
-
-
-SAMPLINGS = {"greedy": SamplingParams(temperature=0.0), "coupled": SamplingParams(temperature=30.0, seed=11)}
-
-
-@functools.cache
-def written_alone(path: Path, name: str) -> list[int]:
-    return generate(make_target(path, None), Session("a", list(PROMPT), SAMPLINGS[name]), 16, 0)
-
-
-@pytest.mark.parametrize("tree", [None, TreeBudget(10)], ids=["chain", "tree"])
-@pytest.mark.parametrize("name", SAMPLINGS)
-def test_the_output_is_the_targets_alone(written: Written, name: str, tree: Any) -> None:
-    sampling = SAMPLINGS[name]
-    target = make_target(written.path, block_size=16, prefix_cache=False)
-    assert generate(target, Session("a", list(PROMPT), sampling), 16, K, next_tree=tree) == written_alone(
-        written.path, name
-    )
-    target.release(["a"])
-    assert target.info.num_blocks_in_use == 0
 
 
 def test_nodes_of_a_tree_see_their_own_path(written: Written) -> None:

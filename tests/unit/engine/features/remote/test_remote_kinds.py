@@ -1,4 +1,4 @@
-"""Medusa heads, block drafters and MTP layers in another process: what they propose, and the theorem."""
+"""Medusa heads, block drafters and MTP layers in another process: what they propose."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from tests.unit.engine.features.block.checkpoints import SIZE, dflash, dspark
 from tests.unit.engine.features.checkpoints import medusa_weights, write
 from tests.unit.engine.features.mtp.checkpoints import write_target
 from tests.unit.engine.features.remote.pairs import RemoteSession, make_pair, pair_config
-from tests.unit.engine.features.remote.test_remote_service import serve, written_alone
 from tests.unit.engine.features.targets import GREEDY, Session, generate, make_target, step
 from tests.unit.engine.model.checkpoints import write_checkpoint
 
@@ -110,24 +109,6 @@ def test_a_draft_that_lost_everything_and_chunks_propose_the_same(pairs: dict[st
     draft.check()
     fresh.verify(target, found)
     assert len(fresh.propose(draft, 9)) == MOST[kind], "no more than it can draw"
-
-
-@pytest.mark.parametrize("options", [{}, {"dies_after": 8}], ids=["whole", "lost"])
-@pytest.mark.parametrize("is_greedy", [True, False], ids=["greedy", "coupled"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_output_is_the_targets_alone(
-    pairs: dict[str, Files], kind: str, is_greedy: bool, options: dict[str, Any]
-) -> None:
-    alone = written_alone(pairs[kind][0])
-    _, draft, accepted = serve(make_pair(*pairs[kind]), alone, is_greedy=is_greedy, together=True, **options)
-    assert len([item for item in draft.items if item.num_speculative_tokens]) >= 15
-    assert is_greedy or accepted >= 2
-
-
-def test_an_mtp_layer_goes_on_from_its_own_output_while_the_target_verifies(pairs: dict[str, Files]) -> None:
-    alone = written_alone(pairs["mtp"][0])
-    _, draft, accepted = serve(make_pair(*pairs["mtp"]), alone, overlap="enumerate", together=True)
-    assert len([item for item in draft.items if item.fanout]) >= 12 and accepted >= 2
 
 
 def test_of_the_target_only_what_it_lacks_is_read(
