@@ -326,5 +326,4 @@ class DraftConfig(EngineConfig):
 
     @property
     def has_model(self) -> bool:
-        """Whether there is a draft model to load and lease."""
         return self.enabled and self.model not in MODEL_FREE_DRAFTS

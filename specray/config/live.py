@@ -95,7 +95,6 @@ class Change:
 
     @property
     def is_live(self) -> bool:
-        """True if it changes while serving."""
         section, _, name = self.key.partition(".")
         return name in LIVE_KEYS.get(section, ())
 
@@ -139,7 +138,6 @@ def with_live(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def changes(old: Config, new: Config) -> list[Change]:
-    """Every key that differs, in the order of the configuration."""
     return list(_differences(old.model_dump(mode="json"), new.model_dump(mode="json"), ""))
 
 
@@ -188,12 +186,10 @@ class LiveConfig:
 
     @property
     def now(self) -> Config:
-        """The configuration in force."""
         return self._now
 
     @property
     def digest(self) -> str:
-        """Fingerprint of the live values in force."""
         return digest(split(self._now)[1])
 
     def listen(self, listener: Callable[[Config], None]) -> None:

@@ -57,7 +57,6 @@ class SpeculationConfig(Section):
 
     @property
     def without_overlap(self) -> SpeculationConfig:
-        """The settings for drafts that take no time."""
         return self.model_copy(update={"overlap": Overlap.SERIAL})
 
     @property
@@ -116,6 +115,5 @@ def _read_lookahead(lookahead: str) -> LookaheadBudget:
 
 
 def _read_budget(tree: str) -> TreeBudget:
-    """Reads a number of nodes, or a shape."""
     widths = [int(width) for width in tree.split("x")]
     return TreeBudget(widths[0]) if len(widths) == 1 else TreeBudget.of_widths(widths)

@@ -8,12 +8,11 @@ ask whether a token is legal).
 
 from specray.errors import GrammarError
 from specray.grammar.bounds import lark_refusal
-from specray.grammar.compiler import MAX_SOURCE_LEN, GrammarCompiler
+from specray.grammar.compiler import MAX_SOURCE_LEN, GrammarCompiler, PreparedCompiler
 from specray.grammar.endless import resolve
 from specray.grammar.forms import MAX_TEXT_LEN, WHITESPACE, grammar_of, least_length
 from specray.grammar.matcher import GrammarMatcher, TokenMasks
 from specray.grammar.output import GuidedOutputs
-from specray.grammar.prepared import PreparedCompiler
 from specray.grammar.schemas import common_refusal, enforced, plain, refusal
 from specray.grammar.sources import named_tokens, slashed
 

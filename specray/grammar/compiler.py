@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import Self
 
 from llguidance import LLMatcher
 
@@ -18,6 +20,8 @@ from specray.grammar.schemas import common_refusal, refusal
 from specray.grammar.sources import endless_rule, texts
 from specray.grammar.vocabulary import ModelTokenizer, TextVocabulary
 from specray.types import Grammar, GrammarKind
+
+logger = logging.getLogger(__name__)
 
 MAX_SOURCE_LEN = 524_288
 """Characters of a grammar's source, which takes at most 2 s to compile; longer ones are refused."""
@@ -97,7 +101,6 @@ class GrammarCompiler:
         )
 
     def _compile(self, grammar: Grammar) -> LLMatcher | str:
-        """The compiled grammar, or why there is none."""
         if len(grammar.source) > MAX_SOURCE_LEN:
             # Not kept: the sources alone would take all memory.
             return f"it has {len(grammar.source)} characters; allowed: at most {MAX_SOURCE_LEN}"
@@ -138,7 +141,6 @@ class GrammarCompiler:
         return _begun(matcher)
 
     def _unwritten(self, grammar: Grammar) -> str | None:
-        """A text that the grammar asks for and no tokens write."""
         if self._vocabulary.writes_all:
             return None
         return next((text for text in texts(grammar) if not self._vocabulary.can_write(text)), None)
@@ -165,3 +167,57 @@ def _llguidance_source(grammar: Grammar) -> str:
     if reason is not None:
         raise ValueError(reason)
     return LLMatcher.grammar_from_json_schema(grammar.source)
+
+
+class PreparedCompiler:
+    """Makes a compiler at first need, or before; safe to use from several threads.
+
+    For a large vocabulary that takes seconds, in which no other thread of the process runs.
+
+    Args:
+        make: makes it. What it raises is raised to who needs the compiler, and it is tried again.
+    """
+
+    def __init__(self, make: Callable[[], GrammarCompiler]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._compiler: GrammarCompiler | None = None
+
+    @classmethod
+    def of(cls, tokenizer: ModelTokenizer) -> Self:
+        """The compiler of a tokenizer, whose vocabulary is taken as the model's."""
+
+        def make() -> GrammarCompiler:
+            return GrammarCompiler(tokenizer, vocab_size=tokenizer.vocab_size)
+
+        return cls(make)
+
+    @property
+    def made(self) -> GrammarCompiler | None:
+        """The compiler; None: it is not made yet."""
+        return self._compiler
+
+    def get(self) -> GrammarCompiler:
+        """The compiler. Waits until it is made, and raises why it cannot be."""
+        with self._lock:
+            if self._compiler is None:
+                self._compiler = self._make()
+            return self._compiler
+
+    def prepare(self) -> threading.Thread:
+        """Makes the compiler in a thread.
+
+        Returns:
+            The thread, which has begun.
+        """
+        # No daemon: the interpreter cannot end amid this work.
+        thread = threading.Thread(target=self._try, name="specray-grammars")
+        thread.start()
+        return thread
+
+    def _try(self) -> None:
+        try:
+            self.get()
+        except Exception as error:
+            # Most requests have no grammar; the first that has one is refused.
+            logger.info("no grammar can be enforced: %s", error)

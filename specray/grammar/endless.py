@@ -85,7 +85,6 @@ def objects_within(value: object) -> Iterator[dict[str, Any]]:
 
 
 def joined(path: str, key: str) -> str:
-    """The path of an entry."""
     name = key if _PLAIN.fullmatch(key) else repr(key[:60])
     return f"{path}.{name}" if path else name
 

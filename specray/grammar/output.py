@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 
 from specray.errors import SpecrayError
+from specray.grammar.compiler import PreparedCompiler
 from specray.grammar.matcher import GrammarMatcher
-from specray.grammar.prepared import PreparedCompiler
 from specray.types import Grammar
 
 
@@ -22,7 +22,6 @@ class GuidedOutput:
         self._matcher = matcher
 
     def count_legal(self, output_ids: Sequence[int], token_ids: Sequence[int]) -> int:
-        """See OutputGrammar."""
         if self._matcher is None:
             return len(token_ids)
         try:
@@ -31,7 +30,6 @@ class GuidedOutput:
             return len(token_ids)
 
     def forced(self, output_ids: Sequence[int], limit: int) -> tuple[int, ...]:
-        """See OutputGrammar."""
         if self._matcher is None:
             return ()
         try:
@@ -51,7 +49,6 @@ class GuidedOutputs:
         self._compiler = compiler
 
     async def __call__(self, grammar: Grammar, stop_token_ids: Sequence[int]) -> GuidedOutput:
-        """See OutputGrammarFactory."""
         return await asyncio.to_thread(self._make, grammar, stop_token_ids)
 
     def _make(self, grammar: Grammar, stop_token_ids: Sequence[int]) -> GuidedOutput:

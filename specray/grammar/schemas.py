@@ -115,7 +115,6 @@ def plain(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_quick(num_parts: int, schema: object) -> bool:
-    """Whether parts of a schema can each be judged together with all of its definitions."""
     return num_parts * len(json.dumps(schema)) <= _MAX_JUDGED_LEN
 
 
@@ -175,7 +174,6 @@ def _definitions(root: object) -> dict[str, Any]:
 
 
 def _nodes(schema: object) -> Iterator[tuple[dict[str, Any], str]]:
-    """All schemas within a schema, with their paths."""
     waiting: list[tuple[object, str]] = [(schema, "")]
     while waiting:
         node, path = waiting.pop()
@@ -195,7 +193,6 @@ def _nodes(schema: object) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _own(node: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of one schema, with anything in the place of other schemas."""
     own: dict[str, Any] = {}
     for key, value in node.items():
         if key in _APPLIED:
@@ -209,7 +206,6 @@ def _own(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bad_keys(node: dict[str, Any]) -> list[str]:
-    """Keywords of one schema that cannot be enforced."""
     own = _own(node)
     if _fits(own):
         return []

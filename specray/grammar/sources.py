@@ -72,7 +72,6 @@ def named_tokens(grammar: Grammar) -> Iterator[str | range]:
 
 
 def slashed(expression: str) -> str:
-    """A regular expression as it stands between slashes."""
     return _SLASH.sub(lambda match: {"/": r"\/", "\n": r"\n"}.get(match[0], match[0]), expression)
 
 
@@ -139,7 +138,6 @@ class _Rules:
         return self._tokens[place] if place < len(self._tokens) else ("line", "\n")
 
     def _skip_to_colon(self) -> bool:
-        """Skips a rule's attributes and its colon; False: there is no colon in this line."""
         place = self._place
         while self._peek()[0] != "line":
             if self._next() == ("mark", ":") and self._peek() != ("mark", ":"):
@@ -169,7 +167,6 @@ class _Rules:
         return self._peek(ahead)
 
     def _sequence(self) -> Iterator[Hashable]:
-        """What one alternative needs."""
         while True:
             kind, value = self._peek()
             if kind == "line" or (kind == "mark" and value in "|)]"):

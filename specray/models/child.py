@@ -66,7 +66,6 @@ def run_child(
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """The command that runs a module with this Python."""
     return [sys.executable, "-m", module, *arguments]
 
 
@@ -79,7 +78,6 @@ def _wait(process: subprocess.Popen[bytes], end_s: float, tick: Callable[[], Non
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a child that still runs, with everything that it has started."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is not None:
             return

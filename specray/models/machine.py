@@ -22,5 +22,4 @@ def has_int8_kernels() -> bool:
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether NVIDIA's driver is there."""
     return _NVIDIA_CONTROL.exists()

@@ -20,7 +20,6 @@ class GgufFile:
 
     @property
     def name(self) -> str:
-        """Name of the model in the API."""
         return self.path.stem
 
 

@@ -85,7 +85,6 @@ def read_member(path: Path, member: str, limit: int) -> Iterator[bytes]:
 
 
 def _check_name(path: Path, name: str) -> None:
-    """Refuses what would lie outside of the directory into which the archive would be unpacked."""
     parts = PurePosixPath(name).parts
     if name.startswith("/") or ".." in parts or "\\" in name or re.match(r"[A-Za-z]:", name):
         raise ConfigError(f"{path.name} holds {name!r}, which leaves its directory")

@@ -59,7 +59,6 @@ class HttpCall:
 
 
 def rpc_attributes(method: str) -> Attributes:
-    """Attributes of the span of a gRPC call as it begins."""
     return {"rpc.system.name": "grpc", "rpc.method": f"{_RPC_SERVICE}/{method}"}
 
 

@@ -36,7 +36,7 @@ class _Exported(Collector):
     """Label names of its samples, without a histogram's ``le``."""
 
     def describe(self) -> Iterable[Metric]:
-        """See prometheus_client's ``Collector``; the registry asks for the names."""
+        """The registry asks for the names."""
         return self.collect()
 
 
@@ -77,12 +77,10 @@ class LabelledCounter(_Exported):
         registry.register(self)
 
     def labels(self, *values: str) -> Count:
-        """Returns the counter of these label values; it is exported from now on."""
         assert len(values) == len(self.label_names), values
         return self._counts.setdefault(values, Count())
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """See prometheus_client's ``Collector``."""
         family = CounterMetricFamily(self._name, self._documentation, labels=self.label_names)
         for values, count in list(self._counts.items()):
             family.add_metric(values, count.value)
@@ -112,7 +110,6 @@ class Histogram(_Exported):
         self._sum += value * times
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """See prometheus_client's ``Collector``."""
         names = (*(repr(bound) for bound in self._bounds), "+Inf")
         buckets = list(zip(names, accumulate(self._counts), strict=True))
         yield HistogramMetricFamily(self._name, self._documentation, buckets=buckets, sum_value=self._sum)

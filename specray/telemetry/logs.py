@@ -59,7 +59,6 @@ class JsonFormatter(logging.Formatter):
         self._context = dict(context or {})
 
     def format(self, record: logging.LogRecord) -> str:
-        """See logging.Formatter."""
         time = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
         values: dict[str, object] = {
             "time": time.isoformat(timespec="milliseconds"),
@@ -81,13 +80,11 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """See logging.Formatter."""
         fields = (f" {name}={_shown(value)}" for name, value in extra_fields(record).items())
         return super().formatMessage(record) + "".join(fields)
 
 
 def _shown(value: object) -> str:
-    """Formats a value as in logfmt: quoted if its end would be ambiguous."""
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     is_plain = text.isprintable() and text and not set(text) & set(' "=')
     return text if is_plain else json.dumps(text, ensure_ascii=False)

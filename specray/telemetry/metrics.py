@@ -49,7 +49,6 @@ class RouterMetrics:
         self._make_engine_metrics()
 
     def text(self) -> str:
-        """All metrics in Prometheus text format."""
         return registry_text(self.registry)
 
     def _make_draft_token_metrics(self) -> None:

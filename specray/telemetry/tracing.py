@@ -89,7 +89,6 @@ class Tracing:
         return RequestSpan(self._tracer, span, self._wall_ns)
 
     def request_ended(self, life: RequestLife, now: float) -> None:
-        """See interfaces.RequestTracer."""
         offset_ns = self._wall_ns() - round(now * 1e9)
 
         def at(seconds: float) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import re
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,7 +15,6 @@ from specray.errors import ConfigError, InvalidRequestError
 from specray.tokenization.templates.call_arguments import CallArguments
 from specray.tokenization.templates.probes import TemplateProbe
 from specray.tokenization.templates.time_limit import MAX_RENDER_S, run_limited
-from specray.tokenization.templates.tool_schemas import with_text_defaults
 
 _TESTS_FOR_NONE: Final = re.compile(
     r"(?<![a-z_])content['\"]?\]?\s*(?:is\s+(?:not\s+)?|[!=]=\s*)none", re.IGNORECASE
@@ -225,3 +225,20 @@ def _short_id(call_id: str) -> str:
     if len(call_id) == _SHORT_ID_LEN and call_id.isalnum():
         return call_id
     return hashlib.sha256(call_id.encode()).hexdigest()[:_SHORT_ID_LEN]
+
+
+_CHOICES: Final = ("enum", "oneOf")
+"""Keywords beside which some templates join the default to a text."""
+
+
+def with_text_defaults(value: Any) -> Any:
+    """A schema, or what contains some, whose defaults beside choices are JSON text where they are no text."""
+    if isinstance(value, list | tuple):
+        return [with_text_defaults(entry) for entry in value]
+    if not isinstance(value, Mapping):
+        return value
+    schema = {name: with_text_defaults(entry) for name, entry in value.items()}
+    has_choices = any(isinstance(value.get(name), list) for name in _CHOICES)
+    if has_choices and "default" in value and not isinstance(value["default"], str):
+        schema["default"] = json.dumps(value["default"], ensure_ascii=False)
+    return schema

@@ -91,7 +91,6 @@ class ControlTokens:
             yield rendered[told:]
 
     def _cut(self, text: str) -> Iterator[str]:
-        """Pieces of a text in which no control token is whole."""
         told = 0
         for start, _ in self._spans(text):
             yield text[told : start + 1]
@@ -106,7 +105,6 @@ def without_marks(rendered: str) -> str:
 
 
 def _clusters(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Joins spans that overlap."""
     first: tuple[int, int] | None = None
     for start, end in spans:
         if first is not None and start < first[1]:

@@ -58,7 +58,6 @@ def frequent_ids(
 
 
 def _pieces(file: Path) -> Iterator[str]:
-    """A file's text in pieces of whole lines."""
     lines: list[str] = []
     size = 0
     try:

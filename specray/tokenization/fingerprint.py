@@ -149,7 +149,6 @@ def _is_rebuilt_alike(directory: Path, settings: Mapping[str, Any], file: Mappin
 
 
 def _named_tokens(directory: Path, settings: Mapping[str, Any]) -> Iterator[str]:
-    """Every token that the tokenizer's files name beside the vocabulary."""
     for values in (settings, _read_json(directory / "special_tokens_map.json")):
         for key, value in values.items():
             if key.endswith("_token"):

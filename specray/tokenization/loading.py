@@ -117,7 +117,6 @@ def _load_with_transformers(source: str, *, is_local: bool) -> Tokenizer:
 
 
 def _eos_token_ids(own: int | None, *settings: Mapping[str, Any]) -> set[int]:
-    """End-of-sequence ids of the tokenizer and of the model's two configuration files."""
     ids = set() if own is None else {own}
     # Models of text and more have a configuration for each.
     nested = [inner for setting in settings if isinstance(inner := setting.get("text_config"), dict)]

@@ -1,4 +1,4 @@
-"""Whether a draft can be used with a target whose tokenizer is another."""
+"""Whether a draft can be used with a target whose tokenizer is another, and how their vocabularies differ."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 from specray.config.engine import VocabularyMode
 from specray.tokenization.loading import load_tokenizer
-from specray.tokenization.overlap import difference
 from specray.tokenization.partners import Partners
 
 
@@ -51,3 +50,32 @@ def pair_problem(
     if mode == "same":
         return f"{told}; allowed: the same vocabulary"
     return partners_problem(load_partners(draft_path, target_path), mode)
+
+
+def difference(draft: Mapping[str, int], target: Mapping[str, int]) -> str | None:
+    """Describes in words how a draft's vocabulary differs from the target's; None: they are equal.
+
+    Args:
+        draft, target: ids by token.
+    """
+    ours, theirs = _strings(target), _strings(draft)
+    if ours == theirs:
+        return None
+    ids = sorted(ours.keys() | theirs.keys())
+    different = [token_id for token_id in ids if ours.get(token_id) != theirs.get(token_id)]
+    first, most = different[0], max(len(ours), len(theirs))
+    return (
+        f"{len(ids) - len(different)} of {most} token ids mean the same string; the first that does not is "
+        f"{first}, {_named(theirs, first)} in the draft and {_named(ours, first)} in the target"
+    )
+
+
+def _strings(vocabulary: Mapping[str, int]) -> dict[int, tuple[str, ...]]:
+    strings: dict[int, tuple[str, ...]] = {}
+    for token, token_id in sorted(vocabulary.items()):
+        strings[token_id] = (*strings.get(token_id, ()), token)
+    return strings
+
+
+def _named(strings: Mapping[int, tuple[str, ...]], token_id: int) -> str:
+    return " or ".join(repr(token) for token in strings[token_id]) if token_id in strings else "unknown"

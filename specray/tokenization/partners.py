@@ -41,7 +41,6 @@ class Writer:
 
     @cached_property
     def can_write(self) -> bool:
-        """Whether its tokens' bytes are the text that they stand for."""
         token_ids = self.tokenizer.encode(SAMPLE_TEXT, add_special_tokens=False)
         return self.bytes_of(token_ids).strip() == SAMPLE_TEXT.strip().encode()
 
@@ -98,18 +97,15 @@ class Partners:
 
     @property
     def overlap(self) -> str:
-        """In words, how many tokens both have."""
         num_ids = self._draft.tokenizer.vocab_size
         return f"{len(self.draft_ids)} of the draft's {num_ids} tokens are the target's as well"
 
     @property
     def sample_ids(self) -> tuple[int, ...]:
-        """The draft's tokens of the sample text."""
         return self._draft.tokenizer.encode(SAMPLE_TEXT)
 
     @property
     def can_write(self) -> bool:
-        """Whether either can write the other's text."""
         return self._draft.can_write and self._target.can_write
 
     def read(self, token_id: int) -> tuple[int, ...]:

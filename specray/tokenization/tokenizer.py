@@ -98,7 +98,6 @@ class Tokenizer:
         return tuple(sorted(ends - {part_end(self.special_names)}))
 
     def named_ends(self) -> str:
-        """The tokens that end an output, with their ids, in one line."""
         return ", ".join(f"{self.token_text(token_id)} ({token_id})" for token_id in self.eos_token_ids)
 
     @property
@@ -108,7 +107,6 @@ class Tokenizer:
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """Ids by token, added tokens included."""
         vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         return vocabulary
 
@@ -237,7 +235,6 @@ class Tokenizer:
         return (*token_ids, *itertools.chain.from_iterable(map(known.__getitem__, others)))
 
     def _encode_apart(self, pieces: Sequence[str]) -> Mapping[str, Sequence[int]]:
-        """Token ids by piece; no piece begins the text."""
         if len(pieces) <= 1 or not self._is_byte_level:
             return {piece: self.encode_inner(piece) for piece in pieces}
         (encoded,) = self._backend.encode_batch([pieces], is_pretokenized=True, add_special_tokens=False)
@@ -252,7 +249,6 @@ class Tokenizer:
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
-        """Tokens as the vocabulary writes them; empty for an unknown id."""
         return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
 
     def info(self) -> dict[str, Any]:
@@ -285,7 +281,6 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token is not part of the text."""
         return token_id in self._special_ids
 
     def _read_piece(self, token_id: int) -> bytes:
@@ -312,7 +307,6 @@ class Tokenizer:
 
 
 def _decoder_steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Steps of a decoder in tokenizer.json, in order."""
     if decoder["type"] != "Sequence":
         yield decoder
         return

@@ -71,7 +71,6 @@ class Continued:
 
     @property
     def is_chain(self) -> bool:
-        """It is one token that sees all before it: it lies at its own position."""
         return len(self.visibility) == 1 and self.visibility[0].kv_index == self.visibility[0].position
 
 
@@ -101,7 +100,6 @@ class FeatureStore:
         return self.rows[sequence_slots(block_ids, first, end, self.block_size, self.rows.device)]
 
     def copy(self, sources: slice | torch.Tensor, destinations: slice | torch.Tensor) -> None:
-        """Copies between slots; all are read before any is written."""
         self.rows[destinations] = self.rows[sources].clone()
 
 

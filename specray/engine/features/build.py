@@ -40,12 +40,10 @@ class DrafterPlan:
 
     @property
     def name(self) -> str:
-        """Name of the drafter, for people."""
         return drafter_name(self.layout)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Layers of the target that it reads."""
         return self.layout.feature_layers
 
     @property

@@ -45,18 +45,15 @@ class LayerTensors:
 
     @property
     def num_weights(self) -> int:
-        """Numbers of the linear layers."""
         linears = (self.qkv, self.output, self.gate, self.up, self.down)
         return sum(tensor.numel() for both in linears for tensor in both if tensor is not None)
 
     @property
     def num_columns(self) -> int:
-        """Numbers that the linear layers give for a row, all together."""
         return sum(len(weight) for weight, _ in (self.qkv, self.output, self.gate, self.up, self.down))
 
 
 def count_layers(files: DrafterFiles) -> int:
-    """Number of layers that the tensors are of."""
     found = {re.match(r"layers\.(\d+)\.", name) for name in files.tensors}
     return 1 + max(int(match[1]) for match in found if match is not None)
 
@@ -240,7 +237,6 @@ class Lowering:
         self._attention = attention
 
     def cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on the target's device and in its data type."""
         return tensor.to(device=self._parts.device, dtype=self._parts.dtype).contiguous()
 
     def norm(self, weight: torch.Tensor) -> Norm:
@@ -255,7 +251,6 @@ class Lowering:
         return self._parts.operators.gate(self.cast(gate[0]), self.cast(up[0]), first, second)
 
     def head_norm(self, weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-        """A norm's weight, once for each head."""
         return self.cast(weight).expand(num_heads, -1)
 
     def layer(self, layer: LayerTensors) -> LoweredLayer:

@@ -88,11 +88,9 @@ class FeatureDrafting:
 
     @property
     def rank_acceptance(self) -> tuple[tuple[float, ...], ...]:
-        """See ``base.FeatureDrafter``."""
         return self._drafter.rank_acceptance
 
     def _grow(self, growing: Sequence[Growing], logits: torch.Tensor) -> None:
-        """Continues all until each has its tokens; the rows of logits are theirs, one after the other."""
         while growing:
             # Where each one's rows begin: one that is full has none after the draw.
             starts = [0, *accumulate(len(each.rows) for each in growing)][:-1]
@@ -142,7 +140,6 @@ class FeatureDrafting:
             node.tree.add(node.node, next_tokens)
 
     def _masked(self, row: Chain | TreeRow) -> RowGroup:
-        """The row with what its request's grammar allows."""
         group, output_ids = masked_output(row)
         return self._with_masks(group, row.request_id, output_ids)
 
@@ -195,7 +192,6 @@ class Failures:
         self._apart.difference_update(each.sequence.request_id for each in group)
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Requests have ended; another one may have such an id."""
         self._apart.difference_update(request_ids)
         self._left_out.difference_update(request_ids)
 
@@ -204,7 +200,6 @@ class TargetDrafting(FeatureDrafting):
     """Drafts with the target's own drafter, right after a verify."""
 
     def __init__(self, drafter: FeatureDrafter, store: FeatureStore, **settings: Any) -> None:
-        """Takes what :class:`FeatureDrafting` does."""
         super().__init__(drafter, store, **settings)
         self._failures = Failures()
 
@@ -226,7 +221,6 @@ class TargetDrafting(FeatureDrafting):
         return [drawn.get(request.sequence.request_id, NO_DRAFT) for request in requests]
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Requests have ended."""
         self._failures.forget(request_ids)
 
     def _draft(self, requests: Sequence[DraftRequest]) -> list[DraftTokens]:

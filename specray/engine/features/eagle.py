@@ -44,7 +44,6 @@ class EagleFuser:
         self._dtype = parts.dtype
 
     def fuse(self, features: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """See ``base.Fuser``."""
         rows = [features[layer].to(self._dtype) for layer in self.feature_layers]
         if self._joins_embedding:
             return rows[0]
@@ -99,15 +98,12 @@ class EagleDrafter(ChainedDrafter):
 
     @property
     def has_masks(self) -> bool:
-        """See ``ChainedDrafter``."""
         return self._mask_feature is not None
 
     def fuse(self, features: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """See ``base.FeatureDrafter``."""
         return self._fuser.fuse(features)
 
     def start(self, store: FeatureStore, contexts: Sequence[Context]) -> torch.Tensor:
-        """See ``base.FeatureDrafter``."""
         last = self._catch_up(store, contexts)
         output, ends = self._run_entries(store, last), self._last_rows(last)
         if self._mask_feature is not None:
@@ -116,7 +112,6 @@ class EagleDrafter(ChainedDrafter):
         return self._finish(output[ends])
 
     def advance(self, continued: Sequence[Continued]) -> torch.Tensor:
-        """See ``base.FeatureDrafter``."""
         return super().advance(continued) if self._mask_feature is None else self._draw_ahead(continued)
 
     def _num_masks(self, context: Context) -> int:

@@ -86,11 +86,9 @@ class EagleLayout:
 
     @property
     def feature_size(self) -> int:
-        """Numbers that are stored of each token's features."""
         return self.target_hidden_size if self.joins_embedding_in_fc else self.hidden_size
 
     def bytes_per_token(self, item_bytes: int) -> int:
-        """Bytes of features and K/V that one token takes."""
         keys_values = 2 * self.attention.num_key_value_heads * self.attention.head_dim
         return item_bytes * (self.feature_size + len(self.layers) * keys_values)
 
@@ -103,7 +101,6 @@ class EagleLayout:
 
 
 def is_eagle(files: DrafterFiles) -> bool:
-    """Whether the tensors are those of an EAGLE drafter, under whichever name."""
     return any(_canonical(name) == "layers.0.self_attn.q_proj.weight" for name in files.tensors)
 
 
@@ -189,7 +186,6 @@ class _Reader:
         )
 
     def _masks(self, width: int, *, has_norms: bool) -> Masks | None:
-        """The masks of a P-EAGLE drafter; None: it is none."""
         files, name = self._files, "mask_hidden"
         if not files.has(name):
             if files.config.get("speculators_model_type") == "peagle":
@@ -223,7 +219,6 @@ class _Reader:
     def _fc(
         self,
     ) -> tuple[WeightAndBias, tuple[torch.Tensor, ...], tuple[int, ...]]:
-        """``fc``, the norms before it, and the layers that it reads."""
         files, size = self._files, self._target.hidden_size
         if self._is_first:
             # It reads what the target's head reads.

@@ -83,7 +83,6 @@ class DrafterFiles:
         return self.take(name, *shape) if name in self.tensors else None
 
     def pass_over(self, names: Iterable[str]) -> None:
-        """Tensors that need not be taken."""
         self._taken.update(names)
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -59,12 +59,10 @@ class GrowingChain:
 
     @property
     def rows(self) -> Sequence[Chain]:
-        """What the next tokens are drawn for."""
         return () if self.chain.is_full else (self.chain,)
 
     @property
     def drawn(self) -> DraftTokens:
-        """All that was drawn."""
         return DraftTokens(self.chain.draft_token_ids, probs=self.chain.draft_probs)
 
     def advance(self, first_row: int) -> Continued | None:
@@ -98,7 +96,6 @@ class GrowingTree:
 
     @property
     def drawn(self) -> DraftTokens:
-        """All that was drawn."""
         return self.tree.drawn
 
     def advance(self, first_row: int) -> Continued | None:

@@ -87,7 +87,6 @@ def _checked(files: DrafterFiles, named: _Named, num_layers: int, num_read: int)
 
 
 def _find_block(config: dict[str, Any]) -> _Named | None:
-    """The ids of a block drafter."""
     nested = config.get(_BLOCK)
     sections = {f"{_BLOCK}.": nested if isinstance(nested, dict) else {}, "": config}
     for prefix, section in sections.items():
@@ -98,7 +97,6 @@ def _find_block(config: dict[str, Any]) -> _Named | None:
 
 
 def _find(config: dict[str, Any]) -> _Named | None:
-    """The ids of an EAGLE drafter."""
     found, nested = _find_entered(config), config.get(_NESTED)
     if found is None and isinstance(nested, dict):
         for name in _FIELDS:

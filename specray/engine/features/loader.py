@@ -51,7 +51,6 @@ def read_layout(path: str, target: TargetShape) -> Layout:
 
 
 def _warn_of_looser_acceptance(files: DrafterFiles) -> None:
-    """Names fields by which others accept tokens that the target would not draw; here they change nothing."""
     section = files.config.get("speculators_config")
     methods = section.get("proposal_methods") if isinstance(section, dict) else None
     for each in [files.config, *(methods if isinstance(methods, list) else [])]:
@@ -81,7 +80,6 @@ def read_drafter(drafter: str, args: ModelArgs, target: TargetShape, dtype: torc
 
 
 def drafter_name(layout: Layout) -> str:
-    """Name of a drafter, for people."""
     return MTP if isinstance(layout, MtpLayout) else Path(layout.path).name
 
 

@@ -55,23 +55,19 @@ class MedusaLayout:
     """By head, the measured chance of each rank; empty: none was measured."""
 
     def bytes_per_token(self, item_bytes: int) -> int:
-        """Bytes of features that one token takes."""
         return item_bytes * self.hidden_size
 
     @property
     def feature_size(self) -> int:
-        """Numbers that are stored of each token's features."""
         return self.hidden_size
 
     @property
     def num_weights(self) -> int:
-        """Numbers of the tensors that are held."""
         blocks = sum(weight.numel() for head in self.heads for weight, _ in head)
         return blocks + sum(weight.numel() for weight in self.outputs if weight is not None)
 
 
 def is_medusa(files: DrafterFiles) -> bool:
-    """Whether the tensors are those of Medusa heads, under whichever names."""
     return any(_BLOCK.match(_canonical(name)) for name in files.tensors)
 
 
@@ -115,7 +111,6 @@ def read_medusa(files: DrafterFiles, target: TargetShape) -> MedusaLayout:
 
 
 def _rank_acceptance(files: DrafterFiles, num_heads: int) -> tuple[tuple[float, ...], ...]:
-    """Chances by head and rank, where training has measured them."""
     found = files.config.get(RANK_ACCEPTANCE)
     if found is None:
         return ()
@@ -171,11 +166,9 @@ class MedusaDrafter:
         self._shared = SharedRows()
 
     def fuse(self, features: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """See ``base.FeatureDrafter``."""
         return features[self.feature_layers[0]].to(self._parts.dtype)
 
     def start(self, store: FeatureStore, contexts: Sequence[Context]) -> torch.Tensor:
-        """See ``base.FeatureDrafter``."""
         rows = []
         for context in contexts:
             # The last token is drawn: the target has computed those before it.
@@ -187,15 +180,14 @@ class MedusaDrafter:
         return self._draw(self._hidden)
 
     def read(self, store: FeatureStore, context: Context) -> None:
-        """See ``base.FeatureDrafter``; there is no state."""
+        """There is no state."""
 
     def advance(self, continued: Sequence[Continued]) -> torch.Tensor:
-        """See ``base.FeatureDrafter``; all rows of a sequence have the same logits."""
+        """All rows of a sequence have the same logits."""
         own = torch.tensor(self._shared.advance(continued), device=self._hidden.device)
         return for_each_row(self._draw(self._hidden[own]), continued)
 
     def acceptance(self) -> list[float] | None:
-        """See ``base.FeatureDrafter``."""
         return None
 
     def _draw(self, hidden: torch.Tensor) -> torch.Tensor:

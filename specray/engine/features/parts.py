@@ -73,7 +73,6 @@ def target_parts(runner: ModelRunner, layout: Layout, shape: TargetShape, args: 
 
 
 def _model_embedding(forward: DecoderForward) -> TokenRows:
-    """Look-ups as the model's own embedding gives them."""
     embedding, scale = forward.embedding, forward.embedding_scale
     return embedding if scale == 1.0 else lambda token_ids: embedding(token_ids) / scale
 
@@ -110,6 +109,5 @@ def read_embedding(source: DecoderSource, dtype: torch.dtype) -> TokenRows:
 
 
 def read_head(source: DecoderSource, operators: Operators) -> TokenRows:
-    """The head of a target's files. Reads no other tensor."""
     name = EMBEDDING if source.config.tie_word_embeddings else HEAD
     return operators.linear(source.weights.take(name), None).precise

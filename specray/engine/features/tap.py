@@ -35,16 +35,14 @@ class FeatureTap:
 
     @property
     def states(self) -> StateCache | None:
-        """See ``schedule.Runner``."""
         return self._runner.states
 
     @property
     def pending_moves(self) -> Moves:
-        """See ``schedule.Runner``."""
         return self._runner.pending_moves
 
     def run(self, inputs: Sequence[SequenceInput]) -> ForwardOutput:
-        """See ``schedule.Runner``; features are stored, and no part of the output."""
+        """Features are stored, and no part of the output."""
         output = self._runner.run(inputs)
         assert output.features is not None, "the forward was built for the drafter"
         fused = self._fuser.fuse(output.features)
@@ -56,7 +54,6 @@ class FeatureTap:
         return ForwardOutput(output.logits)
 
     def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> ForwardOutput | None:
-        """See ``schedule.Runner``: here every step is planned."""
         return None
 
     def copy_tokens(
@@ -67,7 +64,6 @@ class FeatureTap:
         *,
         first: int = 0,
     ) -> None:
-        """See ``schedule.Runner``."""
         self._runner.copy_tokens(source_block_ids, destination_block_ids, num_tokens, first=first)
         source, destination = (
             sequence_slots(ids, first, num_tokens, self.store.block_size, self._device)
@@ -76,7 +72,7 @@ class FeatureTap:
         self.store.copy(source, destination)
 
     def move_tokens(self, block_ids: Sequence[int], sources: Sequence[int], first: int) -> None:
-        """See ``schedule.Runner``; features are moved at once."""
+        """Features are moved at once."""
         self._runner.move_tokens(block_ids, sources, first)
         moved = [(source, index) for index, source in enumerate(sources, first) if source != index]
         if moved:
@@ -86,7 +82,6 @@ class FeatureTap:
             self.store.copy(*torch.tensor(slots, device=self._device).unbind())
 
     def close(self) -> None:
-        """See ``schedule.Runner``."""
         self._runner.close()
 
     def _slots(self, item: SequenceInput) -> slice | torch.Tensor:

@@ -159,13 +159,8 @@ class DecoderConfig:
         own = dict(self.own_ropes)
         return tuple(own.get(layer, self.rope) for layer in range(self.num_hidden_layers))
 
-    def has_experts(self, layer: int) -> bool:
-        """Whether a layer has several MLPs."""
-        return self.experts is not None and self.experts.layers[layer]
-
     @property
     def num_logits(self) -> int:
-        """Rows of the head."""
         return self.draft_vocab_size or self.vocab_size
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -194,7 +189,6 @@ class DecoderConfig:
         return shapes | self._stacked_experts(layer)
 
     def _attention(self) -> dict[str, tuple[int, int, bool]]:
-        """Rows, columns and whether there is a bias."""
         hidden, has_bias = self.hidden_size, self.has_qkv_bias
         query, key = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         output = {"self_attn.o_proj": (hidden, query, self.has_output_bias)}
@@ -277,11 +271,9 @@ MLP_OUTPUT_NORM = "post_feedforward_layernorm"
 
 
 def norm_names(config: DecoderConfig) -> tuple[str, ...]:
-    """Names of a layer's norms over the hidden size."""
     names = (INPUT_NORM, ATTENTION_NORM)
     return (*names, MLP_NORM, MLP_OUTPUT_NORM) if config.has_sandwich_norms else names
 
 
 def layer_prefix(layer: int) -> str:
-    """What the names of a layer's weights begin with."""
     return f"model.layers.{layer}."

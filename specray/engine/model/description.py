@@ -192,7 +192,6 @@ def _describe_with(library: Any, args: ModelArgs, directory: Path | None) -> Mod
 
 
 def _adapter(args: ModelArgs, described: ModelDescription) -> Adapter | None:
-    """The adapter, which has a place in the model as far as that can be said without its weights."""
     if args.adapter is None:
         return None
     from specray.engine.model.checkpoint.adapter import read_adapter
@@ -211,7 +210,6 @@ def _adapter(args: ModelArgs, described: ModelDescription) -> Adapter | None:
 
 
 def _check_trimmed(args: ModelArgs, described: ModelDescription) -> None:
-    """Raises ConfigError for a head without some tokens where it cannot be."""
     decoder = described.decoder
     num_rows = getattr(described.library and described.library.text, "draft_vocab_size", None)
     if decoder is not None:

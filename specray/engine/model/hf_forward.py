@@ -67,12 +67,10 @@ class _LayerRows:
 
     @property
     def shape(self) -> LayerShape:
-        """What is kept of a token."""
         return LayerShape(self.key.shape[1], self.key.shape[2], self.value.shape[2])
 
     @property
     def value_dim(self) -> int:
-        """Numbers of a head's output."""
         return self.latent_dim or self.value.shape[2]
 
 
@@ -167,7 +165,6 @@ class HfForward:
         return 0 if self._recurrent is None else cache.states.bytes_of(0)
 
     def _checked_step(self, cache: BlockCache, parts: _Parts) -> torch.Tensor:
-        """Logits of the parts of a step, one after the other."""
         rows: list[SequenceRows] = []
         token_ids: list[int] = []
         positions: list[int] = []
@@ -218,7 +215,6 @@ class HfForward:
 
 @torch.inference_mode()
 def _plain_logits(model: PreTrainedModel) -> torch.Tensor:
-    """Logits of the checked tokens, as the model computes them itself."""
     try:
         logits: torch.Tensor = model(
             torch.tensor([_CHECKED_TOKENS], device=model.device), use_cache=False
@@ -288,7 +284,6 @@ class _Probe:
 
     @property
     def cache_shape(self) -> CacheShape:
-        """What the layers keep that called attention."""
         return CacheShape.of_layers([self._kept[layer] for layer in sorted(self._kept)])
 
     def places(self, model: str, *, has_gaps: bool) -> dict[int, int]:

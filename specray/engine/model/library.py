@@ -134,7 +134,6 @@ class LibraryConfig:
 
     @property
     def model_type(self) -> str:
-        """Type of the text part."""
         return str(self.text.model_type)
 
     @property
@@ -178,12 +177,10 @@ class LibraryConfig:
 
     @property
     def has_recurrent_layers(self) -> bool:
-        """Whether some layers keep a state of each sequence, beside those that keep keys and values."""
         return has_recurrent_layers(self.text)
 
     @property
     def weights_entry(self) -> str | None:
-        """Name of the file with the weights, or with their index, where the configuration names one."""
         return getattr(self.whole, "transformers_weights", None)
 
 
@@ -327,7 +324,6 @@ def _where(path: str, directory: Path | None) -> tuple[str, dict[str, Any]]:
 
 
 def _snapshot(path: str) -> Path | None:
-    """Directory with the files of a hub id, once they have been loaded."""
     found = cached_file(path, "config.json", local_files_only=True)
     return None if found is None else Path(found).parent
 

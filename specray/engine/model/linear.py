@@ -236,7 +236,6 @@ class PackedGate:
 
 
 def activated(gate: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """The activation of each number."""
     return F.silu(gate) if activation is Activation.SILU else F.gelu(gate, approximate="tanh")
 
 

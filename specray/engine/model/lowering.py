@@ -171,7 +171,6 @@ def _norm_weight(name: str, config: DecoderConfig, taken: RankWeights) -> torch.
 
 
 def _qkv(prefix: str, config: DecoderConfig, taken: RankWeights, operators: Operators) -> Linear:
-    """One linear layer of queries, keys and values, one after the other."""
     num_queries = config.num_attention_heads * config.head_dim
     num_keys, order = config.num_key_value_heads * config.head_dim, rotated_first(config)
 
@@ -191,7 +190,6 @@ def _qkv(prefix: str, config: DecoderConfig, taken: RankWeights, operators: Oper
 
 
 def _reordered(weight: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """The rows of each head in another order."""
     heads = weight.view(-1, len(order), *weight.shape[1:])
     return heads[:, order.to(weight.device)].reshape(weight.shape)
 
@@ -263,7 +261,6 @@ def _look_ups(
 
 
 def rounded_scale(config: DecoderConfig, dtype: torch.dtype) -> float:
-    """Factor of an embedding that has one of its own."""
     return float(torch.tensor(config.embedding_scale, dtype=dtype)) if config.has_scaled_embedding else 1.0
 
 
@@ -280,7 +277,6 @@ def _embedding_scale(config: DecoderConfig, dtype: torch.dtype) -> float:
 def _embedding_and_head(
     config: DecoderConfig, taken: RankWeights, operators: OperatorSet, head_rows: torch.Tensor | None
 ) -> tuple[Embedding, Head, torch.device]:
-    """Both, and the device that they are on; a group's ranks share the vocabulary in equal runs."""
     vocab_size, parallel, is_tied = config.vocab_size, taken.parallel, config.tie_word_embeddings
     table = taken.share(EMBEDDING, vocab_size, dim=0)
     if operators.embedding is None:

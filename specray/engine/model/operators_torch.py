@@ -60,7 +60,6 @@ class TorchOperators:
 
 
 def by_layer(tables: RotaryTables, dtype: torch.dtype, make: Callable[[Rotary], Attention]) -> Attention:
-    """Attention of all layers, made from the tables of those that share them."""
     kinds = tuple(make(rotary_tables(cos, sin, dtype)) for cos, sin in tables.kinds)
     return kinds[0] if len(kinds) == 1 else LayeredAttention(kinds, tables.of_layers)
 

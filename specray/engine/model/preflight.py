@@ -14,8 +14,7 @@ from specray.engine.model.quantized.formats import WeightFormats
 from specray.engine.reading.window import with_window
 from specray.errors import ConfigError
 from specray.tokenization.fingerprint import tokenizer_vocabulary
-from specray.tokenization.overlap import difference
-from specray.tokenization.pair import pair_problem
+from specray.tokenization.pair import difference, pair_problem
 from specray.types import DraftKind
 
 
@@ -63,7 +62,6 @@ def check_model(config: EngineConfig, role: str) -> ModelSummary:
 
 
 def _check_stored_ids(path: str, described: ModelDescription) -> None:
-    """Raises ConfigError for wrong ids of a trimmed head, where the weights are on this machine."""
     decoder, directory = described.decoder, described.directory
     if decoder is None or decoder.draft_vocab_size is None or directory is None:
         return

@@ -35,7 +35,6 @@ def tables_of_layers(config: DecoderConfig, max_model_len: int, device: torch.de
 
 
 def cos_sin(config: DecoderConfig, max_model_len: int, device: torch.device) -> Tables:
-    """The tables of the layers without rotary embeddings of their own."""
     return _tables(config.rope, config, max_model_len, device)
 
 

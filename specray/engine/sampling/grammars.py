@@ -75,6 +75,5 @@ class GrammarMasks:
         )
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """Forgets sequences; unknown ids are ignored."""
         for request_id in request_ids:
             self._matchers.pop(request_id, None)

@@ -82,17 +82,6 @@ class PhiloxGenerator:
         return np.asarray(self._generator.random_raw(count))
 
 
-def philox_words(keys: Sequence[NoiseKey], count: int, device: torch.device) -> Tensor:
-    """The same words as :class:`PhiloxGenerator`, in torch integer arithmetic on ``device``.
-
-    Returns:
-        int64 ``[len(keys), count]``; the bits are those of the unsigned words.
-    """
-    rows = [(signed(key.seed), key.position, key.purpose) for key in keys]
-    token_ids = torch.arange(count, device=device).expand(len(keys), count)
-    return philox_words_at(torch.tensor(rows, dtype=torch.int64, device=device), token_ids)
-
-
 def philox_words_at(keys: Tensor, token_ids: Tensor) -> Tensor:
     """The words of some tokens.
 

@@ -91,12 +91,10 @@ def without_tail_cut(group: RowGroup) -> RowGroup:
 
 
 def divisor_of(sampling: SamplingParams) -> float:
-    """What the request's logits are divided by."""
     return 1.0 if sampling.is_greedy else max(sampling.temperature, _MIN_TEMPERATURE)
 
 
 def _scale(logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
-    """Divides each group's rows by its temperature."""
     divisors = [divisor_of(group.sampling) for group in groups for _ in range(group.num_rows)]
     if all(divisor == 1.0 for divisor in divisors):
         return logits
@@ -106,7 +104,6 @@ def _scale(logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
 
 
 def _cut_tails(logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
-    """Applies top-k, top-p and min-p, to all consecutive rows of equal settings at once."""
     cut, start = [], 0
     for settings, run in itertools.groupby(groups, key=_tail_settings):
         end = start + sum(group.num_rows for group in run)

@@ -71,7 +71,6 @@ class CpuSampler(DraftSampler):
         )
 
     def verify(self, logits: Tensor, rounds: Sequence[Round]) -> list[Verified]:
-        """See :class:`Sampler`."""
         if all(item.group.parents is None for item in rounds):
             return self._verify_chains(logits, rounds)
         starts = [0, *itertools.accumulate(item.group.num_rows for item in rounds)]
@@ -105,13 +104,11 @@ class MappedRows(ABC):
         """The rows from which the sampler draws."""
 
     def verify(self, logits: Tensor, rounds: Sequence[Round]) -> list[Verified]:
-        """See :class:`Sampler`."""
         return self._sampler.verify(self.mapped(logits), rounds)
 
     def draw(
         self, logits: Tensor, groups: Sequence[RowGroup], *, is_judged: bool = False
     ) -> Sequence[DraftToken | None]:
-        """See :class:`Sampler`."""
         return self._sampler.draw(self.mapped(logits), groups, is_judged=is_judged)
 
     def rank(
@@ -121,7 +118,6 @@ class MappedRows(ABC):
         counts: Sequence[int],
         excluded: Sequence[int | None],
     ) -> list[RankedRow]:
-        """See :class:`Sampler`."""
         return self._sampler.rank(self.mapped(logits), groups, counts, excluded)
 
 
@@ -142,7 +138,7 @@ class WholeRows(MappedRows):
     def draw(
         self, logits: Tensor, groups: Sequence[RowGroup], *, is_judged: bool = False
     ) -> Sequence[DraftToken | None]:
-        """See :class:`Sampler`; None where none of the tokens that the logits are of is possible."""
+        """None where none of the tokens that the logits are of is possible."""
         whole = self.mapped(logits)
         drawn = self._sampler.draw(whole, groups, is_judged=is_judged)
         if self._vocabulary is None or not any(shifts_logits(group) for group in groups):

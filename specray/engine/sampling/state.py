@@ -44,7 +44,6 @@ class SamplingState:
 
     @property
     def length(self) -> int:
-        """Tokens of the prefix."""
         return self._length
 
     def output_tail(self, count: int) -> list[int]:
@@ -101,14 +100,10 @@ class ToldTokens(Protocol):
     """What the router has told of a request whose sequence holds other tokens: a draft's reading of it."""
 
     @property
-    def state(self) -> SamplingState:
-        """Sampling state of what was told."""
-        ...
+    def state(self) -> SamplingState: ...
 
     @property
-    def output_ids(self) -> list[int]:
-        """The output that was told."""
-        ...
+    def output_ids(self) -> list[int]: ...
 
     def own_id(self, token_id: int) -> int:
         """The token that the sequence holds for one that follows."""
@@ -170,7 +165,6 @@ def chain_rows(
     *,
     token_masks: NDArray[np.int32] | None = None,
 ) -> RowGroup:
-    """The rows of a prefix and of tokens that follow each other behind it."""
     positions = range(state.length, state.length + len(token_ids) + 1)
     return RowGroup(state.sampling, state, token_ids, positions, token_masks)
 

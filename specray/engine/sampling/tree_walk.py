@@ -65,7 +65,6 @@ def walk_trees(
 
 
 def _children(place: _Place, group: RowGroup, first_row: int, token_id: int) -> list[_Place]:
-    """The children of a node that are the token."""
     assert group.parents is not None, "only trees are walked down"
     nodes = [
         node
@@ -80,6 +79,5 @@ def _children(place: _Place, group: RowGroup, first_row: int, token_id: int) -> 
 
 
 def _single(group: RowGroup, state: SamplingState, row: int) -> RowGroup:
-    """One row of a group, with the state of its own prefix."""
     masks = None if group.token_masks is None else group.token_masks[row : row + 1]
     return RowGroup(group.sampling, state, (), (group.positions[row],), masks)

@@ -31,7 +31,6 @@ class TrimmedVocabulary:
         self._listed: list[int] = token_ids.tolist()
 
     def token_id(self, index: int) -> int:
-        """The token id of a logit."""
         return self._listed[index]
 
     def process(self, logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:

@@ -9,20 +9,23 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from specray.models.gguf.ends import end_token_ids, write_ends
 from specray.models.gguf.families import read_config
 from specray.models.gguf.header import GgufHeader, read_header
 from specray.models.gguf.keys import UnfitError
 from specray.models.gguf.tokenizer import complete_tokenizer
+from specray.tokenization.ends import named_ends, part_end
 
 _EXIT_FAILED = 2
 _MAX_NAMES = 3
 _SHARED_GATE = "ffn_gate_inp_shexp.weight"
+_END_KEYS: Final = tuple(
+    f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+)
 
 
 @contextmanager
@@ -161,6 +164,28 @@ def main(arguments: list[str]) -> int:
 def _one_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def end_token_ids(
+    values: Mapping[str, Any], vocabulary: Mapping[str, int], control_ids: Collection[int]
+) -> list[int]:
+    """Ids of the tokens at which llama.cpp ends an output, ascending; transformers takes one of them.
+
+    Args:
+        values: keys of the file's header.
+        vocabulary: ids by token.
+        control_ids: tokens that are no text.
+    """
+    known = set(vocabulary.values())
+    named = {token_id for key in _END_KEYS if isinstance(token_id := values.get(key), int)} & known
+    return sorted((named | named_ends(vocabulary, control_ids)) - {part_end(vocabulary)})
+
+
+def write_ends(path: Path, token_ids: list[int]) -> None:
+    """Lists the end tokens in a checkpoint's ``generation_config.json``."""
+    settings = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    settings["eos_token_id"] = token_ids
+    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

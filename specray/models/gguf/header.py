@@ -49,7 +49,6 @@ class TensorEntry:
 
     @property
     def num_values(self) -> int:
-        """Numbers in the tensor."""
         return prod(self.shape)
 
 
@@ -70,7 +69,6 @@ class GgufHeader:
 
     @property
     def num_values(self) -> int:
-        """Numbers in all tensors together."""
         return sum(tensor.num_values for tensor in self.tensors)
 
     def tensor(self, name: str) -> TensorEntry | None:

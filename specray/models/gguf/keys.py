@@ -118,11 +118,9 @@ class Keys:
         return shortest(float(value))
 
     def flag(self, name: str, default: bool) -> bool:
-        """A truth value."""
         return bool(self._take(name, default, lambda value: type(value) is bool, "true or false"))
 
     def text(self, name: str, default: str, allowed: tuple[str, ...]) -> str:
-        """One of some words."""
         return str(self._take(name, default, lambda value: value in allowed, ", ".join(allowed)))
 
     def expect(self, name: str, *allowed: Single) -> None:
@@ -132,7 +130,6 @@ class Keys:
             self._take(name, None, lambda value: _is_one_of(value, allowed), words)
 
     def has_tensor(self, name: str) -> bool:
-        """Whether the file has a tensor of that name."""
         return self.header.tensor(name) is not None
 
     def floats(self, name: str, count: int) -> tuple[float, ...] | None:
@@ -144,7 +141,6 @@ class Keys:
         return values if values is None else tuple(map(shortest, values))
 
     def unfit(self, name: str, value: Value | None, allowed: str) -> UnfitError:
-        """The error that names a key, its value and what is allowed."""
         problem = "is missing" if value is None else f"is {_shown(value)}"
         return UnfitError(f"{self._prefix}{name} {problem}; allowed: {allowed}")
 
@@ -193,7 +189,6 @@ def _is_one_of(value: Value, allowed: tuple[Single, ...]) -> bool:
 
 
 def _shown(value: Value) -> str:
-    """A value for messages, on one line."""
     if isinstance(value, LongArray):
         return f"an array of {value.count}"
     text = repr(list(value) if isinstance(value, tuple) else value)

@@ -45,7 +45,6 @@ def read_rope(
 
 
 def _scaling(keys: Keys, original: int) -> dict[str, Any]:
-    """Scaling that numbers of the header describe; empty: there is none."""
     # llama.cpp takes a factor without a kind for a linear one.
     kind = keys.text("rope.scaling.type", "linear", _KINDS)
     old = keys.number("rope.scale_linear", 0.0, above=-1e-9)

@@ -89,12 +89,10 @@ def sizes_of(sizes: Sizes) -> Config:
 
 
 def rms_norm_eps(keys: Keys, name: str = "rms_norm_eps") -> Config:
-    """What is added to the mean square under the root of a norm."""
     return {name: keys.number("attention.layer_norm_rms_epsilon", above=-1e-12)}
 
 
 def layer_norm_eps(keys: Keys, name: str) -> Config:
-    """What is added to the variance under the root of a norm."""
     return {name: keys.number("attention.layer_norm_epsilon", above=-1e-12)}
 
 

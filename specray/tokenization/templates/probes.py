@@ -78,7 +78,6 @@ class TemplateProbe:
 
     @functools.cached_property
     def turns(self) -> AssistantTurns:
-        """How the template takes the assistant's messages."""
         return AssistantTurns(self._render)
 
     def turn_end(self, names: Collection[str]) -> str | None:
@@ -97,7 +96,6 @@ class TemplateProbe:
 
     @functools.cached_property
     def _inside_turns(self) -> str:
-        """What the template writes between reasoning and content, and between content and a call."""
         reasoned = self._render([_USER, {**_ASSISTANT, "reasoning_content": _THOUGHT, "thinking": _THOUGHT}])
         inside = _between(reasoned, _THOUGHT, _ANSWER)
         forms: tuple[object, ...] = ({}, "{}")

@@ -53,7 +53,6 @@ class AssistantTurns:
         return _NAMES[1] in self._written({}, num_calls=2) or _NAMES[0] not in self._written({})
 
     def _written(self, fields: Mapping[str, str], *, num_calls: int = 1) -> str:
-        """What the template writes of a message with calls; empty: it refuses it."""
         user = {"role": "user", "content": "probe-question"}
         for arguments in ({"probe": "a"}, '{"probe": "a"}'):
             calls = [
@@ -71,7 +70,6 @@ class AssistantTurns:
 
 
 def _with_single_calls(messages: Sequence[Message]) -> Iterator[Message]:
-    """The conversation with a message for each call, followed by the result of that call."""
     place = 0
     while place < len(messages):
         message, place = messages[place], place + 1
@@ -93,6 +91,5 @@ def _with_single_calls(messages: Sequence[Message]) -> Iterator[Message]:
 
 
 def _result(results: Sequence[Message], call: Mapping[str, Any]) -> list[Message]:
-    """The result of a call, if there is one: by its id, or where none is given by its place."""
     named = [result for result in results if "id" in call and result.get("tool_call_id") == call["id"]]
     return (named or [result for result in results if "tool_call_id" not in result])[:1]

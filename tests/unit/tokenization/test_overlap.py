@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specray.tokenization.overlap import difference
+from specray.tokenization.pair import difference
 
 TARGET = {"<s>": 0, "a": 1, "b": 2, "c": 3}
 

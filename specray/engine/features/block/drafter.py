@@ -78,7 +78,6 @@ class BlockFuser:
         self._dtype = parts.dtype
 
     def fuse(self, features: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """See ``base.Fuser``."""
         rows = [features[layer].to(self._dtype) for layer in self.feature_layers]
         return self._norm(self._fc(torch.cat(rows, -1)))
 
@@ -144,16 +143,13 @@ class BlockDrafter:
         """What the confidence head reads of the last step's rows."""
 
     def fuse(self, features: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """See ``base.FeatureDrafter``."""
         return self._fuser.fuse(features)
 
     def read(self, store: FeatureStore, context: Context) -> None:
-        """See ``base.FeatureDrafter``."""
         for pieces in _passes([context]):
             self._catch_up(store, pieces)
 
     def start(self, store: FeatureStore, contexts: Sequence[Context]) -> torch.Tensor:
-        """See ``base.FeatureDrafter``."""
         for pieces in _passes(contexts):
             self._catch_up(store, pieces)
         block = self._run(contexts).view(len(contexts), self._layout.block_size, -1)
@@ -166,14 +162,12 @@ class BlockDrafter:
         return self._draw(own, [1] * len(own), [context.token_ids[-1] for context in contexts], own)
 
     def advance(self, continued: Sequence[Continued]) -> torch.Tensor:
-        """See ``base.FeatureDrafter``."""
         own = self._shared.advance(continued)
         token_ids = [token for each in continued for token in each.token_ids]
         sources = [source for each in continued for source in each.sources]
         return self._draw(own, [len(each.sources) for each in continued], token_ids, sources)
 
     def acceptance(self) -> list[float] | None:
-        """See ``base.FeatureDrafter``."""
         if self._confidence is None:
             return None
         weight, bias = self._confidence
@@ -229,7 +223,6 @@ class BlockDrafter:
         return logits[:, depth - first]
 
     def _catch_up(self, store: FeatureStore, pieces: Sequence[_Piece]) -> None:
-        """Writes keys and values of what the target has computed."""
         device, size = self._parts.device, self._cache.block_size
         slots = [
             sequence_slots(each.context.block_ids, each.first, each.end, size, device) for each in pieces
@@ -253,7 +246,6 @@ class BlockDrafter:
             self._cache.write(index, places, heads)
 
     def _run(self, contexts: Sequence[Context]) -> torch.Tensor:
-        """What leaves the final norm, block after block."""
         device, layout, size = self._parts.device, self._layout, self._layout.block_size
         lengths = torch.tensor([len(context.token_ids) - 1 for context in contexts], device=device)
         positions = (lengths[:, None] + torch.arange(size, device=device)).flatten()
@@ -309,7 +301,6 @@ class BlockDrafter:
 
 
 def _passes(contexts: Sequence[Context]) -> Iterator[list[_Piece]]:
-    """What is to be caught up with, in passes of bounded size."""
     pieces: list[_Piece] = []
     room = _MAX_ROWS
     for context in contexts:

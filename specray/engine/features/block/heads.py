@@ -46,12 +46,10 @@ class MarkovTensors:
 
     @property
     def rank(self) -> int:
-        """Numbers of an embedding."""
         return self.embedding.shape[1]
 
     @property
     def num_weights(self) -> int:
-        """Numbers of the tensors that are held."""
         joint = 0 if self.joint is None else self.joint[0].numel()
         return self.embedding.numel() + self.output.numel() + joint
 
@@ -110,7 +108,6 @@ class MarkovHead:
         self._joint = None if tensors.joint is None else lowering.linear(tensors.joint)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings of the tokens before some rows."""
         return F.embedding(token_ids, self._embedding)
 
     def step(

@@ -106,13 +106,11 @@ class BlockLayout:
         return 4 * max(HEAD_ROWS, max_num_seqs) * num_logits
 
     def bytes_per_token(self, item_bytes: int) -> int:
-        """Bytes of features and K/V that one token takes."""
         keys_values = 2 * self.attention.num_key_value_heads * self.attention.head_dim
         return item_bytes * (self.hidden_size + len(self.layers) * keys_values)
 
     @property
     def feature_size(self) -> int:
-        """Numbers that are stored of each token's features."""
         return self.hidden_size
 
     @property
@@ -131,7 +129,6 @@ def is_block(files: DrafterFiles) -> bool:
 
 
 def _called(files: DrafterFiles) -> list[str]:
-    """What the configuration calls the drafter, in small letters."""
     config = files.config
     named = config.get("architectures")
     names = [config.get("speculators_model_type"), *(named if isinstance(named, list) else [])]
@@ -207,7 +204,6 @@ class _Reader:
         )
 
     def _value(self, name: str, default: Any) -> Any:
-        """The surest value of a field."""
         found = [section[name] for section in self._sections if section.get(name) is not None]
         return found[0] if found else default
 
@@ -256,7 +252,6 @@ class _Reader:
         return first[1]
 
     def _mask_embedding(self, hidden: int) -> torch.Tensor | None:
-        """The mask's own embedding, in whichever shape it is stored; None: there is none."""
         files, name = self._files, "mask_embedding"
         tensor = files.tensors.get(name)
         if tensor is None:

@@ -70,18 +70,15 @@ class ChainedDrafter(ABC):
         self._recycled = rows
 
     def start(self, store: FeatureStore, contexts: Sequence[Context]) -> torch.Tensor:
-        """See ``base.FeatureDrafter``."""
         last = self._catch_up(store, contexts)
         return self._finish(self._run_entries(store, last)[self._last_rows(last)])
 
     def read(self, store: FeatureStore, context: Context) -> None:
-        """See ``base.FeatureDrafter``."""
         first, end = max(FIRST_ENTRY, context.num_valid), len(context.token_ids)
         for start in range(first, end, MAX_ROWS):
             self._run_entries(store, [Entries(context, start, min(end, start + MAX_ROWS))])
 
     def advance(self, continued: Sequence[Continued]) -> torch.Tensor:
-        """See ``base.FeatureDrafter``."""
         device = self._parts.device
         rows: list[SequenceRows] = []
         positions: list[int] = []
@@ -100,11 +97,9 @@ class ChainedDrafter(ABC):
         return self._finish(output)
 
     def acceptance(self) -> list[float] | None:
-        """See ``base.FeatureDrafter``."""
         return None
 
     def _catch_up(self, store: FeatureStore, contexts: Sequence[Context]) -> list[Entries]:
-        """Runs what does not fit a pass with the others; what is left, the last entry of each among it."""
         most = max(1, MAX_ROWS // len(contexts))
         last: list[Entries] = []
         for context in contexts:
@@ -118,7 +113,6 @@ class ChainedDrafter(ABC):
         return last
 
     def _last_rows(self, pieces: Sequence[Entries]) -> torch.Tensor:
-        """Rows of the last entries."""
         ends, at = [], -1
         for entries in pieces:
             at += entries.end - entries.first
@@ -150,7 +144,6 @@ class ChainedDrafter(ABC):
         )
 
     def _num_masks(self, context: Context) -> int:
-        """Masks behind the last entry of a sequence."""
         return 0
 
     def _mask(self) -> tuple[int, torch.Tensor]:

@@ -51,7 +51,6 @@ class MtpDrafter(ChainedDrafter):
         )
 
     def fuse(self, features: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """See ``base.FeatureDrafter``."""
         return features[self.feature_layers[0]].to(self._parts.dtype)
 
     def _forward(

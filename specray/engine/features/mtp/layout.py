@@ -99,12 +99,10 @@ class MtpLayout:
     drops_first: bool
 
     def bytes_per_token(self, item_bytes: int) -> int:
-        """Bytes of features and K/V that one token takes."""
         return item_bytes * (self.hidden_size + self.forward.cache_shape.num_numbers)
 
     @property
     def feature_size(self) -> int:
-        """Numbers that are stored of each token's features."""
         return self.hidden_size
 
     @property
@@ -115,7 +113,6 @@ class MtpLayout:
 
     @property
     def num_weights(self) -> int:
-        """Numbers of the tensors that are held."""
         layer = sum(weight.numel() for weight in self.forward.model.parameters())
         return self.projection.numel() + layer
 
@@ -191,7 +188,6 @@ class _Reader:
         )
 
     def _naming(self) -> _Naming:
-        """The family's names, with the layer's number."""
         shapes, first = self._weights.shapes, self._target.num_layers
         namings = [self._numbered(each, first) for each in _NAMINGS.values()]
         found = [each for each in namings if each.projection in shapes]
@@ -234,7 +230,6 @@ class _Reader:
         return self._weights.take(name)
 
     def _check_copies(self, naming: _Naming) -> None:
-        """Raises ConfigError for a head or an embedding of the layer's own."""
         shapes = self._weights.shapes
         for name in naming.copies:
             if name not in shapes:

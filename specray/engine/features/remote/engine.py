@@ -103,7 +103,6 @@ class FeatureDraftEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """See ``interfaces.SyncDraftEngine``."""
         return replace(
             self._info,
             num_blocks_in_use=self._num_blocks - self._allocator.num_free,
@@ -189,7 +188,6 @@ class FeatureDraftEngine:
         return _Task(item, sequence, growing=begin(request, num_wanted, self._drafting.rank_acceptance))
 
     def _take(self, sequence: EngineSequence, first: int, rows: torch.Tensor) -> None:
-        """Stores features that come next, of tokens that are told; behind a gap they are of no use."""
         start, end = sequence.num_computed_tokens, min(first + len(rows), sequence.num_tokens)
         if first > start or start >= end:
             return

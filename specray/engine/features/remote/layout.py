@@ -24,7 +24,6 @@ class LastHidden:
         self._dtype = parts.dtype
 
     def fuse(self, features: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """See ``base.Fuser``."""
         return features[self.feature_layers[0]].to(self._dtype)
 
 

@@ -144,7 +144,6 @@ def _grouped(
 def _spread(
     values: Tensor, shape: torch.Size, block: tuple[int, int] | None, group_size: int | None
 ) -> Tensor:
-    """Scales or zero points in a shape that fits the weight's."""
     rows, columns = shape
     if block is not None:
         if values.shape == (-(-rows // block[0]), -(-columns // block[1])):

@@ -48,7 +48,6 @@ class Rule:
 
     @classmethod
     def of_all(cls, layer: LayerFormat) -> Rule:
-        """The rule of all layers of which no other speaks."""
         return cls(re.compile(""), layer, _LAST)
 
 

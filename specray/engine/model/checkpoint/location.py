@@ -89,7 +89,6 @@ def read_config(directory: Path) -> dict[str, Any] | None:
 
 
 def _snapshot(path: str, patterns: Sequence[str], revision: str | None = None) -> Path | None:
-    """A directory of the hub's cache with the files of these names, as far as they exist."""
     from huggingface_hub import snapshot_download
 
     try:

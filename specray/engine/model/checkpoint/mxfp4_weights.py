@@ -10,9 +10,8 @@ from pathlib import Path
 
 import torch
 
-from specray.engine.model.checkpoint.named_weights import NamedWeights
 from specray.engine.model.checkpoint.safetensors_files import SafetensorsWeights
-from specray.engine.model.checkpoint.source import Part
+from specray.engine.model.checkpoint.source import NamedWeights, Part
 from specray.engine.model.checkpoint.stored_format import BLOCKS_SUFFIX, SCALES_SUFFIX
 from specray.errors import ConfigError
 

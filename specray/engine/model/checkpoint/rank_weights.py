@@ -23,12 +23,10 @@ class RankWeights:
     parallel: ParallelContext | None
 
     def whole(self, name: str) -> torch.Tensor:
-        """A small weight that stays as it is."""
         return self.weights.take(name).clone()
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank adds what is added once to the sum of all."""
         return self.parallel is None or self.parallel.rank == 0
 
     def share(self, name: str, total: int, *, dim: int, first: int | None = None) -> torch.Tensor:

@@ -58,7 +58,6 @@ class SafetensorsWeights:
             raise self._unreadable(error) from None
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Gives tensors the names under which they are taken: new name to the file's own."""
         self._places = {name: self._places[stored] for name, stored in names.items()}
         self.shapes = {name: self.shapes[stored] for name, stored in names.items()}
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from specray.engine.model.checks.weights import check_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +35,30 @@ class WeightSource(Protocol):
         ...
 
 
-class InMemoryWeights:
-    """Implements :class:`WeightSource` over tensors that are there already."""
+class NamedWeights(ABC):
+    """Weights by name, which may be changed.
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
+    Args:
+        path: name of the checkpoint for messages.
+        shapes: of every weight, by its first name.
+    """
+
+    def __init__(self, path: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._path = path
+        self.shapes = dict(shapes)
+        """Every weight, by its present name."""
+        self._names = {name: name for name in shapes}
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        self._names = {name: self._names[present] for name, present in names.items()}
+        self.shapes = {name: self.shapes[present] for name, present in names.items()}
 
     def take(self, name: str, part: Part | None = None) -> torch.Tensor:
-        tensor = self._tensors[name]
-        if part is not None:
-            tensor = tensor.narrow(part.dim, part.start, part.stop - part.start)
-        return tensor.contiguous()
+        """A weight, or a part of it. Raises ConfigError for one that is damaged or not finite."""
+        tensor = self.read(name, part)
+        check_weight(self._path, name, tensor)
+        return tensor
+
+    @abstractmethod
+    def read(self, name: str, part: Part | None = None) -> torch.Tensor:
+        """Returns a tensor as :meth:`take` does, without a look at its values."""

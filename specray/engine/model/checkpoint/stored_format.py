@@ -49,7 +49,6 @@ _MARKS = frozenset({*SCALES, "weight_packed", "qweight"}) | _MXFP4_BLOCKS
 
 
 def is_mark(name: str) -> bool:
-    """Whether a tensor tells a quantised layer from a plain one."""
     return name.rpartition(".")[2] in _MARKS
 
 
@@ -126,7 +125,6 @@ _COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized", "pack-quan
 
 
 def _group(group: Mapping[str, Any], format: object) -> LayerFormat:
-    """What one of ``config_groups`` says of its layers' weights."""
     weights = group.get("weights")
     if not isinstance(weights, Mapping):
         raise UnreadFormatError("config_groups without weights")
@@ -220,7 +218,6 @@ def _names(name: str, value: object) -> tuple[str, ...]:
 
 
 def _also_needed(weights: Mapping[str, Any]) -> frozenset[str]:
-    """What layers of compressed-tensors have with zero points, or with groups in an order of their own."""
     zero_points = () if weights.get("symmetric", True) else (ZERO_POINT,)
     order = ("weight_g_idx",) if weights.get("actorder") in ("group", "dynamic", True) else ()
     return frozenset((*zero_points, *order))

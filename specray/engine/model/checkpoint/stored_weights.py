@@ -8,9 +8,8 @@ import torch
 
 from specray.engine.model.checkpoint import dequantise
 from specray.engine.model.checkpoint.layer_formats import StoredFormat
-from specray.engine.model.checkpoint.named_weights import NamedWeights
 from specray.engine.model.checkpoint.safetensors_files import SafetensorsWeights
-from specray.engine.model.checkpoint.source import Part
+from specray.engine.model.checkpoint.source import NamedWeights, Part
 from specray.engine.model.checkpoint.stored_format import (
     NEEDED,
     PARTS,
@@ -82,7 +81,6 @@ class StoredWeights(NamedWeights):
         return sorted({name.rpartition(".")[0] for name in self._files.shapes if is_mark(name)})
 
     def _kind(self, layer: str) -> str:
-        """The layout of a layer, whose parts must all be there."""
         has = self._files.shapes
         if f"{layer}.qweight" in has:
             kind = "awq" if self._stored.method == "awq" else "gptq"
@@ -99,7 +97,6 @@ class StoredWeights(NamedWeights):
         return kind
 
     def _shape(self, layer: str) -> tuple[int, ...]:
-        """Shape of a layer's dequantised weight, from the files' headers."""
         shapes, kind = self._files.shapes, self._kind(layer)
         if kind == "scaled":
             return shapes[f"{layer}.weight"]

@@ -86,7 +86,6 @@ def _check_ids(ids: NDArray[np.int64], vocab_size: int, what: str) -> None:
 
 
 def _as_ids(values: Any, what: str) -> NDArray[np.int64]:
-    """A list of whole numbers as an array."""
     try:
         array = np.asarray(values)
     except ValueError:  # Rows of different lengths.
@@ -97,7 +96,6 @@ def _as_ids(values: Any, what: str) -> NDArray[np.int64]:
 
 
 def _read_file(file: Path) -> Any:
-    """What a file of ids holds."""
     try:
         if file.suffix == ".npy":
             return np.load(file, allow_pickle=False)
@@ -117,7 +115,6 @@ def _only_tensor(file: Path) -> Any:
 
 
 def _read_offsets(path: str, directory: Path, entry: str | None) -> Any:
-    """The tensor with the ids; None: no file holds it."""
     for file in weight_files(directory, entry):
         try:
             with safe_open(str(file), framework="np") as opened:

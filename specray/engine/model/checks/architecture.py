@@ -103,8 +103,6 @@ def _sample(model: PreTrainedModel, length: int) -> _Sample:
 
 @torch.inference_mode()
 def _expected(model: PreTrainedModel, sample: _Sample) -> list[torch.Tensor]:
-    """The library's logits of ``first``, ``second`` and each branch, one row for each token."""
-
     def plain(tokens: Sequence[int]) -> torch.Tensor:
         logits: torch.Tensor = model(torch.tensor([tokens], device=model.device), use_cache=False).logits[0]
         return logits.float()

@@ -160,7 +160,6 @@ class _Section(NamedTuple):
 
 
 def _section_in_config(config: Mapping[str, Any]) -> _Section | None:
-    """Looks into the parts of a multimodal configuration as well."""
     for key in CONFIG_KEYS:
         value = config.get(key)
         if isinstance(value, Mapping) and value:

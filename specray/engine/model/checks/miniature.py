@@ -218,13 +218,11 @@ def _cut_layers(config: PreTrainedConfig, most: int) -> None:
 
 
 def _overrides(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:
-    """Fields that some layers have of their own, by layer."""
     spec = vars(config).get("_heterogeneity_spec")
     return {} if spec is None else dict(spec.per_layer_overrides)
 
 
 def _override(config: PreTrainedConfig, overrides: dict[int, dict[str, Any]]) -> None:
-    """Gives layers fields of their own, and no others."""
     if "_heterogeneity_spec" in vars(config):
         config.per_layer_config = None
         by_layer: dict[int | str, dict[str, Any]] = dict(overrides.items())
@@ -279,7 +277,6 @@ def _shrink_heads(config: PreTrainedConfig) -> None:
 
 
 def _shorten_rope_factors(config: PreTrainedConfig) -> None:
-    """Factors by frequency, of which there are fewer now."""
     rope = _own(config, "rope_parameters")
     if not isinstance(rope, dict):
         return
@@ -344,6 +341,5 @@ def _randomise(model: PreTrainedModel) -> None:
 
 
 def token_ids(count: int, *, seed: int, config: Any) -> list[int]:
-    """Random tokens of a miniature's vocabulary, none of them special."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(2, int(config.vocab_size), (count,), generator=generator).tolist()

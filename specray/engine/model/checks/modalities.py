@@ -36,7 +36,6 @@ def needs_other_parts(config: PreTrainedConfig) -> bool:
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """The library's class that loads a model."""
     return AutoModelForImageTextToText if needs_other_parts(config) else AutoModelForCausalLM
 
 

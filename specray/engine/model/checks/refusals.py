@@ -115,6 +115,5 @@ def window_refusal(config: Any, windows: Sequence[int | None], *, max_model_len:
 
 
 def refusal_of(config: Any, *, max_model_len: int) -> str | None:
-    """:func:`known_refusal` as a sentence that names the model's type."""
     reason = known_refusal(config, max_model_len=max_model_len)
     return None if reason is None else f"model type {config.model_type!r} is not supported: {reason}"

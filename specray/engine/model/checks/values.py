@@ -49,7 +49,6 @@ def _check_layers(path: str, values: Mapping[str, Any]) -> None:
 
 
 def _rope_kinds(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The kinds of rotary embeddings that a part of a configuration names, with the fields' names."""
     for field in _ROPE_FIELDS:
         rope = values.get(field)
         if not isinstance(rope, Mapping):

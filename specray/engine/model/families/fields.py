@@ -134,7 +134,6 @@ def rope_formula(given: Mapping[str, Any], max_position_embeddings: int) -> Rope
 
 
 def _number(values: dict[str, Any], name: str) -> float:
-    """Takes a number above zero out of the values."""
     value = values.pop(name, None)
     if not is_number(value) or not value > 0:
         raise NotUnderstoodError(name)

@@ -222,7 +222,6 @@ def _windows(config: Any) -> tuple[int | None, ...]:
 
 
 def _ropes(config: Any, max_model_len: int) -> tuple[Rope, tuple[tuple[int, Rope | None], ...]]:
-    """Rotary embeddings of most layers, and those of the layers that have their own."""
     if config.model_type == "gemma3_text":
         # A model need not have layers of both kinds.
         full, sliding = (

@@ -61,12 +61,10 @@ class LayerCache:
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        """Takes the state behind the tokens of this call."""
         self.state.recurrent[state_idx] = recurrent_states
         return recurrent_states
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Whether there were tokens before."""
         return bool(self.state.conv or self.state.recurrent)
 
     def is_recording_past(self, layer_idx: int) -> bool:
@@ -106,7 +104,6 @@ class _Piece(NamedTuple):
         return self.last - self.first, self.start > 0
 
     def state_of(self, layer: int) -> LayerState:
-        """The state from which it goes on."""
         sequence = self.sequence
         if self.start == 0:
             return LayerState()
@@ -153,7 +150,6 @@ class RecurrentLayers:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Stands for a module's forward. Outside of a step the library's own caches are left alone."""
         if not self._batches:
             return inner(hidden_states, *args, **kwargs)
         if args:
@@ -173,7 +169,6 @@ class RecurrentLayers:
 
 
 def _batches(sequences: Sequence[_Sequence]) -> list[list[_Piece]]:
-    """The pieces of a step's rows in the order in which they can run, those of a kind together."""
     first: dict[tuple[int, bool], list[_Piece]] = {}
     second: dict[tuple[int, bool], list[_Piece]] = {}
     for sequence in sequences:
@@ -222,18 +217,15 @@ class _Watch(DynamicCache):
         ]
 
     def remove(self) -> None:
-        """Takes the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Notes the running module, and does what the library's cache does."""
         self._note()
         found: torch.Tensor = super().update_conv_state(*args, **kwargs)
         return found
 
     def update_recurrent_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Notes the running module, and does what the library's cache does."""
         self._note()
         found: torch.Tensor = super().update_recurrent_state(*args, **kwargs)
         return found

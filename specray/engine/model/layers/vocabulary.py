@@ -76,5 +76,4 @@ class GatheredHead:
             out.copy_(self.local(rows))
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits of all ranks."""
         return self.parallel.all_gather(logits, self.num_logits)

@@ -23,13 +23,11 @@ class WeightFormats:
 
     @classmethod
     def of(cls, config: EngineConfig) -> WeightFormats:
-        """The formats that an engine's settings ask for."""
         layers, head = Quantization(config.quantization), Quantization(config.lm_head_quantization)
         return cls(layers, head, config.quantize_embedding)
 
     @property
     def is_plain(self) -> bool:
-        """True if nothing is quantised."""
         return self.layers is Quantization.NONE and self.head is Quantization.NONE
 
     def setting(self) -> str:

@@ -234,7 +234,6 @@ def narrow_kernel(
 
 @triton.jit
 def _find_equal(row_logits, divisor, order, wanted, vocab_size, LANES: tl.constexpr):
-    """The token id of the number that is the ``wanted``-th of an order, counted from 1."""
     lane = tl.arange(0, LANES)
     seen = tl.full([], 0, tl.int32)
     found = tl.full([], 0, tl.int32)

@@ -27,7 +27,6 @@ def load_number(row_logits, token, end, divisor, threshold, last_tied, HAS_CUT: 
 
 @triton.jit
 def _take(score, token, highest, chosen, total, IS_JUDGED: tl.constexpr):
-    """The better of a lane's best token so far and another, later one."""
     is_better = score > highest
     if IS_JUDGED:
         higher = tl.where(is_better, score, highest)
@@ -208,7 +207,6 @@ def join_sums_kernel(highest, sums, largest, total, num_splits, SPLITS: tl.const
 
 @triton.jit
 def _score_residual(number, taken, word, anchor, total):
-    """Scores of the residual distribution and of the row's own."""
     prob = tl.exp(number.to(tl.float64) - anchor) / total
     left = prob - taken
     noise = gumbel_of(word)

@@ -97,7 +97,6 @@ def _plan_repetition(upload: Upload, blocks: Sequence[_Block], vocab_size: int) 
 
 
 def _plan_counts(upload: Upload, blocks: Sequence[_Block], vocab_size: int) -> Edit | None:
-    """Frequency and presence penalties."""
     own = [block for block in blocks if block.group.state.output_counts is not None]
     if not own:
         return None
@@ -189,7 +188,6 @@ def _tallied(
 
 
 def _pairs(group: RowGroup) -> tuple[_Ints, _Ints]:
-    """Each row with each token under verification that it follows."""
     if group.parents is None:
         return np.tril_indices(group.num_rows, -1)
     pairs = [(row, index) for row in range(group.num_rows) for index in group.path(row)]
@@ -287,7 +285,6 @@ def _plan_grammars(upload: Upload, blocks: Sequence[_Block], vocab_size: int) ->
 
 
 def _places(rows: _Ints, token_ids: Sequence[int], vocab_size: int) -> _Ints:
-    """Indices of some tokens of each row among all logits."""
     return (rows[:, None] * vocab_size + np.array(token_ids, dtype=np.int64)).reshape(-1)
 
 

@@ -104,16 +104,13 @@ class TorchKernels:
     """Implements :class:`Kernels` with torch's operators, on any device."""
 
     def words(self, keys: Tensor, token_ids: Tensor) -> Tensor:
-        """See :class:`Kernels`."""
         return philox_words_at(keys, token_ids)
 
     def gumbel(self, keys: Tensor, vocab_size: int) -> Tensor:
-        """See :class:`Kernels`."""
         token_ids = torch.arange(vocab_size, device=keys.device).expand(len(keys), vocab_size)
         return gumbel_from_words(philox_words_at(keys, token_ids)).masked_fill_(keys[:, 2:] == NO_NOISE, 0.0)
 
     def cut(self, logits: Tensor, rows: RowTable) -> Cut:
-        """See :class:`Kernels`."""
         numbers, vocab_size = divided(logits, rows), logits.shape[1]
         values = numbers.sort(dim=-1, descending=True).values
         size = torch.where(rows.top_k > 0, rows.top_k.clamp(max=vocab_size), vocab_size)[:, None]
@@ -140,7 +137,6 @@ class TorchKernels:
     def draw(
         self, logits: Tensor, rows: RowTable, cut: Cut | None, *, is_judged: bool
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`Kernels`."""
         scores = processed(logits, rows, cut) + self.gumbel(rows.keys, logits.shape[1])
         tokens = scores.argmax(-1)
         if not is_judged:
@@ -150,13 +146,11 @@ class TorchKernels:
         return tokens, spread.amax(-1) - spread.logsumexp(-1)
 
     def draw_best(self, logits: Tensor, rows: RowTable, first_token_id: int) -> tuple[Tensor, Tensor]:
-        """See :class:`Kernels`."""
         noise = self.gumbel(rows.keys, first_token_id + logits.shape[1])[:, first_token_id:]
         scores, token_ids = (divided(logits, rows) + noise).max(-1)
         return scores, token_ids + first_token_id
 
     def sums(self, logits: Tensor, rows: RowTable, cut: Cut | None) -> tuple[Tensor, Tensor]:
-        """See :class:`Kernels`."""
         numbers = processed(logits, rows, cut)
         largest = numbers.amax(-1)
         return largest, (numbers.double() - largest.double()[:, None]).exp().sum(-1)
@@ -169,7 +163,6 @@ class TorchKernels:
         sums: tuple[Tensor, Tensor],
         residuals: Residuals,
     ) -> Tensor:
-        """See :class:`Kernels`."""
         own = residuals.rows
         numbers = processed(logits, rows, cut).index_select(0, own).double()
         largest, total = (each.index_select(0, own)[:, None] for each in sums)

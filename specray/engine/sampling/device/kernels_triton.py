@@ -52,7 +52,6 @@ class TritonKernels:
         self._cut_lanes = cut_lanes
 
     def words(self, keys: Tensor, token_ids: Tensor) -> Tensor:
-        """See ``kernels.Kernels``."""
         num_rows, width = token_ids.shape
         token_ids = token_ids.contiguous()
         out = torch.empty_like(token_ids)
@@ -61,14 +60,12 @@ class TritonKernels:
         return out
 
     def gumbel(self, keys: Tensor, vocab_size: int) -> Tensor:
-        """See ``kernels.Kernels``."""
         out = torch.empty(len(keys), vocab_size, dtype=torch.float64, device=keys.device)
         grid = (len(keys), triton.cdiv(vocab_size, 4 * self._lanes))
         gumbel_kernel[grid](keys.contiguous(), out, vocab_size, LANES=self._lanes)
         return out
 
     def cut(self, logits: Tensor, rows: RowTable) -> Cut:
-        """See ``kernels.Kernels``."""
         num_rows, vocab_size = logits.shape
         num_splits, split_size = self._splits(num_rows, vocab_size, NUM_LOADS * self._cut_lanes)
         device, num_slots = logits.device, 2 * SEARCH_STEPS * num_rows
@@ -98,7 +95,6 @@ class TritonKernels:
     def draw(
         self, logits: Tensor, rows: RowTable, cut: Cut | None, *, is_judged: bool
     ) -> tuple[Tensor, Tensor]:
-        """See ``kernels.Kernels``."""
         num_rows, vocab_size = logits.shape
         num_splits, split_size = self._splits(num_rows, vocab_size, 4 * self._lanes)
         best, where = self._parts(num_rows, num_splits, logits.device)
@@ -123,7 +119,6 @@ class TritonKernels:
         return tokens, leads
 
     def draw_best(self, logits: Tensor, rows: RowTable, first_token_id: int) -> tuple[Tensor, Tensor]:
-        """See ``kernels.Kernels``."""
         num_rows, vocab_size = logits.shape
         num_splits, split_size = self._splits(num_rows, vocab_size, 4 * self._lanes)
         best, where = self._parts(num_rows, num_splits, logits.device)
@@ -136,7 +131,6 @@ class TritonKernels:
         return scores[:, 0], where.gather(1, split)[:, 0].long() + first_token_id
 
     def sums(self, logits: Tensor, rows: RowTable, cut: Cut | None) -> tuple[Tensor, Tensor]:
-        """See ``kernels.Kernels``."""
         num_rows, vocab_size = logits.shape
         num_splits, split_size = self._splits(num_rows, vocab_size, 4 * self._lanes)
         sums = torch.empty(num_rows, num_splits, dtype=torch.float64, device=logits.device)
@@ -157,7 +151,6 @@ class TritonKernels:
         sums: tuple[Tensor, Tensor],
         residuals: Residuals,
     ) -> Tensor:
-        """See ``kernels.Kernels``."""
         count, vocab_size = len(residuals.rows), logits.shape[1]
         num_splits, split_size = self._splits(count, vocab_size, 4 * self._lanes)
         parts = (
@@ -188,5 +181,4 @@ class TritonKernels:
 
 
 def _cut_of(cut: Cut | None, rows: RowTable) -> tuple[Tensor, Tensor]:
-    """Arguments for the kernels; without a cut any tensors, which they do not read."""
     return (rows.divisors, rows.keys) if cut is None else (cut.thresholds, cut.last_tied)

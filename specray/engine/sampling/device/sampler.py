@@ -38,7 +38,6 @@ class DeviceSampler:
         self._max_num_draft_probs = max_num_draft_probs
 
     def verify(self, logits: Tensor, rounds: Sequence[Round]) -> list[Verified]:
-        """See ``sampler.Sampler``."""
         groups = [item.group for item in rounds]
         step = _Step(logits, groups)
         rejection = plan_rejection(step.upload, rounds)
@@ -57,7 +56,6 @@ class DeviceSampler:
     def draw(
         self, logits: Tensor, groups: Sequence[RowGroup], *, is_judged: bool = False
     ) -> list[DraftToken]:
-        """See ``sampler.Sampler``."""
         step = _Step(logits, groups)
         truncated = _plan_truncated(step.upload, groups)
         step.send()
@@ -86,7 +84,6 @@ class DeviceSampler:
         counts: Sequence[int],
         excluded: Sequence[int | None],
     ) -> list[RankedRow]:
-        """See ``sampler.Sampler``."""
         step = _Step(logits, groups, rejection_purpose=Purpose.RESIDUAL_DRAW)
         step.send()
         cut = step.cut(self._kernels)
@@ -139,7 +136,6 @@ class _Step:
         self.table: RowTable
 
     def send(self) -> None:
-        """Copies all that was planned, and applies the processors of single tokens."""
         self.sent = self.upload.send(self.logits.device)
         self.table = self._rows.table(self.sent)
         own = self.logits.float().contiguous()
@@ -155,7 +151,6 @@ class _Step:
 
 
 def _plan_truncated(upload: Upload, groups: Sequence[RowGroup]) -> tuple[Piece, Piece] | None:
-    """The rows drawn for rejection verification, and the keys of their noise; each group has one row."""
     is_own = [group.sampling.draws_by_rejection for group in groups]
     if not any(is_own):
         return None

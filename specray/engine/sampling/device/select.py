@@ -77,7 +77,6 @@ def check_kernels(kernels: Kernels, device: torch.device, *, vocab_size: int = _
 
 
 def _checked_rows(device: torch.device) -> RowTable:
-    """Rows with every setting, one of them greedy."""
     keys: list[NoiseKey | None] = [
         NoiseKey(((1 << 64) - 1) // (row + 1), 1000 * row, Purpose(row % 4)) for row in range(_NUM_ROWS)
     ]

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import shutil
 import tempfile
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from specray.engine.model.checkpoint.source import Part
 from tests.unit.engine.model.families.family import Family
 from tests.unit.engine.model.zoo import FAMILIES
 
@@ -124,6 +126,19 @@ HF: dict[str, dict[str, Any]] = {
 }
 SHARED = {name: FAMILIES[name].values for name in ("gemma2", "minicpm3", "minimax_m2", "aria_text")}
 """More of the library's, for ranks."""
+
+
+class InMemoryWeights:
+    """Implements ``source.WeightSource`` over tensors that are there already."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def take(self, name: str, part: Part | None = None) -> torch.Tensor:
+        tensor = self._tensors[name]
+        if part is not None:
+            tensor = tensor.narrow(part.dim, part.start, part.stop - part.start)
+        return tensor.contiguous()
 
 
 def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:

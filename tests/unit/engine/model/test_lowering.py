@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specray.engine.model.checkpoint.source import InMemoryWeights, Part
+from specray.engine.model.checkpoint.source import Part
 from specray.engine.model.decoder_config import DecoderConfig, RopeFormula
 from specray.engine.model.description import ModelArgs
 from specray.engine.model.layers.vocabulary import GatheredHead, ShardedEmbedding, TableEmbedding
@@ -21,7 +21,7 @@ from specray.engine.model.lowering import lower
 from specray.engine.model.operators_torch import TorchOperators
 from specray.engine.runner.parallel import ParallelContext
 from specray.errors import ConfigError
-from tests.unit.engine.model.checkpoints import write_checkpoint
+from tests.unit.engine.model.checkpoints import InMemoryWeights, write_checkpoint
 
 CPU = torch.device("cpu")
 CONFIG = DecoderConfig(

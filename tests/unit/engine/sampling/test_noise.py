@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -15,7 +16,6 @@ from specray.engine.sampling.noise import (
     Purpose,
     gumbel_from_words,
     philox_block,
-    philox_words,
     philox_words_at,
 )
 from tests.unit.engine.p_values import kolmogorov_smirnov_p_value
@@ -32,6 +32,12 @@ KEYS = [
 
 def signed(word: int) -> torch.Tensor:
     return torch.tensor(word - (1 << 64) if word >> 63 else word)
+
+
+def philox_words(keys: Sequence[NoiseKey], count: int) -> torch.Tensor:
+    """The words of :class:`PhiloxGenerator` by torch: int64 ``[len(keys), count]``."""
+    rows = [(int(signed(key.seed)), key.position, key.purpose) for key in keys]
+    return philox_words_at(torch.tensor(rows), torch.arange(count).expand(len(keys), count))
 
 
 @pytest.mark.parametrize(
@@ -66,12 +72,12 @@ def test_numpy_and_torch_forms_give_the_same_words() -> None:
     generator = PhiloxGenerator()
     for count in (1, 3, 4, 1001):
         expected = np.stack([generator.words(key, count) for key in KEYS])
-        assert np.array_equal(philox_words(KEYS, count, CPU).numpy().view(np.uint64), expected)
+        assert np.array_equal(philox_words(KEYS, count).numpy().view(np.uint64), expected)
 
 
 @pytest.mark.parametrize("token_ids", [[0], [3], [0, 1, 2, 3, 4], [2, 5, 6, 7, 400, 999]])
 def test_words_of_some_tokens_are_those_of_all(token_ids: list[int]) -> None:
-    expected = philox_words(KEYS, 1000, CPU)[:, token_ids]
+    expected = philox_words(KEYS, 1000)[:, token_ids]
     keys = torch.tensor([(signed(key.seed), key.position, key.purpose) for key in KEYS])
     chosen = torch.tensor(token_ids).expand(len(KEYS), len(token_ids))
     assert torch.equal(philox_words_at(keys, chosen), expected)
@@ -87,7 +93,7 @@ def test_source_of_some_tokens_has_their_noise() -> None:
 
 def test_numpy_and_torch_forms_give_the_same_gumbel_noise() -> None:
     rows = NoiseSource(500).gumbel(KEYS)
-    torch.testing.assert_close(rows, gumbel_from_words(philox_words(KEYS, 500, CPU)), rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(rows, gumbel_from_words(philox_words(KEYS, 500)), rtol=1e-14, atol=1e-14)
 
 
 def test_token_noise_does_not_depend_on_vocabulary_size() -> None:

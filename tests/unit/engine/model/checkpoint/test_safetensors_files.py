@@ -12,8 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from specray.engine.model.checkpoint.safetensors_files import SafetensorsWeights
-from specray.engine.model.checkpoint.source import InMemoryWeights, Part, WeightSource
+from specray.engine.model.checkpoint.source import Part, WeightSource
 from specray.errors import ConfigError
+from tests.unit.engine.model.checkpoints import InMemoryWeights
 
 TABLE = torch.arange(12, dtype=torch.float32).view(4, 3)
 ROW = torch.tensor([1.5, -2.0])

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from specray.engine.model.checkpoint.rank_weights import RankWeights
-from specray.engine.model.checkpoint.source import InMemoryWeights
 from specray.engine.model.decoder_config import Clamp, Experts, StackedNames
 from specray.engine.model.layers.expert_lowering import lower_experts
 from specray.engine.model.layers.experts import ExpertLayer
 from specray.engine.model.operators_torch import TorchOperators
 from specray.engine.runner.parallel import ParallelContext
+from tests.unit.engine.model.checkpoints import InMemoryWeights
 from tests.unit.engine.model.test_lowering import CONFIG, rank
 
 HIDDEN, INNER, NUM_EXPERTS, NUM_CHOSEN = 8, 6, 5, 3

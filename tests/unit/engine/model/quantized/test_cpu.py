@@ -18,7 +18,6 @@ from specray.engine.cpu.gemm.quantized.check import check_kernels
 from specray.engine.cpu.gemm.quantized.embedding import QuantizedEmbedding
 from specray.engine.cpu.gemm.quantized.layout import pack_panels
 from specray.engine.cpu.gemm.quantized.linear import QuantizedGate, QuantizedLinear, has_kernels
-from specray.engine.model.checkpoint.source import InMemoryWeights
 from specray.engine.model.layers.vocabulary import ShardedEmbedding
 from specray.engine.model.lowering import lower
 from specray.engine.model.operators_cpu import KernelOperators
@@ -33,7 +32,7 @@ from specray.engine.runner.parallel import ParallelContext
 from specray.errors import ConfigError
 from specray.types import SamplingParams
 from tests.unit.engine.harness import Session, generate_serial
-from tests.unit.engine.model.checkpoints import write_checkpoint
+from tests.unit.engine.model.checkpoints import InMemoryWeights, write_checkpoint
 from tests.unit.engine.model.quantized.test_formats import CONFIG
 from tests.unit.engine.trees.drafters import engine_drafter
 
