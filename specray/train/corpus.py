@@ -13,9 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-STDLIB_SOURCE = "python-stdlib"
-
-PERMISSIVE_LICENSES = frozenset(
+_PERMISSIVE_LICENSES = frozenset(
     {
         "MIT",
         "MIT-0",
@@ -94,72 +92,22 @@ class SourceFile:
     path: str
     text: str
 
-    @property
-    def key(self) -> str:
-        return f"{self.source}/{self.path}"
-
-
-@dataclass(frozen=True, slots=True)
-class SourceSummary:
-    """Counts of one distribution in the corpus."""
-
-    source: str
-    version: str
-    license: str
-    num_files: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Corpus:
-    """Deduplicated files, split by `is_held_out`."""
-
-    train: tuple[SourceFile, ...]
-    held_out: tuple[SourceFile, ...]
-    sources: tuple[SourceSummary, ...]
-
 
 @dataclass(frozen=True, slots=True)
 class _Source:
     name: str
-    version: str
-    license: str
     files: tuple[tuple[str, Path], ...]  # (path relative to the source, absolute path)
     max_bytes: int | None
 
 
-def load_corpus(config: CorpusConfig | None = None) -> Corpus:
-    """Reads the corpus that this interpreter's environment offers, in an order fixed by its content."""
-    config = config or CorpusConfig()
-    seen_contents: set[bytes] = set()
-    train: list[SourceFile] = []
-    held_out: list[SourceFile] = []
-    summaries: list[SourceSummary] = []
-    for source in _find_sources(config):
-        files = list(_read_source(source, config, seen_contents))
-        for file in files:
-            (held_out if is_held_out(file.key, config.holdout_modulus) else train).append(file)
-        num_bytes = sum(len(file.text.encode()) for file in files)
-        if files:
-            summaries.append(
-                SourceSummary(source.name, source.version, source.license, len(files), num_bytes)
-            )
-    return Corpus(tuple(train), tuple(held_out), tuple(summaries))
+def training_files(config: CorpusConfig) -> Iterator[SourceFile]:
+    """Yields this environment's files as they are read, but those of ``held_out_files``."""
+    return (file for file in _all_files(config) if not _is_held_out(file, config))
 
 
-def training_files(config: CorpusConfig | None = None) -> Iterator[SourceFile]:
-    """The corpus's training files one after the other: for who needs a few, the rest is not read."""
-    config = config or CorpusConfig()
-    seen_contents: set[bytes] = set()
-    for source in _find_sources(config):
-        for file in _read_source(source, config, seen_contents):
-            if not is_held_out(file.key, config.holdout_modulus):
-                yield file
-
-
-def is_held_out(key: str, modulus: int) -> bool:
-    """True for one key in `modulus`, by hash: stable across machines and runs."""
-    return _hash_number(key) % modulus == 0
+def held_out_files(config: CorpusConfig) -> Iterator[SourceFile]:
+    """Yields one file in ``holdout_modulus``, by the hash of its path: stable across machines and runs."""
+    return (file for file in _all_files(config) if _is_held_out(file, config))
 
 
 def permissive_license(
@@ -199,15 +147,24 @@ def _is_permissive_expression(expression: str) -> bool:
         return False
     parts = re.split(r"\s+AND\s+", expression)
     return all(
-        any(name.strip(" ()") in PERMISSIVE_LICENSES for name in re.split(r"\s+OR\s+", part))
+        any(name.strip(" ()") in _PERMISSIVE_LICENSES for name in re.split(r"\s+OR\s+", part))
         for part in parts
     )
 
 
+def _all_files(config: CorpusConfig) -> Iterator[SourceFile]:
+    seen_contents: set[bytes] = set()
+    for source in _find_sources(config):
+        yield from _read_source(source, config, seen_contents)
+
+
+def _is_held_out(file: SourceFile, config: CorpusConfig) -> bool:
+    return _hash_number(f"{file.source}/{file.path}") % config.holdout_modulus == 0
+
+
 def _find_sources(config: CorpusConfig) -> Iterator[_Source]:
     stdlib = Path(sysconfig.get_path("stdlib"))
-    version = sysconfig.get_python_version()
-    yield _Source(STDLIB_SOURCE, version, "PSF-2.0", tuple(_walk(stdlib)), None)
+    yield _Source("python-stdlib", tuple(_walk(stdlib)), None)
     distributions: dict[str, importlib.metadata.Distribution] = {
         distribution.metadata["Name"]: distribution for distribution in importlib.metadata.distributions()
     }
@@ -216,14 +173,14 @@ def _find_sources(config: CorpusConfig) -> Iterator[_Source]:
             continue
         distribution = distributions[name]
         metadata = distribution.metadata
-        license_name = permissive_license(
+        permitted = permissive_license(
             (metadata.get_all("License-Expression") or (None,))[0],
             metadata.get_all("Classifier") or (),
             (metadata.get_all("License") or (None,))[0],
         )
-        if license_name is not None:
+        if permitted is not None:
             files = tuple(_distribution_files(distribution))
-            yield _Source(name, distribution.version, license_name, files, config.max_source_bytes)
+            yield _Source(name, files, config.max_source_bytes)
 
 
 def _walk(root: Path) -> Iterator[tuple[str, Path]]:

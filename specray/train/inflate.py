@@ -19,7 +19,6 @@ from torch import nn
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from specray.errors import ConfigError
-from specray.train.shapes import to_dtype
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -174,7 +173,8 @@ def _new_model(config: LlamaConfig, *, dtype: torch.dtype, seed: int) -> LlamaFo
     """Makes a model with the library's random initialisation, without touching the global generator."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = to_dtype(LlamaForCausalLM(config), dtype)
+        model = LlamaForCausalLM(config)
+    nn.Module.to(model, dtype)
     model.train(False)
     return model
 

@@ -1,26 +1,19 @@
-"""``specray models``: fetches, lists and removes models; trains the embedded pair; inflates and trims."""
+"""``specray models``: fetches, lists and removes models; evaluates pairs; inflates and trims checkpoints."""
 
 import json
-import shlex
-import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from specray.cli import options
-
-if TYPE_CHECKING:
-    from specray.train.evaluate import PairEvaluation
+from specray.config import EMBEDDED
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Fetch, list and remove models; train and evaluate the embedded pair; inflate checkpoints; "
-    "trim vocabularies.",
+    help="Fetch, list and remove models; evaluate pairs; inflate checkpoints; trim vocabularies.",
 )
-
-EMBEDDED = "embedded"
 
 
 @app.command()
@@ -92,56 +85,6 @@ def remove(model: Annotated[str, typer.Argument(help="Name in `specray models li
 
 
 @app.command()
-def train(
-    work_dir: Annotated[
-        Path,
-        typer.Option(help="Directory of the run; the same command again goes on from there."),
-    ] = Path("specray-training"),
-    output_dir: Annotated[
-        Path | None, typer.Option(help="Directory for target/, draft/ and README.md; default: WORK_DIR/pair.")
-    ] = None,
-    target_time_budget: Annotated[
-        float | None,
-        typer.Option(help="Seconds of training; default: 4500, unless --target-steps is given."),
-    ] = None,
-    draft_time_budget: Annotated[
-        float | None,
-        typer.Option(help="Seconds of training; default: 2000, unless --draft-steps is given."),
-    ] = None,
-    sample_time_budget: Annotated[
-        float, typer.Option(help="Seconds of sampling from the target: the draft learns from it.")
-    ] = 300,
-    target_steps: Annotated[
-        int | None, typer.Option(help="Training steps of the target, instead of a time: reproducible.")
-    ] = None,
-    draft_steps: Annotated[
-        int | None, typer.Option(help="Training steps of the draft, instead of a time: reproducible.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of initial weights, data order and samples.")] = 0,
-    num_workers: Annotated[int, typer.Option(min=1, help="Threads that compute gradients.")] = 2,
-) -> None:
-    """Train target and draft on the Python source files that are installed here."""
-    from specray.train.loop import RunLimit
-    from specray.train.pipeline import pair_config, train_pair
-
-    if target_steps is None and target_time_budget is None:
-        target_time_budget = 4500
-    if draft_steps is None and draft_time_budget is None:
-        draft_time_budget = 2000
-    config = pair_config(
-        target_limit=RunLimit(target_steps, target_time_budget),
-        draft_limit=RunLimit(draft_steps, draft_time_budget),
-        sample_time_budget_s=sample_time_budget,
-        seed=seed,
-        num_workers=num_workers,
-    )
-    command = shlex.join(["specray", *sys.argv[1:]])
-    output = output_dir or work_dir / "pair"
-    evaluation = train_pair(work_dir, output, config, command=command, on_stage=_show_stage)
-    _print_evaluation(evaluation)
-
-
-@app.command()
 def evaluate(
     target: Annotated[str, typer.Option(help="Checkpoint directory, or embedded.")] = EMBEDDED,
     draft: Annotated[str, typer.Option(help="Checkpoint directory, or embedded; same tokenizer.")] = EMBEDDED,
@@ -154,12 +97,22 @@ def evaluate(
     from specray.train.evaluate import EvaluateConfig, evaluate_pair
 
     evaluation = evaluate_pair(
-        demo_target_path() if target == EMBEDDED else Path(target),
-        demo_draft_path() if draft == EMBEDDED else Path(draft),
+        str(demo_target_path()) if target == EMBEDDED else target,
+        str(demo_draft_path()) if draft == EMBEDDED else draft,
         config=EvaluateConfig(num_workers=num_workers),
-        on_stage=_show_stage,
+        on_stage=lambda stage: typer.echo(f"{stage} ...", err=True),
     )
-    _print_evaluation(evaluation)
+    text = evaluation.held_out_text
+    typer.echo(f"held-out text ({text.num_files} files, {text.num_tokens} tokens)")
+    typer.echo(f"  target  {text.target_loss:.3f} nats/token  {text.target_bits_per_byte:.3f} bits/byte")
+    typer.echo(f"  draft   {text.draft_loss:.3f} nats/token  {text.draft_bits_per_byte:.3f} bits/byte")
+    typer.echo(f"  greedy agreement {text.agreement:.3f}")
+    for name, scores in (
+        ("greedy continuations", evaluation.greedy_samples),
+        ("continuations at temperature 1", evaluation.temperature_1_samples),
+    ):
+        typer.echo(f"target's {name} ({scores.num_positions} positions)")
+        typer.echo(f"  greedy agreement {scores.agreement:.3f}  overlap {scores.overlap:.3f}")
     write_json(asdict(evaluation), json_path)
 
 
@@ -220,21 +173,3 @@ def vocabulary(
         f"wrote {output}: {len(found.token_ids)} of {vocab_size} token ids, {found.share:.2%} of "
         f"{found.num_tokens} tokens"
     )
-
-
-def _show_stage(stage: str) -> None:
-    typer.echo(f"{stage} ...", err=True)
-
-
-def _print_evaluation(evaluation: "PairEvaluation") -> None:
-    text = evaluation.held_out_text
-    typer.echo(f"held-out text ({text.num_files} files, {text.num_tokens} tokens)")
-    typer.echo(f"  target  {text.target_loss:.3f} nats/token  {text.target_bits_per_byte:.3f} bits/byte")
-    typer.echo(f"  draft   {text.draft_loss:.3f} nats/token  {text.draft_bits_per_byte:.3f} bits/byte")
-    typer.echo(f"  greedy agreement {text.agreement:.3f}")
-    for name, scores in (
-        ("greedy continuations", evaluation.greedy_samples),
-        ("continuations at temperature 1", evaluation.temperature_1_samples),
-    ):
-        typer.echo(f"target's {name} ({scores.num_positions} positions)")
-        typer.echo(f"  greedy agreement {scores.agreement:.3f}  overlap {scores.overlap:.3f}")

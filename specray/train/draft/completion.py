@@ -30,7 +30,7 @@ def complete_draft(compact: Path, target: Path, destination: Path) -> Path:
     """Writes the draft's checkpoint: its embedding and its head are products with the target's embedding.
 
     Args:
-        compact: directory that ``checkpoint.write_compact`` wrote.
+        compact: directory that ``student.write_compact`` wrote.
         target: checkpoint directory of the target that the draft was trained for.
         destination: directory to write; what is there is replaced.
 

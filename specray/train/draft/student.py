@@ -2,17 +2,24 @@
 
 A small language model is mostly embeddings. This one has none of its own: it reads the target's, projected to
 its width, and it writes through the rows of the same matrix that belong to frequent tokens. What is stored is
-the body and the two projections; beside the target's checkpoint they become an ordinary one (``completion``).
+the body and the two projections; with the target's checkpoint they become an ordinary one (``completion``).
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaModel
+
+from specray.train.draft.completion import COMPACT_WEIGHTS, embedding_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +35,7 @@ class DraftShape:
     rope_theta: float = 100_000.0
 
 
-def body_config(shape: DraftShape, *, vocab_size: int) -> LlamaConfig:
-    """Returns the configuration of the body as a Llama model."""
+def _body_config(shape: DraftShape, *, vocab_size: int) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=shape.hidden_size,
@@ -62,7 +68,7 @@ class Student(nn.Module):
         self.shape = shape
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            body = LlamaModel(body_config(shape, vocab_size=1))
+            body = LlamaModel(_body_config(shape, vocab_size=1))
         body.embed_tokens = nn.Identity()  # type: ignore[assignment]
         self.body = body
         read, write = _initial_projections(target_embedding, shape.hidden_size)
@@ -102,3 +108,27 @@ def _initial_projections(embedding: torch.Tensor, width: int) -> tuple[torch.Ten
         kept = torch.cat((kept, torch.zeros(width - len(kept), kept.shape[1], device=kept.device)))
     spread = float((sample @ kept.T).std())
     return kept / spread, (kept / (spread * width**0.5)).T.contiguous()
+
+
+def write_compact(student: Student, directory: Path, card: Mapping[str, Any]) -> None:
+    """Writes the body, the two projections, the ids, and ``training.json`` with the card of the training."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {f"model.{name}": value for name, value in student.body.state_dict().items()}
+    tensors["embedding_projection"] = student.embedding_projection
+    tensors["head_projection"] = student.head_projection
+    stored = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in tensors.items()}
+    stored["draft_ids"] = student.draft_ids.to("cpu", torch.int32)
+    save_file(stored, directory / COMPACT_WEIGHTS)
+    vocab_size, width = student.target_embedding.shape
+    config = _body_config(student.shape, vocab_size=vocab_size).to_dict()
+    config |= {
+        "architectures": ["LlamaForCausalLM"],
+        "dtype": "bfloat16",
+        "draft_vocab_size": len(student.draft_ids),
+        "target_embedding": {
+            "shape": [vocab_size, width],
+            "sha256": embedding_digest(student.target_embedding),
+        },
+    }
+    (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")
+    (directory / "training.json").write_text(json.dumps(dict(card), indent=1) + "\n", "utf-8")

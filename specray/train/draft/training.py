@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from specray.train.draft.checkpoint import write_compact
 from specray.train.draft.loss import DraftLoss, LossConfig, LossWeights, draft_loss
 from specray.train.draft.markers import TurnMarkers, turn_markers
-from specray.train.draft.student import DraftShape, Student
+from specray.train.draft.student import DraftShape, Student, write_compact
 from specray.train.draft.text import TextConfig, picked_rows, split_held_out, written_text
 from specray.train.draft.vocabulary import frequent_ids
 from specray.train.draft.writing import Written

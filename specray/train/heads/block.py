@@ -87,11 +87,10 @@ class BlockHead(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """See ``base.Head``."""
         return self
 
     def trained_anchors(self, num_tokens: int, generator: torch.Generator) -> Sequence[torch.Tensor]:
-        """See ``base.Head``: a share of the first depth's, and of these all that later depths have."""
+        """A share of the first depth's, and of these all that later depths have."""
         count = num_tokens - 1
         chosen = torch.randperm(count, generator=generator)[: max(1, round(self._anchor_share * count))]
         first = chosen.sort().values
@@ -103,7 +102,7 @@ class BlockHead(nn.Module):
         token_ids: torch.Tensor,
         anchors: Sequence[torch.Tensor],
     ) -> Sequence[DraftRows]:
-        """See ``base.Head``; the tokens between are unknown to the rows."""
+        """The tokens between are unknown to the rows."""
         context = self.hidden_norm(self.fc.join([features[layer] for layer in self.feature_layers]))
         groups = torch.split(anchors[0], max(1, _MAX_ROWS // self.block_size))
         blocks = torch.cat([self._blocks(context, token_ids, group) for group in groups], 1)
@@ -120,12 +119,11 @@ class BlockHead(nn.Module):
         return found
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """See ``base.Head``; without embedding and head, which are the target's."""
+        """Without embedding and head, which are the target's."""
         tensors = {name: tensor.detach() for name, tensor in self.named_parameters()}
         return {**tensors, "fc.weight": self.fc.written()}
 
     def config(self, target: str) -> dict[str, Any]:
-        """See ``base.Head``."""
         # Ids are of what leaves layers, one less than of what enters.
         read = {
             "mask_token_id": self._mask_id,

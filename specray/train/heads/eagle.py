@@ -70,11 +70,10 @@ class EagleHead(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """See ``base.Head``."""
         return self
 
     def trained_anchors(self, num_tokens: int, generator: torch.Generator) -> Sequence[torch.Tensor]:
-        """See ``base.Head``: all of them."""
+        """All of them."""
         return all_anchors(num_tokens, self.num_depths)
 
     def unroll(
@@ -83,7 +82,6 @@ class EagleHead(nn.Module):
         token_ids: torch.Tensor,
         anchors: Sequence[torch.Tensor],
     ) -> Sequence[DraftRows]:
-        """See ``base.Head``."""
         hidden = self.fc.join([features[layer] for layer in self.feature_layers])
         embedded = F.embedding(token_ids[:, 1:], self.target_embedding).to(hidden.dtype)
         seen: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -97,7 +95,6 @@ class EagleHead(nn.Module):
         return found
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """See ``base.Head``."""
         tensors = {name: tensor.detach() for name, tensor in self.named_parameters()}
         tensors["fc.weight"] = self.fc.written()
         tensors["lm_head.weight"] = tensors.pop("unembedding")
@@ -109,7 +106,6 @@ class EagleHead(nn.Module):
         return tensors
 
     def config(self, target: str) -> dict[str, Any]:
-        """See ``base.Head``."""
         shape = self.shape
         return {
             "architectures": ["LlamaForCausalLMEagle3"],

@@ -47,11 +47,10 @@ class MedusaHeads(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """See ``base.Head``."""
         return self
 
     def trained_anchors(self, num_tokens: int, generator: torch.Generator) -> Sequence[torch.Tensor]:
-        """See ``base.Head``: all of them."""
+        """All of them."""
         return all_anchors(num_tokens, self.num_depths)
 
     def unroll(
@@ -60,7 +59,7 @@ class MedusaHeads(nn.Module):
         token_ids: torch.Tensor,
         anchors: Sequence[torch.Tensor],
     ) -> Sequence[DraftRows]:
-        """See ``base.Head``; the tokens between are unknown to the heads."""
+        """The tokens between are unknown to the heads."""
         last = features[self.feature_layers[0]].to(self.output.dtype)
         found = []
         for block, own in zip(self.blocks, anchors, strict=False):
@@ -69,7 +68,7 @@ class MedusaHeads(nn.Module):
         return found
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """See ``base.Head``; heads without an output of their own share the target's."""
+        """Heads without an output of their own share the target's."""
         return {
             f"{depth}.0.linear.{name}": parameter.detach()
             for depth, block in enumerate(self.blocks)
@@ -77,7 +76,6 @@ class MedusaHeads(nn.Module):
         }
 
     def config(self, target: str) -> dict[str, Any]:
-        """See ``base.Head``."""
         return {
             "architectures": ["MedusaModel"],
             "base_model_name_or_path": target,

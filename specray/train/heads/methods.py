@@ -83,7 +83,6 @@ class Eagle3:
     max_draft_vocabulary: int = 12_288
 
     def make(self, target: Target) -> Head:
-        """The head of a run, as it begins."""
         head = EagleHead(
             target.model,
             draft_ids(self.name, target, self.vocabulary_share, self.max_draft_vocabulary),
@@ -96,25 +95,18 @@ class Eagle3:
 
 
 @dataclass(frozen=True, slots=True)
-class PEagle:
+class PEagle(Eagle3):
     """An EAGLE-3 head with masks."""
 
     name: ClassVar[str] = "peagle"
     title: ClassVar[str] = "An EAGLE-3 head that predicts all draft tokens at once (P-EAGLE)"
     rows_per_forward: ClassVar[int] = 1
-    is_draft: ClassVar[bool] = False
-    optimizer: ClassVar[OptimizerConfig] = _FROM_NOTHING
-    num_depths: int = 4
-    vocabulary_share: float = 0.98
-    """Share of the target's text that its tokens cover."""
-    max_draft_vocabulary: int = 12_288
     keep_rate: float = 0.7
     """Share of the masks of a depth that the next one keeps."""
     min_kept: float = 0.2
     """Least share of a row's tokens behind which a depth is trained."""
 
     def make(self, target: Target) -> Head:
-        """The head of a run, as it begins."""
         head = ParallelEagleHead(
             target.model,
             draft_ids(self.name, target, self.vocabulary_share, self.max_draft_vocabulary),
@@ -141,7 +133,6 @@ class Medusa:
     num_depths: int = 4
 
     def make(self, target: Target) -> Head:
-        """The heads of a run, as they begin."""
         heads = MedusaHeads(target.model, num_depths=self.num_depths)
         return heads.to(device=target.model.device, dtype=target.model.dtype)
 
@@ -164,7 +155,6 @@ class Block:
     """Token that stands for one to be drafted; None: one that is not written."""
 
     def make(self, target: Target) -> Head:
-        """The head of a run, as it begins."""
         head = BlockHead(
             target.model,
             feature_layers=default_layers(target.num_layers),

@@ -87,12 +87,11 @@ class PardDraft:
 
     @property
     def module(self) -> nn.Module:
-        """See ``base.Head``."""
         module: nn.Module = self._draft
         return module
 
     def trained_anchors(self, num_tokens: int, generator: torch.Generator) -> Sequence[torch.Tensor]:
-        """See ``base.Head``: all of the first depth, and of each later one some of those before."""
+        """All of the first depth, and of each later one some of those before."""
         return kept_anchors(
             num_tokens - 1, self.num_depths, self._keep_rate, self._min_kept, generator=generator
         )
@@ -103,7 +102,7 @@ class PardDraft:
         token_ids: torch.Tensor,
         anchors: Sequence[torch.Tensor],
     ) -> Sequence[DraftRows]:
-        """See ``base.Head``; the first depth is drafted by the tokens themselves."""
+        """The first depth is drafted by the tokens themselves."""
         parts = [self._forward(token_ids, group) for group in anchor_groups(anchors)]
         # Token q + 1 drafts what comes behind it.
         tokens = parts[0][0][:, 1:]
@@ -112,13 +111,13 @@ class PardDraft:
         return [DraftRows(rows[..., : len(self.draft_ids)]) for rows in (first, *later)]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """See ``base.Head``; of tensors that are tied, one, and of a trimmed head the ids of its rows."""
+        """Of tensors that are tied, one, and of a trimmed head the ids of its rows."""
         own = {name: parameter.detach() for name, parameter in self._draft.named_parameters()}
         ids = self.draft_ids.cpu()
         return own | {OFFSETS: ids - torch.arange(len(ids))} if self._is_trimmed else own
 
     def config(self, target: str) -> dict[str, Any]:
-        """See ``base.Head``: the draft's own, and the mask's token."""
+        """The draft's own, and the mask's token."""
         own: dict[str, Any] = json.loads(self._draft.config.to_json_string())
         own.pop("_name_or_path", None)
         return {**own, "dtype": "bfloat16", "pard_token": self._mask_id}

@@ -54,7 +54,7 @@ class ParallelEagleHead(EagleHead):
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features, generator=generator))
 
     def trained_anchors(self, num_tokens: int, generator: torch.Generator) -> Sequence[torch.Tensor]:
-        """See ``base.Head``: all of the first depth, and of each later one some of those before."""
+        """All of the first depth, and of each later one some of those before."""
         return kept_anchors(
             num_tokens - 1, self.num_depths, self._keep_rate, self._min_kept, generator=generator
         )
@@ -65,7 +65,7 @@ class ParallelEagleHead(EagleHead):
         token_ids: torch.Tensor,
         anchors: Sequence[torch.Tensor],
     ) -> Sequence[DraftRows]:
-        """See ``base.Head``; the first depth is drafted by the entries of tokens."""
+        """The first depth is drafted by the entries of tokens."""
         hidden = self.fc.join([features[layer] for layer in self.feature_layers])
         embedded = F.embedding(token_ids[:, 1 : hidden.shape[1] + 1], self.target_embedding).to(hidden.dtype)
         parts = [self._rows(embedded, hidden, group) for group in anchor_groups(anchors)]
@@ -75,13 +75,11 @@ class ParallelEagleHead(EagleHead):
         return [DraftRows(F.linear(self.norm(rows), self.unembedding)) for rows in (first, *later)]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """See ``base.Head``."""
         tensors = super().tensors()
         tensors["mask_hidden"] = (self.mask_hidden.detach() * self.fc.sizes).to(self.mask_hidden.dtype)
         return tensors
 
     def config(self, target: str) -> dict[str, Any]:
-        """See ``base.Head``."""
         return {**super().config(target), "mask_token_id": self._mask_id}
 
     def _rows(

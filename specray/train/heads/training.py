@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from specray.errors import ConfigError
 from specray.train.draft.text import TextConfig, split_held_out, written_text
 from specray.train.draft.writing import Written
+from specray.train.heads.base import Head
 from specray.train.heads.card import Card
-from specray.train.heads.checkpoint import write_head
 from specray.train.heads.loading import loaded, markers_of
 from specray.train.heads.methods import Method, Target
 from specray.train.heads.target import FeatureReader, TargetReadings
@@ -86,7 +90,7 @@ def train_head(
         figures = trainer.evaluate(held_out)
         text = card.text(head, run.state, figures, trainer.domains)
         tokenizer = made_for.tokenizer if method.is_draft else None
-        write_head(head, destination, target=card.target_name, card=text, tokenizer=tokenizer)
+        _write_head(head, destination, target=card.target_name, card=text, tokenizer=tokenizer)
         return figures
 
     run.run(trainer.step, on_checkpoint=export, stop_after=stop_after)
@@ -103,3 +107,28 @@ def _written_for(
     written = written_text(model, tokenizer, work_dir, config.text, markers)
     train, held_out = split_held_out(written)
     return Target(model, tokenizer, markers, train, work_dir, config.steps.seed), held_out
+
+
+def _write_head(head: Head, directory: Path, *, target: str, card: str, tokenizer: Any = None) -> None:
+    """Writes the checkpoint in its authors' layout; what is there is replaced only when all of it is written.
+
+    Args:
+        tokenizer: of a draft model; None: it is no model of its own.
+    """
+    partial = directory.with_name(f"{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    tensors = {key: _written(tensor) for key, tensor in head.tensors().items()}
+    name = "medusa_lm_head.safetensors" if head.name == "medusa" else "model.safetensors"
+    save_file(tensors, partial / name, {"format": "pt"})
+    (partial / "config.json").write_text(json.dumps(head.config(target), indent=1) + "\n", "utf-8")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(partial)
+    (partial / "README.md").write_text(card, "utf-8")
+    shutil.rmtree(directory, ignore_errors=True)
+    partial.rename(directory)
+
+
+def _written(tensor: torch.Tensor) -> torch.Tensor:
+    own = tensor.cpu()
+    return (own.to(torch.bfloat16) if own.is_floating_point() else own).contiguous()

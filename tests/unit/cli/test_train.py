@@ -20,11 +20,11 @@ from specray.engine.features.base import TargetShape
 from specray.engine.features.block.layout import BlockLayout
 from specray.engine.features.eagle_layout import EagleLayout
 from specray.engine.features.loader import read_layout
-from tests.unit.train.heads.runs import TARGET, begin, write_target
+from tests.unit.train.heads.runs import begin, write_target
 
 pytestmark = pytest.mark.slow
 
-SHAPE = TargetShape(TARGET.num_layers, TARGET.hidden_size, TARGET.vocab_size)
+SHAPE = TargetShape(3, 32, 259)
 TEXT = ["--num-rows", "12", "--rows-per-batch", "12", "--row-len", "112"]
 TRAIN = ["--rows-per-step", "2", "--steps", "2"]
 

@@ -20,27 +20,15 @@ from specray.models.catalogue import GEMMA_3_270M, SMOLLM2_135M_INSTRUCT
 from specray.models.child import Ended
 from specray.models.drafts import compact_draft, complete_draft
 from specray.train.draft import completion
-from specray.train.draft.checkpoint import write_compact
-from specray.train.draft.student import DraftShape, Student
-from specray.train.shapes import ModelShape, new_model, save_model
+from specray.train.draft.student import DraftShape, Student, write_compact
 from tests.unit.models.tiny_models import Recorder
-from tests.unit.train.draft.toy_tokenizer import save_toy_tokenizer
-
-SHAPE = ModelShape(
-    hidden_size=32,
-    num_layers=1,
-    intermediate_size=32,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=16,
-    vocab_size=300,
-)
+from tests.unit.train.toys import save_model, save_toy_tokenizer, toy_llama
 
 
 def kept_target(cache: ModelCache, directory: Path, *, seed: int) -> KeptCheckpoint:
     save_toy_tokenizer(directory / "tokenizer")
     with cache.work_directory("ab" * 32) as work:
-        save_model(new_model(SHAPE, seed=seed), directory / "tokenizer", work / "checkpoint")
+        save_model(toy_llama(seed), directory / "tokenizer", work / "checkpoint")
         return cache.keep_checkpoint(work / "checkpoint", "target", "ab" * 32)
 
 

@@ -15,28 +15,16 @@ from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from specray.errors import ConfigError
 from specray.train.draft import training
-from specray.train.draft.checkpoint import write_compact
 from specray.train.draft.completion import complete_draft
 from specray.train.draft.loss import LossConfig, LossWeights, draft_loss
 from specray.train.draft.loss_kind import LossKind
-from specray.train.draft.student import DraftShape, Student
+from specray.train.draft.student import DraftShape, Student, write_compact
 from specray.train.draft.text import TextConfig
 from specray.train.draft.training import DraftTrainConfig, train_draft
 from specray.train.loop import RunLimit
-from specray.train.shapes import ModelShape, new_model, save_model
-from tests.unit.train.draft.toy_tokenizer import save_toy_tokenizer
+from tests.unit.train.toys import save_model, save_toy_tokenizer, toy_llama
 
 SHAPE = DraftShape(hidden_size=16, num_layers=1, intermediate_size=16, num_heads=2, num_kv_heads=1)
-TARGET = ModelShape(
-    hidden_size=32,
-    num_layers=1,
-    intermediate_size=48,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=16,
-    vocab_size=300,
-    max_position_embeddings=256,
-)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,7 +41,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("target")
     tokenizer = tmp_path_factory.mktemp("tokenizer")
     save_toy_tokenizer(tokenizer)
-    save_model(new_model(TARGET, seed=0), tokenizer, directory)
+    save_model(toy_llama(0), tokenizer, directory)
     return directory
 
 
@@ -122,7 +110,7 @@ def test_a_draft_of_another_target_is_refused(target: Path, tmp_path: Path) -> N
     student = Student(SHAPE, model.get_input_embeddings().weight, torch.tensor([1, 2]), seed=0)
     write_compact(student, tmp_path / "compact", {})
     save_toy_tokenizer(tmp_path / "tokenizer")
-    save_model(new_model(TARGET, seed=9), tmp_path / "tokenizer", tmp_path / "other")
+    save_model(toy_llama(9), tmp_path / "tokenizer", tmp_path / "other")
     with pytest.raises(ConfigError, match="another embedding"):
         complete_draft(tmp_path / "compact", tmp_path / "other", tmp_path / "complete")
 

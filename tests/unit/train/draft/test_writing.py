@@ -11,13 +11,12 @@ import torch
 from transformers import LlamaForCausalLM
 
 from specray.errors import ConfigError
-from specray.train.draft.decoding import LibraryDecoder, row_decoder
+from specray.train.draft.decoding import CachedDecoder, LibraryDecoder, row_decoder
 from specray.train.draft.markers import TurnMarkers, turn_markers
 from specray.train.draft.prompts import Beginning, Beginnings, without_head_comment
 from specray.train.draft.vocabulary import frequent_ids
 from specray.train.draft.writing import _drawn, write_rows
-from specray.train.sample import CachedDecoder
-from specray.train.shapes import ModelShape, new_model
+from tests.unit.train.toys import toy_llama
 
 MARKERS = TurnMarkers(opening=(1, 5), to_assistant=(2, 11, 12), to_user=(3, 21))
 
@@ -79,16 +78,7 @@ def test_without_markers_a_template_asks_questions_and_plain_text_begins_as_any(
 
 def scripted(next_ids: dict[int, int]) -> LlamaForCausalLM:
     """A model that always follows ``next_ids``: identity embedding, no layers, a permutation as its head."""
-    shape = ModelShape(
-        hidden_size=32,
-        num_layers=1,
-        intermediate_size=32,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=16,
-        vocab_size=32,
-    )
-    model = new_model(shape, seed=0).float()
+    model = toy_llama(0, vocab_size=32).float()
     model.config.tie_word_embeddings = False
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(torch.eye(32))
@@ -183,16 +173,7 @@ def test_frequent_ids_cover_the_share_and_what_must_be_there() -> None:
 
 
 def test_rows_are_the_same_for_the_same_seed(tmp_path: Path) -> None:
-    shape = ModelShape(
-        hidden_size=32,
-        num_layers=1,
-        intermediate_size=32,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=16,
-        vocab_size=32,
-    )
-    model = new_model(shape, seed=1)
+    model = toy_llama(1, vocab_size=32)
     begin = [Beginning((1, 5), "user")] * 4
     rows = [write_rows(model, begin, MARKERS, row_len=24, seed=seed).token_ids.tolist() for seed in (4, 4, 5)]
     assert rows[0] == rows[1] != rows[2]
@@ -206,21 +187,9 @@ def test_without_turns_all_beginnings_are_plain_text() -> None:
     assert written.token_ids.tolist() == [[7, 2, 0, 7, 2]]
 
 
-def shape_of(vocab_size: int) -> ModelShape:
-    return ModelShape(
-        hidden_size=32,
-        num_layers=2,
-        intermediate_size=32,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=16,
-        vocab_size=vocab_size,
-    )
-
-
 @torch.no_grad()
 def test_the_librarys_loop_decodes_as_the_fast_one_for_llama() -> None:
-    model = new_model(shape_of(32), seed=1).float()
+    model = toy_llama(1, vocab_size=32, num_layers=2).float()
     fast, general = row_decoder(model, num_rows=2, max_len=8), LibraryDecoder(model)
     assert isinstance(fast, CachedDecoder)
     for ids in ([[1, 5, 9], [2, 3, 4]], [[7], [8]], [[30], [31]]):
@@ -233,12 +202,13 @@ def test_other_models_are_decoded_by_the_library() -> None:
         pass
 
     assert isinstance(
-        row_decoder(Other(new_model(shape_of(32), seed=1).config), num_rows=1, max_len=8), LibraryDecoder
+        row_decoder(Other(toy_llama(1, vocab_size=32, num_layers=2).config), num_rows=1, max_len=8),
+        LibraryDecoder,
     )
 
 
 def test_ids_beyond_two_bytes_are_kept() -> None:
-    model = new_model(shape_of(70_000), seed=1)
+    model = toy_llama(1, vocab_size=70_000)
     written = write_rows(model, [Beginning((69_999, 4, 68_000), "text")], None, row_len=4, seed=0)
     assert written.token_ids[0, :3].tolist() == [69_999, 4, 68_000]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +16,9 @@ from specray.train.heads.methods import Block, Eagle3, Medusa, Method, Pard, PEa
 from specray.train.heads.trainer import StepConfig
 from specray.train.heads.training import HeadTrainConfig
 from specray.train.loop import RunLimit
-from specray.train.shapes import ModelShape, new_model, save_model
-from tests.unit.train.draft.toy_tokenizer import save_toy_tokenizer
+from tests.unit.train.toys import save_model, save_toy_tokenizer, toy_llama
 
-TARGET = ModelShape(
-    hidden_size=32,
-    num_layers=3,
-    intermediate_size=48,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    vocab_size=259,
-    max_position_embeddings=256,
-)
 ROW_LEN = 112
-
-
-DRAFT = replace(TARGET, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1)
 
 
 def write_target(directory: Path) -> Path:
@@ -45,13 +30,14 @@ def write_target(directory: Path) -> Path:
     save_toy_tokenizer(tokenizer)
     (tokenizer / "chat_template.jinja").unlink()
     save_model(varied_model(), tokenizer, directory / "target")
-    save_model(new_model(DRAFT, seed=1), tokenizer, directory / "draft")
+    draft = toy_llama(1, vocab_size=259, hidden_size=16, num_layers=2, intermediate_size=48)
+    save_model(draft, tokenizer, directory / "draft")
     return directory / "target"
 
 
 def varied_model() -> Any:
     """A random model that goes on with another token each time: tied and narrow, it would repeat one."""
-    model = new_model(TARGET, seed=0)
+    model = toy_llama(0, vocab_size=259, num_layers=3, num_heads=4, num_kv_heads=2, intermediate_size=48)
     model.config.tie_word_embeddings = False
     model.lm_head.weight = nn.Parameter(torch.empty_like(model.model.embed_tokens.weight))
     generator = torch.Generator().manual_seed(0)
