@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from dataclasses import is_dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -113,3 +116,33 @@ ReportPath = Annotated[
     Path | None,
     typer.Option("--report", help="File for a page with the results, machine and commit (Markdown)."),
 ]
+
+
+def flattened(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the fields of each parameter that is a data class in that parameter's place.
+
+    A field's annotation is that of an option of typer; so a command's options are declared once, and commands
+    share those of one class.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    fields_of: dict[str, list[str]] = {}
+    for parameter in inspect.signature(command).parameters.values():
+        own, types = [parameter], hints
+        if is_dataclass(kind := hints[parameter.name]):
+            own, types = (
+                list(inspect.signature(kind).parameters.values()),
+                get_type_hints(kind, include_extras=True),
+            )
+            fields_of[parameter.name] = [field.name for field in own]
+        parameters += [one.replace(annotation=types[one.name], kind=one.KEYWORD_ONLY) for one in own]
+
+    def run(**values: Any) -> None:
+        for name, fields in fields_of.items():
+            values[name] = hints[name](**{field: values.pop(field) for field in fields})
+        command(**values)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specray.cli.train.flattened import flattened
+from specray.cli.options import flattened
 from specray.cli.train.options import HeadOptions, RunOptions
 
 if TYPE_CHECKING:
