@@ -17,7 +17,7 @@ CLUSTER_TESTS := tests/e2e tests/cluster/test_target_nodes.py
 # Cases of make fuzz.
 FUZZ_CASES ?= 2000
 
-.PHONY: setup lock serve test test-fast zoo fuzz clients dist docs lint types protos protos-check schema check clean
+.PHONY: setup lock serve test test-rest test-all zoo fuzz clients dist docs lint types protos protos-check schema check clean
 
 setup: $(STAMP)
 
@@ -42,16 +42,21 @@ lock: setup
 serve: setup
 	exec $(BIN)/specray serve
 
+# What a change waits for: tests of every package, the theorem in pairs of values, and one service on Ray, over HTTP and
+# gRPC, whose draft is killed. PYTEST_OPTIONS: more options of pytest.
+test: setup
+	$(PYTEST) -n $(TEST_WORKERS) -m 'not slow and not cluster and not zoo' $(addprefix --ignore=,$(CLUSTER_TESTS)) $(PYTEST_OPTIONS)
+	$(PYTEST) -m 'not slow' $(CLUSTER_TESTS) $(PYTEST_OPTIONS)
+
+# What `make test` leaves out: compilers, interpreted and emulated kernels, long samples, all other services.
 # A worker has one service at a time, with a Ray and ports of its own. Each takes about one core, and waits long for what
 # was killed or stopped. CLUSTER_WORKERS=1 where memory is short: a service takes about 2 GiB.
 CLUSTER_WORKERS ?= 2
-test: setup
-	$(PYTEST) -n $(TEST_WORKERS) -m 'not cluster and not zoo' $(addprefix --ignore=,$(CLUSTER_TESTS))
-	$(PYTEST) -n $(CLUSTER_WORKERS) -m 'cluster and not zoo' $(CLUSTER_TESTS)
+test-rest: setup
+	$(PYTEST) -n $(TEST_WORKERS) -m 'slow and not cluster and not zoo' $(addprefix --ignore=,$(CLUSTER_TESTS)) $(PYTEST_OPTIONS)
+	$(PYTEST) -n $(CLUSTER_WORKERS) -m slow $(CLUSTER_TESTS) $(PYTEST_OPTIONS)
 
-# No services, no compilers, no long samples.
-test-fast: setup
-	$(PYTEST) -n $(TEST_WORKERS) -m 'not slow and not zoo' tests/unit tests/rpc
+test-all: test test-rest
 
 # Tiny models of all families: each served with the tokens of the library's generate, or refused.
 zoo: setup
@@ -118,7 +123,7 @@ protos-check: protos
 schema: setup
 	$(BIN)/python helm/generate_schema.py
 
-check: lint types protos-check test
+check: lint types protos-check test-all
 
 clean:
 	rm -rf $(VENV) .venv-fuzz .venv-clients .venv-dist .venv-docs .venv-wheel dist build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -31,7 +31,7 @@ from specray.rpc.connections.verifier import GrpcVerifier
 from specray.serving.own_ray.nodes import lean_head, one_agent
 from specray.types import SamplingParams
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 
 VOCAB_SIZE = 96
 PROMPT = (5, 7, 9, 11, 13, 2, 4, 60, 33)

@@ -34,6 +34,7 @@ from tests.e2e.service import DEADLINE_S, is_running
 
 pytestmark = [
     pytest.mark.cluster,
+    pytest.mark.slow,
     pytest.mark.timeout(300),
     # One loop for the service and for all who ask it.
     pytest.mark.asyncio(loop_scope="module"),

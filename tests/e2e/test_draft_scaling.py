@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.service import DEADLINE_S, Service, complete
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 
 DELAYS = {"upscale_delay_s": 0, "downscale_delay_s": 1, "look_back_s": 10.1}
 """Delays in seconds; a draft that is judged too early is gone after a second."""

@@ -20,7 +20,7 @@ from tests.e2e.service import DEADLINE_S, ENGINE, Service, processes, started
 from tests.unit.engine.features.checkpoints import eagle3_weights, official, write
 from tests.unit.engine.model.checkpoints import reference_greedy, reference_model, write_checkpoint
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 30]
 NUM_TOKENS = 20

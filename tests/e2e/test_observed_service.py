@@ -28,7 +28,7 @@ from specray.rpc.inference.types import GenerateParams
 from tests.e2e.listeners import descendants, listeners
 from tests.e2e.service import DEADLINE_S
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 
 START_S = 180.0
 PROMPT = "def a_name_that_must_not_be_logged(value):\n"

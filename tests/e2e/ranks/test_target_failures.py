@@ -23,7 +23,7 @@ from specray.serving.launch import APP_NAME, wait_running
 from tests.e2e.ranks.service import TENSOR_PARALLEL_SIZE
 from tests.e2e.service import Service, complete, is_running, processes
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 
 DEADLINE_S = 120.0
 PROMPT = "def fibonacci(n):\n"

@@ -24,7 +24,7 @@ from specray.serving.launch import APP_NAME
 from specray.tokenization import load_tokenizer
 from tests.e2e.service import DEADLINE_S, Service, complete, is_running, processes
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 
 PROMPT = "def fibonacci(n):\n"
 NUM_TOKENS = 48

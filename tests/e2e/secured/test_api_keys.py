@@ -15,7 +15,7 @@ from tests.e2e.listeners import listeners
 from tests.e2e.secured.access import KEY
 from tests.e2e.service import DEADLINE_S, Service
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 @pytest.mark.parametrize("key", [KEY, None, new_key()], ids=["right", "none", "wrong"])

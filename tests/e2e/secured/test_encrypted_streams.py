@@ -18,7 +18,7 @@ from tests.e2e.listeners import listeners
 from tests.e2e.secured.access import HEADERS, peer
 from tests.e2e.service import DEADLINE_S, Service
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 
 CONNECT_S = 5.0
 

@@ -16,6 +16,7 @@ from tests.e2e.service import Service
 
 pytestmark = [
     pytest.mark.cluster,
+    pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium"),
 ]

@@ -22,7 +22,7 @@ from specray.serving.admission.api_keys import key_hash, new_key
 from tests.e2e.secured.access import HEADERS, KEY
 from tests.e2e.service import DEADLINE_S, Service, is_running, processes
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 
 RELOAD_S = 150.0
 """Longest time of one command, in seconds; a loaded machine imports Ray slowly."""
