@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from specray.config import Config, EngineConfig
 from specray.engine.build import build_draft_engine, build_follower, build_target_engine
-from specray.engine.runner.device import choose_device, show_gpus, use_device
-from specray.engine.runner.parallel import GroupArgs, GroupStore, ParallelContext
+from specray.engine.device import choose_device, show_gpus, use_device
+from specray.engine.group.parallel import GroupArgs, GroupStore, ParallelContext
 from specray.engine.runner.runner import ModelRunner
 from specray.errors import SpecrayError
 from specray.rpc.channel import channel_options
@@ -17,7 +17,7 @@ from specray.rpc.role import RoleName
 from specray.rpc.workers.worker import EngineServerThread
 
 if TYPE_CHECKING:
-    from specray.actors.targets.gpus import GpuPlace
+    from specray.actors.targets.place import GpuPlace
 
 CHECK_TIMEOUT_S = 20.0
 ENGINE_NICENESS = 5

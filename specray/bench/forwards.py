@@ -16,9 +16,9 @@ from functools import partial
 import torch
 from rich.table import Table
 
+from specray.engine.inputs import SequenceInput
 from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.linear import Weights
-from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner
 from specray.errors import ConfigError
 from specray.interfaces import SyncDraftEngine

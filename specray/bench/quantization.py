@@ -14,8 +14,8 @@ import torch
 from rich.table import Table
 
 from specray.config import DraftConfig, EngineConfig, parse_config
+from specray.engine.inputs import SequenceInput
 from specray.engine.runner.assembly import build_runner
-from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner
 from specray.errors import ConfigError
 

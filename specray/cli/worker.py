@@ -12,10 +12,10 @@ from specray.rpc.workers.parent import end_with_parent
 
 if TYPE_CHECKING:
     from specray.config import Config
-    from specray.engine.draft import DraftEngine
+    from specray.engine.drafting.engine import DraftEngine
     from specray.engine.features.remote.engine import FeatureDraftEngine
-    from specray.engine.runner.parallel import ParallelContext
-    from specray.engine.target import TargetEngine
+    from specray.engine.group.parallel import ParallelContext
+    from specray.engine.target.engine import TargetEngine
     from specray.rpc.role import RoleName
 
 

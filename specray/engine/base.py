@@ -8,7 +8,7 @@ from dataclasses import replace
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
 from specray.engine.cache.prefix import PrefixIndex
 from specray.engine.cache.sequences import EngineSequence, SequenceTable
-from specray.engine.runner.inputs import SequenceInput
+from specray.engine.inputs import SequenceInput
 from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.schedule import Runner
 from specray.errors import EngineLostError

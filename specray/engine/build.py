@@ -9,25 +9,25 @@ from functools import partial
 from typing import NamedTuple
 
 from specray.config import Config, DraftConfig, EngineConfig, TargetConfig
-from specray.engine.draft import DraftEngine
+from specray.engine.draft_view.build import make_reading_engine
+from specray.engine.draft_view.choice import choose_vocabulary
+from specray.engine.drafting.engine import DraftEngine
+from specray.engine.drafting.guesses import Guesser, Masks, ModelGuesses, NgramGuesses
+from specray.engine.drafting.looped import looped_proposals
 from specray.engine.features.build import plan_drafter, send_features, tap_features
 from specray.engine.features.drafting import FeatureDrafting
 from specray.engine.features.remote.build import load_drafter_alone
 from specray.engine.features.remote.engine import FeatureDraftEngine
-from specray.engine.guesses import Guesser, Masks, ModelGuesses, NgramGuesses
+from specray.engine.group.parallel import ParallelContext
 from specray.engine.model.description import model_path
-from specray.engine.model.preflight import check_chains
-from specray.engine.on_device.looped import looped_proposals
+from specray.engine.preflight import check_chains
 from specray.engine.profile import profile_draft, profile_target
-from specray.engine.reading.build import make_reading_engine
-from specray.engine.reading.choice import choose_vocabulary
-from specray.engine.reading.window import with_window
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.memory import NOTHING_BESIDE, Beside
-from specray.engine.runner.parallel import ParallelContext
 from specray.engine.runner.runner import ModelRunner, RunnerInfo
 from specray.engine.sampling.grammars import GrammarMasks
-from specray.engine.target import TargetEngine
+from specray.engine.target.engine import TargetEngine
+from specray.engine.window import with_window
 from specray.errors import ConfigError
 from specray.grammar import GrammarCompiler, PreparedCompiler
 from specray.tokenization import load_tokenizer

@@ -9,11 +9,11 @@ from typing import Protocol, TypeVar
 import torch
 
 from specray.draft_tokens import MAX_DRAFT_NODES
-from specray.engine.attention.mask import MAX_TREE_ROWS, Visibility, branch_visibility, tree_visibility
 from specray.engine.cache.sequences import EngineSequence, UnknownSequenceError
 from specray.engine.cache.states import StateCache
-from specray.engine.runner.inputs import Moves, SequenceInput
+from specray.engine.inputs import Moves, SequenceInput
 from specray.engine.step import ForwardOutput
+from specray.engine.visibility import MAX_TREE_ROWS, Visibility, branch_visibility, tree_visibility
 from specray.errors import InvalidRequestError, OutOfBlocksError, OverloadedError, ProtocolError, SpecrayError
 from specray.types import EngineInfo, ItemFailed, SpeculateItem, UnknownSequence, VerifyItem
 

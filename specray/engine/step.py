@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from specray.engine.attention.mask import Visibility
+from specray.engine.visibility import Visibility
 
 Slots = slice | torch.Tensor
 """Slots of the cache: a slice, or an int64 tensor ``[num_tokens]``."""
@@ -141,7 +141,7 @@ class PagedBatch:
     slots: torch.Tensor  # [num_rows], int64: where each row is put
     positions: torch.Tensor  # [num_rows]
     kv_indices: torch.Tensor  # [num_rows]: of the rows themselves
-    prefix_lens: torch.Tensor  # [num_rows]: this and the next two: ``mask.Visibility``
+    prefix_lens: torch.Tensor  # [num_rows]: this and the next two: ``visibility.Visibility``
     first_indices: torch.Tensor  # [num_rows]
     ancestors: torch.Tensor  # [num_rows], int64
     max_rows: int

@@ -194,7 +194,7 @@ def check_models(config: Config) -> None:
         ConfigError: a file is missing, an architecture is not supported, the tokenizers differ, or the target
             cannot verify what is drafted.
     """
-    from specray.engine.model import preflight
+    from specray.engine import preflight
 
     preflight.check_models(config)
 

@@ -18,8 +18,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from specray.actors.targets.gpus import GpuPlace
 from specray.actors.targets.group import PlacedRanks, TargetGroup
+from specray.actors.targets.place import GpuPlace
 from specray.actors.targets.placement import GroupPlacement, place_group, ray_nodes
 from specray.actors.targets.ranks import TargetRank
 from specray.actors.targets.source import TargetSource

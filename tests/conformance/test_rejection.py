@@ -11,11 +11,12 @@ from typing import Any, Literal
 import pytest
 
 from specray.draft_tokens import DraftTokens
-from specray.engine.draft import DraftEngine
-from specray.engine.target import TargetEngine
+from specray.engine.drafting.engine import DraftEngine
+from specray.engine.target.engine import TargetEngine
 from specray.types import Verification
 from tests.conformance.test_toy_engines import DEVICES, use_device_samplers
 from tests.pairwise import pairs
+from tests.unit.engine.draft_view.toys import toy_reader
 from tests.unit.engine.harness import (
     TARGET,
     VOCAB_SIZE,
@@ -31,7 +32,6 @@ from tests.unit.engine.harness import (
     verify_all,
 )
 from tests.unit.engine.p_values import chi_square_p_value
-from tests.unit.engine.reading.toys import toy_reader
 from tests.unit.engine.samplings import (
     FANOUTS,
     NUM_OUTPUT,

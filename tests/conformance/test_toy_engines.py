@@ -11,13 +11,14 @@ from dataclasses import replace
 import pytest
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens, LookaheadBudget, TreeBudget
-from specray.engine import draft as draft_module
-from specray.engine import target as target_module
-from specray.engine.draft import DraftEngine
+from specray.engine.drafting import engine as draft_module
+from specray.engine.drafting.engine import DraftEngine
 from specray.engine.sampling.device.kernels import TorchKernels
 from specray.engine.sampling.device.sampler import DeviceSampler
+from specray.engine.target.engine import engine as target_module
 from specray.types import Proposal, SamplingParams, Verdict
 from tests.pairwise import pairs
+from tests.unit.engine.draft_view.toys import toy_reader
 from tests.unit.engine.guesses.guessers import CASCADES, masks
 from tests.unit.engine.harness import (
     TARGET,
@@ -34,7 +35,6 @@ from tests.unit.engine.harness import (
     toy_target,
     verify_item,
 )
-from tests.unit.engine.reading.toys import toy_reader
 from tests.unit.engine.samplings import (
     FANOUTS,
     NUM_OUTPUT,

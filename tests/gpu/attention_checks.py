@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from specray.engine.attention.base import HeadNorm
 from specray.engine.attention.paged import (
     AttendPaged,
     PagedAttention,
@@ -13,7 +14,6 @@ from specray.engine.attention.paged import (
     make_batch,
     store_rows,
 )
-from specray.engine.model.decoder import HeadNorm
 from specray.engine.model.operators_torch import rotary_tables
 from tests.gpu.block_cases import Case, block_cache, sequence_rows
 from tests.unit.engine.attention.test_trees import SHAPE, torch_tables
@@ -55,7 +55,7 @@ def check_tree(attend: AttendPaged, tree: Tree, device: torch.device) -> None:
 def check_store(case: Case, device: torch.device) -> None:
     """The kernel norms, rotates and stores as torch's operators do."""
     # Not before a test runs: without triton they are collected all the same.
-    from specray.engine.model import operators_triton as operators_triton
+    from specray.engine.attention import store_triton
 
     shape, num_rows = case.shape, 3
     num_normed = shape.num_heads + shape.num_kv_heads
@@ -68,7 +68,7 @@ def check_store(case: Case, device: torch.device) -> None:
         caches = [block_cache(case).layers[0].to(device) for _ in range(2)]
         queries = [
             store(heads.clone(), cache, slots, cos, sin, own)
-            for store, cache in zip((store_rows, operators_triton.store_rows), caches, strict=True)
+            for store, cache in zip((store_rows, store_triton.store_rows), caches, strict=True)
         ]
         torch.testing.assert_close(queries[1], queries[0], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(caches[1], caches[0], atol=1e-5, rtol=1e-5)

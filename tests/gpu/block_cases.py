@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from specray.engine.attention.mask import branch_visibility
 from specray.engine.cache.blocks import BlockCache
 from specray.engine.step import AttentionStep, CacheShape, HeadShape, SequenceRows
+from specray.engine.visibility import branch_visibility
 from tests.unit.engine.attention.trees import Tree, random_tree
 
 NUM_BLOCKS = 26

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from specray.engine.attention.base import HeadNorm
 from specray.engine.attention.paged import (
     BatchShape,
     DeviceBatch,
@@ -22,6 +23,7 @@ from specray.engine.attention.paged import (
     make_batch,
     store_rows,
 )
+from specray.engine.attention.sdpa import PlainAttention
 from specray.engine.attention.select import (
     VARLEN_BLOCK_SIZE,
     Backend,
@@ -29,7 +31,6 @@ from specray.engine.attention.select import (
     VarlenAttend,
     check_backend,
 )
-from specray.engine.model.decoder import HeadNorm, PlainAttention
 from specray.engine.model.operators_torch import rotary_tables
 from specray.engine.step import HeadShape, PagedBatch, SequenceRows
 from tests.gpu.block_cases import (

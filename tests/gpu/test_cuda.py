@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from specray.config import EngineConfig
-from specray.engine.attention.mask import branch_visibility
 from specray.engine.attention.paged import AttendPaged
 from specray.engine.attention.select import Model, choose_backend
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
+from specray.engine.inputs import SequenceInput
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.cuda_graphs import Bucket
-from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner
 from specray.engine.step import HeadShape
+from specray.engine.visibility import branch_visibility
 from tests.gpu.attention_checks import check_case, check_store, check_tree
 from tests.gpu.block_cases import CASES, EDGES, Case
 from tests.unit.engine.attention.trees import TREES, Tree

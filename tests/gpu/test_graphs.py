@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from specray.config import EngineConfig
-from specray.engine.attention.mask import branch_visibility
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
+from specray.engine.inputs import SequenceInput
 from specray.engine.runner.assembly import _prepared_buckets, build_runner
 from specray.engine.runner.cuda_graphs import (
     MAX_ROWS,
@@ -22,9 +22,9 @@ from specray.engine.runner.cuda_graphs import (
     bucket_for,
     run_again,
 )
-from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner
-from specray.engine.target import TargetEngine
+from specray.engine.target.engine import TargetEngine
+from specray.engine.visibility import branch_visibility
 from specray.errors import ConfigError
 from specray.types import SamplingParams
 from tests.unit.engine.harness import Session, engine_info, verify

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from specray.actors.targets.gpus import place_among
+from specray.actors.targets.place import place_among
 from specray.actors.workers import join_group, take_place
 from specray.config import parse_config
-from specray.engine.runner.device import visible_gpus
-from specray.engine.runner.parallel import GroupStore
+from specray.engine.device import visible_gpus
+from specray.engine.group.parallel import GroupStore
 from tests.unit.engine.processes import preloaded_context
 
 pytestmark = [

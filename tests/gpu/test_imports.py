@@ -34,7 +34,7 @@ RUN = """
 import logging
 logging.basicConfig(format="%(message)s")
 from specray.config import EngineConfig
-from specray.engine.runner.inputs import SequenceInput
+from specray.engine.inputs import SequenceInput
 from specray.engine.runner.assembly import build_runner
 config = EngineConfig(device="cpu", dtype="float32", num_threads=1, max_model_len=64, max_num_seqs=2)
 runner = build_runner(config, role="draft")

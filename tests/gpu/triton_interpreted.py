@@ -6,6 +6,7 @@ import sys
 
 import torch
 
+from specray.engine.attention import store_triton
 from specray.engine.attention import triton as triton_attention
 from specray.engine.attention.select import Backend, Model, check_backend
 from specray.engine.attention.triton import TritonAttend
@@ -40,7 +41,7 @@ def start() -> None:
     for dtype in (torch.float32, torch.float16):
         operators_triton.check_gate(CPU, dtype)
         model = Model(HeadShape(6, 2, 32), dtype, CPU, has_sinks=dtype == torch.float32)
-        check_backend(Backend("triton", TritonAttend(64), operators_triton.store_rows, 16), model)
+        check_backend(Backend("triton", TritonAttend(64), store_triton.store_rows, 16), model)
 
 
 if __name__ == "__main__":

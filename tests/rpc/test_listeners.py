@@ -43,7 +43,7 @@ def test_nothing_listens_beyond_the_machine_by_default() -> None:
 
 
 async def test_servers_and_the_meeting_of_ranks_listen_on_their_own_address_only() -> None:
-    parallel = pytest.importorskip("specray.engine.runner.parallel")
+    parallel = pytest.importorskip("specray.engine.group.parallel")
     before = own_listeners()
     assert before <= LOOPBACK
     public = InferenceServer(ScriptedHandler(), "127.0.0.1:0")

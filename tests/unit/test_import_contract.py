@@ -52,6 +52,21 @@ ALLOWED: dict[str, set[str]] = {
 # Floors of a folder's rooms, the lowest first. A room is a folder or a loose module; it imports itself, rooms
 # of lower floors, and rooms of its own floor that stand before it.
 FLOORS: dict[str, list[list[str]]] = {
+    "engine": [
+        ["activation", "device", "quantization", "visibility", "window"],
+        ["inputs", "step", "quantized_weight"],
+        ["cpu", "group"],
+        ["sampling"],
+        ["cache"],
+        ["attention", "schedule"],
+        ["model", "base"],
+        ["preflight", "runner"],
+        ["drafting"],
+        ["draft_view", "features"],
+        ["target"],
+        ["profile", "build"],
+        ["__init__"],
+    ],
     "router": [
         ["settings", "deferred", "first_tokens", "batch"],
         ["session", "transport"],

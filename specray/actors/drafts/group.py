@@ -15,7 +15,7 @@ from specray.errors import EngineLostError
 from specray.rpc.workers.worker import EngineServerThread
 
 if TYPE_CHECKING:
-    from specray.engine.runner.parallel import GroupStore
+    from specray.engine.group.parallel import GroupStore
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class DraftGroup:
 
     async def _start(self) -> tuple[EngineServerThread, str]:
         from specray.actors.workers import start_draft
-        from specray.engine.runner.parallel import GroupStore
+        from specray.engine.group.parallel import GroupStore
 
         config, followers = self.config, self._followers
         address = listen_address(config, "draft")

@@ -14,9 +14,9 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from specray.actors.node import LocalProcess
-from specray.actors.targets.gpus import GpuPlace, check_own_gpus, gpu_places
+from specray.actors.targets.place import GpuPlace, RankProcess, check_own_gpus, gpu_places
 from specray.actors.targets.placement import actor_options, rank_bundles
-from specray.actors.targets.ranks import Rank, RankProcess, TargetRank, own_process
+from specray.actors.targets.ranks import Rank, TargetRank, own_process
 from specray.config import Config
 from specray.errors import ConfigError, EngineLostError
 

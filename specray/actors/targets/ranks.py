@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
 
 from specray.actors.node import listen_address, listen_host, meet_on_own_interface
+from specray.actors.targets.place import GpuPlace, RankProcess
 from specray.config import parse_config
 from specray.environment import apply_rank_environment
 from specray.telemetry.logs import configure_logging
 
 if TYPE_CHECKING:
-    from specray.actors.targets.gpus import GpuPlace
     from specray.actors.workers import FollowerWorker, LeaderWorker
-    from specray.engine.runner.parallel import GroupStore
+    from specray.engine.group.parallel import GroupStore
     from specray.rpc.role import RoleName
-
-
-class RankProcess(NamedTuple):
-    """Node, process and GPUs of a rank."""
-
-    node_id: str
-    pid: int
-    gpu_ids: tuple[str, ...] = ()
-    """GPU ids on its node that Ray assigned."""
 
 
 def own_process() -> RankProcess:
@@ -58,7 +49,7 @@ class Rank:
 
     def open_store(self) -> str:
         """Opens the rendezvous store on the leader, on a free port; returns its ``host:port``."""
-        from specray.engine.runner.parallel import GroupStore
+        from specray.engine.group.parallel import GroupStore
 
         self._store = GroupStore(listen_host(self._config), timeout_s=self._config.router.start_timeout_s)
         return self._store.address

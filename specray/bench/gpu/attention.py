@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from specray.engine.attention.mask import tree_visibility
 from specray.engine.attention.measured import CudaTimer, Kernel, MeasuredAttend, Timer
 from specray.engine.attention.paged import make_batch
 from specray.engine.attention.select import VARLEN_BLOCK_SIZE, Model, choose_backend
 from specray.engine.step import HeadShape, PagedBatch, SequenceRows
+from specray.engine.visibility import tree_visibility
 from specray.errors import ConfigError
 
 KERNELS = ("varlen", "triton", "gather")

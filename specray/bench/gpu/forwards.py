@@ -18,11 +18,11 @@ from specray.bench.gpu.verifies import measure_verifies, verify_step
 from specray.config import EngineConfig
 from specray.engine.attention.paged import PagedAttention
 from specray.engine.attention.select import Model, choose_backend
+from specray.engine.inputs import SequenceInput
 from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.linear import Weights
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.cuda_graphs import Capture, CudaCapture, GraphedForward, run_again
-from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner
 from specray.engine.step import ForwardOutput
 from specray.errors import ConfigError

@@ -14,9 +14,9 @@ from typing import Any
 from specray.bench.gpu.forwards import Workload as Forwards
 from specray.bench.gpu.forwards import bounds_ms
 from specray.config import EngineConfig
-from specray.engine.draft import DraftEngine
+from specray.engine.drafting.engine import DraftEngine
+from specray.engine.drafting.looped import START_LIMIT_S, LoopedProposals, looped_proposals
 from specray.engine.model.decoder import DecoderForward
-from specray.engine.on_device.looped import START_LIMIT_S, LoopedProposals, looped_proposals
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.cuda_graphs import GraphedForward, run_again
 from specray.engine.runner.draft_loop import loop_shapes

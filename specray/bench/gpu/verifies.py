@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from specray.bench.gpu.sampling import SAMPLINGS, logits_of, rounds_of
-from specray.engine.runner.inputs import SequenceInput
+from specray.engine.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner
 from specray.engine.sampling.device.sampler import DeviceSampler
 from specray.engine.sampling.device.select import choose_kernels

@@ -6,7 +6,7 @@ import torch
 
 from specray.bench.report.provenance import cpu_name
 from specray.config import EngineConfig
-from specray.engine.runner.device import choose_device, cores_per_rank
+from specray.engine.device import choose_device, cores_per_rank
 
 
 def hardware_name(config: EngineConfig) -> str:

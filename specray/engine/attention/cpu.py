@@ -13,10 +13,10 @@ from specray.engine.cpu.attention.kernel import AttentionCall
 from specray.engine.cpu.attention.span import Span
 
 if TYPE_CHECKING:
+    from specray.engine.attention.base import HeadNorm
     from specray.engine.cpu.attention.kernel import AttentionKernel
     from specray.engine.cpu.gemm.rows import PackedRows
     from specray.engine.cpu.thread_pool import ThreadPool
-    from specray.engine.model.decoder import HeadNorm
     from specray.engine.step import AttentionStep, KVCache
 
 Tables = tuple[torch.Tensor, torch.Tensor]
@@ -25,7 +25,7 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class CpuAttention:
-    """Implements ``decoder.Attention``.
+    """Implements ``base.Attention``.
 
     Args:
         kernel: ``attention_kernel`` of the heads' size and data type.
@@ -73,7 +73,7 @@ class CpuAttention:
 
 @dataclass(frozen=True, slots=True)
 class CpuAttentionStep:
-    """Implements ``decoder.StepAttention``."""
+    """Implements ``base.StepAttention``."""
 
     cache: KVCache
     call: AttentionCall

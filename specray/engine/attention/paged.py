@@ -1,8 +1,8 @@
 """Attention over the block cache from tensors alone, so that a forward of one shape can be captured once.
 
 A step's rows are described by small integer tensors on the device: which rows are whose, where each is put,
-and what it sees (``mask.Visibility``). What computes attention from that is an :class:`AttendPaged`; the one
-here gathers blocks with torch's operators, runs anywhere, and is what the others are checked against.
+and what it sees (``Visibility``). What computes attention from that is an :class:`AttendPaged`; the one here
+gathers blocks with torch's operators, runs anywhere, and is what the others are checked against.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from specray.engine.attention.mask import is_visible
-from specray.engine.model.decoder import HeadNorm, Rotary, rotate_heads
+from specray.engine.attention.base import HeadNorm, Rotary, rotate_heads
 from specray.engine.step import AttentionStep, HeadShape, KVCache, PagedBatch, SequenceRows, Slots
+from specray.engine.visibility import is_visible
 
 _ALIGNED_INTS = 4
 """Integers of 4 bytes between the places where a part of a packed batch may start."""
@@ -256,7 +256,7 @@ def make_batch(rows: Sequence[SequenceRows], block_size: int, device: torch.devi
 
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
-    """Implements ``decoder.Attention`` over tensors that describe the step."""
+    """Implements ``base.Attention`` over tensors that describe the step."""
 
     rotary: Rotary
     shape: HeadShape

@@ -7,21 +7,23 @@ keys and values to their slots, then attends; so a row sees all that is before i
                                   valid in the cache     written by this step, causal inside
 
 Sequences whose blocks are consecutive (always so on CPU, where one block holds a whole sequence) are read as
-views; others are gathered. Rows of branches and trees see what ``mask.Visibility`` says.
+views; others are gathered. Rows of branches and trees see what ``visibility.Visibility`` says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from specray.engine.attention.mask import Visibility, is_visible
+from specray.engine.attention.base import HeadNorm, Rotary, rotate_heads
 from specray.engine.attention.scores import ScoreRule, attend_by_rule
 from specray.engine.step import AttentionStep, SequenceRows, Slots
+from specray.engine.visibility import Visibility, is_visible
 
 
 class _Context(NamedTuple):
@@ -193,3 +195,46 @@ def _select(heads: torch.Tensor, slots: Slots) -> torch.Tensor:
     if isinstance(slots, slice):
         return heads.narrow(2, slots.start, slots.stop - slots.start)
     return heads.index_select(2, slots)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainAttention:
+    """Implements ``base.Attention`` with torch's operators."""
+
+    rotary: Rotary
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+
+    def prepare(self, step: AttentionStep, positions: Slots) -> _PlainStep:
+        return _PlainStep(self, SdpaStep(step), *self.rotary.at(positions))
+
+
+@dataclass(frozen=True, slots=True)
+class _PlainStep:
+    attention: PlainAttention
+    step: SdpaStep
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def attend(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        head_norm: HeadNorm | None,
+        window: int | None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        attention = self.attention
+        num_heads, num_kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
+        heads = qkv.view(len(qkv), -1, head_dim)
+        rotate_heads(heads.narrow(1, 0, num_heads + num_kv_heads), head_norm, self.cos, self.sin)
+        return self.step.attend(
+            layer,
+            heads.narrow(1, 0, num_heads),
+            heads.narrow(1, num_heads, 2 * num_kv_heads),
+            scale=attention.scale,
+            window=window,
+            rule=None if sinks is None else ScoreRule(sinks=sinks),
+        )

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from specray.engine.attention.mask import branch_visibility, tree_visibility
+from specray.engine.attention.base import HeadNorm
 from specray.engine.attention.measured import CudaTimer, InputMaker, Kernel, measure
 from specray.engine.attention.paged import (
     AttendPaged,
@@ -26,8 +26,8 @@ from specray.engine.attention.paged import (
     make_batch,
     store_rows,
 )
-from specray.engine.model.decoder import HeadNorm
 from specray.engine.step import HeadShape, PagedBatch, SequenceRows
+from specray.engine.visibility import branch_visibility, tree_visibility
 from specray.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -195,12 +195,12 @@ def _make(name: str, model: Model, block_size: int | None) -> Backend:
 
 
 def _triton(device: torch.device, block_size: int) -> Backend:
+    from specray.engine.attention import store_triton
     from specray.engine.attention.triton import TritonAttend
-    from specray.engine.model import operators_triton as operators_triton
 
     attend = TritonAttend(torch.cuda.get_device_properties(device).multi_processor_count)
     rivals = tuple(Kernel(f"triton-{count}", attend.splitting(count)) for count in _PROGRAMS_PER_PROCESSOR)
-    return Backend("triton", attend, operators_triton.store_rows, block_size, rivals)
+    return Backend("triton", attend, store_triton.store_rows, block_size, rivals)
 
 
 def _beside_varlen(model: Model, block_size: int) -> Backend:

@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from specray.engine.attention.mask import within_window
 from specray.engine.step import PagedBatch
+from specray.engine.visibility import within_window
 
 _MAX_SPLITS = 32
 """Most parts of one sequence, a power of two."""

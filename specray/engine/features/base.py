@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from specray.engine.attention.mask import Visibility
 from specray.engine.attention.sdpa import sequence_slots
 from specray.engine.model.operators import Operators
+from specray.engine.visibility import Visibility
 
 TokenRows = Callable[[torch.Tensor], torch.Tensor]
 """Token ids ``[num_rows]`` to embeddings, or hidden states ``[num_rows, hidden_size]`` to float32 logits."""

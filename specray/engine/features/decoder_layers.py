@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from specray.engine.attention.base import HeadNorm
 from specray.engine.features.base import Placed
 from specray.engine.features.files import DrafterFiles
-from specray.engine.model.decoder import HeadNorm, Norm
+from specray.engine.model.decoder import Norm
 from specray.engine.model.decoder_config import DecoderConfig
 from specray.engine.model.families.config_json import read_decoder_config
 from specray.engine.model.linear import Gate, Linear

@@ -13,7 +13,8 @@ import torch
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.engine.cache.sequences import EngineSequence
-from specray.engine.chains import Chain, OutcomeBranches
+from specray.engine.drafting.chains import Chain, OutcomeBranches
+from specray.engine.drafting.trees import TreeRow
 from specray.engine.features.base import Context, FeatureDrafter, FeatureStore
 from specray.engine.features.growing import (
     DraftRequest,
@@ -26,7 +27,6 @@ from specray.engine.features.growing import (
 from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.sampling.sampler import make_sampler
 from specray.engine.sampling.state import RowGroup
-from specray.engine.trees import TreeRow
 from specray.errors import OutOfBlocksError, SpecrayError
 
 _log = logging.getLogger(__name__)

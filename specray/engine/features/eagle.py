@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from specray.engine.attention.base import Rotary, rotate_heads
 from specray.engine.attention.sdpa import SdpaStep
 from specray.engine.cache.blocks import BlockCache
 from specray.engine.features.base import Context, Continued, FeatureStore, Placed, TargetParts
@@ -20,7 +21,6 @@ from specray.engine.features.decoder_layers import Lowering
 from specray.engine.features.eagle_layout import EagleLayout
 from specray.engine.features.shared_rows import SharedRows, for_each_row
 from specray.engine.features.vocabulary import make_embedding, make_head
-from specray.engine.model.decoder import Rotary, rotate_heads
 from specray.engine.model.operators_torch import rotary_tables
 from specray.engine.model.rotary import cos_sin
 from specray.engine.step import AttentionStep, CacheShape, SequenceRows

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specray.draft_tokens import DraftTokens, TreeBudget
-from specray.engine.attention.mask import Visibility
 from specray.engine.cache.sequences import EngineSequence
-from specray.engine.chains import BranchChain, Chain
+from specray.engine.drafting.chains import BranchChain, Chain
+from specray.engine.drafting.trees import DraftTree, TreeRow
 from specray.engine.features.base import Context, Continued
 from specray.engine.sampling.state import RowGroup
-from specray.engine.trees import DraftTree, TreeRow
+from specray.engine.visibility import Visibility
 from specray.types import Verdict, VerifyItem
 
 _ROOT = -1

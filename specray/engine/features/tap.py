@@ -9,7 +9,7 @@ import torch
 from specray.engine.attention.sdpa import sequence_slots
 from specray.engine.cache.states import StateCache
 from specray.engine.features.base import FeatureStore, Fuser
-from specray.engine.runner.inputs import Moves, SequenceInput
+from specray.engine.inputs import Moves, SequenceInput
 from specray.engine.schedule import Runner
 from specray.engine.step import ForwardOutput
 

@@ -7,13 +7,14 @@ from typing import cast
 
 import torch
 
+from specray.engine.attention.base import HeadNorm
 from specray.engine.attention.cpu import CpuAttention
 from specray.engine.cpu.gemm import rows as packing
 from specray.engine.cpu.gemm.linear import TiledGate, TiledLinear
 from specray.engine.cpu.gemm.rows import PackedRows
 from specray.engine.cpu.norm import FusedRMSNorm
 from specray.engine.cpu.thread_pool import ThreadPool
-from specray.engine.model.decoder import DecoderForward, Embedding, HeadNorm
+from specray.engine.model.decoder import DecoderForward, Embedding
 from specray.engine.step import CacheShape, ForwardOutput, Step
 
 

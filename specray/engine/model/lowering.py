@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specray.engine.attention.base import HeadNorm
 from specray.engine.model.checkpoint.rank_weights import RankWeights
-from specray.engine.model.decoder import DecoderForward, HeadNorm, Layer
+from specray.engine.model.decoder import DecoderForward, Layer
 from specray.engine.model.decoder_config import (
     ATTENTION_NORM,
     EMBEDDING,
@@ -39,11 +40,11 @@ from specray.engine.model.rotary import rotated_first, tables_of_layers
 from specray.engine.step import CacheShape, HeadShape
 
 if TYPE_CHECKING:
+    from specray.engine.group.parallel import ParallelContext
     from specray.engine.model.checkpoint.source import WeightSource
     from specray.engine.model.decoder import Embedding, Head, Norm
     from specray.engine.model.linear import Gate, Linear
     from specray.engine.model.operators import Operators
-    from specray.engine.runner.parallel import ParallelContext
 
 
 def head_shape(config: DecoderConfig, parallel: ParallelContext | None) -> HeadShape:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from specray.engine.activation import Activation
+from specray.engine.attention.base import Attention
 from specray.engine.attention.paged import AttendPaged, PagedAttention, StoreRows
-from specray.engine.model.decoder import Attention, Norm
+from specray.engine.model.decoder import Norm
 from specray.engine.model.layers.experts import LayerGroup
 from specray.engine.model.linear import Gate, Linear, Weights
 from specray.engine.model.operators_torch import TorchOperators, by_layer

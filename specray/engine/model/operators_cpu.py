@@ -17,7 +17,8 @@ from specray.engine.cpu.thread_pool import ThreadPool
 from specray.engine.model.operators_torch import TorchOperators
 
 if TYPE_CHECKING:
-    from specray.engine.model.decoder import Attention, Norm
+    from specray.engine.attention.base import Attention
+    from specray.engine.model.decoder import Norm
     from specray.engine.model.layers.experts import LayerGroup
     from specray.engine.model.linear import Gate, Linear, Weights
     from specray.engine.model.rotary import RotaryTables

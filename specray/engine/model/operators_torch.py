@@ -7,15 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from specray.engine.activation import Activation
-from specray.engine.model.decoder import (
-    Attention,
-    LayeredAttention,
-    Norm,
-    PlainAttention,
-    RMSNorm,
-    Rotary,
-    WideRMSNorm,
-)
+from specray.engine.attention.base import Attention, LayeredAttention, Rotary
+from specray.engine.attention.sdpa import PlainAttention
+from specray.engine.model.decoder import Norm, RMSNorm, WideRMSNorm
 from specray.engine.model.layers.experts import LayerGroup
 from specray.engine.model.linear import Gate, Linear, Weights, make_gate, make_linear
 from specray.engine.model.rotary import RotaryTables

@@ -14,6 +14,16 @@ from specray.config import DraftConfig, EngineConfig, TargetConfig
 from specray.engine.attention.select import DEFAULT_BLOCK_SIZE, Backend, Model, choose_backend
 from specray.engine.cache.blocks import BlockCache, bytes_per_token
 from specray.engine.cache.states import STATES_PER_SEQUENCE
+from specray.engine.device import (
+    available_memory,
+    choose_device,
+    num_threads_for,
+    num_threads_for_logits,
+    use_cores,
+    use_device,
+)
+from specray.engine.group.parallel import ParallelContext
+from specray.engine.inputs import SequenceInput
 from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.description import ModelArgs, model_path
 from specray.engine.model.layers.vocabulary import GatheredHead
@@ -28,18 +38,8 @@ from specray.engine.model.operators import (
 from specray.engine.model.quantized.formats import WeightFormats
 from specray.engine.model.quantized.operator_set import OperatorSet, operator_set
 from specray.engine.runner.cuda_graphs import SEQUENCES, WIDTHS, Bucket, CudaCapture, GraphedForward
-from specray.engine.runner.device import (
-    available_memory,
-    choose_device,
-    num_threads_for,
-    num_threads_for_logits,
-    use_cores,
-    use_device,
-)
 from specray.engine.runner.gpu_claim import claim_gpu, name_of, warn_of_turns
-from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.memory import NOTHING_BESIDE, Beside, CudaMemory, cache_bytes, naming
-from specray.engine.runner.parallel import ParallelContext
 from specray.engine.runner.runner import ModelRunner, RunnerInfo
 from specray.engine.step import CacheShape, Forward
 from specray.errors import ConfigError

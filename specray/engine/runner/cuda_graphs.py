@@ -20,7 +20,7 @@ import torch
 
 from specray.engine.attention.paged import BatchShape, DeviceBatch, HostBatch
 from specray.engine.cache.blocks import BlockCache
-from specray.engine.runner.inputs import SequenceInput
+from specray.engine.inputs import SequenceInput
 from specray.engine.step import AttentionStep, Forward, ForwardOutput, SequenceRows, Step
 
 _log = logging.getLogger(__name__)

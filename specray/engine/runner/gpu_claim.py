@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from specray.config import EngineConfig
-from specray.engine.runner.device import visible_gpus
+from specray.engine.device import visible_gpus
 from specray.errors import ConfigError
 
 _log = logging.getLogger(__name__)

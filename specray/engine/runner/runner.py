@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from specray.engine.attention.sdpa import sequence_slots
 from specray.engine.cache.blocks import BlockCache
 from specray.engine.cache.states import StateCache
+from specray.engine.device import use_device
+from specray.engine.group.parallel import NO_MOVES, ParallelContext
+from specray.engine.inputs import CopyInput, Moves, SequenceInput
 from specray.engine.runner.cuda_graphs import Bucket, GraphedForward
-from specray.engine.runner.device import use_device
-from specray.engine.runner.inputs import CopyInput, Moves, SequenceInput
-from specray.engine.runner.parallel import NO_MOVES, ParallelContext
 from specray.engine.sampling.device.select import choose_kernels
 from specray.engine.sampling.device.shards import SHARD_MULTIPLE, ShardDrawer, ShardDraws, best_of_ranks
 from specray.engine.step import AttentionStep, Forward, ForwardOutput, SequenceRows, Step

@@ -108,7 +108,7 @@ def _best(scores: Tensor, *, is_judged: bool) -> list[Draw]:
 def _kernels() -> ModuleType | None:
     """None: numba is not installed."""
     try:
-        from specray.engine.cpu import gumbel_argmax as draw
+        from specray.engine.sampling import gumbel_argmax as draw
     except ImportError:
         return None
     return draw

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import yaml
 
-from specray.actors.targets.gpus import place_among
+from specray.actors.targets.place import place_among
 from specray.actors.workers import engine_config, join_group, take_place
 from specray.config import Config, EngineConfig, parse_config
 from specray.engine.build import build_follower
-from specray.engine.runner.device import choose_device, cores_per_rank, visible_gpus
-from specray.engine.runner.parallel import GroupStore
+from specray.engine.device import choose_device, cores_per_rank, visible_gpus
+from specray.engine.group.parallel import GroupStore
 from specray.environment import apply_interface_environment
 from specray.errors import ConfigError, EngineLostError
 from specray.rpc.role import RoleName

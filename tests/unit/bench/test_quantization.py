@@ -12,7 +12,7 @@ from rich.console import Console
 
 from specray.bench.quantization import engine_config, measure_quality, quality_table, read_text
 from specray.config import DraftConfig, EngineConfig, TargetConfig
-from specray.engine.runner.inputs import SequenceInput
+from specray.engine.inputs import SequenceInput
 from specray.engine.step import ForwardOutput
 from specray.errors import ConfigError
 

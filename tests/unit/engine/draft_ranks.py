@@ -11,8 +11,8 @@ import torch
 
 from specray.config import Config
 from specray.engine.build import build_draft_engine, build_follower
-from specray.engine.draft import DraftEngine
-from specray.engine.runner.parallel import GroupArgs, GroupStore, ParallelContext
+from specray.engine.drafting.engine import DraftEngine
+from specray.engine.group.parallel import GroupArgs, GroupStore, ParallelContext
 from specray.types import Outcomes, Proposal, SamplingParams, SpeculateItem
 
 DEADLINE_S = 120.0

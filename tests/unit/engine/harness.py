@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from specray.draft_tokens import DraftTokens
-from specray.engine.attention.mask import Visibility
-from specray.engine.draft import DraftEngine
-from specray.engine.guesses import Guesser
-from specray.engine.runner.inputs import Moves, SequenceInput
+from specray.engine.drafting.engine import DraftEngine
+from specray.engine.drafting.guesses import Guesser
+from specray.engine.inputs import Moves, SequenceInput
 from specray.engine.sampling.noise import NoiseSource
 from specray.engine.sampling.processors import process_logits
 from specray.engine.sampling.verify import add_draw_noise
 from specray.engine.step import ForwardOutput
-from specray.engine.target import TargetEngine
+from specray.engine.target.engine import TargetEngine
+from specray.engine.visibility import Visibility
 from specray.types import (
     PROTOCOL_VERSION,
     EngineInfo,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-from specray.engine.draft import DraftEngine
+from specray.engine.drafting.engine import DraftEngine
 from specray.engine.sampling.processors import process_logits
-from specray.engine.target import TargetEngine
+from specray.engine.target.engine import TargetEngine
 from specray.types import SamplingParams, Verification
 from tests.unit.engine.harness import TARGET, Session, model_logits, target_only
 from tests.unit.engine.sampling.rows import row_group

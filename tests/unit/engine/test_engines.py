@@ -12,8 +12,8 @@ import torch
 
 from specray.config import Config, parse_config
 from specray.engine.build import build_draft_engine, build_target_engine
-from specray.engine.draft import DraftEngine
-from specray.engine.target import TargetEngine
+from specray.engine.drafting.engine import DraftEngine
+from specray.engine.target.engine import TargetEngine
 from specray.errors import ConfigError
 from specray.types import SamplingParams, Verdict, Verification, VerifyItem
 from tests.unit.engine.harness import (

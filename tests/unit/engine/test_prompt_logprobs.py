@@ -14,7 +14,7 @@ from specray.config import parse_config
 from specray.demo.paths import demo_target_path
 from specray.draft_tokens import DraftTokens
 from specray.engine.build import build_target_engine
-from specray.engine.target import TargetEngine
+from specray.engine.target.engine import TargetEngine
 from specray.tokenization import load_tokenizer
 from specray.types import SamplingParams, TargetReply, TokenLogprobs, Verdict, VerifyItem
 

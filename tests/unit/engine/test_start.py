@@ -42,8 +42,8 @@ def test_embedded_pair_is_checked_without_torch() -> None:
         "from specray.serving.launch import check_models\n"
         "check_models(Config())"
     )
-    assert imported(code, of=LIBRARY | {"torch", "numba", "specray.engine.model.preflight"}) == {
-        "specray.engine.model.preflight"
+    assert imported(code, of=LIBRARY | {"torch", "numba", "specray.engine.preflight"}) == {
+        "specray.engine.preflight"
     }
 
 

@@ -11,7 +11,7 @@ import torch
 from specray.draft_tokens import NO_DRAFT, DraftTokens, SparseProbs
 from specray.engine.sampling.logprobs import token_logprobs
 from specray.engine.step import ForwardOutput
-from specray.engine.target import TargetEngine
+from specray.engine.target.engine import TargetEngine
 from specray.errors import EngineLostError
 from specray.types import ItemFailed, UnknownSequence, Verdict, VerifyItem
 from tests.unit.engine.harness import (

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from specray.config import TargetConfig
 from specray.engine.model.families.config_json import read_decoder_config
-from specray.engine.model.preflight import check_pair
+from specray.engine.preflight import check_pair
 from specray.errors import ConfigError
 from specray.models import conversion, space
 from specray.models.conversion import convert

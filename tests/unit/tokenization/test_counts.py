@@ -70,7 +70,7 @@ def test_command_writes_a_file_that_a_draft_can_be_given(
 ) -> None:
     from specray.cli.app import run
     from specray.config import DraftConfig
-    from specray.engine.model.preflight import check_model
+    from specray.engine.preflight import check_model
 
     text = written(tmp_path / "text.py", "def f(x):\n    return x + 1\n" * 20)
     output = tmp_path / "ids.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specray.engine.attention.mask import Visibility
+from specray.engine.visibility import Visibility
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from specray.engine.attention.base import HeadNorm, Rotary, rotate_heads
 from specray.engine.attention.sdpa import sequence_slots
 from specray.engine.cache.blocks import BlockCache
 from specray.engine.features.base import Context, Continued, FeatureStore, Placed, TargetParts
@@ -30,7 +31,7 @@ from specray.engine.features.block.layout import HEAD_ROWS, BlockLayout
 from specray.engine.features.decoder_layers import LayerTensors, Lowering
 from specray.engine.features.shared_rows import SharedRows
 from specray.engine.features.vocabulary import make_embedding, make_head
-from specray.engine.model.decoder import HeadNorm, Norm, Rotary, rotate_heads
+from specray.engine.model.decoder import Norm
 from specray.engine.model.linear import Gate, Linear
 from specray.engine.model.operators_torch import rotary_tables
 from specray.engine.model.rotary import cos_sin

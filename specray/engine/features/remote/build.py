@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from specray.config import Config, DraftConfig
-from specray.engine.attention.mask import MAX_TREE_ROWS
 from specray.engine.attention.select import DEFAULT_BLOCK_SIZE
+from specray.engine.device import choose_device, num_threads_for, use_cores, use_device
 from specray.engine.features.base import FeatureDrafter, FeatureStore, TargetParts, TargetShape
 from specray.engine.features.block.layout import BlockLayout
 from specray.engine.features.loader import Layout, drafter_name, load_drafter, read_drafter
@@ -27,9 +27,9 @@ from specray.engine.model.loader import DecoderSource, LoadedModel, load_model
 from specray.engine.model.operators import Operators, cpu_operators, cuda_operators
 from specray.engine.model.quantized.formats import PLAIN
 from specray.engine.runner.assembly import DTYPES, model_args
-from specray.engine.runner.device import choose_device, num_threads_for, use_cores, use_device
 from specray.engine.runner.gpu_claim import claim_gpu, name_of, warn_of_turns
 from specray.engine.runner.memory import CudaMemory, cache_bytes, naming
+from specray.engine.visibility import MAX_TREE_ROWS
 from specray.errors import ConfigError
 from specray.types import PROTOCOL_VERSION, EngineInfo, Overlap
 

@@ -23,7 +23,7 @@ import torch
 from specray.draft_tokens import NO_DRAFT
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
 from specray.engine.cache.sequences import EngineSequence, SequenceTable
-from specray.engine.chains import OutcomeBranches
+from specray.engine.drafting.chains import OutcomeBranches
 from specray.engine.features.base import Context, FeatureDrafter, FeatureStore
 from specray.engine.features.chained.drafter import ChainedDrafter
 from specray.engine.features.drafting import FeatureDrafting

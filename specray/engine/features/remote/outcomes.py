@@ -17,11 +17,11 @@ from collections.abc import Sequence
 
 import torch
 
-from specray.engine.attention.mask import branch_visibility
-from specray.engine.chains import OutcomeBranches
+from specray.engine.drafting.chains import OutcomeBranches
 from specray.engine.features.base import Context, Continued, FeatureStore
 from specray.engine.features.chained.drafter import ChainedDrafter
 from specray.engine.features.drafting import FeatureDrafting
+from specray.engine.visibility import branch_visibility
 
 
 def draft_outcomes(

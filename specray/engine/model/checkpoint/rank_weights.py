@@ -10,9 +10,9 @@ import torch
 from specray.engine.model.checkpoint.source import Part
 
 if TYPE_CHECKING:
+    from specray.engine.group.parallel import ParallelContext
     from specray.engine.model.checkpoint.source import WeightSource
     from specray.engine.model.decoder_config import DecoderConfig
-    from specray.engine.runner.parallel import ParallelContext
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from specray.engine.attention.mask import branch_visibility
 from specray.engine.cache.blocks import BlockCache
 from specray.engine.model.checks.messages import first_line
 from specray.engine.model.checks.miniature import build_miniature, token_ids, windows
 from specray.engine.step import AttentionStep, CacheShape, Forward, SequenceRows, Step
+from specray.engine.visibility import branch_visibility
 from specray.errors import ConfigError
 
 ALLOWED_ERROR = 1e-3

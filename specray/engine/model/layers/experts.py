@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from specray.engine.group.parallel import ParallelContext
     from specray.engine.model.decoder_config import Clamp
     from specray.engine.model.linear import Gate, Linear
-    from specray.engine.runner.parallel import ParallelContext
 
 
 @dataclass(frozen=True, slots=True)

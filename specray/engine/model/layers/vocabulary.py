@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from specray.engine.model.linear import PlainLinear
 
 if TYPE_CHECKING:
+    from specray.engine.group.parallel import ParallelContext
     from specray.engine.model.decoder import Embedding
     from specray.engine.model.linear import Linear
-    from specray.engine.runner.parallel import ParallelContext
 
 
 @dataclass(frozen=True, slots=True)

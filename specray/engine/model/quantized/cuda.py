@@ -18,7 +18,8 @@ from specray.engine.quantized_weight import QuantizedWeight, quantize
 from specray.errors import ConfigError
 
 if TYPE_CHECKING:
-    from specray.engine.model.decoder import Attention, Norm
+    from specray.engine.attention.base import Attention
+    from specray.engine.model.decoder import Norm
     from specray.engine.model.layers.experts import LayerGroup
     from specray.engine.model.linear import Gate, Linear, Weights
     from specray.engine.model.operators import Operators

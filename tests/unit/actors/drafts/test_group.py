@@ -14,10 +14,9 @@ from specray.actors.drafts import deployment as draft_module
 from specray.actors.drafts import group as draft_group
 from specray.actors.drafts.deployment import DraftReplica
 from specray.actors.drafts.group import DraftGroup
-from specray.actors.targets.gpus import GpuPlace
-from specray.actors.targets.ranks import RankProcess
+from specray.actors.targets.place import GpuPlace, RankProcess
 from specray.config import Config, EngineConfig, parse_config
-from specray.engine.runner.parallel import GroupArgs
+from specray.engine.group.parallel import GroupArgs
 from specray.errors import ConfigError, EngineLostError
 
 PLACE = GpuPlace(0, ("2", "0"), 0)

@@ -10,11 +10,10 @@ import pytest
 
 import specray.serving.local.ranks as local
 from specray.actors import workers
-from specray.actors.targets.gpus import GpuPlace, check_own_gpus, gpu_places, place_among
-from specray.actors.targets.ranks import RankProcess
+from specray.actors.targets.place import GpuPlace, RankProcess, check_own_gpus, gpu_places, place_among
 from specray.config import parse_config
+from specray.engine.group.parallel import GroupArgs
 from specray.engine.runner import assembly
-from specray.engine.runner.parallel import GroupArgs
 from specray.engine.runner.runner import ModelRunner
 from specray.errors import ConfigError, EngineLostError
 from tests.unit.actors.targets.fake_cuda import FakeCuda

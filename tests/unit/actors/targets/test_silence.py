@@ -9,7 +9,8 @@ from typing import Any
 import ray
 
 from specray.actors.targets.group import PlacedRanks
-from specray.actors.targets.ranks import RankProcess, TargetRank
+from specray.actors.targets.place import RankProcess
+from specray.actors.targets.ranks import TargetRank
 from specray.config import parse_config
 from specray.fakes import VirtualClock
 

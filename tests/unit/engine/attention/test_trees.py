@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from specray.engine.attention.base import Attention
 from specray.engine.attention.paged import PagedAttention, attend_gathered
+from specray.engine.attention.sdpa import PlainAttention
 from specray.engine.cache.blocks import BlockCache
 from specray.engine.cpu.gemm import tiles
-from specray.engine.model.decoder import Attention, PlainAttention
 from specray.engine.model.operators_torch import rotary_tables
 from specray.engine.model.rotary import RotaryTables
 from specray.engine.step import CacheShape, HeadShape

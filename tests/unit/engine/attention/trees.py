@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from specray.engine.attention.mask import Visibility, branch_visibility, tree_visibility
 from specray.engine.step import AttentionStep, HeadShape, KVCache, SequenceRows
+from specray.engine.visibility import Visibility, branch_visibility, tree_visibility
 
 MAX_LEN = 192
 """Tokens of a sequence, at most."""

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specray.bench.soak.memory import anonymous_bytes
+from specray.engine import device
 from specray.engine.cache.blocks import BlockAllocator, BlockCache, BlockTable, bytes_per_token
-from specray.engine.runner import device
 from specray.engine.step import CacheShape, LayerShape
 from specray.errors import OutOfBlocksError
 

@@ -12,8 +12,8 @@ import pytest
 from specray.config import parse_config
 from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.engine.build import build_draft_engine, build_target_engine
-from specray.engine.draft import DraftEngine
-from specray.engine.target import TargetEngine
+from specray.engine.drafting.engine import DraftEngine
+from specray.engine.target.engine import TargetEngine
 from specray.types import ItemFailed, SamplingParams, Verdict, VerifyItem
 from tests.unit.engine.harness import (
     CLOSE,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specray.engine.attention.mask import branch_visibility
+from specray.engine.attention.base import HeadNorm
 from specray.engine.cpu.attention import attend as vector_attend
 from specray.engine.cpu.attention import kernel as attention_module
 from specray.engine.cpu.attention.amx import attend as amx_attend
@@ -11,8 +11,8 @@ from specray.engine.cpu.attention.amx.attend import fits
 from specray.engine.cpu.attention.kernel import attention_kernel
 from specray.engine.cpu.gemm import tiles
 from specray.engine.cpu.thread_pool import ThreadPool
-from specray.engine.model.decoder import HeadNorm
 from specray.engine.step import AttentionStep, SequenceRows
+from specray.engine.visibility import branch_visibility
 from tests.unit.engine.cpu.test_kernels import ALONE, MAX_LEN, empty_cache, expected, fused, random
 
 pytestmark = pytest.mark.skipif(not tiles.is_usable(), reason="no AMX here")

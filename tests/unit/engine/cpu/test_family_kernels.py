@@ -11,10 +11,10 @@ import torch.nn.functional as F
 pytest.importorskip("numba")
 
 from specray.engine.activation import Activation
+from specray.engine.attention.base import HeadNorm
 from specray.engine.cpu.gemm.linear import TiledGate, can_tile
 from specray.engine.cpu.gemm.quantized.linear import QuantizedGate, has_kernels
 from specray.engine.cpu.norm import FusedRMSNorm
-from specray.engine.model.decoder import HeadNorm
 from specray.engine.model.decoder import RMSNorm as TorchNorm
 from specray.engine.model.decoder import WideRMSNorm as WideTorchNorm
 from specray.engine.quantization import Quantization

@@ -10,6 +10,7 @@ import pytest
 import torch
 from numba import carray
 
+from specray.engine.attention.base import HeadNorm
 from specray.engine.attention.cpu import CpuAttention
 from specray.engine.cache.blocks import BlockCache
 from specray.engine.cpu import compiled as compiled_module
@@ -26,7 +27,6 @@ from specray.engine.cpu.isa import Isa, usable_isas
 from specray.engine.cpu.norm import FusedRMSNorm
 from specray.engine.cpu.simd import vectors
 from specray.engine.cpu.thread_pool import Kernel, ThreadPool, as_pointer
-from specray.engine.model.decoder import HeadNorm
 from specray.engine.step import AttentionStep, CacheShape, SequenceRows
 from tests.unit.engine.cpu.kernel_processes import normed_sum, normed_sum_of_cached, pool_size
 from tests.unit.engine.processes import answer_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from specray.engine.attention.base import HeadNorm
 from specray.engine.cache.blocks import BlockCache
-from specray.engine.model.decoder import HeadNorm
 from specray.engine.step import AttentionStep, CacheShape, SequenceRows
 
 pytest.importorskip("numba")

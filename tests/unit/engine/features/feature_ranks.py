@@ -10,8 +10,8 @@ import torch
 from specray.config import Config
 from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.engine.build import build_follower, build_target_engine
-from specray.engine.runner.parallel import GroupArgs, GroupStore, ParallelContext
-from specray.engine.target import TargetEngine
+from specray.engine.group.parallel import GroupArgs, GroupStore, ParallelContext
+from specray.engine.target.engine import TargetEngine
 from tests.unit.engine.features.targets import Session, step
 
 DEADLINE_S = 120.0

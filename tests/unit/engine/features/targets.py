@@ -12,7 +12,7 @@ import torch
 from specray.config import parse_config
 from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.engine.build import build_target_engine
-from specray.engine.target import TargetEngine
+from specray.engine.target.engine import TargetEngine
 from specray.types import SamplingParams, Verdict, VerifyItem
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specray.draft_tokens import NO_DRAFT
-from specray.engine.target import TargetEngine
+from specray.engine.target.engine import TargetEngine
 from tests.unit.engine.features import checkpoints, reference
 from tests.unit.engine.features.checkpoints import (
     HIDDEN,

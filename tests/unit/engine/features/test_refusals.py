@@ -13,7 +13,7 @@ from specray.config import parse_config
 from specray.engine.features.base import TargetShape
 from specray.engine.features.eagle_layout import EagleLayout
 from specray.engine.features.loader import read_layout
-from specray.engine.model.preflight import check_pair
+from specray.engine.preflight import check_pair
 from specray.errors import ConfigError
 from tests.unit.engine.features.checkpoints import (
     HIDDEN,

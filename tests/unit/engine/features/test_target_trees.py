@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens, TreeBudget
-from specray.engine.attention.mask import Visibility
 from specray.engine.features.base import Context, Continued
 from specray.engine.features.eagle import EagleDrafter
 from specray.engine.features.tap import FeatureTap
+from specray.engine.visibility import Visibility
 from specray.errors import ConfigError
 from specray.types import SamplingParams, Verdict, Verification
 from tests.unit.engine.features import reference

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from specray.engine.guesses import Guesser, Masks, ModelGuesses, NgramGuesses
+from specray.engine.drafting.guesses import Guesser, Masks, ModelGuesses, NgramGuesses
 from tests.unit.engine.harness import CLOSE, table, toy_draft
 
 MASK = 22

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from specray.draft_tokens import DraftTokens, TreeBudget
-from specray.engine.guesses import ModelGuesses, NgramGuesses
+from specray.engine.drafting.guesses import ModelGuesses, NgramGuesses
 from specray.engine.sampling.draft import DraftSampler
 from specray.engine.sampling.noise import NoiseSource
 from specray.types import Proposal, SamplingParams, SpeculateItem

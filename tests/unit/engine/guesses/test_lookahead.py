@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens, LookaheadBudget
-from specray.engine.lookahead import NgramPool, Window
-from specray.engine.target import TargetEngine
+from specray.engine.target.engine import TargetEngine
+from specray.engine.target.lookahead import NgramPool, Window
 from specray.types import Verdict
 from tests.unit.engine.harness import TARGET, Session, commit, model_logits, toy_target, verify_item
 from tests.unit.engine.samplings import (

@@ -10,7 +10,7 @@ import pytest
 from specray.config import Config, TargetConfig
 from specray.draft_tokens import NO_DRAFT, LookaheadBudget
 from specray.engine.build import build_target_engine
-from specray.engine.target import TargetEngine
+from specray.engine.target.engine import TargetEngine
 from specray.types import SamplingParams, Verdict
 from tests.unit.engine.harness import Session, commit, verify_item
 from tests.unit.engine.model.checkpoints import reference_logits, reference_model, write_checkpoint

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from specray.config import EngineConfig
-from specray.engine.attention.mask import branch_visibility
+from specray.engine.attention.base import LayeredAttention
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
-from specray.engine.model.decoder import DecoderForward, LayeredAttention
+from specray.engine.inputs import SequenceInput
+from specray.engine.model.decoder import DecoderForward
 from specray.engine.runner.assembly import build_runner
-from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner
+from specray.engine.visibility import branch_visibility
 from tests.unit.engine.model.checkpoints import (
     DECODER,
     HF,

@@ -9,10 +9,10 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
 from specray.config import EngineConfig
+from specray.engine.device import num_threads_for, num_threads_for_logits, num_usable_cores
 from specray.engine.model.description import ModelArgs
 from specray.engine.model.loader import load_model
 from specray.engine.runner.assembly import build_runner
-from specray.engine.runner.device import num_threads_for, num_threads_for_logits, num_usable_cores
 from specray.errors import ConfigError
 from tests.unit.engine.model.checkpoints import write_checkpoint
 

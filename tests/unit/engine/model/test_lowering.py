@@ -19,7 +19,6 @@ from specray.engine.model.layers.vocabulary import GatheredHead, ShardedEmbeddin
 from specray.engine.model.loader import DecoderSource, load_model
 from specray.engine.model.lowering import lower
 from specray.engine.model.operators_torch import TorchOperators
-from specray.engine.runner.parallel import ParallelContext
 from specray.errors import ConfigError
 from tests.unit.engine.model.checkpoints import InMemoryWeights, write_checkpoint
 

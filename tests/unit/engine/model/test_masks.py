@@ -11,8 +11,8 @@ import pytest
 from specray.config import Config, DraftConfig, TargetConfig
 from specray.draft_tokens import DraftTokens
 from specray.engine.build import build_draft_engine
-from specray.engine.draft import DraftEngine
-from specray.engine.model.preflight import check_model, check_pair
+from specray.engine.drafting.engine import DraftEngine
+from specray.engine.preflight import check_model, check_pair
 from specray.engine.sampling.draft import DraftSampler
 from specray.engine.sampling.noise import NoiseSource
 from specray.errors import ConfigError

@@ -14,10 +14,10 @@ from specray.config import Config, DraftConfig, EngineConfig, TargetConfig
 from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.engine.build import build_draft_engine, build_target_engine
 from specray.engine.cache.states import STATES_PER_SEQUENCE
-from specray.engine.model.preflight import check_models
+from specray.engine.preflight import check_models
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.runner import ModelRunner
-from specray.engine.target import TargetEngine
+from specray.engine.target.engine import TargetEngine
 from specray.errors import ConfigError
 from specray.types import LookaheadBudget, SamplingParams, TargetReplies, Verdict, VerifyItem
 from tests.unit.engine.harness import (

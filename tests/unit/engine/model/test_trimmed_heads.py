@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from specray.config import Config, DraftConfig
 from specray.engine.build import build_draft_engine
+from specray.engine.inputs import SequenceInput
 from specray.engine.model.decoder_config import HEAD
 from specray.engine.model.layers.vocabulary import GatheredHead
 from specray.engine.model.lowering import lower
 from specray.engine.model.operators_torch import TorchOperators
-from specray.engine.model.preflight import check_model
+from specray.engine.preflight import check_model
 from specray.engine.runner.assembly import build_runner
-from specray.engine.runner.inputs import SequenceInput
 from specray.errors import ConfigError
 from specray.types import Proposal, SamplingParams, SpeculateItem
 from tests.unit.engine.model.checkpoints import VOCAB_SIZE, write_checkpoint

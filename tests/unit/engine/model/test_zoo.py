@@ -12,13 +12,15 @@ import torch
 
 from specray.config import EngineConfig
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
+from specray.engine.inputs import SequenceInput
 from specray.engine.model.library import LibraryConfig
 from specray.engine.runner.assembly import build_runner
-from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner
-from specray.engine.target import TargetEngine
+from specray.engine.target.engine import TargetEngine
 from specray.errors import ConfigError
 from specray.types import SamplingParams
+from tests.unit.engine.group.group_ranks import DEADLINE_S, join
+from tests.unit.engine.group.test_parallel import running_ranks
 from tests.unit.engine.harness import Session, engine_info, generate_serial, target_only
 from tests.unit.engine.model.checkpoints import (
     family_config,
@@ -28,8 +30,6 @@ from tests.unit.engine.model.checkpoints import (
     write_family,
 )
 from tests.unit.engine.model.zoo import FAMILIES, QUICK
-from tests.unit.engine.runner.group_ranks import DEADLINE_S, join
-from tests.unit.engine.runner.test_parallel import running_ranks
 from tests.unit.engine.trees.drafters import adversarial_drafter, tree_drafter
 
 pytestmark = pytest.mark.slow

@@ -11,11 +11,11 @@ import torch
 
 from specray.config import EngineConfig
 from specray.draft_tokens import DraftTokens
-from specray.engine.attention.mask import branch_visibility
+from specray.engine.inputs import SequenceInput
 from specray.engine.runner.assembly import build_runner
-from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner
-from specray.engine.target import TargetEngine
+from specray.engine.target.engine import TargetEngine
+from specray.engine.visibility import branch_visibility
 from specray.types import SamplingParams, Verdict
 from tests.unit.engine.harness import Session, engine_info, verify
 from tests.unit.engine.model.checkpoints import write_checkpoint

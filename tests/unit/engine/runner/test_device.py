@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from specray.engine.runner.device import num_usable_cores, use_cores
+from specray.engine.device import num_usable_cores, use_cores
 from specray.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot pin threads")

@@ -11,9 +11,9 @@ import torch
 from specray.config import EngineConfig
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
 from specray.engine.cache.sequences import EngineSequence
+from specray.engine.inputs import SequenceInput
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.cuda_graphs import GraphedForward, run_again
-from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner
 from specray.engine.schedule import CatchUp, catch_up
 from specray.types import SamplingParams

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from specray.config import EngineConfig
+from specray.engine.inputs import SequenceInput
 from specray.engine.runner.assembly import build_runner
-from specray.engine.runner.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner
 from tests.unit.engine.model.checkpoints import reference_model, write_checkpoint
 

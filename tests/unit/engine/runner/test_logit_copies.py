@@ -14,17 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specray.config import EngineConfig
 from specray.draft_tokens import DraftTokens
 from specray.engine.cache.sequences import EngineSequence
+from specray.engine.group.parallel import GroupArgs, ParallelContext
 from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.layers.vocabulary import GatheredHead
 from specray.engine.model.linear import PlainLinear, WideLinear
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.cuda_graphs import GraphedForward, run_again
-from specray.engine.runner.parallel import GroupArgs, ParallelContext
 from specray.engine.runner.runner import ModelRunner
 from specray.engine.sampling.device.kernels import TorchKernels
 from specray.engine.sampling.device.sampler import DeviceSampler
 from specray.engine.schedule import CatchUp, catch_up
-from specray.engine.target import TargetEngine
+from specray.engine.target.engine import TargetEngine
 from specray.types import SamplingParams
 from tests.unit.engine.harness import Session, engine_info, verify
 from tests.unit.engine.model.checkpoints import write_checkpoint

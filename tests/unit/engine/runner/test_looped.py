@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from specray.config import EngineConfig
-from specray.engine.draft import DraftEngine
+from specray.engine.drafting.engine import DraftEngine
+from specray.engine.drafting.looped import JUDGED_TOKENS, LoopedProposals, _known
 from specray.engine.model.operators_torch import TorchOperators
-from specray.engine.on_device.looped import JUDGED_TOKENS, LoopedProposals, _known
 from specray.engine.runner import assembly
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.cuda_graphs import GraphedForward, run_again

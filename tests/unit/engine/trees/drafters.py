@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens
-from specray.engine.draft import DraftEngine
+from specray.engine.drafting.engine import DraftEngine
 from tests.unit.engine.harness import Drafter, Session, propose
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from specray.draft_tokens import DraftTokens, TreeBudget
-from specray.engine.draft import DraftEngine
+from specray.engine.drafting.engine import DraftEngine
+from specray.engine.drafting.trees import CHILDREN, REACHED, SPREAD
 from specray.engine.sampling.noise import NoiseSource
 from specray.engine.sampling.processors import process_logits
 from specray.engine.sampling.verify import add_draw_noise
-from specray.engine.trees import CHILDREN, REACHED, SPREAD
 from specray.types import Proposal, SamplingParams
 from tests.unit.engine.harness import (
     CLOSE,

@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens, TreeBudget
-from specray.engine.draft import DraftEngine
+from specray.engine.drafting.engine import DraftEngine
 from specray.engine.sampling.draws import SCORE_SPREAD
 from specray.engine.sampling.noise import NoiseSource
 from specray.engine.sampling.processors import process_logits
 from specray.engine.sampling.verify import add_draw_noise
 from specray.types import Branch, Outcomes, SamplingParams, Verdict
+from tests.unit.engine.draft_view.toys import toy_reader
 from tests.unit.engine.harness import (
     CLOSE,
     TARGET,
@@ -32,7 +33,6 @@ from tests.unit.engine.harness import (
     toy_target,
     verify_item,
 )
-from tests.unit.engine.reading.toys import toy_reader
 from tests.unit.engine.sampling.rows import row_group
 from tests.unit.engine.samplings import (
     COUPLED,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from specray.draft_tokens import DraftTokens
 from specray.engine.sampling.logprobs import token_logprobs
-from specray.engine.target import TargetEngine
+from specray.engine.target.engine import TargetEngine
 from specray.types import SamplingParams, TokenLogprobs, Verdict
 from tests.unit.engine.harness import (
     TARGET,

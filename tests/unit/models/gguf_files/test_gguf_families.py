@@ -14,8 +14,8 @@ import torch
 
 from specray.config import EngineConfig
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
+from specray.engine.inputs import SequenceInput
 from specray.engine.runner.assembly import build_runner
-from specray.engine.runner.inputs import SequenceInput
 from specray.models.gguf.converter import convert_file
 from specray.tokenization import load_tokenizer
 from tests.unit.models.gguf_files.families import MODELS, PROMPT

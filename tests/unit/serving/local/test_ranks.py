@@ -18,7 +18,7 @@ import specray.serving.local.ranks
 from specray.bench.report.hardware import hardware_name
 from specray.config import EngineConfig, parse_config
 from specray.demo.paths import demo_target_path
-from specray.engine.runner.device import num_usable_cores, visible_gpus
+from specray.engine.device import num_usable_cores, visible_gpus
 from specray.errors import EngineLostError
 from specray.requests import GenerateRequest
 from specray.serving.local import pair as pair_module
@@ -185,7 +185,7 @@ def test_a_rank_that_loads_nothing_or_loses_its_leader_leaves_the_group(
 
 
 def test_ranks_share_the_cores_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specray.engine.runner.device.num_usable_cores", lambda: 8)
+    monkeypatch.setattr("specray.engine.device.num_usable_cores", lambda: 8)
     own: dict[str, dict[str, object]] = {"target": {"tensor_parallel_size": 3, "device": "cpu"}}
     assert sharing_cores(parse_config(own), "target").target.num_threads == 2
     own["target"]["cores"] = [0, 1, 2, 3, 4, 5, 6]

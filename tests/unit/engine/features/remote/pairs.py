@@ -10,7 +10,7 @@ from specray.config import Config, parse_config
 from specray.draft_tokens import NO_DRAFT, DraftTokens, TreeBudget
 from specray.engine.build import build_draft_engine, build_target_engine
 from specray.engine.features.remote.engine import FeatureDraftEngine
-from specray.engine.target import TargetEngine
+from specray.engine.target.engine import TargetEngine
 from specray.feature_rows import FeatureRows
 from specray.types import Proposal, SpeculateItem, Verdict
 from tests.unit.engine.features.targets import Session

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specray.engine.features.remote.engine import FeatureDraftEngine
-from specray.engine.target import TargetEngine
+from specray.engine.target.engine import TargetEngine
 from specray.fakes import LocalDrafter, LocalVerifier, VirtualClock
 from specray.interfaces import Drafter
 from specray.requests import GenerateRequest

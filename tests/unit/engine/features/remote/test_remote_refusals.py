@@ -9,7 +9,7 @@ import pytest
 
 from specray.config import parse_config
 from specray.engine.build import build_draft_engine, build_target_engine
-from specray.engine.model.preflight import check_models
+from specray.engine.preflight import check_models
 from specray.errors import ConfigError
 from tests.unit.engine.features.checkpoints import eagle3_weights, official, write
 from tests.unit.engine.features.remote.pairs import pair_config

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specray.engine.features.remote.engine import FeatureDraftEngine
-from specray.engine.target import TargetEngine
+from specray.engine.target.engine import TargetEngine
 from specray.errors import ConfigError
 from specray.fakes import LocalDrafter, LocalVerifier, VirtualClock
 from tests.unit.engine.features.checkpoints import eagle3_weights, official, write

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specray.config import TargetConfig
+from specray.engine.inputs import SequenceInput
 from specray.engine.model.checkpoint.source import Part
 from specray.engine.model.description import ModelArgs, check_loadable
 from specray.engine.model.loader import DecoderSource, load_model
 from specray.engine.runner.assembly import build_runner
-from specray.engine.runner.inputs import SequenceInput
 from specray.errors import ConfigError
 from tests.unit.engine.model.checkpoints import reference_logits, reference_model, write_checkpoint
 

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from specray.config import EngineConfig
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
+from specray.engine.inputs import SequenceInput
 from specray.engine.model.checks.modalities import drop_other_parts
 from specray.engine.model.description import ModelArgs, describe
 from specray.engine.runner.assembly import build_runner
-from specray.engine.runner.inputs import SequenceInput
 from specray.errors import ConfigError
 from tests.unit.engine.model.checkpoints import (
     family_config,

@@ -17,9 +17,9 @@ import torch
 
 from specray.config import Config, parse_config
 from specray.engine.build import build_draft_engine
-from specray.engine.draft import DraftEngine
+from specray.engine.drafting.engine import DraftEngine
 from specray.engine.runner.assembly import build_runner
-from specray.engine.target import TargetEngine
+from specray.engine.target.engine import TargetEngine
 from specray.fakes import LocalDrafter, LocalVerifier, VirtualClock
 from specray.interfaces import Drafter, Verifier
 from specray.requests import GenerateRequest

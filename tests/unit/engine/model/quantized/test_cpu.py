@@ -27,8 +27,6 @@ from specray.engine.quantization import Quantization
 from specray.engine.quantized_weight import quantize
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.cpu_graphs import CpuGraphForward
-from specray.engine.runner.inputs import SequenceInput
-from specray.engine.runner.parallel import ParallelContext
 from specray.errors import ConfigError
 from specray.types import SamplingParams
 from tests.unit.engine.harness import Session, generate_serial

@@ -12,8 +12,8 @@ from specray.config import EngineConfig, parse_config
 from specray.engine.model.decoder_config import DecoderConfig, RopeFormula
 from specray.engine.model.description import ModelArgs, describe
 from specray.engine.model.loader import load_model
-from specray.engine.model.preflight import check_model
 from specray.engine.model.quantized.formats import WeightFormats
+from specray.engine.preflight import check_model
 from specray.engine.quantization import Quantization
 from specray.errors import ConfigError
 from tests.unit.engine.model.checkpoints import write_checkpoint

@@ -1,0 +1,1 @@
+"""The draft's own view of a request: another vocabulary, a window."""

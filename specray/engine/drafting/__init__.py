@@ -1,0 +1,1 @@
+"""The draft engine, and what grows in it: chains, trees, outcome branches, guesses."""

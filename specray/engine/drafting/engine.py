@@ -1,0 +1,374 @@
+"""The draft engine: keeps and appends tokens, then proposes, or drafts the likely outcomes of a round.
+
+A batch is a set of *chains*, each of which grows by one draft token per step, all in one ragged forward. A
+proposal is one chain. Outcomes begin with one forward over the tokens under verification, whose logits rank
+the next tokens; each (number accepted, next token) is then a chain of its own, a branch of the sequence. A
+proposal may also be a tree (``trees``), whose nodes of one depth are rows of the same forwards.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specray.draft_tokens import DraftTokens
+from specray.engine.base import EngineBase
+from specray.engine.cache.sequences import EngineSequence
+from specray.engine.drafting.chains import Chain, OutcomeBranches
+from specray.engine.drafting.guesses import Guesser
+from specray.engine.drafting.trees import DraftTree, TreeRow
+from specray.engine.sampling.grammars import GrammarMasks
+from specray.engine.sampling.sampler import Sampler, make_sampler
+from specray.engine.sampling.state import RowGroup
+from specray.engine.schedule import (
+    BranchStep,
+    CatchUp,
+    Runner,
+    catch_up,
+    check_speculation,
+    failure_reply,
+    split_waves,
+    wanted_rows,
+)
+from specray.errors import SpecrayError
+from specray.types import DraftReplies, DraftReply, EngineInfo, Outcomes, Proposal, SpeculateItem
+
+if TYPE_CHECKING:
+    from specray.engine.drafting.looped import LoopedProposals
+
+
+@dataclass(slots=True, eq=False)
+class _Proposing:
+    """An item that asks for a proposal."""
+
+    sequence: EngineSequence
+    chain: Chain
+
+    def catch_up(self, guess: Sequence[int]) -> CatchUp:
+        """All missing tokens and some guesses behind them, with a row for each token that is drawn."""
+        return CatchUp(self.sequence, 1 + len(guess), extra_token_ids=guess)
+
+
+_Task = _Proposing | DraftTree | OutcomeBranches
+
+
+class DraftEngine(EngineBase):
+    """Implements ``interfaces.SyncDraftEngine`` over a runner.
+
+    Args:
+        runner, info, prefix_cache: see :class:`EngineBase`.
+        device: device of the runner's logits.
+        max_num_draft_probs: support of the sparse draft distribution under rejection verification.
+        grammars: masks for requests with a grammar; None: their draft tokens are drawn without.
+        num_token_ids: token ids up to the tokenizer's last one; those behind it are padding, and never
+            proposed. None: all may be.
+        token_ids: of the logits, ascending; None: of all tokens.
+        sampler: draws draft tokens; None: of the logits' own tokens.
+        guesser: names what is computed behind a chain's last token in the same forward; None: nothing.
+        looped: runs proposals without guesses as captured work; None: all is told from here.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        info: EngineInfo,
+        *,
+        device: torch.device,
+        max_num_draft_probs: int = 64,
+        prefix_cache: bool = True,
+        grammars: GrammarMasks | None = None,
+        num_token_ids: int | None = None,
+        token_ids: NDArray[np.int64] | None = None,
+        sampler: Sampler | None = None,
+        guesser: Guesser | None = None,
+        looped: LoopedProposals | None = None,
+    ) -> None:
+        super().__init__(runner, info, can_evict=True, prefix_cache=prefix_cache, grammars=grammars)
+        self._guesser = guesser
+        self._looped = looped if guesser is None else None
+        self._num_told_ids = info.vocab_size
+        """Token ids of what is proposed, which may be others than those of the sequences."""
+        self._sampler = sampler or make_sampler(
+            info.vocab_size,
+            device,
+            max_num_draft_probs,
+            num_token_ids=num_token_ids,
+            token_ids=token_ids,
+        )
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """Frees the sequences; unknown ids are ignored."""
+        super().release(request_ids)
+        if self._guesser is not None:
+            self._guesser.release(request_ids)
+
+    def close(self) -> None:
+        """Closes the runner, and what guesses for it; idempotent."""
+        super().close()
+        if self._guesser is not None:
+            self._guesser.close()
+
+    @torch.inference_mode()
+    def speculate(self, items: Sequence[SpeculateItem]) -> DraftReplies:
+        """One batch to completion: a catch-up forward, then a forward per further draft token."""
+        started_ns = time.perf_counter_ns()
+        replies: dict[int, DraftReply] = {}
+        for wave in split_waves(items):
+            replies.update(self._speculate_wave(wave))
+        ordered = tuple(replies[index] for index in range(len(items)))
+        return DraftReplies(ordered, time.perf_counter_ns() - started_ns)
+
+    def _speculate_wave(self, wave: Sequence[tuple[int, SpeculateItem]]) -> dict[int, DraftReply]:
+        replies: dict[int, DraftReply] = {}
+        tasks: dict[int, tuple[SpeculateItem, _Task]] = {}
+        self._table.begin_step()
+        for index, item in wave:
+            try:
+                tasks[index] = (item, self._admit(item))
+            except SpecrayError as error:
+                replies[index] = failure_reply(item, error)
+        self._work([task for _, task in tasks.values()])
+        for index, (item, task) in tasks.items():
+            replies[index] = _reply(item, task)
+        return replies
+
+    def _work(self, tasks: Sequence[_Task]) -> None:
+        """Runs the tasks: one forward for first draft tokens and rankings, then a step per further token."""
+        proposing = [task for task in tasks if isinstance(task, _Proposing)]
+        trees = [task for task in tasks if isinstance(task, DraftTree)]
+        outcomes = [task for task in tasks if isinstance(task, OutcomeBranches)]
+        looped = self._looped if len(proposing) == len(tasks) else None
+        if looped is not None and looped.propose([(task.sequence, task.chain) for task in proposing]):
+            return
+        rows = [row for tree in trees for row in tree.rows()]
+        growing = [task for task in proposing if not task.chain.is_full]
+        guesses = self._guess([task.chain for task in growing])
+        work = [task.catch_up(guess) for task, guess in zip(growing, guesses, strict=True)]
+        work += [CatchUp(task.sequence, 0) for task in proposing if task.chain.is_full]
+        work += [CatchUp(tree.sequence, min(1, tree.num_wanted)) for tree in trees]
+        work += [task.catch_up() for task in outcomes]
+        logits = self._catch_up(work)
+        outcome = [task for task in outcomes if task.num_rows > 0]
+        if logits is None:
+            return
+        end = len(growing) + sum(map(len, guesses))
+        if growing:
+            self._draw_behind(logits[:end], growing, (), guesses)
+        if rows:
+            self._spread(logits[end : end + len(rows)], rows)
+        if outcome:
+            self._branch(logits[end + len(rows) :], outcome)
+        self._grow(growing, trees, outcome)
+        for task in outcome:
+            task.settle(drew_behind_masks=self._has_masks)
+
+    # ---- schedule
+
+    def _admit(self, item: SpeculateItem) -> _Task:
+        """Gives the sequence its tokens and its room; raises before anything changed."""
+        length = item.base_len + len(item.token_ids)
+        check_speculation(item, self._info, num_told_ids=self._num_told_ids)
+        return self._admit_outcomes(item, length) if item.fanout else self._admit_proposal(item, length)
+
+    def _admit_proposal(self, item: SpeculateItem, length: int) -> _Proposing | DraftTree:
+        num_wanted = min(item.num_speculative_tokens, self._info.max_model_len - length)
+        sequence = self._keep_and_append(item, num_wanted)
+        sequence.set_tail(())
+        sequence.recompute_last(min(1, num_wanted))
+        # Behind masks nodes of one depth could not differ.
+        if item.tree is not None and not sequence.sampling.draws_by_rejection and not self._has_masks:
+            return DraftTree(sequence, item.tree, num_wanted, min_acceptance=item.min_acceptance)
+        # Log of 0 is minus infinity: no bound.
+        min_logprob = math.log(item.min_acceptance) if item.min_acceptance > 0 else -math.inf
+        chain = Chain(
+            sequence.told_state.fork(),
+            sequence.token_ids,
+            num_wanted,
+            sequence=sequence,
+            min_logprob=min_logprob,
+        )
+        return _Proposing(sequence, chain)
+
+    def _admit_outcomes(self, item: SpeculateItem, length: int) -> OutcomeBranches:
+        first, last = wanted_rows(item, self._info.max_model_len)
+        proposed = item.proposed_token_ids[: max(last, 0)]
+        num_extra = min(len(proposed) + 1 + item.num_speculative_tokens, self._info.max_model_len - length)
+        sequence = self._keep_and_append(item, num_extra)
+        sequence.set_tail([sequence.own_id(token_id) for token_id in proposed])
+        outcome = OutcomeBranches(item, sequence, first, last, self._info.max_model_len)
+        sequence.recompute_last(last - first + 1)
+        return outcome
+
+    def _keep_and_append(self, item: SpeculateItem, num_extra_tokens: int) -> EngineSequence:
+        return self._table.keep_and_append(
+            item.request_id,
+            item.base_len,
+            item.token_ids,
+            item.sampling,
+            num_extra_tokens=num_extra_tokens,
+        )
+
+    # ---- run
+
+    def _catch_up(self, work: Sequence[CatchUp | BranchStep]) -> Tensor | None:
+        output = catch_up(self._runner, work, self._info.max_num_batched_tokens)
+        return None if output is None or not len(output.logits) else output.logits
+
+    def _branch(self, logits: Tensor, outcomes: Sequence[OutcomeBranches]) -> None:
+        """Ranks the next tokens of every outcome and makes a branch of each."""
+        ranked = self._sampler.rank(
+            logits,
+            [self._masked(outcome.group, outcome.item.request_id, outcome) for outcome in outcomes],
+            [count for outcome in outcomes for count in outcome.counts],
+            [token for outcome in outcomes for token in outcome.excluded],
+        )
+        rows = iter(ranked)
+        for outcome in outcomes:
+            outcome.spread([next(rows) for _ in range(outcome.num_rows)])
+
+    def _spread(self, logits: Tensor, rows: Sequence[TreeRow]) -> None:
+        """Gives each row's next tokens to its tree."""
+        groups = [self._masked(row.group, row.request_id, row) for row in rows]
+        ranked = self._sampler.rank(logits, groups, [row.count for row in rows], [None] * len(rows))
+        for row, next_tokens in zip(rows, ranked, strict=True):
+            row.tree.add(row.node, next_tokens)
+
+    def _grow(
+        self,
+        proposing: Sequence[_Proposing],
+        trees: Sequence[DraftTree],
+        outcomes: Sequence[OutcomeBranches],
+    ) -> None:
+        """Continues all chains and trees together until each has its tokens."""
+        before: Sequence[_Proposing] = ()
+        while True:
+            proposing = [task for task in proposing if not task.chain.is_full]
+            branches = [(outcome, outcome.growing) for outcome in outcomes]
+            own: list[Chain] = [branch for _, growing in branches for branch in growing]
+            chains = [task.chain for task in proposing] + own
+            rows: list[TreeRow] = []
+            guesses: Sequence[Sequence[int]] = [()] * len(chains)
+            logits = self._advance(before) if before and chains else None
+            if logits is None:
+                guesses = self._guess(chains)
+                behind = iter(guesses)
+                work: list[CatchUp | BranchStep] = [task.catch_up(next(behind)) for task in proposing]
+                for outcome, growing in branches:
+                    work += [outcome.step(growing, [next(behind) for _ in growing])] if growing else []
+                for tree in trees:
+                    nodes, step = tree.step()
+                    rows += nodes
+                    work += [] if step is None else [step]
+                if not work:
+                    return
+                logits = self._catch_up(work)
+            assert logits is not None, "every chain wants a logits row"
+            end = len(chains) + sum(map(len, guesses))
+            if chains:
+                self._draw_behind(logits[:end], proposing, own, guesses)
+            if rows:
+                self._spread(logits[end:], rows)
+            # Without branches and guesses, and in one forward each, a step follows from the one before.
+            is_simple = not outcomes and not trees and len(chains) <= self._info.max_num_batched_tokens
+            before = proposing if is_simple and self._guesser is None else ()
+
+    @property
+    def _has_masks(self) -> bool:
+        return self._guesser is not None and self._guesser.are_masks
+
+    def _guess(self, chains: Sequence[Chain]) -> Sequence[Sequence[int]]:
+        if self._guesser is None or not chains:
+            return [()] * len(chains)
+        return self._guesser.guess(chains)
+
+    def _draw_behind(
+        self,
+        logits: Tensor,
+        proposing: Sequence[_Proposing],
+        branches: Sequence[Chain],
+        guesses: Sequence[Sequence[int]],
+    ) -> None:
+        """Draws what follows each chain's last token and its guesses, as far as these are what was drawn."""
+        chains = [*(task.chain for task in proposing), *branches]
+        if not any(guesses):
+            self._draw(logits, chains)
+            return
+        lengths = [len(chain.drawn) for chain in chains]
+        starts = [0, *accumulate(1 + len(guess) for guess in guesses)]
+        going: Sequence[int] = range(len(chains))
+        for depth in range(1 + max(map(len, guesses))):
+            going = [
+                index
+                for index in going
+                if depth <= len(guesses[index])
+                and not chains[index].is_full
+                and (
+                    depth == 0 or self._has_masks or chains[index].token_ids[-1] == guesses[index][depth - 1]
+                )
+            ]
+            if not going:
+                break
+            rows = torch.tensor([starts[index] + depth for index in going], device=logits.device)
+            self._draw(logits[rows], [chains[index] for index in going])
+        if self._has_masks:
+            return
+        for task, length in zip(proposing, lengths, strict=False):
+            # All drawn now but the last were computed as guesses.
+            task.sequence.num_computed_tokens += max(0, len(task.chain.drawn) - length - 1)
+
+    def _advance(self, before: Sequence[_Proposing]) -> Tensor | None:
+        """Next decode step of the unfinished chains; None: it must be planned anew."""
+        kept = [index for index, task in enumerate(before) if not task.chain.is_full]
+        sequences = [before[index].sequence for index in kept]
+        output = self._runner.advance(kept, [sequence.token_ids[-1] for sequence in sequences])
+        if output is None:
+            return None
+        for sequence in sequences:
+            sequence.num_computed_tokens = len(sequence.token_ids)
+        return output.logits
+
+    def _draw(self, logits: Tensor, chains: Sequence[Chain]) -> None:
+        is_judged = any(chain.is_judged for chain in chains)
+        groups = [self._masked(chain.group, chain.request_id, chain) for chain in chains]
+        tokens = self._sampler.draw(logits, groups, is_judged=is_judged)
+        for chain, token in zip(chains, tokens, strict=True):
+            chain.take(token)
+
+    def _masked(self, group: RowGroup, request_id: str, of: Chain | OutcomeBranches | TreeRow) -> RowGroup:
+        """The rows with what their request's grammar allows.
+
+        Without masks where the grammar is lost: the target refuses what it forbids.
+        """
+        if group.sampling.grammar is None or self._grammars is None:
+            return group
+        try:
+            masks = self._grammars.masks(
+                request_id, group.sampling, of.output_ids, group.token_ids, group.parents
+            )
+        except SpecrayError:
+            return group
+        return replace(group, token_masks=masks)
+
+
+def _reply(item: SpeculateItem, task: _Task) -> DraftReply:
+    if isinstance(task, DraftTree):
+        return Proposal(item.request_id, item.round_id, item.base_len, task.settle())
+    if isinstance(task, _Proposing):
+        chain = task.chain
+        return Proposal(
+            item.request_id,
+            item.round_id,
+            item.base_len,
+            DraftTokens(chain.draft_token_ids, probs=chain.draft_probs),
+        )
+    branches = tuple(branch.reply for branch in task.branches)
+    return Outcomes(item.request_id, item.round_id, item.base_len, branches)

@@ -1,0 +1,1 @@
+"""A tensor-parallel group: its ranks, and the messages between them."""

@@ -1,0 +1,55 @@
+"""Inputs of a runner: from the engine on the leader, and from the leader on other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from specray.engine.visibility import Visibility
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceInput:
+    """One sequence's part of a step."""
+
+    token_ids: Sequence[int]
+    """New tokens, at least one."""
+    start: int
+    """Position of the first new token: the number of tokens of the sequence whose K/V are valid."""
+    block_ids: Sequence[int]
+    """Ids of blocks for at least ``end`` tokens."""
+    num_logits: int
+    """Number of last tokens whose logits are wanted; 0 only fills the cache."""
+    visibility: Sequence[Visibility] = ()
+    """Visibility of each row, by ascending KV index; empty: the rows are a chain from ``start`` on."""
+    settled_len: int | None = field(default=None, compare=False)
+    """First tokens of the sequence behind which it may go on: recurrent layers keep their state there;
+    None: all. Other ranks are not told: such a model has one."""
+
+    @property
+    def end(self) -> int:
+        """KV index after the last new token."""
+        return self.visibility[-1].kv_index + 1 if self.visibility else self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyInput:
+    """K/V to copy from one list of blocks to another: of the tokens ``first .. num_tokens - 1`` in them."""
+
+    source_block_ids: Sequence[int]
+    destination_block_ids: Sequence[int]
+    first: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class Moves:
+    """K/V to move between slots of the cache, all of them read before any is written."""
+
+    sources: list[int] = field(default_factory=list)
+    """Slots to read."""
+    destinations: list[int] = field(default_factory=list)
+    """Slot to write, of each."""
+
+    def __bool__(self) -> bool:
+        return bool(self.sources)

@@ -1,0 +1,1 @@
+"""The target engine: verification, lookahead, and the draws of a group."""
