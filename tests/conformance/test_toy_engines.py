@@ -15,7 +15,7 @@ from specray.engine.drafting import engine as draft_module
 from specray.engine.drafting.engine import DraftEngine
 from specray.engine.sampling.device.kernels import TorchKernels
 from specray.engine.sampling.device.sampler import DeviceSampler
-from specray.engine.target.engine import engine as target_module
+from specray.engine.target import engine as target_module
 from specray.types import Proposal, SamplingParams, Verdict
 from tests.pairwise import pairs
 from tests.unit.engine.draft_view.toys import toy_reader

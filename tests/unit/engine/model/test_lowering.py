@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specray.engine.group.parallel import ParallelContext
 from specray.engine.model.checkpoint.source import Part
 from specray.engine.model.decoder_config import DecoderConfig, RopeFormula
 from specray.engine.model.description import ModelArgs

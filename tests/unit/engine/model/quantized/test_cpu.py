@@ -18,6 +18,8 @@ from specray.engine.cpu.gemm.quantized.check import check_kernels
 from specray.engine.cpu.gemm.quantized.embedding import QuantizedEmbedding
 from specray.engine.cpu.gemm.quantized.layout import pack_panels
 from specray.engine.cpu.gemm.quantized.linear import QuantizedGate, QuantizedLinear, has_kernels
+from specray.engine.group.parallel import ParallelContext
+from specray.engine.inputs import SequenceInput
 from specray.engine.model.layers.vocabulary import ShardedEmbedding
 from specray.engine.model.lowering import lower
 from specray.engine.model.operators_cpu import KernelOperators
