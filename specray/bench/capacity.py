@@ -6,28 +6,31 @@ between target steps. An engine alone in a tight loop is faster than it ever is 
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from specray import __version__
-from specray.bench.proposals import WrittenOutput, read_proposals
-from specray.bench.report.hardware import hardware_name
-from specray.config import Config, parse_config
+from specray.bench.core.arm import Changes, changed, without_cache
+from specray.bench.core.provenance import hardware_name
+from specray.bench.core.service import MAX_TRACE_EVENTS, ask_all, request_of, running, trace_of
+from specray.bench.core.turns import in_turns
+from specray.bench.proposals import WrittenOutput, read_proposals, written
+from specray.config import Config
 from specray.errors import ConfigError
 from specray.planning.fit import Sweep, fit_acceptance, fit_draft, fit_router, fit_target
 from specray.planning.profile import MeasuredOutput, Profile
 from specray.planning.samples import Samples, read_hits, read_samples
-from specray.requests import GenerateRequest, SpeculationParams
+from specray.requests import SpeculationParams
 from specray.router import Router
-from specray.router.trace import TraceEvent, decode_trace
+from specray.router.trace import TraceEvent
 from specray.rpc.connections.drafter import GrpcDrafter
 from specray.serving.local.pair import CONNECT_TIMEOUT_S, WORKER_COMMAND, LocalPair, local_pair
 from specray.tokenization import load_tokenizer
-from specray.types import Overlap, SamplingParams
+from specray.types import Overlap
 
 SERIAL_KS = (0, 1, 3, 6, 12)
 OVERLAPPED_KS = (2, 4)
@@ -46,7 +49,6 @@ _NUM_ALONE = 3
 """Repetitions of a load with few sequences, which has few samples per step."""
 _PREFILL_REPEATS = 2
 _ACCEPTANCE_SEQUENCES = 8
-_MAX_TRACE_EVENTS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +101,12 @@ async def measure_profile(
         target_info, draft_info = await pair.infos()
         loads = _Loads(config, pair, token_ids, target_info.max_model_len, plan.step_temperature, progress)
         sweep = await _measure_acceptance(loads, plan)
-        for _ in range(plan.num_passes):
-            await _measure_pass(loads, plan, sweep)
-            if in_turn is not None:
-                await in_turn(pair)
+        parts: list[Callable[[], Awaitable[None]]] = [
+            partial(_measure_pass, loads, plan, sweep),
+            *([partial(in_turn, pair)] if in_turn else []),
+        ]
+        for turn in in_turns(parts, plan.num_passes):
+            await turn.arm()
     draft = (
         fit_draft(sweep, draft_info, hardware=hardware_name(config.draft)) if draft_info is not None else None
     )
@@ -116,14 +120,6 @@ async def measure_profile(
         router=fit_router(sweep),
         acceptance=fit_acceptance(sweep) if draft is not None else (),
     )
-
-
-def without_cache(config: Config) -> Config:
-    """Turns the prefix caches off: passes repeat prompts, and a cached prompt would be no prefill."""
-    values = config.model_dump(mode="json")
-    for role in ("target", "draft"):
-        values[role]["prefix_cache"] = False
-    return parse_config(values)
 
 
 async def _measure_acceptance(loads: _Loads, plan: SweepPlan) -> Sweep:
@@ -269,15 +265,10 @@ class _Loads:
 
     @asynccontextmanager
     async def _serving(self, overlap: Overlap) -> AsyncIterator[_Serving]:
-        values = self._config.model_dump(mode="json")
-        values["speculation"] |= {"overlap": overlap.value, "fallback": "none"}
-        values["router"]["trace_events"] = _MAX_TRACE_EVENTS
-        router = self._pair.router(parse_config(values))
-        await router.start()
-        try:
+        speculation = {"overlap": overlap.value, "fallback": "none"}
+        traced: Changes = {"speculation": speculation, "router": {"trace_events": MAX_TRACE_EVENTS}}
+        async with running(self._pair, changed(self._config, traced)) as router:
             yield _Serving(router, self._names)
-        finally:
-            await router.stop()
 
 
 class _Serving:
@@ -297,18 +288,20 @@ class _Serving:
         first_seed: int = 0,
     ) -> list[WrittenOutput]:
         """Runs all prompts at once, each to ``max_tokens`` or its end, each with a seed of its own."""
-
-        async def one(prompt: tuple[int, ...], seed: int) -> WrittenOutput:
-            sampling = SamplingParams(temperature=temperature, seed=seed, num_prompt_tokens=len(prompt))
-            speculation = SpeculationParams(enabled=k > 0, num_speculative_tokens=k)
-            name = f"profile-{next(self._names)}"
-            chunk = await self._router.complete(
-                GenerateRequest(name, prompt, sampling, max_tokens, speculation=speculation)
+        speculation = SpeculationParams(enabled=k > 0, num_speculative_tokens=k)
+        requests = [
+            request_of(
+                f"profile-{next(self._names)}",
+                prompt,
+                max_tokens,
+                temperature=temperature,
+                seed=seed,
+                speculation=speculation,
             )
-            return WrittenOutput(prompt, chunk.token_ids, sampling)
-
-        return await asyncio.gather(*(one(prompt, first_seed + n) for n, prompt in enumerate(prompts)))
+            for seed, prompt in enumerate(prompts, first_seed)
+        ]
+        return written(requests, await ask_all(self._router, requests))
 
     async def events(self) -> list[TraceEvent]:
         """Returns all trace events since the start."""
-        return decode_trace(await self._router.trace_text() or "")
+        return await trace_of(self._router)

@@ -16,6 +16,8 @@ from functools import partial
 import torch
 from rich.table import Table
 
+from specray.bench.core.report import number, table_of
+from specray.bench.core.turns import medians_ms
 from specray.engine.inputs import SequenceInput
 from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.linear import Weights
@@ -106,7 +108,9 @@ def measure_in_turns(
     costs = []
     for done, num_rows in enumerate(rows, start=1):
         calls = [call for one in measured for call in one.calls(num_rows)]
-        medians = _medians_ms(calls, num_repeats, runners[0].info.device)
+        medians = medians_ms(
+            calls, num_repeats, num_warmup=num_repeats // 10 + 1, wait=wait_for(runners[0].info.device)
+        )
         for index, one in enumerate(measured):
             forward_ms, bound_ms = medians[2 * index : 2 * index + 2]
             costs.append(
@@ -211,59 +215,39 @@ def measure_drafting(
 
 
 def drafting_table(costs: Sequence[DraftCost], *, title: str) -> Table:
-    """Makes a table of the costs."""
-    table = Table(title=title, caption="rounds of a whole draft engine")
-    for heading in ("sequences", "temperature", "draft tokens", "round ms", "ms per token"):
-        table.add_column(heading, justify="right")
-    for cost in costs:
-        table.add_row(
-            str(cost.num_sequences),
-            f"{cost.temperature:g}",
-            str(cost.num_tokens),
-            f"{cost.round_ms:.3f}",
-            f"{cost.step_ms:.3f}",
-        )
-    return table
+    columns: dict[str, Callable[[DraftCost], object]] = {
+        "sequences": lambda cost: cost.num_sequences,
+        "temperature": lambda cost: f"{cost.temperature:g}",
+        "draft tokens": lambda cost: cost.num_tokens,
+        "round ms": lambda cost: number(cost.round_ms, 3),
+        "ms per token": lambda cost: number(cost.step_ms, 3),
+    }
+    return table_of(title, columns, costs, caption="rounds of a whole draft engine")
 
 
 def forwards_table(costs: Sequence[ForwardCost], *, title: str) -> Table:
-    """Makes a table of the costs."""
-    table = Table(title=title, caption="bound: the linear layers alone, in the same run")
-    headings = ("sequences", "rows each", "forward ms", "bound ms", "bound share", "weights GB/s")
-    are_compared = len({cost.number_format for cost in costs}) > 1
-    if are_compared:
-        table.add_column("format")
-    for heading in (*headings, *(("times faster",) if are_compared else ())):
-        table.add_column(heading, justify="right")
-    for cost in costs:
-        table.add_row(
-            *((cost.number_format,) if are_compared else ()),
-            str(cost.num_sequences),
-            str(cost.num_rows),
-            f"{cost.forward_ms:.3f}",
-            f"{cost.bound_ms:.3f}",
-            f"{cost.share:.2f}",
-            f"{cost.bandwidth_gb_s:.1f}",
-            *((f"{cost.times_faster:.2f}",) if are_compared else ()),
-        )
-    return table
+    """Makes a table of the costs; with several formats, it compares them with the first."""
+    columns: dict[str, Callable[[ForwardCost], object]] = {
+        "format": lambda cost: cost.number_format,
+        "sequences": lambda cost: cost.num_sequences,
+        "rows each": lambda cost: cost.num_rows,
+        "forward ms": lambda cost: number(cost.forward_ms, 3),
+        "bound ms": lambda cost: number(cost.bound_ms, 3),
+        "bound share": lambda cost: cost.share,
+        "weights GB/s": lambda cost: number(cost.bandwidth_gb_s, 1),
+        "times faster": lambda cost: cost.times_faster,
+    }
+    if len({cost.number_format for cost in costs}) == 1:
+        del columns["format"], columns["times faster"]
+    return table_of(title, columns, costs, caption="bound: the linear layers alone, in the same run")
+
+
+def wait_for(device: torch.device) -> Callable[[], None]:
+    """What waits until a device has done all that it was asked for."""
+    return partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
 
 
 @torch.inference_mode()
 def _run_linears(linears: Sequence[Weights], inputs: Sequence[torch.Tensor]) -> None:
     for linear, rows in zip(linears, inputs, strict=True):
         linear(rows)
-
-
-def _medians_ms(calls: Sequence[Callable[[], object]], num_repeats: int, device: torch.device) -> list[float]:
-    """Times all in turns, after a warm-up of a tenth; returns the medians in milliseconds."""
-    durations: list[list[float]] = [[] for _ in calls]
-    for repeat in range(-(num_repeats // 10) - 1, num_repeats):
-        for call, kept in zip(calls, durations, strict=True):
-            began = time.perf_counter()
-            call()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            if repeat >= 0:
-                kept.append((time.perf_counter() - began) * 1e3)
-    return [statistics.median(kept) for kept in durations]

@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from specray.bench.capacity import NUM_PASSES, without_cache
-from specray.bench.load.stats import percentile
+from specray.bench.capacity import NUM_PASSES
+from specray.bench.core.arm import without_cache
+from specray.bench.core.figures import percentile
 from specray.config import Config
 from specray.planning.load import ClosedLoad, FixedLength, ListedLength
 from specray.planning.simulation.fleet import Kit, simulate_closed

@@ -9,18 +9,18 @@ from __future__ import annotations
 import random
 import re
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
+from specray.bench.core.figures import Tally
+from specray.bench.core.service import ask_all, request_of, running, timed
+from specray.bench.core.turns import in_turns
 from specray.config import Config
-from specray.requests import GenerateRequest, SpeculationParams
-from specray.router import Router
+from specray.requests import SpeculationParams
 from specray.serving.local.pair import local_pair
 from specray.tokenization import Tokenizer
-from specray.types import SamplingParams
 
 PLAIN: Final = "plain"
 DRAFT: Final = "draft"
@@ -51,18 +51,20 @@ class PredictionRow:
     """Outputs that are plain decoding's."""
     num_outputs: int
 
-
-@dataclass(slots=True)
-class _Tally:
-    """Counts of one arm, and its tokens/s by turn."""
-
-    rates: list[float] = field(default_factory=list)
-    num_tokens: int = 0
-    num_rounds: int = 0
-    num_drafts: int = 0
-    num_accepted: int = 0
-    num_equal: int = 0
-    num_outputs: int = 0
+    @classmethod
+    def of(cls, arm: str, tally: Tally, plain: Tally) -> PredictionRow:
+        """The figures of a tally, compared with plain decoding's."""
+        speedups = tally.speedups(plain)
+        return cls(
+            arm,
+            tally.tokens_per_s,
+            statistics.median(speedups),
+            min(speedups),
+            tally.tokens_per_round,
+            tally.num_accepted / tally.num_drafts if tally.num_drafts else 0.0,
+            tally.num_equal,
+            tally.num_outputs,
+        )
 
 
 async def measure_prediction(
@@ -90,60 +92,26 @@ async def measure_prediction(
     """
     assert len(prompts) >= 2, "another prompt's output is the unrelated prediction"
     arms = (PLAIN, *([DRAFT] if config.draft.has_model else []), *PREDICTIONS)
-    tallies = {arm: _Tally() for arm in arms}
-    async with local_pair(config) as pair:
-        router = pair.router(config)
-        await router.start()
-        try:
-            on_progress("the target alone")
-            outputs = [(await _ask(router, prompt, PLAIN, (), max_tokens, 0))[0] for prompt in prompts]
-            predictions = _predictions(outputs, tokenizer, seed)
-            for turn in range(num_repeats):
-                seconds, tokens = dict.fromkeys(arms, 0.0), dict.fromkeys(arms, 0)
-                for place, prompt in enumerate(prompts):
-                    first = (turn + place) % len(arms)
-                    for arm in (*arms[first:], *arms[:first]):
-                        on_progress(f"turn {turn + 1} of {num_repeats}, prompt {place + 1}, {arm}")
-                        predicted = predictions[place].get(arm, ())
-                        started_s = time.monotonic()
-                        output, tally = await _ask(
-                            router, prompt, arm, predicted, max_tokens, turn * len(prompts) + place + 1
-                        )
-                        seconds[arm] += time.monotonic() - started_s
-                        tokens[arm] += len(output)
-                        _add(tallies[arm], tally, is_equal=output == outputs[place])
-                for arm in arms:
-                    tallies[arm].rates.append(tokens[arm] / seconds[arm])
-        finally:
-            await router.stop()
-    return [_row(arm, tallies[arm], tallies[PLAIN].rates) for arm in arms]
-
-
-async def _ask(
-    router: Router,
-    prompt: tuple[int, ...],
-    arm: str,
-    predicted: tuple[int, ...],
-    max_tokens: int,
-    number: int,
-) -> tuple[tuple[int, ...], _Tally]:
-    request = GenerateRequest(
-        f"{arm}-{number}-{hash(prompt)}",
-        prompt,
-        SamplingParams(temperature=0.0, num_prompt_tokens=len(prompt)),
-        max_tokens,
-        speculation=SpeculationParams(enabled=arm != PLAIN, prediction=predicted),
-    )
-    output = await router.complete(request)
-    stats = output.stats
-    assert stats is not None, "the last chunk has them"
-    num_tokens = len(output.token_ids)
-    return output.token_ids, _Tally(
-        num_tokens=num_tokens,
-        num_rounds=num_tokens - stats.num_accepted_draft_tokens,
-        num_drafts=stats.num_draft_tokens,
-        num_accepted=stats.num_accepted_draft_tokens,
-    )
+    tallies = {arm: Tally() for arm in arms}
+    async with local_pair(config) as pair, running(pair, config) as router:
+        on_progress("the target alone")
+        requests = [
+            request_of(f"output-{place}", prompt, max_tokens, speculation=SpeculationParams(enabled=False))
+            for place, prompt in enumerate(prompts)
+        ]
+        outputs = [output.token_ids for output in await ask_all(router, requests, concurrency=1)]
+        predictions = _predictions(outputs, tokenizer, seed)
+        for turn in in_turns(arms, num_repeats, num_places=len(prompts), is_rotated=True):
+            arm, place, tally = turn.arm, turn.place, tallies[turn.arm]
+            on_progress(f"turn {turn.number + 1} of {num_repeats}, prompt {place + 1}, {arm}")
+            if place == 0:
+                tally.begin_turn()
+            predicted = SpeculationParams(enabled=arm != PLAIN, prediction=predictions[place].get(arm, ()))
+            name = f"{arm}-{turn.number}-{place}"
+            request = request_of(name, prompts[place], max_tokens, speculation=predicted)
+            (output,), seconds = await timed(router, [request])
+            tally.add_output(output, seconds=seconds, is_equal=output.token_ids == outputs[place])
+    return [PredictionRow.of(arm, tallies[arm], tallies[PLAIN]) for arm in arms]
 
 
 def _predictions(
@@ -190,26 +158,3 @@ def edited(output: Sequence[int], source: random.Random) -> tuple[int, ...]:
         if kind != "insert":
             place += size
     return tuple(result)
-
-
-def _add(total: _Tally, one: _Tally, *, is_equal: bool) -> None:
-    total.num_tokens += one.num_tokens
-    total.num_rounds += one.num_rounds
-    total.num_drafts += one.num_drafts
-    total.num_accepted += one.num_accepted
-    total.num_equal += is_equal
-    total.num_outputs += 1
-
-
-def _row(arm: str, tally: _Tally, plain: Sequence[float]) -> PredictionRow:
-    speedups = [rate / base for rate, base in zip(tally.rates, plain, strict=True)]
-    return PredictionRow(
-        arm,
-        statistics.median(tally.rates),
-        statistics.median(speedups),
-        min(speedups),
-        tally.num_tokens / tally.num_rounds,
-        tally.num_accepted / tally.num_drafts if tally.num_drafts else 0.0,
-        tally.num_equal,
-        tally.num_outputs,
-    )

@@ -16,6 +16,7 @@ from specray.control.goodput import ANY_K
 from specray.errors import EngineLostError
 from specray.interfaces import Drafter
 from specray.planning.profile import LENGTH_DIGITS, MeasuredOutput, ProposalLengths
+from specray.requests import GenerateRequest, OutputChunk
 from specray.types import Proposal, SamplingParams, SpeculateItem
 
 BOUNDS: Final = (0.05, 0.12, 0.25, 0.45, 0.7, 0.9)
@@ -32,6 +33,14 @@ class WrittenOutput:
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     sampling: SamplingParams
+
+
+def written(requests: Sequence[GenerateRequest], outputs: Sequence[OutputChunk]) -> list[WrittenOutput]:
+    """The outputs of requests, in their order."""
+    return [
+        WrittenOutput(request.prompt_token_ids, output.token_ids, request.sampling)
+        for request, output in zip(requests, outputs, strict=True)
+    ]
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
+from specray.bench.core.report import number, table_of
 from specray.config import DraftConfig, EngineConfig, parse_config
 from specray.engine.inputs import SequenceInput
 from specray.engine.runner.assembly import build_runner
@@ -136,18 +137,12 @@ def build_runners(
 
 
 def quality_table(qualities: Sequence[FormatQuality], *, title: str) -> Table:
-    """Makes a table of the figures."""
-    table = Table(title=title, caption="agreement and divergence: with the first format")
-    table.add_column("format")
-    for heading in ("tokens", "loss", "more loss", "agreement", "divergence"):
-        table.add_column(heading, justify="right")
-    for quality in qualities:
-        table.add_row(
-            quality.number_format,
-            str(quality.num_tokens),
-            f"{quality.loss:.4f}",
-            f"{quality.loss - qualities[0].loss:+.4f}",
-            f"{quality.agreement:.4f}",
-            f"{quality.divergence:.5f}",
-        )
-    return table
+    columns: dict[str, Callable[[FormatQuality], object]] = {
+        "format": lambda one: one.number_format,
+        "tokens": lambda one: one.num_tokens,
+        "loss": lambda one: number(one.loss, 4),
+        "more loss": lambda one: f"{one.loss - qualities[0].loss:+.4f}",
+        "agreement": lambda one: number(one.agreement, 4),
+        "divergence": lambda one: number(one.divergence, 5),
+    }
+    return table_of(title, columns, qualities, caption="agreement and divergence: with the first format")

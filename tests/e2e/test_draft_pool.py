@@ -21,11 +21,11 @@ import pytest
 import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
+from specray.bench.core.samples import parse_samples, total
 from specray.bench.load.client import ServerClient
-from specray.bench.load.scrape import parse_samples
 from specray.bench.soak.faults import OTHER_DRAFT, inject, prepare
 from specray.bench.soak.schedule import FaultKind, PlannedFault
-from specray.bench.soak.watch import DRAFTS, total
+from specray.bench.soak.watch import DRAFTS
 from specray.bench.testbed.beds import Bed, open_bed
 from specray.bench.testbed.kinds import BedKind
 from specray.bench.testbed.parts import Part, PartRole, of_role

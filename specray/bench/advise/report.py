@@ -11,8 +11,8 @@ from rich.table import Table
 
 from specray.bench.advise.advice import Advice, Entry, Measured, Prediction
 from specray.bench.advise.figures import Likeness, Times
+from specray.bench.core.chart import Panel, Series, draw
 from specray.bench.methods.method import ALL, IN_TARGET
-from specray.bench.report.chart import Panel, Series, draw
 from specray.config import Config
 
 _DASH = "–"

@@ -11,7 +11,7 @@ from typing import Any
 
 from specray.bench.compare.journal import PassRow
 from specray.bench.compare.peers.base import PLAIN
-from specray.bench.report.chart import Panel, Series, draw
+from specray.bench.core.chart import Panel, Series, draw
 
 OWN = "specray"
 _DASH = "–"

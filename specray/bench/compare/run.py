@@ -18,10 +18,11 @@ from typing import Any
 from specray.bench.compare.journal import Journal, PassRow
 from specray.bench.compare.peers import PeerArm, Setup, System, running
 from specray.bench.compare.peers.process import free_port
+from specray.bench.core.figures import Percentiles
 from specray.bench.load.client import ServerClient
 from specray.bench.load.prompts import Prompt
 from specray.bench.load.run import MAX_KEPT_ERRORS, run_pass
-from specray.bench.load.stats import Percentiles, summarize
+from specray.bench.load.stats import summarize
 from specray.bench.methods.prompts import tokenized
 from specray.errors import ConfigError, SpecrayError
 from specray.tokenization import Tokenizer, load_tokenizer

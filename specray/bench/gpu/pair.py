@@ -8,15 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from specray.bench.core.arm import Arm
 from specray.bench.load.prompts import Dataset, load_prompts
-from specray.bench.overlap.run import OverlapArm, measure_arms
+from specray.bench.overlap.run import measure_arms, overlap_arm
 from specray.config import Config
 from specray.serving.local.pair import local_pair
 from specray.tokenization import load_tokenizer
 from specray.types import Overlap
 
 WORKER_COMMAND = (sys.executable, "-m", "specray.bench.gpu.worker")
-PLAIN = OverlapArm(0, Overlap.SERIAL)
+PLAIN = overlap_arm(0, Overlap.SERIAL)
 Outputs = dict[tuple[str, float, int], tuple[int, ...]]
 """Token ids by arm, temperature and prompt."""
 
@@ -39,10 +40,10 @@ class Agreement:
         return self.num_divergences / self.num_tokens if self.num_tokens else 0.0
 
 
-def arms_of(ks: Sequence[int], *, with_auto: bool) -> list[OverlapArm]:
+def arms_of(ks: Sequence[int], *, with_auto: bool) -> list[Arm]:
     """Returns plain, serial and overlapped arms with each K, and one where the controller chooses."""
-    arms = [PLAIN, *(OverlapArm(k, overlap) for overlap in (Overlap.SERIAL, Overlap.ENUMERATE) for k in ks)]
-    return [*arms, OverlapArm("auto", "auto")] if with_auto else arms
+    arms = [PLAIN, *(overlap_arm(k, overlap) for overlap in (Overlap.SERIAL, Overlap.ENUMERATE) for k in ks)]
+    return [*arms, overlap_arm("auto", "auto")] if with_auto else arms
 
 
 def measure(
@@ -65,7 +66,7 @@ def measure(
     prompts = encoded_prompts(config.target.model, num_prompts)
     outputs: Outputs = {}
 
-    def keep(arm: OverlapArm, temperature: float, index: int, output: Sequence[int]) -> None:
+    def keep(arm: Arm, temperature: float, index: int, output: Sequence[int]) -> None:
         outputs.setdefault((arm.name, temperature, index), tuple(output))
 
     async def run() -> list[dict[str, Any]]:

@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from specray.bench.core.figures import Percentiles, gaps_ms, percentiles
 from specray.bench.load.client import ServerClient, key_header
 from specray.bench.load.memory import ProcessMemory, read_memory, service_pids
 from specray.bench.load.raw_http import RawAnswer, RawClient
-from specray.bench.load.stats import Percentiles, percentiles
 from specray.environment import api_key
 from specray.errors import SpecrayError
 
@@ -303,11 +303,7 @@ def _phase(
     admitted = [answer for answer in answers if answer.status == 200 and not answer.error]
     refused = [answer for answer in answers if answer.status == REFUSED]
     errors = Counter(_kind(each) for each in answers if each.status != REFUSED and each.error)
-    gaps = [
-        1e3 * (later - earlier)
-        for answer in admitted
-        for earlier, later in zip(answer.event_times_s, answer.event_times_s[1:], strict=False)
-    ]
+    gaps = [gap for answer in admitted for gap in gaps_ms(answer.event_times_s)]
     return Phase(
         duration_s=duration_s,
         num_sent=len(answers),

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from rich.table import Table
 
+from specray.bench.core.report import DASH as _DASH
+from specray.bench.core.report import spread as _spread
 from specray.bench.load.overload import OverloadResult, Phase
-from specray.bench.load.stats import Percentiles
 
-_DASH = "–"
 _MIB = 1024 * 1024
 _MIN_SHOWN_BYTES = 32 * _MIB
 
@@ -84,10 +84,6 @@ def _cells(before: int, early: int | None, after: int | None) -> tuple[str, str,
     shown = [_DASH if value is None else f"{value / _MIB:.0f}" for value in (before, early, after)]
     growth = _DASH if not early or after is None else f"{100 * (after - early) / early:+.1f} %"
     return shown[0], shown[1], shown[2], growth
-
-
-def _spread(values: Percentiles | None) -> str:
-    return _DASH if values is None else f"{values.p50:.1f} / {values.p90:.1f} / {values.p99:.1f}"
 
 
 def _in_time(phase: Phase) -> str:

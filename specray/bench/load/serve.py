@@ -10,9 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from specray.bench.core.samples import (
+    Samples,
+    difference,
+    histogram_quantile,
+    hit_rate,
+    mean_ms,
+    parse_samples,
+)
 from specray.bench.load.client import ServerClient
 from specray.bench.load.run import MAX_KEPT_ERRORS, run_pass, send
-from specray.bench.load.scrape import ServerStats, difference, parse_samples, server_stats
 from specray.bench.load.stats import ArmSummary, Pass, summarize
 from specray.environment import api_key
 
@@ -53,6 +60,30 @@ class ServePlan:
     categories: Sequence[str] = ()
     """Names of the prompts' kinds, one for each; empty: none."""
     timeout_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStats:
+    """The server's own figures of one pass; None: the server does not report it."""
+
+    round_overhead_ms_p50: float | None
+    verify_forward_ms_mean: float | None
+    draft_forward_ms_mean: float | None
+    num_rounds: float
+    hit_rate: float | None
+    """Share of looked-up verdicts whose continuation was ready."""
+
+
+def server_stats(samples: Samples) -> ServerStats:
+    """Computes the figures of a pass from the difference of two readings."""
+    overhead_s = histogram_quantile(samples, "specray_round_overhead_seconds", 0.5)
+    return ServerStats(
+        round_overhead_ms_p50=None if overhead_s is None else 1e3 * overhead_s,
+        verify_forward_ms_mean=mean_ms(samples, "specray_verify_forward_seconds"),
+        draft_forward_ms_mean=mean_ms(samples, "specray_draft_forward_seconds"),
+        num_rounds=samples.get(("specray_rounds_total", ()), 0.0),
+        hit_rate=hit_rate(samples, ["hit"]),
+    )
 
 
 @dataclass(slots=True)

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import mean, stdev
 
-
-@dataclass(frozen=True, slots=True)
-class Percentiles:
-    """Percentiles of one kind of duration, in milliseconds."""
-
-    p50: float
-    p90: float
-    p99: float
-    mean: float
-    count: int
+from specray.bench.core.figures import Percentiles, gaps_ms, percentiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +34,7 @@ class RequestRecord:
     @property
     def itl_ms(self) -> tuple[float, ...]:
         """Milliseconds between events; one event may bring several tokens."""
-        pairs = zip(self.event_times_s, self.event_times_s[1:], strict=False)
-        return tuple(1e3 * (later - earlier) for earlier, later in pairs)
+        return tuple(gaps_ms(self.event_times_s))
 
     @property
     def tpot_ms(self) -> float | None:
@@ -84,42 +72,6 @@ class Pass:
     records: tuple[RequestRecord, ...]
     duration_s: float
     num_failed: int = 0
-
-
-def percentile(values: Sequence[float], q: float) -> float:
-    """Returns the q-th percentile (0..100), linear between neighbours, as numpy does by default."""
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * q / 100
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-
-
-def percentiles(values: Sequence[float]) -> Percentiles | None:
-    """Returns the percentiles; None without values."""
-    if not values:
-        return None
-    p50, p90, p99 = (percentile(values, q) for q in (50, 90, 99))
-    return Percentiles(p50, p90, p99, sum(values) / len(values), len(values))
-
-
-def speedup_in_turns(rates: Sequence[float], base: Sequence[float]) -> tuple[float, float] | None:
-    """Returns how many times faster an arm was than the base, and the standard error, from passes in turns.
-
-    Each pass is compared with the base's pass beside it: on a machine whose speed changes from minute to
-    minute, the two saw the same speed, but the sums of all passes did not.
-
-    Args:
-        rates: tokens/s of the arm's passes.
-        base: tokens/s of the base's passes, as many, in the same order.
-
-    Returns:
-        None with fewer than three passes.
-    """
-    ratios = [rate / other for rate, other in zip(rates, base, strict=True) if other > 0]
-    if len(ratios) < 3:
-        return None
-    return mean(ratios), stdev(ratios) / math.sqrt(len(ratios))
 
 
 def summarize(name: str, passes: Sequence[Pass]) -> ArmSummary:

@@ -6,22 +6,21 @@ produces the same tokens, in float32; only the time differs.
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from specray.bench.load.stats import speedup_in_turns
+from specray.bench.core.arm import Arm
+from specray.bench.core.figures import Tally
+from specray.bench.core.report import number, table_of
+from specray.bench.core.samples import Samples, hit_rate, mean_ms, parse_samples, total
+from specray.bench.core.service import request_of, running_all, timed
+from specray.bench.core.turns import Speedup, in_turns, speedup_in_turns
 from specray.bench.overlap.link import linked_pair
-from specray.config import Config, parse_config
-from specray.requests import GenerateRequest
-from specray.router import Router
+from specray.config import Config
 from specray.serving.local.pair import LocalPair
-from specray.telemetry.metrics import RouterMetrics
 from specray.tokenization import load_tokenizer
-from specray.types import Overlap, SamplingParams
+from specray.types import Overlap
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,26 +30,24 @@ if TYPE_CHECKING:
 HITS = ("hit", "late_hit")
 SIMPLE = "simple"
 """K of an arm under ``speculation.control: simple``."""
+MISSES = ("miss_token", "miss_count", "late_miss")
 _STRIDE = 37
 """Stride of output lengths, so that neighbours are not alike."""
-MISSES = ("miss_token", "miss_count", "late_miss")
 
 
-@dataclass(frozen=True, slots=True)
-class OverlapArm:
-    """One mode: K, and how the engines take turns. K = 0 is plain decoding; simple: auto, by that control."""
+def overlap_arm(num_speculative_tokens: int | str, overlap: Overlap | str, tree: str | None = None) -> Arm:
+    """One mode: K, and how the engines take turns. K = 0 is plain decoding.
 
-    num_speculative_tokens: int | str
-    overlap: Overlap | str
-    tree: str | None = None
-    """Trees as ``speculation.tree`` has them; None: as configured."""
-
-    @property
-    def name(self) -> str:
-        if self.num_speculative_tokens == 0:
-            return "off"
-        tree = "" if self.tree is None else f" tree={self.tree}"
-        return f"{self.overlap} K={self.num_speculative_tokens}{tree}"
+    Args:
+        tree: trees as ``speculation.tree`` has them; None: as configured.
+    """
+    k = num_speculative_tokens
+    shape = {} if tree is None else {"tree": tree}
+    name = "off" if k == 0 else " ".join([f"{overlap} K={k}", *(f"tree={tree}" for tree in shape.values())])
+    speculation = {"num_speculative_tokens": k, "overlap": str(overlap), **shape}
+    if k == SIMPLE:
+        speculation |= {"num_speculative_tokens": "auto", "control": SIMPLE}
+    return Arm(name, {"speculation": speculation}, is_plain=k == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +71,7 @@ class OverlapResult:
     bytes_per_round: float | None = None
     """Bytes between router and draft per round, both ways: without TCP headers for a relay, whole frames for
     a cable."""
-    speedup: tuple[float, float] | None = None
+    speedup: Speedup | None = None
     """Speedup over plain decoding, pass by pass, and its standard error; None: no plain arm, or too few
     passes."""
     plans: dict[str, float] = field(default_factory=dict)
@@ -86,40 +83,9 @@ class OverlapResult:
         return mine == others
 
 
-@dataclass(slots=True)
-class _Running:
-    arm: OverlapArm
-    router: Router
-    num_tokens: int = 0
-    seconds: float = 0.0
-    num_bytes: int = 0
-    num_rounds: float = 0.0
-    rates: list[float] = field(default_factory=list)
-    """Tokens per second of each pass."""
-
-    def reset(self) -> None:
-        """Forgets the warm-up."""
-        self.num_tokens, self.seconds, self.num_bytes = 0, 0.0, 0
-        self.rates.clear()
-        self.num_rounds = self.router.metrics.value("specray_rounds_total")
-
-
-def with_arm(config: Config, arm: OverlapArm) -> Config:
-    """Returns the configuration of an arm's router."""
-    values = config.model_dump(mode="json")
-    is_simple = arm.num_speculative_tokens == SIMPLE
-    if is_simple:
-        values["speculation"]["control"] = SIMPLE
-    values["speculation"]["num_speculative_tokens"] = "auto" if is_simple else arm.num_speculative_tokens
-    values["speculation"]["overlap"] = str(arm.overlap)
-    if arm.tree is not None:
-        values["speculation"]["tree"] = arm.tree
-    return parse_config(values)
-
-
 async def measure_overlap(
     config: Config,
-    arms: Sequence[OverlapArm],
+    arms: Sequence[Arm],
     prompts: Sequence[str],
     *,
     temperatures: Sequence[float] = (0.0,),
@@ -179,7 +145,7 @@ def num_prompts_of(num_prompts: int, concurrency: int) -> int:
 async def measure_arms(
     config: Config,
     pair: LocalPair,
-    arms: Sequence[OverlapArm],
+    arms: Sequence[Arm],
     prompts: Sequence[Sequence[int]],
     *,
     temperatures: Sequence[float],
@@ -189,9 +155,9 @@ async def measure_arms(
     delay_ms: float | None = None,
     concurrency: int = 1,
     progress: Callable[[str], None] = lambda text: None,
-    on_output: Callable[
-        [OverlapArm, float, int, Sequence[int]], None
-    ] = lambda arm, temperature, index, output: None,
+    on_output: Callable[[Arm, float, int, Sequence[int]], None] = lambda arm, temperature, index, output: (
+        None
+    ),
 ) -> list[OverlapResult]:
     """Serves the prompts with a pair that runs already; see :func:`measure_overlap`.
 
@@ -202,37 +168,44 @@ async def measure_arms(
     """
     results: list[OverlapResult] = []
     for temperature in temperatures:
-        async with AsyncExitStack() as stack:
-            running = [await _start(config, arm, pair, stack) for arm in arms]
-            for repeat in range(-1, num_repeats):
-                for one in running:
-                    at = f"{concurrency} at a time, temperature {temperature:g}"
-                    progress(f"{at}, {one.arm.name}, pass {max(repeat, 0) + 1}")
-                    # The first pass warms up caches and threads, and lets the controller learn.
-                    batch = prompts[:concurrency] if repeat < 0 else prompts
-                    before = 0 if link is None else link.num_bytes
-                    lengths = lengths_of(len(batch), max_tokens, concurrency)
-                    requests = _requests(one.arm, batch, temperature, lengths, repeat)
-                    outputs = await _run_pass(one, requests, concurrency)
-                    one.num_bytes += 0 if link is None else link.num_bytes - before
-                    if repeat < 0:
-                        one.reset()
-                        continue
-                    for index, output in enumerate(outputs):
-                        on_output(one.arm, temperature, index, output)
-            plain = next((one.rates for one in running if one.arm.num_speculative_tokens == 0), None)
-            results.extend(
-                replace(_result(one, temperature, delay_ms, plain), concurrency=concurrency)
-                for one in running
-            )
+        where = (temperature, concurrency, delay_ms)
+        tallies = {arm.name: Tally() for arm in arms}
+        rounds_before = dict[str, float]()
+        num_bytes = dict.fromkeys(tallies, 0)
+        async with running_all({arm.name: (pair, arm.config(config)) for arm in arms}) as routers:
+            # The first turn warms up caches and threads, and lets the controller learn.
+            for turn in in_turns(arms, num_repeats, num_warmup=1):
+                arm, router = turn.arm, routers[turn.arm.name]
+                at = f"{concurrency} at a time, temperature {temperature:g}"
+                progress(f"{at}, {arm.name}, pass {max(turn.number, 0) + 1}")
+                batch = prompts if turn.counts else prompts[:concurrency]
+                lengths = lengths_of(len(batch), max_tokens, concurrency)
+                label = f"{arm.name}-{temperature:g}-{turn.number}"
+                before = 0 if link is None else link.num_bytes
+                outputs, seconds = await timed(
+                    router,
+                    (
+                        request_of(f"{label}-{index}", prompt, length, temperature=temperature, seed=index)
+                        for index, (prompt, length) in enumerate(zip(batch, lengths, strict=True))
+                    ),
+                    concurrency=concurrency,
+                )
+                if not turn.counts:
+                    rounds_before[arm.name] = router.metrics.value("specray_rounds_total")
+                    continue
+                num_bytes[arm.name] += 0 if link is None else link.num_bytes - before
+                tallies[arm.name].begin_turn()
+                tallies[arm.name].seconds[-1] = seconds
+                for index, output in enumerate(outputs):
+                    tallies[arm.name].num_tokens[-1] += len(output.token_ids)
+                    on_output(arm, temperature, index, output.token_ids)
+            samples = {name: parse_samples(router.metrics.text()) for name, router in routers.items()}
+        plain = next((tallies[arm.name] for arm in arms if arm.is_plain), None)
+        for arm in arms:
+            num_rounds = (total(samples[arm.name], "specray_rounds_total") or 0.0) - rounds_before[arm.name]
+            sent = None if delay_ms is None else num_bytes[arm.name] / num_rounds
+            results.append(_result(arm, where, tallies[arm.name], plain, samples[arm.name], sent))
     return results
-
-
-async def _start(config: Config, arm: OverlapArm, pair: LocalPair, stack: AsyncExitStack) -> _Running:
-    router = pair.router(with_arm(config, arm))
-    await router.start()
-    stack.push_async_callback(router.stop)
-    return _Running(arm, router)
 
 
 def lengths_of(num_prompts: int, max_tokens: int, concurrency: int) -> list[int]:
@@ -247,82 +220,45 @@ def lengths_of(num_prompts: int, max_tokens: int, concurrency: int) -> list[int]
     return [max(1, max_tokens - spread + index * _STRIDE % (2 * spread + 1)) for index in range(num_prompts)]
 
 
-def _requests(
-    arm: OverlapArm, prompts: Sequence[Sequence[int]], temperature: float, lengths: Sequence[int], repeat: int
-) -> list[GenerateRequest]:
-    return [
-        GenerateRequest(
-            request_id=f"{arm.name}-{temperature:g}-{repeat}-{index}",
-            prompt_token_ids=tuple(token_ids),
-            sampling=SamplingParams(temperature=temperature, seed=index, num_prompt_tokens=len(token_ids)),
-            max_tokens=lengths[index],
-        )
-        for index, token_ids in enumerate(prompts)
-    ]
-
-
-async def _run_pass(
-    one: _Running, requests: Sequence[GenerateRequest], concurrency: int
-) -> list[Sequence[int]]:
-    places = asyncio.Semaphore(concurrency)
-
-    async def complete(request: GenerateRequest) -> Sequence[int]:
-        async with places:
-            return (await one.router.complete(request)).token_ids
-
-    started = time.perf_counter()
-    outputs = await asyncio.gather(*map(complete, requests))
-    seconds = time.perf_counter() - started
-    num_tokens = sum(map(len, outputs))
-    one.seconds += seconds
-    one.num_tokens += num_tokens
-    one.rates.append(num_tokens / seconds)
-    return outputs
-
-
 def _result(
-    one: _Running, temperature: float, delay_ms: float | None, plain: Sequence[float] | None
+    arm: Arm,
+    where: tuple[float, int, float | None],
+    tally: Tally,
+    plain: Tally | None,
+    samples: Samples,
+    bytes_per_round: float | None,
 ) -> OverlapResult:
-    metrics = one.router.metrics
-    drafted = metrics.value("specray_spec_decode_num_draft_tokens_total")
-    accepted = metrics.value("specray_spec_decode_num_accepted_tokens_total")
-    hits = sum(_outcomes(metrics, result) for result in HITS)
-    lookups = hits + sum(_outcomes(metrics, result) for result in MISSES)
-    rounds = metrics.value("specray_rounds_total")
+    drafted = total(samples, "specray_spec_decode_num_draft_tokens_total")
+    accepted = total(samples, "specray_spec_decode_num_accepted_tokens_total") or 0.0
+    rounds = total(samples, "specray_rounds_total")
+    temperature, concurrency, delay_ms = where
     return OverlapResult(
-        arm=one.arm.name,
+        arm=arm.name,
         temperature=temperature,
-        tokens_per_s=one.num_tokens / one.seconds,
+        tokens_per_s=sum(tally.num_tokens) / sum(tally.seconds),
         acceptance_rate=accepted / drafted if drafted else None,
-        tokens_per_round=metrics.value("specray_output_tokens_total") / rounds if rounds else 0.0,
-        hit_rate=hits / lookups if lookups else None,
-        verify_ms=_mean_ms(metrics, "specray_verify_forward_seconds") or 0.0,
-        draft_ms=_mean_ms(metrics, "specray_draft_forward_seconds"),
-        idle_ms=_mean_ms(metrics, "specray_target_idle_seconds") or 0.0,
+        tokens_per_round=(total(samples, "specray_output_tokens_total") or 0.0) / rounds if rounds else 0.0,
+        hit_rate=hit_rate(samples, HITS),
+        verify_ms=mean_ms(samples, "specray_verify_forward_seconds") or 0.0,
+        draft_ms=mean_ms(samples, "specray_draft_forward_seconds"),
+        idle_ms=mean_ms(samples, "specray_target_idle_seconds") or 0.0,
+        concurrency=concurrency,
         delay_ms=delay_ms,
-        bytes_per_round=None if delay_ms is None else one.num_bytes / (rounds - one.num_rounds),
-        speedup=None if plain in (None, one.rates) else speedup_in_turns(one.rates, plain),
-        plans=_plans(metrics),
+        bytes_per_round=bytes_per_round,
+        speedup=None if plain in (None, tally) else speedup_in_turns(tally.rates, plain.rates),
+        plans=_plans(samples),
     )
 
 
-def _plans(metrics: RouterMetrics) -> dict[str, float]:
+def _plans(samples: Samples) -> dict[str, float]:
     """Share of the rounds by plan, the most frequent first."""
     counts = {
-        f"{labels['overlap']} K={labels['num_speculative_tokens']} {labels['reason']}": count
-        for labels, count in metrics.samples("specray_plans_total")
+        "{overlap} K={num_speculative_tokens} {reason}".format(**dict(labels)): count
+        for (name, labels), count in samples.items()
+        if name == "specray_plans_total"
     }
     ordered = sorted(counts.items(), key=lambda item: -item[1])
     return {plan: count / sum(counts.values()) for plan, count in ordered}
-
-
-def _outcomes(metrics: RouterMetrics, result: str) -> float:
-    return metrics.value("specray_outcomes_total", [("result", result)])
-
-
-def _mean_ms(metrics: RouterMetrics, name: str) -> float | None:
-    count = metrics.value(f"{name}_count")
-    return 1e3 * metrics.value(f"{name}_sum") / count if count else None
 
 
 _CAPTION = (
@@ -334,47 +270,29 @@ _LINK_CAPTION = "; delay: ms each way; bytes: a round's, to and from the draft"
 
 def overlap_table(results: Sequence[OverlapResult]) -> Table:
     """Makes a table; the column "ratio" compares with the fastest serial arm of the same temperature."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Column, Table
-
     has_link = any(result.delay_ms is not None for result in results)
-    link = ("delay", "bytes") if has_link else ()
-    numbers = ("at once", "temp", *link, "tok/s", "acc", "E", "hits", "V", "D", "idle", "ratio", "vs off")
-    table = Table(
-        Column("arm", no_wrap=True),
-        *(Column(name, justify="right", no_wrap=True) for name in numbers),
-        title="overlap",
-        caption=_CAPTION + (_LINK_CAPTION if has_link else ""),
-        box=SIMPLE_HEAD,
-        padding=0,
-    )
-    for result in results:
-        serial = [
-            other.tokens_per_s
-            for other in results
-            if other.arm.startswith(Overlap.SERIAL) and other.is_like(result)
-        ]
-        table.add_row(
-            result.arm,
-            str(result.concurrency),
-            f"{result.temperature:g}",
-            *(_number(value) for value in (result.delay_ms, result.bytes_per_round) if has_link),
-            f"{result.tokens_per_s:.1f}",
-            _share(result.acceptance_rate),
-            f"{result.tokens_per_round:.2f}",
-            _share(result.hit_rate),
-            f"{result.verify_ms:.1f}",
-            "–" if result.draft_ms is None else f"{result.draft_ms:.1f}",
-            f"{result.idle_ms:.1f}",
-            f"{result.tokens_per_s / max(serial):.2f}" if serial else "–",
-            "–" if result.speedup is None else "{:.2f}±{:.2f}".format(*result.speedup),
-        )
-    return table
 
+    def ratio(result: OverlapResult) -> float | None:
+        alike = [other for other in results if other.is_like(result) and other.arm.startswith(Overlap.SERIAL)]
+        return result.tokens_per_s / max(other.tokens_per_s for other in alike) if alike else None
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0f}"
-
-
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
+    columns: dict[str, Callable[[OverlapResult], object]] = {
+        "arm": lambda result: result.arm,
+        "at once": lambda result: result.concurrency,
+        "temp": lambda result: f"{result.temperature:g}",
+        "delay": lambda result: number(result.delay_ms, 0),
+        "bytes": lambda result: number(result.bytes_per_round, 0),
+        "tok/s": lambda result: number(result.tokens_per_s, 1),
+        "acc": lambda result: result.acceptance_rate,
+        "E": lambda result: result.tokens_per_round,
+        "hits": lambda result: result.hit_rate,
+        "V": lambda result: number(result.verify_ms, 1),
+        "D": lambda result: number(result.draft_ms, 1),
+        "idle": lambda result: number(result.idle_ms, 1),
+        "ratio": ratio,
+        "vs off": lambda result: result.speedup and "{:.2f}±{:.2f}".format(*result.speedup),
+    }
+    if not has_link:
+        del columns["delay"], columns["bytes"]
+    caption = _CAPTION + (_LINK_CAPTION if has_link else "")
+    return table_of("overlap", columns, results, caption=caption, is_narrow=True)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from specray.bench.core.chart import Panel, Series, draw
+from specray.bench.core.report import page
 from specray.bench.methods.method import ALL, MethodRow
-from specray.bench.report.chart import Panel, Series, draw
-from specray.bench.report.page import page
 
 _DASH = "–"
 _COLORS = ("#222222", "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2")

@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 from rich.table import Table
 
+from specray.bench.core.report import DASH as _DASH
+from specray.bench.core.report import number as _number
+from specray.bench.core.report import spread as _spread
+from specray.bench.core.turns import speedup_in_turns
 from specray.bench.load.serve import ArmResult, ServeResult
-from specray.bench.load.stats import ArmSummary, Percentiles, speedup_in_turns
-
-_DASH = "–"
+from specray.bench.load.stats import ArmSummary
 
 
 def serve_table(result: ServeResult) -> Table:
@@ -48,14 +50,6 @@ def _category_cell(summary: ArmSummary | None, base: ArmSummary) -> str:
         return _DASH
     length, rate = _number(summary.mean_acceptance_length), _number(summary.acceptance_rate)
     return f"{_speedup(summary, base)}  {length}  {rate}"
-
-
-def _number(value: float | None, digits: int = 2) -> str:
-    return _DASH if value is None else f"{value:.{digits}f}"
-
-
-def _spread(values: Percentiles | None) -> str:
-    return _DASH if values is None else f"{values.p50:.1f} / {values.p90:.1f} / {values.p99:.1f}"
 
 
 def _speedup(summary: ArmSummary, base: ArmSummary) -> str:

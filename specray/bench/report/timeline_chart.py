@@ -8,6 +8,7 @@ from html import escape
 from types import MappingProxyType
 from typing import Final
 
+from specray.bench.core.chart import linear_ticks
 from specray.bench.overlap.timeline import (
     Kind,
     Lane,
@@ -19,7 +20,6 @@ from specray.bench.overlap.timeline import (
     stretches,
     waits,
 )
-from specray.bench.report.chart import linear_ticks
 from specray.router.session.values import FALLBACK
 from specray.router.trace import Planned
 

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from specray.bench.core.samples import Samples, parse_samples, total
 from specray.bench.load.client import ServerClient
-from specray.bench.load.scrape import Samples, parse_samples
 from specray.bench.soak.memory import MemoryRecord, Sample, anonymous_bytes, process_name
 from specray.bench.soak.recovery import changes_of
 from specray.bench.testbed.beds import Bed
@@ -33,13 +33,6 @@ class Whole:
     """Time in seconds at which all its processes were back and had loaded their models."""
     speculation_s: float
     """Time in seconds at which, after that, draft tokens were seen to be verified."""
-
-
-def total(samples: Samples, name: str, **labels: str) -> float | None:
-    """Returns the sum over all samples of a name with these labels; None: there is none."""
-    wanted = set(labels.items())
-    values = [value for (sample, found), value in samples.items() if sample == name and wanted <= set(found)]
-    return sum(values) if values else None
 
 
 class Watch:

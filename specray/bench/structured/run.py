@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from specray.bench.core.samples import Samples, difference, parse_samples
 from specray.bench.load.client import ServerClient
-from specray.bench.load.scrape import Samples, difference, parse_samples
 from specray.bench.structured.schemas import Case
 from specray.environment import api_key
 from specray.errors import EngineLostError, InvalidRequestError, SpecrayError

@@ -112,7 +112,7 @@ def advise(
         advice_tables,
         check_table,
     )
-    from specray.bench.report.page import page
+    from specray.bench.core.report import page
     from specray.cli.advise.inputs import pairs_of, prompts_of
     from specray.cli.output import counted_progress, wide_console, write_json, write_text
 

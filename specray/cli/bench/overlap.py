@@ -16,7 +16,7 @@ from specray.errors import ConfigError
 from specray.types import MAX_SPECULATIVE_TOKENS, Overlap
 
 if TYPE_CHECKING:
-    from specray.bench.overlap.run import OverlapArm
+    from specray.bench.core.arm import Arm
     from specray.config import Config
 
 DEFAULT_ARMS = ("off:0", "serial:2", "serial:3", "serial:4", "auto:auto")
@@ -150,9 +150,9 @@ def cores(text: str | None) -> list[int] | None:
         raise ConfigError(f"cores are {text!r}; allowed: numbers with commas between, such as 0,1") from None
 
 
-def parse_arm(text: str) -> OverlapArm:
+def parse_arm(text: str) -> Arm:
     """Reads ``OVERLAP:K`` or ``OVERLAP:K:TREE``, the tree as ``--tree`` has it. Raises ConfigError."""
-    from specray.bench.overlap.run import SIMPLE, OverlapArm
+    from specray.bench.overlap.run import SIMPLE, overlap_arm
     from specray.config import parse_config
 
     overlap, _, rest = text.partition(":")
@@ -165,7 +165,7 @@ def parse_arm(text: str) -> OverlapArm:
             f"1..{MAX_SPECULATIVE_TOKENS}, auto or simple, then :TREE or nothing, or off:0"
         )
     if overlap == "off":
-        return OverlapArm(0, Overlap.SERIAL)
+        return overlap_arm(0, Overlap.SERIAL)
     if has_tree:
         parse_config({"speculation": {"tree": tree}})
-    return OverlapArm(int(k) if k.isdecimal() else k, overlap, tree if has_tree else None)
+    return overlap_arm(int(k) if k.isdecimal() else k, overlap, tree if has_tree else None)

@@ -59,7 +59,7 @@ def structured(
     With --hostile, grammars that ask for endless work are sent beside ordinary requests: how long does an
     answer take, and what do the others notice?
     """
-    from specray.bench.report.provenance import provenance
+    from specray.bench.core.provenance import provenance
     from specray.bench.structured.hostile import attacks
     from specray.bench.structured.judgement import shortfalls
     from specray.bench.structured.report import structured_report

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from specray.bench.prediction import MAX_EDIT_TOKENS, SPAN, PredictionRow, _row, _Tally, edited, renamed
+from specray.bench.core.figures import Tally
+from specray.bench.prediction import MAX_EDIT_TOKENS, SPAN, PredictionRow, edited, renamed
 from specray.tokenization import load_tokenizer
 
 
@@ -35,7 +36,7 @@ def test_most_frequent_word_is_renamed_throughout() -> None:
 
 
 def test_speedup_is_the_median_over_turns_of_ratios_within_a_turn() -> None:
-    tally = _Tally([10.0, 30.0, 80.0], num_tokens=90, num_rounds=30, num_drafts=80, num_accepted=60)
+    tally = Tally([3.0, 1.0, 0.5], [30, 30, 40], num_rounds=30, num_drafts=80, num_accepted=60)
     tally.num_equal, tally.num_outputs = 5, 6
-    row = _row("equal", tally, [10.0, 10.0, 40.0])
-    assert row == PredictionRow("equal", 30.0, 2.0, 1.0, 3.0, 0.75, 5, 6)
+    row = PredictionRow.of("equal", tally, Tally([3.0, 3.0, 1.0], [30, 30, 40]))
+    assert row == PredictionRow("equal", 30.0, 2.0, 1.0, 100 / 30, 0.75, 5, 6)

@@ -10,7 +10,7 @@ import pytest
 
 from specray.bench.compare.journal import PassRow
 from specray.bench.compare.report import Report, latency_chart, markdown, throughput_chart, write_report
-from specray.bench.report.chart import Panel, Series, draw, linear_ticks, log_ticks
+from specray.bench.core.chart import Panel, Series, draw, linear_ticks, log_ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 

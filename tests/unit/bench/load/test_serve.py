@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from specray.bench.core.figures import Percentiles, percentile, percentiles
+from specray.bench.core.samples import difference, histogram_quantile, parse_samples
+from specray.bench.core.turns import speedup_in_turns
 from specray.bench.load.client import ServerClient
 from specray.bench.load.prompts import (
     BUILTIN_PROMPTS,
@@ -20,17 +23,8 @@ from specray.bench.load.prompts import (
     load_labelled_prompts,
     load_prompts,
 )
-from specray.bench.load.scrape import difference, histogram_quantile, parse_samples, server_stats
-from specray.bench.load.serve import ServeArm, ServePlan, default_arms, measure
-from specray.bench.load.stats import (
-    Pass,
-    Percentiles,
-    RequestRecord,
-    percentile,
-    percentiles,
-    speedup_in_turns,
-    summarize,
-)
+from specray.bench.load.serve import ServeArm, ServePlan, default_arms, measure, server_stats
+from specray.bench.load.stats import Pass, RequestRecord, summarize
 from specray.bench.report.table import serve_table
 from specray.errors import ConfigError, EngineLostError, InvalidRequestError, OverloadedError
 from specray.fakes import FakeRouterClient

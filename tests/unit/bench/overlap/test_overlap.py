@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from specray.bench.core.arm import Arm
+from specray.bench.core.turns import Speedup
 from specray.bench.overlap.run import (
-    OverlapArm,
     OverlapResult,
     lengths_of,
     num_prompts_of,
+    overlap_arm,
     overlap_table,
-    with_arm,
 )
 from specray.bench.testbed.kinds import LinkKind
 from specray.cli.app import run
@@ -31,16 +32,16 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "arm", "name"),
     [
-        ("off:0", OverlapArm(0, Overlap.SERIAL), "off"),
-        ("serial:3", OverlapArm(3, "serial"), "serial K=3"),
-        ("enumerate:2", OverlapArm(2, "enumerate"), "enumerate K=2"),
-        ("auto:auto", OverlapArm("auto", "auto"), "auto K=auto"),
-        ("serial:simple", OverlapArm("simple", "serial"), "serial K=simple"),
-        ("serial:auto:auto", OverlapArm("auto", "serial", "auto"), "serial K=auto tree=auto"),
-        ("enumerate:4:4x2x1", OverlapArm(4, "enumerate", "4x2x1"), "enumerate K=4 tree=4x2x1"),
+        ("off:0", overlap_arm(0, Overlap.SERIAL), "off"),
+        ("serial:3", overlap_arm(3, "serial"), "serial K=3"),
+        ("enumerate:2", overlap_arm(2, "enumerate"), "enumerate K=2"),
+        ("serial:simple", overlap_arm("simple", "serial"), "serial K=simple"),
+        ("auto:auto", overlap_arm("auto", "auto"), "auto K=auto"),
+        ("serial:auto:auto", overlap_arm("auto", "serial", "auto"), "serial K=auto tree=auto"),
+        ("enumerate:4:4x2x1", overlap_arm(4, "enumerate", "4x2x1"), "enumerate K=4 tree=4x2x1"),
     ],
 )
-def test_arms_are_read_as_they_are_written(text: str, arm: OverlapArm, name: str) -> None:
+def test_arms_are_read_as_they_are_written(text: str, arm: Arm, name: str) -> None:
     assert parse_arm(text) == arm
     assert parse_arm(text).name == name
 
@@ -77,18 +78,17 @@ def test_hosts_without_a_delay_are_refused() -> None:
 
 def test_an_arm_changes_speculation_and_nothing_else() -> None:
     config = parse_config({"target": {"max_num_seqs": 3}})
-    changed = with_arm(config, OverlapArm("auto", "enumerate"))
+    changed = overlap_arm("auto", "enumerate").config(config)
     assert changed.speculation.num_speculative_tokens == "auto"
     assert changed.speculation.overlap is Overlap.ENUMERATE
     assert changed.target == config.target
     assert changed.speculation.tree == "off"
-    assert with_arm(config, OverlapArm(4, "serial", "4x2")).speculation.tree == "4x2"
+    assert overlap_arm(4, "serial", "4x2").config(config).speculation.tree == "4x2"
 
 
 def test_an_arm_is_under_the_simple_control() -> None:
-    changed = with_arm(parse_config({}), OverlapArm("simple", "serial")).speculation
+    changed = overlap_arm("simple", "serial").config(parse_config({})).speculation
     assert (changed.num_speculative_tokens, changed.control) == ("auto", "simple")
-    assert with_arm(parse_config({}), OverlapArm("auto", "serial")).speculation.control == "measured"
 
 
 def result(arm: str, tokens_per_s: float, temperature: float = 0.0) -> OverlapResult:
@@ -132,7 +132,7 @@ def test_several_at_a_time_have_two_prompts_each_at_least_and_end_at_other_times
 
 
 def test_plain_decoding_is_compared_with_pass_by_pass() -> None:
-    arms = [result("off", 100.0), replace(result("serial K=2", 130.0), speedup=(1.3333, 0.0249))]
+    arms = [result("off", 100.0), replace(result("serial K=2", 130.0), speedup=Speedup(1.3333, 0.0249))]
     table = overlap_table(arms)
     assert list(table.columns[-1].cells) == ["–", "1.33±0.02"]
 

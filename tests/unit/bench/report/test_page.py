@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from specray.bench.report.page import markdown_table, page
+from specray.bench.core.report import markdown_table, page
 
 
 def table() -> Table:

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 import specray.serving.local.ranks
-from specray.bench.report.hardware import hardware_name
+from specray.bench.core.provenance import hardware_name
 from specray.config import EngineConfig, parse_config
 from specray.demo.paths import demo_target_path
 from specray.engine.device import num_usable_cores, visible_gpus

@@ -1,11 +1,10 @@
-"""Reads a server's /metrics, and computes figures from the difference of two readings."""
+"""Samples of a service's metrics: parsed from Prometheus text, subtracted, and made into figures."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 
 _SAMPLE = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})?\s+(\S+)")
 _LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
@@ -13,18 +12,6 @@ _REPLICA_LABELS = ("application", "deployment", "replica")
 
 Labels = tuple[tuple[str, str], ...]
 Samples = Mapping[tuple[str, Labels], float]
-
-
-@dataclass(frozen=True, slots=True)
-class ServerStats:
-    """The server's own figures of one pass; None: the server does not report it."""
-
-    round_overhead_ms_p50: float | None
-    verify_forward_ms_mean: float | None
-    draft_forward_ms_mean: float | None
-    num_rounds: float
-    hit_rate: float | None
-    """Share of looked-up verdicts whose continuation was ready."""
 
 
 def parse_samples(text: str) -> Samples:
@@ -44,21 +31,29 @@ def difference(before: Samples, after: Samples) -> Samples:
     return {key: value - before.get(key, 0.0) for key, value in after.items()}
 
 
-def server_stats(samples: Samples) -> ServerStats:
-    """Computes the figures of a pass from the difference of two readings."""
-    hits, lookups = 0.0, 0.0
-    for (name, labels), value in samples.items():
-        if name == "specray_outcomes_total":
-            lookups += value
-            hits += value if ("result", "hit") in labels else 0.0
-    overhead_s = histogram_quantile(samples, "specray_round_overhead_seconds", 0.5)
-    return ServerStats(
-        round_overhead_ms_p50=None if overhead_s is None else 1e3 * overhead_s,
-        verify_forward_ms_mean=_mean_ms(samples, "specray_verify_forward_seconds"),
-        draft_forward_ms_mean=_mean_ms(samples, "specray_draft_forward_seconds"),
-        num_rounds=samples.get(("specray_rounds_total", ()), 0.0),
-        hit_rate=hits / lookups if lookups else None,
-    )
+def total(samples: Samples, name: str, **labels: str) -> float | None:
+    """Returns the sum over all samples of a name with these labels; None: there is none."""
+    wanted = set(labels.items())
+    values = [value for (sample, found), value in samples.items() if sample == name and wanted <= set(found)]
+    return sum(values) if values else None
+
+
+def by_label(samples: Samples, name: str, label: str) -> dict[str, float]:
+    """Returns the values of a name by one of its labels."""
+    return {dict(labels).get(label, ""): value for (found, labels), value in samples.items() if found == name}
+
+
+def hit_rate(samples: Samples, hits: Collection[str]) -> float | None:
+    """Returns the share of the verdicts that were looked up whose result is one of ``hits``."""
+    results = by_label(samples, "specray_outcomes_total", "result")
+    lookups = sum(results.values())
+    return sum(results.get(result, 0.0) for result in hits) / lookups if lookups else None
+
+
+def mean_ms(samples: Samples, name: str) -> float | None:
+    """Returns the mean of a histogram of seconds, in milliseconds; None without observations."""
+    count = samples.get((f"{name}_count", ()), 0.0)
+    return 1e3 * samples[f"{name}_sum", ()] / count if count else None
 
 
 def histogram_quantile(samples: Samples, name: str, quantile: float) -> float | None:
@@ -82,8 +77,3 @@ def histogram_quantile(samples: Samples, name: str, quantile: float) -> float | 
             )
         low, num_below = bound, count
     return low
-
-
-def _mean_ms(samples: Samples, name: str) -> float | None:
-    count = samples.get((f"{name}_count", ()), 0.0)
-    return 1e3 * samples[f"{name}_sum", ()] / count if count else None

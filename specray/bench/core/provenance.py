@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from specray import __version__
+from specray.config import EngineConfig
 
 _GIT_TIMEOUT_S = 10.0
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -44,6 +45,19 @@ def cpu_name() -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, "") or platform.processor() or platform.machine()
+
+
+def hardware_name(config: EngineConfig) -> str:
+    """Name of one device of an engine: the GPU, or the CPU with the cores of a rank."""
+    import torch
+
+    from specray.engine.device import choose_device, cores_per_rank
+
+    device = choose_device(config)
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cores = cores_per_rank(config)
+    return f"{cpu_name()}, {cores} core{'s' if cores > 1 else ''}"
 
 
 def commit() -> str:

@@ -1,0 +1,1 @@
+"""The kernel of all measurements: arms in turns over a service, their figures, and the report."""
