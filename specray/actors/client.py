@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any, Final
 
@@ -154,34 +153,30 @@ class ServeRouterClient:
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[OutputChunk]:
         """See interfaces.RouterClient."""
+        assert self._mailbox is not None, "a client that streams has a mailbox"
         attempts = self._attempts(request)
         while True:
+            request = attempts.request
+            delivery = self._mailbox.open(request.request_id)
+            call = asyncio.create_task(
+                self._watch(self._handle.deliver.remote(request, self._mailbox.address), delivery)
+            )
+            self._calls.add(call)
+            call.add_done_callback(self._calls.discard)
             try:
-                async with aclosing(self._stream_of_one(attempts.request)) as chunks:
-                    async for chunk in chunks:
-                        yield attempts.take(chunk)
+                async for chunk in delivery.chunks(self._clock, 0):
+                    yield attempts.take(chunk)
                 return
             except RouterLostError as error:
-                await attempts.renew(error)
+                lost = error
+            finally:
+                self._mailbox.close(request.request_id)
+                if not delivery.is_ended:
+                    call.cancel()
+            await attempts.renew(lost)
 
     def _attempts(self, request: GenerateRequest) -> _Attempts:
         return _Attempts(request, self._clock, timeout_s=self._timeout_s, checkpoint=self._checkpoint)
-
-    async def _stream_of_one(self, request: GenerateRequest) -> AsyncGenerator[OutputChunk, None]:
-        """The part of the stream that one router sends."""
-        assert self._mailbox is not None, "a client that streams has a mailbox"
-        delivery = self._mailbox.open(request.request_id)
-        response = self._handle.deliver.remote(request, self._mailbox.address)
-        call = asyncio.create_task(self._watch(response, delivery))
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
-        try:
-            async for chunk in delivery.chunks(self._clock, 0):
-                yield chunk
-        finally:
-            self._mailbox.close(request.request_id)
-            if not delivery.is_ended:
-                call.cancel()
 
     async def _watch(self, response: Any, delivery: Delivery) -> None:
         """Awaits the router's call, and fails the delivery if the call ends without the output's end."""

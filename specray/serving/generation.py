@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from specray.errors import EngineLostError
@@ -12,6 +13,12 @@ from specray.requests import FinishReason, GenerateRequest, OutputChunk, Specula
 from specray.round_reports import RoundReport
 from specray.tokenization import TextStream, Tokenizer
 from specray.types import TokenLogprobs
+
+Entrance = Callable[[GenerateRequest], AbstractContextManager[None]]
+
+
+def _freely(_: GenerateRequest) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +99,30 @@ class Choice:
 
 
 async def complete(
-    client: RouterClient, requests: Sequence[GenerateRequest], tokenizer: Tokenizer, *, timeout_s: float
+    routers: RouterClient,
+    requests: Sequence[GenerateRequest],
+    tokenizer: Tokenizer,
+    *,
+    timeout_s: float,
+    entered: Entrance = _freely,
 ) -> list[Delta]:
     """Returns all outputs, in the order of the requests.
 
     The first failure, or a cancellation, aborts the others.
 
+    Args:
+        entered: makes what is open while a request is with a router.
+
     Raises:
         EngineLostError: the target was lost, or the answer took longer than ``timeout_s``.
         OverloadedError, InvalidRequestError: the router refused a request.
     """
-    tasks = [asyncio.create_task(client.complete(request)) for request in requests]
+
+    async def whole(request: GenerateRequest) -> OutputChunk:
+        with entered(request):
+            return await routers.complete(request)
+
+    tasks = [asyncio.create_task(whole(request)) for request in requests]
     try:
         async with asyncio.timeout(timeout_s):
             chunks = await asyncio.gather(*tasks)
@@ -116,29 +136,45 @@ async def complete(
     ]
 
 
-async def stream(
-    client: RouterClient, requests: Sequence[GenerateRequest], tokenizer: Tokenizer, *, timeout_s: float
+def stream(
+    routers: RouterClient,
+    requests: Sequence[GenerateRequest],
+    tokenizer: Tokenizer,
+    *,
+    timeout_s: float,
+    entered: Entrance = _freely,
 ) -> AsyncIterator[Delta]:
     """Yields the outputs as they grow, interleaved; closing the iterator aborts what is not finished.
 
-    Raises what ``complete`` raises. The deadline holds from the first step of the iterator to the last.
+    As ``complete``; called on the event loop, since the time begins here.
     """
-    choices = [_choice_stream(client, index, request, tokenizer) for index, request in enumerate(requests)]
+    end_s = asyncio.get_running_loop().time() + timeout_s
+
+    async def choice_stream(index: int, request: GenerateRequest) -> AsyncIterator[Delta]:
+        choice = Choice(index, request, tokenizer)
+        is_finished = False
+        with entered(request):
+            chunks = routers.stream(request)
+            try:
+                # To its own end, though the last chunk is known: closing it earlier would be an abort.
+                while True:
+                    # A timeout that spans a yield would cancel whichever task happens to run then.
+                    async with asyncio.timeout_at(end_s):
+                        chunk = await anext(chunks, None)
+                    if chunk is None:
+                        break
+                    is_finished = chunk.finish_reason is not None
+                    yield choice.advance(chunk)
+            except TimeoutError:
+                raise _too_late(timeout_s) from None
+            finally:
+                await close(chunks)
+        if not is_finished:
+            raise EngineLostError("the stream ended without a finish reason; the request may be sent again")
+
+    choices = [choice_stream(index, request) for index, request in enumerate(requests)]
     # A single stream needs no queue and no task: with many calls they would take cores from the engines.
-    deltas = choices[0] if len(choices) == 1 else _merge(choices)
-    deadline = asyncio.get_running_loop().time() + timeout_s
-    try:
-        while True:
-            # A timeout that spans a yield would cancel whichever task happens to run then.
-            async with asyncio.timeout_at(deadline):
-                delta = await anext(deltas, None)
-            if delta is None:
-                return
-            yield delta
-    except TimeoutError:
-        raise _too_late(timeout_s) from None
-    finally:
-        await close(deltas)
+    return choices[0] if len(choices) == 1 else _merge(choices)
 
 
 async def close(iterator: AsyncIterator[object]) -> None:
@@ -146,23 +182,6 @@ async def close(iterator: AsyncIterator[object]) -> None:
     aclose = getattr(iterator, "aclose", None)
     if aclose is not None:
         await aclose()
-
-
-async def _choice_stream(
-    client: RouterClient, index: int, request: GenerateRequest, tokenizer: Tokenizer
-) -> AsyncIterator[Delta]:
-    choice = Choice(index, request, tokenizer)
-    chunks = client.stream(request)
-    is_finished = False
-    try:
-        # Read to its own end, though the last chunk is known: closing it earlier would be an abort.
-        async for chunk in chunks:
-            is_finished = chunk.finish_reason is not None
-            yield choice.advance(chunk)
-        if not is_finished:
-            raise EngineLostError("the stream ended without a finish reason; the request may be sent again")
-    finally:
-        await close(chunks)
 
 
 async def _merge(streams: Sequence[AsyncIterator[Delta]]) -> AsyncIterator[Delta]:

@@ -33,7 +33,7 @@ from specray.rpc.channel import ChannelOptions, channel_options, check_can_liste
 from specray.rpc.inference.messages import MAX_OPEN_CALLS
 from specray.rpc.inference.server import InferenceServer
 from specray.serving.admission.api_keys import Keyring
-from specray.serving.admission.capacity import with_admission
+from specray.serving.admission.capacity import Admission
 from specray.serving.gc_schedule import Collector
 from specray.serving.grpc.handler import GrpcIngress, served
 from specray.serving.http.app import build_http_app
@@ -101,7 +101,7 @@ class IngressReplica:
             mailbox=self._mailbox,
             checkpoint=config.target.checkpoint,
         )
-        self._client = with_admission(client, config)
+        self._admission = Admission.of(client, config)
         self._tokenizer = load_tokenizer(config.target.model)
         warm_up(self._tokenizer)
         self._compiler = PreparedCompiler.of(self._tokenizer)
@@ -116,7 +116,7 @@ class IngressReplica:
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Builds the application; Serve calls it once."""
         return build_http_app(
-            client=self._client,
+            client=self._admission,
             tokenizer=self._tokenizer,
             config=self._now,
             keyring=self._keyring,
@@ -165,7 +165,7 @@ class IngressReplica:
             await self._mailbox.start()
             self._servers = _Servers(self._start_grpc, partial(self._start_http, app))
             stack.push_async_callback(self._servers.stop)
-            collector = asyncio.create_task(Collector(lambda: self._client.capacity.num_requests).run())
+            collector = asyncio.create_task(Collector(lambda: self._admission.capacity.num_requests).run())
             stack.callback(collector.cancel)
             yield
 
@@ -176,7 +176,9 @@ class IngressReplica:
             self._claim(stack, "grpc.port", grpc.host, grpc.port)
             if not self._shares_ports:
                 await _wait_for_port("grpc.port", f"{grpc.host}:{grpc.port}")
-            await stack.enter_async_context(served(self._grpc_server(), self._client, grace_s=grace_s))
+            await stack.enter_async_context(
+                served(self._grpc_server(), self._admission.routers, grace_s=grace_s)
+            )
 
     async def _start_http(self, app: FastAPI, stack: AsyncExitStack) -> None:
         if self._has_http_server:
@@ -206,7 +208,7 @@ class IngressReplica:
     def _grpc_server(self) -> InferenceServer:
         config = self._config
         handler = GrpcIngress(
-            client=self._client,
+            client=self._admission,
             tokenizer=self._tokenizer,
             config=self._now,
             observer=self._observer,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
@@ -17,7 +17,6 @@ from typing import Final
 from specray.config import AuthConfig, KeyConfig
 from specray.errors import InvalidRequestError, OverloadedError, UnauthenticatedError
 from specray.requests import GenerateRequest, Quota, ServiceLevel, SpeculationParams
-from specray.serving.generation import Delta, close
 
 KEY_PREFIX: Final = "sk-specray-"
 _KEY_BYTES: Final = 32
@@ -160,15 +159,10 @@ class Holding:
         self.num_requests, self._waiting = len(num_tokens), dict(enumerate(num_tokens))
         self._caller._take(self.num_requests, sum(num_tokens))
 
-    def answered(self, index: int) -> None:
-        """Notes that a request has its first tokens, so that its prompt no longer waits. Idempotent."""
-        self._caller._take(0, -self._waiting.pop(index, 0))
-
-    def finished(self, index: int) -> None:
-        """Notes that a request has ended. Called at most once for each."""
-        self.answered(index)
-        self.num_requests -= 1
-        self._caller._take(-1, 0)
+    def answered(self, index: int, *, is_last: bool = False) -> None:
+        """Notes that a request has tokens, so that its prompt no longer waits; once: that it has ended."""
+        self._caller._take(-is_last, -self._waiting.pop(index, 0))
+        self.num_requests -= is_last
 
     def close(self) -> None:
         """Holds nothing. Idempotent."""
@@ -225,18 +219,6 @@ class Keyring:
         if found is None:
             raise UnauthenticatedError("the API key is not known here")
         return found
-
-
-async def counted(holding: Holding, deltas: AsyncIterator[Delta]) -> AsyncGenerator[Delta, None]:
-    """Yields the deltas of a call, and gives back of its quota what has been answered or has ended."""
-    try:
-        async for delta in deltas:
-            holding.answered(delta.index)
-            if delta.finish_reason is not None:
-                holding.finished(delta.index)
-            yield delta
-    finally:
-        await close(deltas)
 
 
 def _quota(key: KeyConfig) -> Quota | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -16,12 +16,11 @@ from typing import TypeVar
 from specray.config import Config
 from specray.errors import OverloadedError
 from specray.interfaces import RouterClient
-from specray.requests import GenerateRequest, OutputChunk, ServiceInfo
+from specray.requests import GenerateRequest
 from specray.router.admission.queue import RetryAdvice
 from specray.serving.admission.limiter import CallLimiter, release_slot
 from specray.serving.admission.places import Places
 from specray.serving.admission.texts import TextWork
-from specray.serving.generation import close
 
 PROBE_S = 0.5
 """Seconds for which a tenant's refusal is believed if no request of this ingress ends; a request of another
@@ -96,7 +95,7 @@ class RouterCapacity:
             raise OverloadedError(refusal.message, self._retry_after_s())
 
     def begin(self, tenant: str, priority: int) -> None:
-        """Notes that a request, which has just been checked, goes to a router."""
+        """Notes that a request, whose call was checked, goes to a router."""
         refusal = self._refusals.get(tenant)
         if refusal is not None and self._num_ended > refusal.num_ended:
             refusal.num_ended += 1
@@ -142,58 +141,36 @@ def _count_down(counter: Counter[KeyT], key: KeyT) -> None:
         del counter[key]
 
 
-class AdmissionClient:
-    """interfaces.RouterClient with admission control: refuses what a router would refuse.
+class Admission:
+    """Stands before the routers in one Ingress, for all its endpoints.
 
     Attributes:
+        routers: the client of the routers.
         capacity: what is known of the routers' queues.
         places: the Ingress's own places for calls.
         texts: its threads for texts.
     """
 
-    def __init__(self, client: RouterClient, capacity: RouterCapacity, places: Places) -> None:
-        self._client = client
+    def __init__(self, routers: RouterClient, capacity: RouterCapacity, places: Places) -> None:
+        self.routers = routers
         self.capacity = capacity
         self.places = places
         self.texts = TextWork()
 
-    async def complete(self, request: GenerateRequest) -> OutputChunk:
-        """See interfaces.RouterClient."""
-        with self._admitted(request):
-            return await self._client.complete(request)
-
-    async def stream(self, request: GenerateRequest) -> AsyncGenerator[OutputChunk, None]:
-        """See interfaces.RouterClient."""
-        with self._admitted(request):
-            chunks = self._client.stream(request)
-            try:
-                async for chunk in chunks:
-                    yield chunk
-            finally:
-                await close(chunks)
-
-    async def service_info(self) -> ServiceInfo:
-        """See interfaces.RouterClient."""
-        return await self._client.service_info()
-
-    async def check_ready(self) -> None:
-        """See interfaces.RouterClient."""
-        await self._client.check_ready()
-
-    async def metrics_text(self) -> str:
-        """See interfaces.RouterClient."""
-        return await self._client.metrics_text()
-
-    async def trace_text(self) -> str | None:
-        """See interfaces.RouterClient."""
-        return await self._client.trace_text()
+    @classmethod
+    def of(cls, routers: RouterClient | Admission, config: Config) -> Admission:
+        """Returns the admission to these routers; one that exists already, as it is."""
+        if isinstance(routers, Admission):
+            return routers
+        places = Places(config.ingress.max_ongoing_requests, timeout_s=config.router.request_timeout_s)
+        return cls(routers, RouterCapacity(max_requests(config)), places)
 
     @contextmanager
-    def _admitted(self, request: GenerateRequest) -> Iterator[None]:
+    def entered(self, request: GenerateRequest) -> Iterator[None]:
+        """Counts a request, whose call was checked, while it is with a router; it leaves its slot here."""
         release_slot()
-        place = request.tenant, request.priority
-        self.capacity.check(*place)
-        self.capacity.begin(*place)
+        standing = request.tenant, request.priority
+        self.capacity.begin(*standing)
         refusal: OverloadedError | None = None
         try:
             yield
@@ -201,15 +178,7 @@ class AdmissionClient:
             refusal = error
             raise
         finally:
-            self.capacity.end(*place, refusal)
-
-
-def with_admission(client: RouterClient, config: Config) -> AdmissionClient:
-    """Puts admission control in front of a client; a client that has it already is returned as it is."""
-    if isinstance(client, AdmissionClient):
-        return client
-    places = Places(config.ingress.max_ongoing_requests, timeout_s=config.router.request_timeout_s)
-    return AdmissionClient(client, RouterCapacity(max_requests(config)), places)
+            self.capacity.end(*standing, refusal)
 
 
 def max_requests(config: Config) -> int:

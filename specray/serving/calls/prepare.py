@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 from specray.config.live import LiveConfig
 from specray.grammar import PreparedCompiler
 from specray.requests import GenerateRequest
-from specray.serving.admission.capacity import AdmissionClient
+from specray.serving.admission.capacity import Admission
 from specray.serving.admission.limiter import step_aside
 from specray.serving.admission.places import Place
 from specray.serving.admission.texts import SECONDS_PER_BYTE, SECONDS_PER_CHAR
@@ -77,7 +77,7 @@ class CallPreparer:
     """Prepares the calls of one Ingress.
 
     Args:
-        client: has the places and threads that all endpoints share.
+        admission: has the threads that all endpoints share.
         tokenizer: the target's.
         compiler: of grammars.
     """
@@ -85,17 +85,17 @@ class CallPreparer:
     def __init__(
         self,
         *,
-        client: AdmissionClient,
+        admission: Admission,
         tokenizer: Tokenizer,
         config: LiveConfig,
         limits: ServiceLimits,
         compiler: PreparedCompiler,
     ) -> None:
-        self._client = client
+        self._admission = admission
         self._tokenizer = tokenizer
         self._limits = limits
         self._grammars = GrammarChecker(compiler)
-        self._planner = ChatPlanner(tokenizer, config, client.texts)
+        self._planner = ChatPlanner(tokenizer, config, admission.texts)
         self._defaults = load_defaults(config.now)
 
     async def read(self, work: Callable[[], ResultT], place: Place) -> ResultT:
@@ -105,7 +105,7 @@ class CallPreparer:
             OverloadedError, DeadlineExceededError: too many texts of others go first.
         """
         expected_s = place.num_bytes * SECONDS_PER_BYTE
-        return await self._client.texts.run(work, place.turn, expected_s=expected_s)
+        return await self._admission.texts.run(work, place.turn, expected_s=expected_s)
 
     async def work(self, work: Callable[[], ResultT], place: Place, *, size: int | None = None) -> ResultT:
         """Returns what ``work`` on the tokens of a call returns; on many, it is done in a thread.
@@ -117,7 +117,7 @@ class CallPreparer:
             OverloadedError, DeadlineExceededError: too many texts of others go first.
         """
         num_chars = place.num_bytes if size is None else size
-        return await self._client.texts.run(work, place.turn, expected_s=num_chars * SECONDS_PER_CHAR)
+        return await self._admission.texts.run(work, place.turn, expected_s=num_chars * SECONDS_PER_CHAR)
 
     async def prepare(self, asked: Asked, place: Place, *, request_id: str) -> PreparedCall:
         """Makes a call's requests.
@@ -162,7 +162,7 @@ class CallPreparer:
         """Returns the checked options of a call that can be served now: all else costs more."""
         options = self._defaults.apply(await self.options(asked, place))
         check_options(options, limits)
-        self._client.capacity.check(*place.caller.standing(options.tenant, options.priority or 0))
+        self._admission.capacity.check(*place.caller.standing(options.tenant, options.priority or 0))
         num_prompts = 1
         if isinstance(asked.prompts, Sequence):
             least = [self._least_tokens(prompt) for prompt in asked.prompts]

@@ -29,8 +29,8 @@ from specray.rpc.inference.server import (
     Usage,
 )
 from specray.rpc.status import status_of
-from specray.serving.admission.api_keys import Caller, Keyring, counted
-from specray.serving.admission.capacity import with_admission
+from specray.serving.admission.api_keys import Caller, Keyring
+from specray.serving.admission.capacity import Admission
 from specray.serving.admission.places import Place
 from specray.serving.calls.limits import ServiceLimits
 from specray.serving.calls.prepare import Asked, CallPreparer
@@ -54,7 +54,7 @@ class GrpcIngress:
     def __init__(
         self,
         *,
-        client: RouterClient,
+        client: RouterClient | Admission,
         tokenizer: Tokenizer,
         config: Config | LiveConfig,
         observer: CallObserver | None = None,
@@ -63,11 +63,11 @@ class GrpcIngress:
         live = LiveConfig.of(config)
         config = live.now
         self._observer = observer or CallObserver(config.logging)
-        self._client = with_admission(client, config)
+        self._admission = Admission.of(client, config)
         self._tokenizer = tokenizer
-        self._limits = ServiceLimits(client, tokenizer, live)
+        self._limits = ServiceLimits(self._admission.routers, tokenizer, live)
         self._calls = CallPreparer(
-            client=self._client,
+            admission=self._admission,
             tokenizer=tokenizer,
             config=live,
             limits=self._limits,
@@ -85,7 +85,7 @@ class GrpcIngress:
             if call.method != "Generate":
                 yield PlainEntry(self)
                 return
-            with self._client.places.arrive(caller) as place:
+            with self._admission.places.arrive(caller) as place:
                 if call.timeout_s is not None:
                     place.limit(_within_range(call.timeout_s))
                 handler = copy.copy(self)
@@ -107,16 +107,18 @@ class GrpcIngress:
             },
         )
         with self._observed(record), self._entered() as place:
-            events = self._generate(params, place, record)
+            request, deltas = await self._started(params, place, record)
             try:
-                async for event in events:
-                    yield event
+                async for delta in deltas:
+                    place.quota.answered(0, is_last=delta.finish_reason is not None)
+                    record.observe(delta)
+                    yield _event(request, delta, record.num_output_tokens)
             finally:
-                await events.aclose()
+                await close(deltas)
 
-    async def _generate(
+    async def _started(
         self, params: GenerateParams, place: Place, record: CallRecord
-    ) -> AsyncGenerator[GenerateEvent, None]:
+    ) -> tuple[GenerateRequest, AsyncIterator[Delta]]:
         chat = await self._calls.read(partial(read_chat, params), place)
         asked = Asked(
             params.model,
@@ -129,19 +131,17 @@ class GrpcIngress:
         requests = record.describe(
             request.request_id, [request], tenant=request.tenant, model=self._model_name, is_stream=True
         )
-        deltas = counted(
-            place.quota, stream(self._client, requests, self._tokenizer, timeout_s=prepared.timeout_s)
+        return request, stream(
+            self._admission.routers,
+            requests,
+            self._tokenizer,
+            timeout_s=prepared.timeout_s,
+            entered=self._admission.entered,
         )
-        try:
-            async for delta in deltas:
-                record.observe(delta)
-                yield _event(request, delta, record.num_output_tokens)
-        finally:
-            await close(deltas)
 
     def _entered(self) -> AbstractContextManager[Place]:
         """The call's place; where nobody was asked for a key, one of its own."""
-        return self._client.places.arrive(Caller()) if self._place is None else nullcontext(self._place)
+        return self._admission.places.arrive(Caller()) if self._place is None else nullcontext(self._place)
 
     async def info(self) -> ServiceInfo:
         """See rpc.inference.InferenceHandler."""

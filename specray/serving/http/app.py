@@ -5,7 +5,7 @@ It has no state beyond the client and the tokenizer. Prompts and outputs are nev
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, Final
@@ -23,16 +23,14 @@ from specray.errors import SpecrayError
 from specray.grammar import PreparedCompiler
 from specray.interfaces import RouterClient
 from specray.serving.admission.api_keys import Keyring
-from specray.serving.admission.capacity import RouterCapacity, max_requests, with_admission
+from specray.serving.admission.capacity import Admission, RouterCapacity, max_requests
 from specray.serving.calls.limits import ServiceLimits
 from specray.serving.calls.prepare import CallPreparer
-from specray.serving.generation import Delta
-from specray.serving.http.answers.started_stream import StartedStream
 from specray.serving.http.edge.admission import AdmissionMiddleware, Arrived, arrived
 from specray.serving.http.edge.hosts import HostMiddleware, PathMiddleware, host_test
 from specray.serving.http.edge.keys import KeyMiddleware
 from specray.serving.http.edge.observe import REQUEST_ID_HEADER, ObserveMiddleware, record_of
-from specray.serving.http.events import EventStreamResponse, until_disconnect
+from specray.serving.http.events import EventStreamResponse, StartedStream, until_disconnect
 from specray.serving.http.identity import identify
 from specray.serving.http.messages_api.calls import add_count_route, messages_call
 from specray.serving.http.openai_api import LEFT_OUT_HEADER, Call, OpenAiApi
@@ -62,7 +60,7 @@ _CLIENT_LEFT = 499
 
 def build_http_app(
     *,
-    client: RouterClient,
+    client: RouterClient | Admission,
     tokenizer: Tokenizer,
     config: Config | LiveConfig,
     keyring: Keyring | None = None,
@@ -75,7 +73,7 @@ def build_http_app(
     """Builds the application.
 
     Args:
-        client: the router.
+        client: of the routers, or the admission to them that the gRPC endpoint shares.
         tokenizer: the target's tokenizer.
         config: the configuration; the holder of one that changes while serving.
         keyring: API keys, shared with the gRPC endpoint, whose requests count too; default: one of its own.
@@ -90,25 +88,26 @@ def build_http_app(
     )
     live = LiveConfig.of(config)
     config = live.now
-    client = with_admission(client, config)
-    limits = ServiceLimits(client, tokenizer, live)
+    admission = Admission.of(client, config)
+    routers = admission.routers
+    limits = ServiceLimits(routers, tokenizer, live)
     _add_problem_handlers(app)
     keyring = keyring or Keyring(config.auth)
     observer = observer or CallObserver(config.logging)
     identity = identify(config)
     calls = CallPreparer(
-        client=client,
+        admission=admission,
         tokenizer=tokenizer,
         config=live,
         limits=limits,
         compiler=compiler or PreparedCompiler.of(tokenizer),
     )
-    api = OpenAiApi(client=client, tokenizer=tokenizer, config=live, calls=calls, identity=identity)
-    add_service_routes(app, client, is_terse=lambda: keyring.asks_for_key)
-    metrics_text = metrics_text or _own_metrics(client, observer)
+    api = OpenAiApi(admission=admission, tokenizer=tokenizer, config=live, calls=calls, identity=identity)
+    add_service_routes(app, admission, is_terse=lambda: keyring.asks_for_key)
+    metrics_text = metrics_text or _own_metrics(routers, observer)
     if config.metrics.vllm_names:
         metrics_text = _named_twice(metrics_text, config.model_name)
-    add_observer_routes(app, client, metrics_text)
+    add_observer_routes(app, routers, metrics_text)
     add_model_routes(app, limits, identity)
     add_token_routes(app, api, tokenizer, limits)
     add_count_route(app, api, limits)
@@ -120,8 +119,8 @@ def build_http_app(
     add_absent_routes(app)
     app.add_middleware(
         AdmissionMiddleware,
-        places=client.places,
-        capacity=client.capacity,
+        places=admission.places,
+        capacity=admission.capacity,
         max_bytes=lambda: (live.now.http.max_body_bytes, limits.max_chat_bytes),
     )
     # With ``serve deploy`` Serve's own configuration says where its proxy listens.
@@ -131,7 +130,7 @@ def build_http_app(
     app.add_middleware(KeyMiddleware, keyring=keyring)
     app.add_middleware(ObserveMiddleware, observer=observer, names_answers=names_answers)
     _add_cors(app, config.http)
-    live.listen(_Follower(config, client.capacity, keyring, observer, api))
+    live.listen(_Follower(config, admission.capacity, keyring, observer, api))
     app.add_middleware(PathMiddleware)
     return app
 
@@ -182,7 +181,7 @@ def _add_generating_routes(app: FastAPI, api: OpenAiApi, config: LiveConfig) -> 
         if not call.is_stream:
             answer = await until_disconnect(request.receive, api.answer(call))
             return JSONResponse(answer, headers=call.headers)
-        started = await _started(request, api.deltas(call), grace_s=config.now.http.first_token_grace_s)
+        started = await _begun(request, api.started(call), grace_s=config.now.http.first_token_grace_s)
         response = EventStreamResponse(api.events(call, started), started, comment=call.format.waiting)
         response.headers.update(call.headers)
         return response
@@ -204,9 +203,8 @@ def _add_generating_routes(app: FastAPI, api: OpenAiApi, config: LiveConfig) -> 
         return await run(request, partial(messages_call, api))
 
 
-async def _started(request: Request, deltas: AsyncIterator[Delta], *, grace_s: float) -> StartedStream:
-    """Starts a stream. Raises what fails within the grace, which so has a status of its own."""
-    started = StartedStream(deltas)
+async def _begun(request: Request, started: StartedStream, *, grace_s: float) -> StartedStream:
+    """Raises what fails within the grace, which so has a status of its own."""
     try:
         await until_disconnect(request.receive, started.wait(grace_s))
     except BaseException:

@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from specray.serving.generation import close
+from specray.serving.generation import Delta, close
 
 KEEP_ALIVE_S: Final = 15.0
 """Seconds after which a stream on which nothing happens gets a comment."""
@@ -41,6 +41,48 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
+class StartedStream:
+    """A stream of deltas whose first one is on its way while the headers of its answer may leave.
+
+    It is made on the event loop, and closed.
+
+    Args:
+        deltas: nobody else takes or closes them.
+    """
+
+    def __init__(self, deltas: AsyncIterator[Delta]) -> None:
+        self._deltas = deltas
+        self._first: asyncio.Task[Delta | None] = asyncio.create_task(self._from_source())
+        self._is_begun = False
+
+    async def wait(self, grace_s: float) -> None:
+        """Waits until the first delta is there, or for ``grace_s`` seconds.
+
+        Raises:
+            Exception: the call has failed meanwhile.
+        """
+        done, _ = await asyncio.wait({self._first}, timeout=grace_s)
+        if done:
+            self._first.result()
+
+    async def next(self) -> Delta | None:
+        """Returns the next delta; None: there is none. Raises what the router raises."""
+        if self._is_begun:
+            return await self._from_source()
+        delta = await asyncio.shield(self._first)
+        self._is_begun = True
+        return delta
+
+    async def _from_source(self) -> Delta | None:
+        return await anext(self._deltas, None)
+
+    async def aclose(self) -> None:
+        """Gives up what has not come; the router aborts it. Idempotent."""
+        self._first.cancel()
+        await asyncio.gather(self._first, return_exceptions=True)
+        await close(self._deltas)
+
+
 class EventStreamResponse(Response):
     """A response that sends events as they come, and closes their iterator when the client leaves.
 
@@ -59,7 +101,7 @@ class EventStreamResponse(Response):
     def __init__(
         self,
         events: AsyncIterator[bytes],
-        source: AsyncIterator[object],
+        source: StartedStream,
         *,
         keep_alive_s: float = KEEP_ALIVE_S,
         comment: bytes,
@@ -81,7 +123,7 @@ class EventStreamResponse(Response):
             return
         finally:
             await close(self._events)
-            await close(self._source)
+            await self._source.aclose()
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -11,21 +11,20 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from specray.config.live import LiveConfig
-from specray.interfaces import RouterClient
 from specray.requests import GenerateRequest
-from specray.serving.admission.api_keys import counted
-from specray.serving.admission.capacity import with_admission
+from specray.serving.admission.capacity import Admission
 from specray.serving.admission.places import Place
 from specray.serving.calls.chat_plan import Images, Reading
 from specray.serving.calls.prepare import Asked, CallPreparer, PreparedCall
 from specray.serving.calls.prompts import Prompt
-from specray.serving.generation import Delta, close, complete, stream
+from specray.serving.generation import Delta, complete, stream
 from specray.serving.http.answers.completions import CompletionFormat, shown_prompt, without_output
 from specray.serving.http.answers.rounds import RoundFormat
 from specray.serving.http.answers.token_ids import TokenIds
 from specray.serving.http.chat.format import ChatFormat
 from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.http.edge.admission import Arrived
+from specray.serving.http.events import StartedStream
 from specray.serving.http.identity import Identity
 from specray.serving.http.responses import ChunkFormat, Header, Json, ResponseFormat, Totals
 from specray.serving.http.schemas import CompletionRequest, RequestT, SamplingFields, parse_request
@@ -86,14 +85,14 @@ class OpenAiApi:
     def __init__(
         self,
         *,
-        client: RouterClient,
+        admission: Admission,
         tokenizer: Tokenizer,
         config: LiveConfig,
         calls: CallPreparer,
         identity: Identity,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._client = with_admission(client, config.now)
+        self._admission = admission
         self._config = config
         self._tokenizer = tokenizer
         self.calls = calls
@@ -193,7 +192,13 @@ class OpenAiApi:
 
     async def answer(self, call: Call) -> Json:
         """Returns the whole response. Raises what the router raises."""
-        outputs = await complete(self._client, call.requests, self._tokenizer, timeout_s=call.timeout_s)
+        outputs = await complete(
+            self._admission.routers,
+            call.requests,
+            self._tokenizer,
+            timeout_s=call.timeout_s,
+            entered=self._admission.entered,
+        )
         totals = Totals(call.num_prompt_tokens, call.num_choices)
         if call.hides_output:
             outputs = [without_output(output) for output in outputs]
@@ -205,18 +210,24 @@ class OpenAiApi:
             body = call.token_ids.add(body, outputs)
         return {**body, "metrics": totals.metrics()} if call.includes_metrics else body
 
-    def deltas(self, call: Call) -> AsyncIterator[Delta]:
-        """Yields the deltas from which the events are made. Raises what the router raises."""
-        deltas = stream(self._client, call.requests, self._tokenizer, timeout_s=call.timeout_s)
-        return counted(call.place.quota, deltas)
+    def started(self, call: Call) -> StartedStream:
+        """Starts the stream from which the events are made."""
+        deltas = stream(
+            self._admission.routers,
+            call.requests,
+            self._tokenizer,
+            timeout_s=call.timeout_s,
+            entered=self._admission.entered,
+        )
+        return StartedStream(deltas)
 
-    async def events(self, call: Call, deltas: AsyncIterator[Delta]) -> AsyncIterator[bytes]:
+    async def events(self, call: Call, started: StartedStream) -> AsyncIterator[bytes]:
         """Yields the response as server-sent events; a failure becomes an event."""
         totals = Totals(call.num_prompt_tokens, call.num_choices)
         try:
             for opening in _with_ids(call, call.format.opening(len(call.requests), totals)):
                 yield _event(_with_usage(call, opening, totals))
-            async for delta in deltas:
+            while (delta := await started.next()) is not None:
                 yield self._delta_event(call, totals, delta)
             closing = call.format.closing(
                 totals, includes_usage=call.includes_usage, includes_metrics=call.includes_metrics
@@ -228,11 +239,12 @@ class OpenAiApi:
             log_problem(error, request_id=call.response_id)
             yield _event(call.format.failure(error))
         finally:
-            await close(deltas)
+            await started.aclose()
         if call.format.ending:
             yield call.format.ending
 
     def _delta_event(self, call: Call, totals: Totals, delta: Delta) -> bytes:
+        call.place.quota.answered(delta.index, is_last=delta.finish_reason is not None)
         if call.hides_output:
             delta = without_output(delta)
         totals.add(delta)

@@ -11,7 +11,8 @@ from starlette.responses import JSONResponse, Response
 
 from specray import __version__
 from specray.errors import EngineLostError
-from specray.serving.admission.capacity import AdmissionClient
+from specray.interfaces import RouterClient
+from specray.serving.admission.capacity import Admission
 from specray.serving.http.edge.keys import check_observer
 from specray.serving.http.routes.methods import GET
 from specray.serving.readiness import Liveness, answer_within, check_ready
@@ -22,13 +23,13 @@ PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 METRICS_TIMEOUT_S = 10.0
 
 
-def add_service_routes(app: FastAPI, client: AdmissionClient, *, is_terse: Callable[[], bool]) -> None:
+def add_service_routes(app: FastAPI, admission: Admission, *, is_terse: Callable[[], bool]) -> None:
     """Adds what probes and gateways ask for.
 
     ``is_terse``: True while a caller without a key learns that the service is not ready, but not why.
     """
 
-    liveness = Liveness(client)
+    liveness = Liveness(admission.routers)
 
     # The second is SageMaker's, and of what imitates it; some send POST.
     @app.api_route("/health", methods=GET)
@@ -40,7 +41,7 @@ def add_service_routes(app: FastAPI, client: AdmissionClient, *, is_terse: Calla
     @app.api_route("/ready", methods=GET)
     async def ready() -> JSONResponse:
         try:
-            await check_ready(client)
+            await check_ready(admission.routers)
         except EngineLostError:
             if is_terse():
                 raise EngineLostError("not ready") from None
@@ -49,14 +50,14 @@ def add_service_routes(app: FastAPI, client: AdmissionClient, *, is_terse: Calla
 
     @app.api_route("/load", methods=GET)
     async def load() -> JSONResponse:
-        return JSONResponse({"server_load": client.capacity.num_requests})
+        return JSONResponse({"server_load": admission.capacity.num_requests})
 
     @app.api_route("/version", methods=GET)
     async def version() -> JSONResponse:
         return JSONResponse({"version": __version__})
 
 
-def add_observer_routes(app: FastAPI, client: AdmissionClient, metrics_text: TextSource) -> None:
+def add_observer_routes(app: FastAPI, routers: RouterClient, metrics_text: TextSource) -> None:
     """Adds metrics and the trace, which a key may be denied."""
 
     @app.api_route("/metrics", methods=GET)
@@ -70,7 +71,7 @@ def add_observer_routes(app: FastAPI, client: AdmissionClient, metrics_text: Tex
     async def trace(request: Request) -> Response:
         check_observer(request)
         async with answer_within(METRICS_TIMEOUT_S, "trace"):
-            text = await client.trace_text()
+            text = await routers.trace_text()
         if text is None:
             raise HTTPException(404, "nothing is traced; set router.trace_events")
         return Response(text, media_type="application/jsonl")

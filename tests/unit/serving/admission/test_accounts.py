@@ -157,7 +157,7 @@ class Accounts(RuleBasedStateMachine):
     def finish_first(self, call: Call) -> None:
         if call in self.open and call.place.quota.num_requests:
             index = len(call.tokens) - call.place.quota.num_requests
-            call.place.quota.finished(index)
+            call.place.quota.answered(index, is_last=True)
             call.tokens[index] = 0
 
     @rule(call=calls)

@@ -39,7 +39,7 @@ def test_prompt_tokens_wait_until_the_first_answer() -> None:
     with pytest.raises(OverloadedError):
         third.claim([2])
     assert caller.num_queued_tokens == 10, "what is refused changes nothing"
-    second.finished(1)
+    second.answered(1, is_last=True)
     assert (caller.num_requests, caller.num_queued_tokens) == (3, 5)
     for holding in (first, second, third, third):
         holding.close()

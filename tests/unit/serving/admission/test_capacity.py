@@ -13,8 +13,9 @@ from specray.config import parse_config
 from specray.errors import EngineLostError, OverloadedError
 from specray.fakes import FakeRouterClient
 from specray.requests import GenerateRequest, SpeculationParams
-from specray.serving.admission.capacity import PROBE_S, AdmissionClient, RouterCapacity
+from specray.serving.admission.capacity import PROBE_S, Admission, RouterCapacity
 from specray.serving.admission.places import Places
+from specray.serving.generation import close, complete, stream
 from specray.serving.http.app import build_http_app
 from specray.types import SamplingParams
 from tests.unit.serving.http.service import INFO, MODEL, TEXT, TOKENIZER, endless, serving, wait_until
@@ -102,13 +103,14 @@ def test_refusal_here_says_what_the_router_said_and_when_to_come_back() -> None:
 async def test_requests_are_counted_until_they_end_however_they_end(is_stream: bool) -> None:
     capacity = RouterCapacity(100)
     router = FakeRouterClient(info=INFO, errors=[FULL, EngineLostError("lost")])
-    client = AdmissionClient(router, capacity, Places(100, timeout_s=60))
+    admission = Admission(router, capacity, Places(100, timeout_s=60))
+    asked = (router, [request("t")], TOKENIZER)
     for number in range(3):
         try:
             if is_stream:
-                _ = [chunk async for chunk in client.stream(request("t"))]
+                _ = [delta async for delta in stream(*asked, timeout_s=60.0, entered=admission.entered)]
             else:
-                await client.complete(request("t"))
+                await complete(*asked, timeout_s=60.0, entered=admission.entered)
         except OverloadedError:
             # Something has ended, or the next would not be asked for.
             capacity.begin("t", 0)
@@ -116,11 +118,11 @@ async def test_requests_are_counted_until_they_end_however_they_end(is_stream: b
         except EngineLostError:
             assert number == 1
     assert len(router.requests) == 3
-    stream = client.stream(request("t"))
-    await anext(stream)
-    assert capacity._num_requests == 1
-    await stream.aclose()
-    assert (capacity._num_requests, capacity._by_tenant, capacity._by_priority) == (0, {}, {})
+    deltas = stream(*asked, timeout_s=60.0, entered=admission.entered)
+    await anext(deltas)
+    assert capacity.num_requests == 1
+    await close(deltas)
+    assert capacity.num_requests == 0
 
 
 FULL_SIZES = {"target": {"max_num_seqs": 1}, "router": {"max_queued_requests": 1}}
@@ -244,7 +246,7 @@ async def call_without_server(app: Any, body: dict[str, Any], *, reads: bool) ->
 @pytest.mark.parametrize("stream", [False, True])
 async def test_client_that_reads_nothing_loses_its_place_and_its_request_is_aborted(stream: bool) -> None:
     router = FakeRouterClient(info=INFO)
-    client = AdmissionClient(router, RouterCapacity(1), Places(1, timeout_s=60))
+    client = Admission(router, RouterCapacity(1), Places(1, timeout_s=60))
     config = parse_config({"served_model_name": MODEL})
     app = build_http_app(client=client, tokenizer=TOKENIZER, config=config)
     assert len(await call_without_server(app, {**TEXT, "stream": stream}, reads=False)) == (

@@ -18,7 +18,7 @@ from specray.interfaces import RouterClient
 from specray.rpc.inference.client import SpecrayClient
 from specray.rpc.inference.server import GenerateParams, InferenceServer
 from specray.serving.admission.api_keys import Keyring, key_hash
-from specray.serving.admission.capacity import AdmissionClient, with_admission
+from specray.serving.admission.capacity import Admission
 from specray.serving.calls.prompts import encode_prompts
 from specray.serving.grpc.handler import GrpcIngress
 from tests.unit.serving.http.service import (
@@ -42,7 +42,7 @@ def config_with(keys: dict[str, dict[str, Any]], **sections: Any) -> Config:
 
 
 @asynccontextmanager
-async def running(router: RouterClient, config: Config) -> AsyncIterator[str]:
+async def running(router: RouterClient | Admission, config: Config) -> AsyncIterator[str]:
     """Serves over gRPC, and yields the address."""
     handler = GrpcIngress(client=router, tokenizer=TOKENIZER, config=config)
     server = InferenceServer(handler, "127.0.0.1:0", admit=handler.admitter(Keyring(config.auth)))
@@ -65,10 +65,6 @@ def begun(channel: aio.Channel, key: str = A) -> Any:
     """A call whose message does not come."""
     call = channel.stream_stream(GENERATE, None, None)
     return call(metadata=(("authorization", f"Bearer {key}"),))
-
-
-def shared(router: RouterClient, config: Config) -> AdmissionClient:
-    return with_admission(router, config)
 
 
 async def test_messages_of_one_key_that_never_come_hold_no_place_of_others() -> None:
@@ -98,7 +94,7 @@ async def test_second_call_of_a_key_is_refused_before_its_message_comes() -> Non
 async def test_calls_over_http_and_grpc_are_bounded_together() -> None:
     config = parse_config({"served_model_name": MODEL, "ingress": {"max_ongoing_requests": 2}})
     router = endless()
-    client = shared(router, config)
+    client = Admission.of(router, config)
     async with serving(client, config=config) as service, running(client, config) as address:
         tasks = [
             asyncio.create_task(service.post("/v1/completions", TEXT)),

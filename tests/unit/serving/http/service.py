@@ -18,6 +18,7 @@ from specray.config.live import LiveConfig
 from specray.fakes import FakeRouterClient
 from specray.interfaces import RouterClient
 from specray.requests import GenerateRequest, ServiceInfo
+from specray.serving.admission.capacity import Admission
 from specray.serving.http.app import build_http_app
 from specray.serving.http.edge.connections import Connections, protocol_class
 from specray.serving.observe import CallObserver
@@ -71,7 +72,7 @@ class Service:
 
 @asynccontextmanager
 async def serving(
-    client: RouterClient,
+    client: RouterClient | Admission,
     *,
     tokenizer: Tokenizer = TOKENIZER,
     config: Config | LiveConfig | None = None,
