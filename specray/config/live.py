@@ -51,7 +51,6 @@ STATIC_REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "served_model_name": "clients and metrics know the model by it",
         "target": "the target is loaded and placed by it",
         "draft": "drafts are loaded and placed by it, see user_config of Draft for another draft model",
-        "speculation.control": "its experiments begin with the service",
         "speculation.max_num_draft_probs": "drafts are loaded with it",
         "router.num_replicas": "Serve holds the number of replicas",
         "router.autoscaling": "Serve holds the number of replicas",

@@ -23,10 +23,6 @@ class SpeculationConfig(Section):
         description=f"K: maximum draft tokens per round, 0..{MAX_SPECULATIVE_TOKENS}; "
         "auto: chosen by measurement.",
     )
-    control: Literal["measured", "simple"] = Field(
-        "measured",
-        description="How K auto is chosen: from measured times, or one K with an on/off experiment.",
-    )
     verification: Verification = Verification.COUPLED
     # Measured on 2 cores shared by both engines, tokens/s: 193M target 164 serial, 168 auto; embedded pair
     # 876 serial, 829 auto. With the draft behind a network, overlap hides the latency: choose auto.
@@ -68,6 +64,16 @@ class SpeculationConfig(Section):
     def lookahead_budget(self) -> LookaheadBudget:
         """What lookahead decoding may compute beside each step."""
         return _read_lookahead(self.lookahead)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_control(cls, values: object) -> object:
+        if isinstance(values, dict) and "control" in values:
+            raise ValueError(
+                f"control is {values['control']}; the key was removed, leave it out: K is always chosen from "
+                "measured times"
+            )
+        return values
 
     @field_validator("lookahead")
     @classmethod

@@ -338,13 +338,8 @@ class Experiments:
 
 @dataclass(slots=True)
 class Exploration:
-    """Decides when a session tries speculation that is off, so that what has changed since is measured.
+    """Decides when a session tries a draft model that is off, so that what has changed since is measured."""
 
-    Args:
-        has_draft: drafts come from an engine, for which rounds wait.
-    """
-
-    has_draft: bool
     _rounds_unused: int = 0
     """Rounds of all sessions since one had draft tokens under a plan that was no exploration."""
     _rounds_unexplored: int = 0
@@ -368,8 +363,8 @@ class Exploration:
             num_prefill_steps: target steps in the time in which the draft reads what it was not told of the
                 session; called only where that decides.
         """
-        if not self.has_draft or self._rounds_unused < num_running:
-            # Nobody waits for its drafts, or all wait for the draft anyway.
+        if self._rounds_unused < num_running:
+            # All wait for the draft anyway.
             return rounds_off >= EXPLORATION_INTERVAL_ROUNDS
         num_rounds = min(self._rounds_unused, self._rounds_unexplored)
         if num_rounds < EXPLORATION_INTERVAL_ROUNDS * num_running:

@@ -56,8 +56,6 @@ class ModeController:
     experiments: Experiments = field(default_factory=Experiments)
     observer: Observer | None = None
     """Told of decisions; experiments tell it themselves."""
-    has_ngram: bool = True
-    """The n-gram fallback alone is a mode; False: speculation is on or off."""
     plan: Plan | None = None
     """Plan of all sessions that speculate, if there are several; each has its own share of it."""
     num_changes: int = 0
@@ -192,10 +190,7 @@ class ModeController:
         Args:
             predicted_speedup: of the model over plain decoding, before calibration.
         """
-        predicted = {Mode.MODEL: predicted_speedup}
-        if self.has_ngram:
-            predicted = {Mode.NGRAM: 1.0, **predicted}
-        self._predicted = predicted
+        predicted = self._predicted = {Mode.NGRAM: 1.0, Mode.MODEL: predicted_speedup}
         calibrated = self.experiments.calibrated(predicted, num_running)
         self.calibrated_speedup = calibrated[Mode.MODEL]
         mode = self._choose(calibrated)
@@ -227,7 +222,7 @@ class ModeController:
     def _choose(self, calibrated: Mapping[Mode, float]) -> Mode:
         """The fastest mode; the current one is left only for one that is a little faster."""
         now = Mode.NGRAM if self.mode is None else self.mode
-        ngram, model = calibrated.get(Mode.NGRAM, 0.0), calibrated[Mode.MODEL]
+        ngram, model = calibrated[Mode.NGRAM], calibrated[Mode.MODEL]
         takes_ngram = ngram >= (NGRAM_MIN_SPEEDUP if now is Mode.PLAIN else NGRAM_KEEP_SPEEDUP)
         if model >= (KEEP_SPEEDUP if now is Mode.MODEL else MIN_SPEEDUP):
             margin = NGRAM_MIN_SPEEDUP if now is Mode.MODEL else 1 / NGRAM_MIN_SPEEDUP

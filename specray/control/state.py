@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
 
 from specray.control.estimators import Rate
 from specray.draft_tokens import TreeBudget
-from specray.types import Overlap
+from specray.types import MAX_SPECULATIVE_TOKENS, Overlap
 
 FIRST_REPLAN_ROUNDS = 4
 REPLAN_ROUNDS = 16
@@ -85,6 +85,12 @@ class Plan:
     @property
     def is_off(self) -> bool:
         return self.num_speculative_tokens == 0
+
+    def within(self, num_tokens: int) -> Plan:
+        """The same, of at most ``num_tokens`` draft tokens."""
+        if self.num_speculative_tokens <= num_tokens:
+            return self
+        return replace(self, num_speculative_tokens=num_tokens)
 
     @property
     def num_tree_nodes(self) -> int:
@@ -195,6 +201,8 @@ class SessionStats:
     request_id: str = ""
     fixed_k: int | None = None
     """K of the configuration or the request; None: chosen by measurement."""
+    max_k: int = MAX_SPECULATIVE_TOKENS
+    """Largest K that may be chosen."""
     draft_knows_acceptance: bool = True
     """The draft can estimate a token's acceptance; False where rejection sampling draws the draft tokens."""
     plan: Plan | None = None

@@ -97,7 +97,7 @@ class Rounds:
         self._controller = controller
         self._usual_verify_s = controller.cost_model.usual_verify_s
         self._inbox = inbox
-        self._verify_timeout_s = settings.router.verify_timeout_s
+        self._settings = settings
         self._clock = clock
         self._metrics = metrics
         self._later = later
@@ -175,8 +175,8 @@ class Rounds:
                     else:
                         self.proposers.model.on_lost(link, error)
         self.sessions.expire(now)
-        if verifying is not None and now >= verifying.sent_s + self._verify_timeout_s:
-            timeout = f"silent for verify_timeout_s = {self._verify_timeout_s:g} s"
+        if verifying is not None and now >= verifying.sent_s + self._settings.router.verify_timeout_s:
+            timeout = f"silent for verify_timeout_s = {self._settings.router.verify_timeout_s:g} s"
             self._lose_target(verifying.link, TimeoutError(timeout))
         if verifying is not None and (verifying.link is not self.target or not verifying.pending):
             verifying = None
@@ -386,7 +386,7 @@ class Rounds:
             self._idle_since_s = None
         dues = [self.proposers.model.next_due_s, self.sessions.next_due_s]
         if verifying is not None:
-            dues.append(verifying.sent_s + self._verify_timeout_s)
+            dues.append(verifying.sent_s + self._settings.router.verify_timeout_s)
         known = [due for due in dues if due is not None]
         if known:
             self._alarm.set(min(known))

@@ -34,8 +34,7 @@ from specray.router.loops import serve_rounds
 from specray.router.observer import ControlObserver
 from specray.router.output.delivery import Delivery
 from specray.router.output.stream_sink import StreamSink
-from specray.router.proposers.ngram import LocalProposers
-from specray.router.proposers.prediction import Predictions
+from specray.router.proposers.factory import ProposerFactory
 from specray.router.readiness import Readiness
 from specray.router.rounds import Rounds
 from specray.router.settings import Settings
@@ -95,7 +94,7 @@ class Router:
     ) -> None:
         self.metrics = metrics or RouterMetrics()
         self._drafters = drafters
-        config = self._config = router or RouterConfig.model_validate({})
+        config = router or RouterConfig.model_validate({})
         speculation = speculation or SpeculationConfig.model_validate({})
         self._settings = Settings(config, speculation)
         self._model = model
@@ -109,8 +108,7 @@ class Router:
         self._trace = Trace(self._clock, config.trace_events)
         observer = ControlObserver(self.metrics, self._trace if config.trace_events else None)
         self._controller = Controller(speculation, observer=observer)
-        self._local_proposers = LocalProposers(speculation, self._controller, has_model=drafters is not None)
-        self._predictions = Predictions(self._controller)
+        self._proposers = ProposerFactory(self._controller, self._settings, has_model=drafters is not None)
         self._queue: AdmissionQueue[LiveSession] = AdmissionQueue(
             max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens, rng=self._rng
         )
@@ -120,7 +118,7 @@ class Router:
             verifier,
             inbox=inbox,
             clock=self._clock,
-            config=self._config,
+            config=config,
             controller=self._controller,
             rng=self._rng,
             on_found=self._on_target_found,
@@ -132,7 +130,7 @@ class Router:
         self._loop: asyncio.Task[None] | None = None
         self._broken: Exception | None = None
         self._is_draining = False
-        self._readiness = Readiness(self.complete, self._clock, self._config.verify_timeout_s)
+        self._readiness = Readiness(self.complete, self._clock, config.verify_timeout_s)
 
     # Life
 
@@ -192,8 +190,6 @@ class Router:
         self._settings.swap(router, speculation)
         self._queue.set_bounds(max_requests=router.max_queued_requests, max_tokens=router.max_queued_tokens)
         self._controller.configure(speculation)
-        self._local_proposers.configure(speculation)
-        self._predictions.configure(speculation)
         self._inbox.wake()
 
     @property
@@ -300,7 +296,7 @@ class Router:
 
     async def trace_text(self) -> str | None:
         """See interfaces.RouterClient."""
-        return encode_trace(self._trace.events) if self._config.trace_events else None
+        return encode_trace(self._trace.events) if self._settings.router.trace_events else None
 
     def load(self) -> dict[str, float]:
         """See Sessions.load."""
@@ -326,11 +322,11 @@ class Router:
             delivery,
             self._controller.start_session(request),
             arrived_s=now,
-            deadline_s=now + min(self._config.request_timeout_s, request.timeout_s or math.inf),
-            local=self._local_proposers.of(
+            deadline_s=now + min(self._settings.router.request_timeout_s, request.timeout_s or math.inf),
+            local=self._proposers.local(
                 request, request.speculation.draft or self._draft, num_sessions=len(self._sessions) + 1
             ),
-            prediction=self._predictions.of(request),
+            prediction=self._proposers.prediction(request),
             watch=self._trace.watch(request.request_id) if request.speculation.reports_rounds else None,
         )
         if live.is_resumed:

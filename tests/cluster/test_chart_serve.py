@@ -122,7 +122,7 @@ def test_large_numbers_stay_integers(helm: Renderer) -> None:
 
 def test_what_changes_while_serving_changes_no_args(helm: Renderer) -> None:
     changed: dict[str, Any] = {
-        "speculation": {"num_speculative_tokens": 2, "control": "simple"},
+        "speculation": {"num_speculative_tokens": 2, "max_num_draft_probs": 32},
         "router": {"max_queued_requests": 7},
         "auth": {"keys": [KEY, {**KEY, "name": "other", "sha256": "1" * 64}]},
         "http": {"max_body_bytes": 2048},
@@ -130,10 +130,10 @@ def test_what_changes_while_serving_changes_no_args(helm: Renderer) -> None:
     }
     one, other = (
         yaml.safe_load(ray_service(helm, {"config": config})["serveConfigV2"])["applications"][0]
-        for config in ({"speculation": {"control": "simple"}}, changed)
+        for config in ({"speculation": {"max_num_draft_probs": 32}}, changed)
     )
     assert one["args"] == other["args"]
-    assert other["args"]["speculation"] == {"control": "simple"}
+    assert other["args"]["speculation"] == {"max_num_draft_probs": 32}
     ingress, router, draft = (part["user_config"] for part in other["deployments"])
     assert ingress["auth"] == changed["auth"] and ingress["logging"]["level"] == "DEBUG"
     # Hashes of keys are nobody's business who does not check them.

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from specray.bench.overlap.link import CountedLink, Hosts
 
 HITS = ("hit", "late_hit")
-SIMPLE = "simple"
-"""K of an arm under ``speculation.control: simple``."""
 MISSES = ("miss_token", "miss_count", "late_miss")
 _STRIDE = 37
 """Stride of output lengths, so that neighbours are not alike."""
@@ -45,8 +43,6 @@ def overlap_arm(num_speculative_tokens: int | str, overlap: Overlap | str, tree:
     shape = {} if tree is None else {"tree": tree}
     name = "off" if k == 0 else " ".join([f"{overlap} K={k}", *(f"tree={tree}" for tree in shape.values())])
     speculation = {"num_speculative_tokens": k, "overlap": str(overlap), **shape}
-    if k == SIMPLE:
-        speculation |= {"num_speculative_tokens": "auto", "control": SIMPLE}
     return Arm(name, {"speculation": speculation}, is_plain=k == 0)
 
 

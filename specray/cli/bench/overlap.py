@@ -152,17 +152,17 @@ def cores(text: str | None) -> list[int] | None:
 
 def parse_arm(text: str) -> Arm:
     """Reads ``OVERLAP:K`` or ``OVERLAP:K:TREE``, the tree as ``--tree`` has it. Raises ConfigError."""
-    from specray.bench.overlap.run import SIMPLE, overlap_arm
+    from specray.bench.overlap.run import overlap_arm
     from specray.config import parse_config
 
     overlap, _, rest = text.partition(":")
     k, has_tree, tree = rest.partition(":")
     overlaps = [*(str(known) for known in Overlap), "auto", "off"]
-    is_k = k in ("auto", SIMPLE) or (k.isdecimal() and int(k) <= MAX_SPECULATIVE_TOKENS)
+    is_k = k == "auto" or (k.isdecimal() and int(k) <= MAX_SPECULATIVE_TOKENS)
     if overlap not in overlaps or not is_k or (overlap == "off") != (k == "0") or (k == "0" and has_tree):
         raise ConfigError(
             f"--arm is {text!r}; allowed: OVERLAP:K with OVERLAP one of {', '.join(overlaps[:-1])} and K in "
-            f"1..{MAX_SPECULATIVE_TOKENS}, auto or simple, then :TREE or nothing, or off:0"
+            f"1..{MAX_SPECULATIVE_TOKENS} or auto, then :TREE or nothing, or off:0"
         )
     if overlap == "off":
         return overlap_arm(0, Overlap.SERIAL)

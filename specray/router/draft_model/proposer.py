@@ -85,7 +85,6 @@ class ModelProposer:
         self._metrics = metrics
         self._later = later
         self._settings = settings
-        self._round_timeout_s = settings.router.round_timeout_s
         self._budgets = Budgets(controller.cost_model, max_k=lambda: controller.max_k)
         self._waits = DraftWaits(running)
         self._prefill = DraftPrefill(
@@ -358,10 +357,10 @@ class ModelProposer:
         if (
             link is not None
             and link.unanswered_since is not None
-            and now >= link.unanswered_since + self._round_timeout_s
+            and now >= link.unanswered_since + self._settings.router.round_timeout_s
         ):
-            self.on_lost(link, f"silent for round_timeout_s = {self._round_timeout_s:g} s")
-        self._prefill.expire(now, self._round_timeout_s)
+            self.on_lost(link, f"silent for round_timeout_s = {self._settings.router.round_timeout_s:g} s")
+        self._prefill.expire(now, self._settings.router.round_timeout_s)
         given_up = self._waits.take_expired(now, self._patience_s())
         for live in given_up:
             if live.session.has_open_verdict:
@@ -377,7 +376,7 @@ class ModelProposer:
         dues = [] if oldest_s is None else [oldest_s + self._patience_s()]
         link = self.link
         if link is not None and link.unanswered_since is not None:
-            dues.append(link.unanswered_since + self._round_timeout_s)
+            dues.append(link.unanswered_since + self._settings.router.round_timeout_s)
         return min(dues, default=None)
 
     def _patience_s(self) -> float:
@@ -387,7 +386,7 @@ class ModelProposer:
         if self._settings.is_serial:
             # The reference loop goes on without a draft only when something is wrong with it.
             patience_s = max(patience_s, SERIAL_PATIENCE_S)
-        return min(patience_s, self._round_timeout_s)
+        return min(patience_s, self._settings.router.round_timeout_s)
 
     def _plan(self, live: LiveSession, num_remaining: int, now: float) -> Plan:
         """The controller's plan, or no speculation where the draft cannot be asked."""

@@ -1,7 +1,7 @@
 """The target's own drafter as a proposer: what came with a verdict is verified in the next round.
 
-What it is asked for is planned a round ahead, since it drafts right behind the verdict. On the
-target it takes no message of its own, and no wait.
+What it is asked for is planned a round ahead, since it drafts right after the verdict. On the target it takes
+no message of its own, and no wait.
 """
 
 from __future__ import annotations
@@ -25,8 +25,13 @@ class FeatureProposer(LocalProposer):
     """Number of committed tokens that they follow."""
 
     def propose(self, session: Session, budget: Budget) -> DraftTokens:
-        """See Proposer; also plans what is asked for with this round."""
-        self.following = self._plan(session, budget)
+        """See Proposer; also plans what is asked for with this round, of which one token is left over."""
+        plan = self.short.plan(num_remaining=session.num_remaining - 1, num_running=budget.num_running)
+        self.following = (
+            NOTHING_NEXT
+            if plan.is_off
+            else NextDraft(plan.num_speculative_tokens, plan.min_acceptance, plan.tree)
+        )
         forced = self.propose_forced(session)
         self.is_long = self.is_forced
         if self.is_forced:
@@ -37,13 +42,3 @@ class FeatureProposer(LocalProposer):
         """Takes what came with a verdict, and learns from it as any local proposer does."""
         LocalProposer.observe(self, session, commit)
         self.given, self.given_len = commit.next_draft, len(session.committed)
-
-    def _plan(self, session: Session, budget: Budget) -> NextDraft:
-        controller, stats = self.short.controller, self.short.stats
-        if controller.resting_plan(stats) is not None:
-            return NOTHING_NEXT
-        plan = controller.plan(stats, num_remaining=session.num_remaining, num_running=budget.num_running)
-        if plan.is_off:
-            return NOTHING_NEXT
-        num_tokens = min(plan.num_speculative_tokens, self.max_tokens)
-        return NextDraft(num_tokens, plan.min_acceptance, plan.tree)

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specray.control.controller import Controller
+from specray.control.draft_length import SessionLength
 from specray.control.estimators import Rate
 from specray.control.expectations import expected_tokens
 from specray.control.goodput import MAX_ACCEPTANCE
-from specray.control.state import SessionStats
 from specray.control.trees import with_branches
 from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.drafting import LONG_MATCH_LEN, LookaheadProposer, OutputStore, SessionProposer
 from specray.router.proposers.base import Budget
-from specray.router.proposers.lookahead import Windows
+from specray.router.proposers.lookahead import LookaheadControl
 from specray.router.session.session import Session
 from specray.router.session.values import FALLBACK, GRAMMAR, NOTHING_NEXT, Commit, NextDraft
-
-
-@dataclass(frozen=True, slots=True)
-class Track:
-    """What is known of one kind of match, and the plan that follows from it."""
-
-    controller: Controller
-    """Chooses plans for all sessions."""
-    stats: SessionStats
-    """Statistics of this session."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,31 +24,32 @@ class LocalProposer:
     kind: str
     """ngram, suffix, lookahead, features or FALLBACK: what proposes where no grammar forces a token."""
     proposer: SessionProposer
-    short: Track
-    long: Track
+    short: SessionLength
+    long: SessionLength
     """Statistics after a long match, which most often means that a repetition goes on."""
-    forced: Track
+    forced: SessionLength
     """Statistics of tokens that the grammar forces; the model may spell them in other tokens."""
-    max_tokens: int
-    """Most draft tokens of a proposal."""
     store: OutputStore | None = None
     looks: Rate | None = None
     """Accepted draft tokens per look of all sessions; None: the draft is no fallback."""
-    windows: Windows | None = None
+    lookahead: LookaheadControl | None = None
     """Chooses where the target looks ahead; None: nowhere."""
-    has_fixed_k: bool = False
-    """K is set."""
     is_long: bool = False
-    """So was the match of the last proposal, or it was forced."""
+    """Last match was long, or forced."""
     is_forced: bool = False
     """The grammar forced the last proposal."""
     following: NextDraft = NOTHING_NEXT
-    """What the target's own drafter is asked for behind the next verdict."""
+    """What the target's own drafter is asked for after the next verdict."""
 
     @property
     def source(self) -> str:
         """See Proposer: of the last proposal."""
         return GRAMMAR if self.is_forced else self.kind
+
+    @property
+    def max_tokens(self) -> int:
+        """Most draft tokens of a proposal."""
+        return self.short.stats.max_k
 
     @property
     def is_fallback(self) -> bool:
@@ -73,8 +63,9 @@ class LocalProposer:
 
     def propose(self, session: Session, budget: Budget) -> DraftTokens:
         """See Proposer; none when nothing was found, or when it would not pay."""
-        if self.windows is not None:
-            session.target.lookahead = self.windows.choose(budget.num_running, is_fixed=self.has_fixed_k)
+        if self.lookahead is not None:
+            is_fixed = self.short.stats.fixed_k is not None
+            session.target.lookahead = self.lookahead.choose(budget.num_running, is_fixed=is_fixed)
         forced = self.propose_forced(session)
         if self.is_forced:
             self.is_long = True
@@ -84,25 +75,19 @@ class LocalProposer:
         self.is_long = match_len >= LONG_MATCH_LEN
         if match_len == 0 and self.store is None:
             return NO_DRAFT
-        controller, stats = self._track.controller, self._track.stats
-        if controller.resting_plan(stats) is not None:
-            return NO_DRAFT
-        plan = controller.plan(stats, num_remaining=session.num_remaining, num_running=budget.num_running)
+        plan = self._length.plan(num_remaining=session.num_remaining, num_running=budget.num_running)
         if plan.is_off:
             return NO_DRAFT
-        return self.proposer.propose(min(plan.num_speculative_tokens, self.max_tokens), plan.num_tree_nodes)
+        return self.proposer.propose(plan.num_speculative_tokens, plan.num_tree_nodes)
 
     def observe(self, session: Session, commit: Commit) -> None:
         """Learns from a verdict on its own draft tokens, none included; others' are not its own."""
-        if self.windows is not None and commit.had_window and isinstance(self.proposer, LookaheadProposer):
+        if self.lookahead is not None and commit.had_window and isinstance(self.proposer, LookaheadProposer):
             self.proposer.offer(commit.offered, len(session.committed))
-            self.windows.observe(len(commit.token_ids), commit.num_draft_tokens)
+            self.lookahead.observe(len(commit.token_ids), commit.num_draft_tokens)
         if commit.source != self.source:
             return
-        track = self._track
-        track.controller.observe_round(track.stats, commit.num_chain_tokens, commit.num_chain_accepted)
-        if commit.tree is not None:
-            track.controller.observe_tree(track.stats, commit.tree)
+        self._length.observe(commit.num_chain_tokens, commit.num_chain_accepted, commit.tree)
         if self.looks is not None and not self.is_forced:
             self.looks.add(commit.num_accepted_tokens, 1)
 
@@ -114,7 +99,7 @@ class LocalProposer:
     def expect(self, draft: DraftTokens, *, num_running: int) -> tuple[float, float]:
         """Returns the tokens that a round commits in which every session has such draft tokens, and its
         seconds."""
-        stats, cost_model = self._track.stats, self._track.controller.cost_model
+        stats, cost_model = self._length.stats, self._length.length.cost_model
         tokens = expected_tokens(min(stats.acceptance.value, MAX_ACCEPTANCE), len(draft.first_path))
         if not draft.is_chain:
             tokens = with_branches(tokens, stats)
@@ -131,7 +116,7 @@ class LocalProposer:
             self.store.add(session.committed[session.num_prompt_tokens :])
 
     @property
-    def _track(self) -> Track:
+    def _length(self) -> SessionLength:
         if self.is_forced:
             return self.forced
         return self.long if self.is_long else self.short

@@ -22,7 +22,7 @@ TRIAL_ROUNDS: Final = 24
 """Rounds with a window after them."""
 
 
-class Windows:
+class LookaheadControl:
     """Chooses, for each round of a session, whether the target looks ahead.
 
     Args:

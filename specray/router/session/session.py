@@ -174,8 +174,7 @@ class Session:
         drafted = fitting_draft(drafted, room=max_new_tokens - missing, depth=self.num_remaining - 1)
         self._verified = self.guide.without_illegal(drafted)
         self._verified_source = self._source
-        # At least one token is committed by this round, and one more by the next.
-        following = NOTHING_NEXT if is_chunk else self._next.within(self.num_remaining - 2)
+        following = NOTHING_NEXT if is_chunk else self._next
         is_plain = not is_chunk and not self._verified.token_ids and view.lookahead is None
         num_features = self.features.num_wanted
         item = VerifyItem(

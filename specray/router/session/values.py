@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import eq
 from typing import Final, Generic, NamedTuple, TypeVar
 
@@ -48,7 +48,7 @@ class PromptScores:
 
 @dataclass(frozen=True, slots=True)
 class NextDraft:
-    """What the target's own drafter is asked for behind the next verdict."""
+    """What the target's own drafter is asked for after the next verdict."""
 
     num_tokens: int = 0
     """Most draft tokens, of a tree those of a path; 0: nothing is asked for."""
@@ -56,12 +56,6 @@ class NextDraft:
     """Least chance that all of a chain is accepted."""
     tree: TreeBudget | None = None
     """None: a chain."""
-
-    def within(self, num_tokens: int) -> NextDraft:
-        """The same, of at most so many tokens."""
-        if num_tokens <= 0 or self is NOTHING_NEXT:
-            return NOTHING_NEXT
-        return self if self.num_tokens <= num_tokens else replace(self, num_tokens=num_tokens)
 
 
 NOTHING_NEXT: Final = NextDraft()

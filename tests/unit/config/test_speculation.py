@@ -1,4 +1,4 @@
-"""The section ``speculation``: how a tree is written."""
+"""The section ``speculation``: how a tree is written, and a key that was removed."""
 
 from __future__ import annotations
 
@@ -85,3 +85,9 @@ def test_a_draft_of_the_draft_has_its_own_model_and_the_draft_s_settings() -> No
 def test_a_draft_of_the_draft_that_is_none_is_refused(draft: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         parse_config({"draft": draft})
+
+
+@pytest.mark.parametrize("control", ["simple", "measured"])
+def test_the_key_that_was_removed_is_refused_by_its_name(control: str) -> None:
+    with pytest.raises(ConfigError, match=f"control is {control}; the key was removed, leave it out"):
+        parse_config({"speculation": {"control": control}})

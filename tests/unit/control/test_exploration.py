@@ -11,7 +11,7 @@ def unasked() -> float:
 
 def rested(num_rounds: int) -> Exploration:
     """After so many rounds of all sessions without draft tokens."""
-    exploration = Exploration(has_draft=True)
+    exploration = Exploration()
     for _ in range(num_rounds):
         exploration.add(is_used=False)
     return exploration
@@ -54,11 +54,3 @@ def test_while_others_use_the_draft_a_session_tries_by_its_own_rounds() -> None:
     exploration = rested(3)
     assert not exploration.is_due(EXPLORATION_INTERVAL_ROUNDS - 1, num_running=4, num_prefill_steps=unasked)
     assert exploration.is_due(EXPLORATION_INTERVAL_ROUNDS, num_running=4, num_prefill_steps=unasked)
-
-
-def test_drafts_without_an_engine_are_tried_by_each_session() -> None:
-    exploration = Exploration(has_draft=False)
-    for _ in range(10_000):
-        exploration.add(is_used=False)
-    assert not exploration.is_due(EXPLORATION_INTERVAL_ROUNDS - 1, num_running=1, num_prefill_steps=unasked)
-    assert exploration.is_due(EXPLORATION_INTERVAL_ROUNDS, num_running=1, num_prefill_steps=unasked)

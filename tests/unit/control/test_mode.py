@@ -295,7 +295,7 @@ def row_policy(row_s: float) -> Controller:
 
 
 def test_drafts_at_no_cost_are_each_sessions_own_affair() -> None:
-    local = row_policy(0.001).beside("fallback", prior_acceptance=0.3)
+    local = row_policy(0.001).length_of("fallback", prior_acceptance=0.3)
     poor, rich = accepting(local, 0.01), accepting(local, 0.9)
     for _ in range(2 * DECISION_STEPS):
         plans = [local.plan(stats, num_remaining=100, num_running=2) for stats in (poor, rich)]
@@ -307,7 +307,7 @@ def test_drafts_at_no_cost_are_each_sessions_own_affair() -> None:
 @pytest.mark.parametrize("num_running", [1, 4])
 def test_a_draft_at_no_cost_adds_its_tokens_and_costs_the_others_its_rows(num_running: int) -> None:
     controller = row_policy(0.001)
-    local = controller.beside("fallback", prior_acceptance=0.5)
+    local = controller.length_of("fallback", prior_acceptance=0.5)
     stats = local.start_session(request())
     before, after = 0.020 + 0.001 * num_running, 0.020 + 0.001 * (num_running + 2)
     expected = (num_running - 1 + 1 + 0.5 + 0.25) / after - (num_running - 1) / before
@@ -316,7 +316,7 @@ def test_a_draft_at_no_cost_adds_its_tokens_and_costs_the_others_its_rows(num_ru
 
 
 def test_a_row_that_costs_more_than_it_brings_is_not_drafted_beside_others() -> None:
-    local = row_policy(0.004).beside("fallback", prior_acceptance=0.5)
+    local = row_policy(0.004).length_of("fallback", prior_acceptance=0.5)
     ks = [
         local.plan(
             local.start_session(request()), num_remaining=100, num_running=count
@@ -329,7 +329,7 @@ def test_a_row_that_costs_more_than_it_brings_is_not_drafted_beside_others() -> 
 
 def test_beside_many_others_a_draft_token_is_refused_that_costs_nothing_by_the_table() -> None:
     """Of 33 each would lose as much as a thirtieth of a step, were the table wrong by so little."""
-    local = row_policy(0.0).beside("fallback", prior_acceptance=0.5)
+    local = row_policy(0.0).length_of("fallback", prior_acceptance=0.5)
     stats = local.start_session(request())
     assert local.goodput(Plan(1), stats, 33) == pytest.approx((32 + 1.5) / 0.0208 - 32 / 0.020)
     assert local.goodput(Plan(1), stats, 33) < 0.25 * local.goodput(OFF, stats, 33)

@@ -144,19 +144,17 @@ def test_one_session_that_tries_does_not_make_the_others_try() -> None:
         assert chosen(controller, stats, num_running=4).is_off
 
 
-def test_what_drafts_without_a_model_is_tried_by_each_session_and_reads_nothing() -> None:
+def test_what_drafts_without_a_model_is_tried_by_each_session() -> None:
     controller, _ = measured(hits=0.0, acceptance=0.02)
-    local = controller.beside("fallback", prior_acceptance=0.02)
-    local.cost_model.draft.expect({1: 0.004, 224: 10.0})
+    local = controller.length_of("fallback", prior_acceptance=0.02)
     sessions = [local.start_session(request()) for _ in range(4)]
     tried = 0
     for _ in range(EXPLORATION_INTERVAL_ROUNDS + 32):
         for stats in sessions:
-            plan = local.plan(stats, num_remaining=50, num_running=4, num_unread=224)
+            plan = local.plan(stats, num_remaining=50, num_running=4)
             tried += not plan.is_off
             local.observe_round(stats, plan.num_speculative_tokens, 0)
     assert tried >= 4 * EXPLORATION_ROUNDS
-    assert local._draft_prefill_s(sessions[0]) == 0.0
 
 
 def test_speculation_returns_when_an_exploration_finds_agreement() -> None:

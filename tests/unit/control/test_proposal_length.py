@@ -310,7 +310,7 @@ def test_a_k_that_was_asked_for_and_outcomes_have_no_bound(config: dict[str, Any
 
 def test_drafts_without_a_model_have_no_bound() -> None:
     controller, _ = measured(overlap="serial", rows_s=0.0005)
-    local = controller.beside("ngram", prior_acceptance=0.9)
+    local = controller.length_of("ngram", prior_acceptance=0.9)
     plan = chosen(local, local.start_session(request()))
     assert not plan.is_off and plan.min_acceptance == 0.0
 
@@ -321,18 +321,18 @@ def test_what_drafts_on_the_target_ends_where_its_row_breaks_even(num_running: i
     bounds = []
     for rows_s in (0.0, 0.0005, 0.002):
         controller, _ = measured(rows_s=rows_s, draft_step_s=0.5, acceptance=0.8, overlap="serial")
-        features = controller.beside("features", prior_acceptance=0.8)
+        features = controller.length_of("features", prior_acceptance=0.8)
         plan = chosen(features, features.start_session(request()), num_running=num_running)
         assert not plan.is_off
         bounds.append(plan.min_acceptance)
-        others = controller.beside("ngram", prior_acceptance=0.8)
+        others = controller.length_of("ngram", prior_acceptance=0.8)
         assert chosen(others, others.start_session(request())).min_acceptance == 0
     assert bounds == sorted(bounds) and bounds[0] == 0 and bounds[2] > 0.05
 
 
 def test_what_drafts_on_the_target_has_no_bound_under_rejection_or_a_set_k() -> None:
     controller, _ = measured(rows_s=0.002, acceptance=0.8, overlap="serial")
-    features = controller.beside("features", prior_acceptance=0.8)
+    features = controller.length_of("features", prior_acceptance=0.8)
     sampled = request(temperature=1.0, verification=Verification.REJECTION)
     fixed = request(speculation=SpeculationParams(num_speculative_tokens=4))
     for stats in (features.start_session(sampled), features.start_session(fixed)):

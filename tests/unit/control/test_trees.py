@@ -8,6 +8,7 @@ import pytest
 
 from specray.control.controller import Controller
 from specray.control.cost_model import CostModel, num_draft_steps
+from specray.control.draft_length import DraftLength
 from specray.control.state import Plan, Reason, SessionStats, TreeVerdict
 from specray.control.trees import MAX_NODES, MIN_CHANCE, with_branches
 from specray.draft_tokens import DraftTokens, TreeBudget
@@ -156,21 +157,13 @@ def test_tree_is_kept_until_its_chain_is_better() -> None:
 @pytest.mark.parametrize("source", ["ngram", "suffix"])
 def test_drafts_without_a_model_take_nodes_as_long_as_rows_are_free(source: str) -> None:
     target = seen()[0].cost_model.target
-    free = Controller(
-        speculation_config(overlap="serial", tree="auto"),
-        source=source,
-        prior_acceptance=0.7,
-        cost_model=CostModel(target=target),
-    )
+    config = speculation_config(overlap="serial", tree="auto")
+    free = DraftLength(config, source, CostModel(target=target), prior_acceptance=0.7)
     stats = free.start_session(request())
     plan = free.plan(stats, num_remaining=100, num_running=1)
     assert plan.num_tree_nodes == plan.num_speculative_tokens + 16
-    dear = Controller(
-        speculation_config(overlap="serial", tree="auto"),
-        source=source,
-        prior_acceptance=0.7,
-        cost_model=CostModel(target=seen(rows_s=0.002)[0].cost_model.target),
-    )
+    slow = CostModel(target=seen(rows_s=0.002)[0].cost_model.target)
+    dear = DraftLength(config, source, slow, prior_acceptance=0.7)
     stats = dear.start_session(request())
     plan = dear.plan(stats, num_remaining=100, num_running=1)
     assert plan.num_speculative_tokens > 0 and plan.tree is None

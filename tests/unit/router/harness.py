@@ -24,6 +24,8 @@ from specray.interfaces import Drafter, DrafterSource, Verifier
 from specray.requests import GenerateRequest, OutputChunk, SpeculationParams
 from specray.router import Router
 from specray.router.draft_model.budgets import Budgets
+from specray.router.proposers.factory import ProposerFactory
+from specray.router.settings import Settings
 from specray.types import DraftKind, SamplingParams
 
 T = TypeVar("T")
@@ -77,6 +79,13 @@ def speculation_config(**values: Any) -> SpeculationConfig:
 
 def budgets(controller: Controller) -> Budgets:
     return Budgets(controller.cost_model, max_k=lambda: controller.max_k)
+
+
+def factory(controller: Controller | None = None, **config: Any) -> ProposerFactory:
+    """Makes the proposers of a router that has a draft model."""
+    speculation = speculation_config(**config)
+    settings = Settings(router_config(), speculation)
+    return ProposerFactory(controller or Controller(speculation), settings, has_model=True)
 
 
 def fake_target(**info: Any) -> FakeTarget:

@@ -133,17 +133,15 @@ def test_requests_that_are_not_drafted_for_are_passed_by() -> None:
     run(clock, main())
 
 
-def test_a_replan_is_near_when_all_decided_otherwise_but_not_for_who_drafts_at_no_cost() -> None:
+def test_a_replan_is_near_when_all_decided_otherwise() -> None:
     controller = Controller(speculation_config(overlap="serial"))
-    fallback = controller.beside("ngram", prior_acceptance=0.5)
-    for one in (controller, fallback):
-        stats = one.start_session(request())
-        stats.plan, stats.rounds_to_replan = OFF, 9
-        one.modes.decide(1.0, 1)
-        stats.num_changes = one.modes.num_changes
-        assert not one.is_replan_near(stats, 1)
-        one.modes.num_changes += 1
-        assert one.is_replan_near(stats, 1) is (one is controller)
+    stats = controller.start_session(request())
+    stats.plan, stats.rounds_to_replan = OFF, 9
+    controller.modes.decide(1.0, 1)
+    stats.num_changes = controller.modes.num_changes
+    assert not controller.is_replan_near(stats, 1)
+    controller.modes.num_changes += 1
+    assert controller.is_replan_near(stats, 1)
 
 
 def test_cache_is_being_filled_until_the_first_token_and_after_a_loss_and_a_long_way_behind() -> None:

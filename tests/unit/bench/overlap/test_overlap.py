@@ -35,7 +35,6 @@ pytestmark = pytest.mark.slow
         ("off:0", overlap_arm(0, Overlap.SERIAL), "off"),
         ("serial:3", overlap_arm(3, "serial"), "serial K=3"),
         ("enumerate:2", overlap_arm(2, "enumerate"), "enumerate K=2"),
-        ("serial:simple", overlap_arm("simple", "serial"), "serial K=simple"),
         ("auto:auto", overlap_arm("auto", "auto"), "auto K=auto"),
         ("serial:auto:auto", overlap_arm("auto", "serial", "auto"), "serial K=auto tree=auto"),
         ("enumerate:4:4x2x1", overlap_arm(4, "enumerate", "4x2x1"), "enumerate K=4 tree=4x2x1"),
@@ -47,14 +46,26 @@ def test_arms_are_read_as_they_are_written(text: str, arm: Arm, name: str) -> No
 
 
 @pytest.mark.parametrize(
-    "text", ["", "serial", "serial:0", "serial:33", "serial:-1", "off:2", "tree:2", "auto:x", "off:0:8"]
+    "text",
+    [
+        "",
+        "serial",
+        "serial:0",
+        "serial:33",
+        "serial:-1",
+        "serial:simple",
+        "off:2",
+        "tree:2",
+        "auto:x",
+        "off:0:8",
+    ],
 )
 def test_other_arms_are_refused_with_those_that_are_allowed(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_arm(text)
     assert str(caught.value) == (
         f"--arm is {text!r}; allowed: OVERLAP:K with OVERLAP one of serial, ahead, enumerate, auto and K in "
-        "1..32, auto or simple, then :TREE or nothing, or off:0"
+        "1..32 or auto, then :TREE or nothing, or off:0"
     )
 
 
@@ -84,11 +95,6 @@ def test_an_arm_changes_speculation_and_nothing_else() -> None:
     assert changed.target == config.target
     assert changed.speculation.tree == "off"
     assert overlap_arm(4, "serial", "4x2").config(config).speculation.tree == "4x2"
-
-
-def test_an_arm_is_under_the_simple_control() -> None:
-    changed = overlap_arm("simple", "serial").config(parse_config({})).speculation
-    assert (changed.num_speculative_tokens, changed.control) == ("auto", "simple")
 
 
 def result(arm: str, tokens_per_s: float, temperature: float = 0.0) -> OverlapResult:

@@ -17,10 +17,9 @@ from specray.router.fallback import NgramFallback
 from specray.router.live_session import LiveSession
 from specray.router.output.delivery import Delivery
 from specray.router.proposers.local import LocalProposer
-from specray.router.proposers.ngram import LocalProposers
 from specray.router.session.session import Session
 from specray.types import DraftKind, Overlap, StepTime, Verification
-from tests.unit.router.harness import DRAFT_STEP_S, request, serving, speculation_config
+from tests.unit.router.harness import DRAFT_STEP_S, factory, request, serving, speculation_config
 from tests.unit.router.proposers.harness import REPEATING
 
 CIRCLE = tuple(range(1, 1 + LONG_MATCH_LEN))
@@ -51,7 +50,7 @@ def extended(
     wanted = SpeculationParams(num_speculative_tokens=k)
     sampling: dict[str, Any] = {"temperature": 1.0, "verification": verification}
     asked = request(prompt=prompt, max_tokens=60, speculation=wanted, **sampling)
-    local = LocalProposers(config, controller, has_model=True).of(asked, DraftKind.MODEL)
+    local = factory(controller, fallback="ngram").local(asked, DraftKind.MODEL)
     assert local is not None
     local.short.stats.acceptance.add(accepted_short, accepted_short)
     session = Session(asked, None, vocab_size=64)

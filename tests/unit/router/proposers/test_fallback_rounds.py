@@ -16,11 +16,18 @@ from specray.fakes import FakeDraft, LocalDrafter, NoisyGuesser, PerfectGuesser,
 from specray.interfaces import Drafter
 from specray.router.proposers.base import Budget
 from specray.router.proposers.local import LocalProposer
-from specray.router.proposers.ngram import LocalProposers
 from specray.router.session.session import Session
 from specray.router.session.values import Commit, Lookup
 from specray.types import DraftKind
-from tests.unit.router.harness import fake_draft, request, router_config, run, serving, speculation_config
+from tests.unit.router.harness import (
+    factory,
+    fake_draft,
+    request,
+    router_config,
+    run,
+    serving,
+    speculation_config,
+)
 from tests.unit.router.proposers.harness import (
     CHANGING,
     REPEATING,
@@ -179,9 +186,7 @@ def test_long_matches_are_believed_apart_from_short_ones() -> None:
     controller = Controller(speculation_config(overlap="serial", fallback="ngram"))
     for rows in (1, 2, 4, 8, 16, 32, 64):
         controller.cost_model.target.add(rows, 0.020, is_overlapped=False)
-    local = LocalProposers(speculation_config(fallback="ngram"), controller, has_model=True).of(
-        request(), DraftKind.MODEL
-    )
+    local = factory(controller, fallback="ngram").local(request(), DraftKind.MODEL)
     assert local is not None
     short, long = (tokens_of(local, is_long=is_long) for is_long in (False, True))
     assert short < 1.5 < 4.5 < long
@@ -195,10 +200,10 @@ def test_long_matches_are_believed_apart_from_short_ones() -> None:
 def test_nothing_is_planned_for_a_session_that_repeats_nothing() -> None:
     controller = Controller(speculation_config(overlap="serial"))
     controller.cost_model.target.add(1, 0.020, is_overlapped=False)
-    drafts = LocalProposers(speculation_config(fallback="ngram"), controller, has_model=True)
+    drafts = factory(controller, fallback="ngram")
     for prompt, is_planned in (((1, 2, 3, 4), False), ((1, 2, 3, 1, 2), True)):
         asked = request(prompt=prompt)
-        local = drafts.of(asked, DraftKind.MODEL)
+        local = drafts.local(asked, DraftKind.MODEL)
         assert local is not None
         local.propose(Session(asked, None, vocab_size=64), Budget(0.0, num_running=1))
         assert (local.short.stats.plan is not None) is is_planned
