@@ -16,6 +16,8 @@ from specray.engine.target.engine import TargetEngine
 from specray.types import SamplingParams, Verdict, VerifyItem
 
 GREEDY = SamplingParams(temperature=0.0)
+PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 30]
+LONG = [(7 * index) % 90 + 3 for index in range(70)]
 
 
 def make_target(target: Path, drafter: Path | None, **changes: Any) -> TargetEngine:

@@ -14,6 +14,7 @@ from specray.engine.target.engine import TargetEngine
 from tests.unit.engine.features import checkpoints, reference
 from tests.unit.engine.features.checkpoints import (
     HIDDEN,
+    Weights,
     eagle1_weights,
     eagle3_weights,
     medusa_weights,
@@ -24,16 +25,10 @@ from tests.unit.engine.features.checkpoints import (
     write,
 )
 from tests.unit.engine.features.reference import Flags
-from tests.unit.engine.features.targets import Session, make_target, step, watch
-from tests.unit.engine.model.checkpoints import VOCAB_SIZE, reference_model, write_checkpoint
+from tests.unit.engine.features.targets import PROMPT, Session, make_target, step, watch
+from tests.unit.engine.model.checkpoints import VOCAB_SIZE, reference_model
 
-PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 30]
 NUM_STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=3)
 
 
 def drafted(
@@ -57,70 +52,44 @@ def check(
 
 
 LAYOUTS = {"official": official, "speculators": speculators, "nvidia": nvidia}
+WEIGHTS = eagle3_weights()
+TWO_LAYERS, HEADLESS = eagle3_weights(num_layers=2), eagle3_weights(has_head=False)
+Files = tuple[Weights, dict[str, Any]]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_eagle3_layouts(llama: Path, tmp_path: Path, layout: str) -> None:
-    weights = eagle3_weights()
-    path = write(tmp_path, *LAYOUTS[layout](weights))
-    found = drafted(make_target(llama, path))
-    check(found, reference.eagle3(reference_model(llama), weights, Flags(), PROMPT, found[2], NUM_STEPS))
+def with_tensors(shapes: dict[str, tuple[int, ...]], **fields: Any) -> tuple[Files, Weights, Flags]:
+    own, (tensors, config) = random_weights(shapes, seed=3), official(WEIGHTS)
+    return (tensors | own, config | fields), WEIGHTS, Flags(extra=own)
 
 
-def test_hf_targets_give_the_same(llama: Path, tmp_path: Path) -> None:
-    weights = eagle3_weights()
-    found = drafted(make_target(llama, write(tmp_path, *official(weights)), forward="hf"))
-    check(found, reference.eagle3(reference_model(llama), weights, Flags(), PROMPT, found[2], NUM_STEPS))
-
-
-@pytest.mark.parametrize(
-    "changes, flags",
-    [
-        ({"norm_before_residual": True}, {"is_residual_normed": True}),
-        ({"norm_output": True}, {"is_output_normed": True}),
-        ({"eagle_aux_hidden_state_layer_ids": [3, 0, 1]}, {"layers": (3, 0, 1)}),
-    ],
-)
-def test_eagle3_flags(llama: Path, tmp_path: Path, changes: Any, flags: Any) -> None:
-    weights = eagle3_weights()
-    path = write(tmp_path, *official(weights, **changes))
-    found = drafted(make_target(llama, path))
-    wanted = reference.eagle3(reference_model(llama), weights, Flags(**flags), PROMPT, found[2], NUM_STEPS)
-    check(found, wanted)
-
-
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {"input_norm.weight": (3 * HIDDEN,)},
-        {f"fc_norm.{index}.weight": (HIDDEN,) for index in range(3)},
-        {"embed_tokens.weight": (VOCAB_SIZE, HIDDEN)},
-    ],
-    ids=["norm of all", "norm of each", "own embedding"],
-)
-def test_eagle3_optional_tensors(llama: Path, tmp_path: Path, extra: Any) -> None:
-    weights, own = eagle3_weights(), random_weights(extra, seed=3)
-    tensors, config = official(weights)
-    flags = {"norm_before_fc": True} if "input_norm.weight" in own else {}
-    path = write(tmp_path, tensors | own, config | flags)
-    found = drafted(make_target(llama, path))
-    wanted = reference.eagle3(reference_model(llama), weights, Flags(extra=own), PROMPT, found[2], NUM_STEPS)
-    check(found, wanted)
-
-
-def test_eagle3_without_a_head_uses_the_targets(llama: Path, tmp_path: Path) -> None:
-    weights = eagle3_weights(has_head=False)
-    tensors, config = official(weights, draft_vocab_size=None)
+def headless() -> Files:
+    tensors, config = official(HEADLESS, draft_vocab_size=None)
     del tensors["d2t"], tensors["t2d"]
-    found = drafted(make_target(llama, write(tmp_path, tensors, config)))
-    flags = Flags(token_ids=None)
+    return tensors, config
+
+
+EAGLE3: dict[str, tuple[Files, Weights, Flags]] = {
+    **{name: (layout(WEIGHTS), WEIGHTS, Flags()) for name, layout in LAYOUTS.items()},
+    "normed residual": (
+        official(WEIGHTS, norm_before_residual=True), WEIGHTS, Flags(is_residual_normed=True)
+    ),
+    "normed output": (official(WEIGHTS, norm_output=True), WEIGHTS, Flags(is_output_normed=True)),
+    "layers": (
+        official(WEIGHTS, eagle_aux_hidden_state_layer_ids=[3, 0, 1]), WEIGHTS, Flags(layers=(3, 0, 1))
+    ),
+    "norm of all": with_tensors({"input_norm.weight": (3 * HIDDEN,)}, norm_before_fc=True),
+    "norm of each": with_tensors({f"fc_norm.{index}.weight": (HIDDEN,) for index in range(3)}),
+    "own embedding": with_tensors({"embed_tokens.weight": (VOCAB_SIZE, HIDDEN)}),
+    "the target's head": (headless(), HEADLESS, Flags(token_ids=None)),
+    "two layers": (speculators(TWO_LAYERS), TWO_LAYERS, Flags()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "forward"), [*((name, "auto") for name in EAGLE3), ("official", "hf")])
+def test_eagle3(llama: Path, tmp_path: Path, name: str, forward: str) -> None:
+    files, weights, flags = EAGLE3[name]
+    found = drafted(make_target(llama, write(tmp_path, *files), forward=forward))
     check(found, reference.eagle3(reference_model(llama), weights, flags, PROMPT, found[2], NUM_STEPS))
-
-
-def test_eagle3_of_two_layers(llama: Path, tmp_path: Path) -> None:
-    weights = eagle3_weights(num_layers=2)
-    found = drafted(make_target(llama, write(tmp_path, *speculators(weights))))
-    check(found, reference.eagle3(reference_model(llama), weights, Flags(), PROMPT, found[2], NUM_STEPS))
 
 
 def test_a_vocabulary_in_another_order(llama: Path, tmp_path: Path) -> None:

@@ -18,10 +18,9 @@ from tests.unit.engine.features.checkpoints import (
     speculators,
     write,
 )
-from tests.unit.engine.features.targets import Session, make_target, step, watch
-from tests.unit.engine.model.checkpoints import reference_model, write_checkpoint
+from tests.unit.engine.features.targets import PROMPT, Session, make_target, step, watch
+from tests.unit.engine.model.checkpoints import reference_model
 
-PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 30]
 MASK_ID, K = 17, 4
 WEIGHTS = eagle3_weights(num_layers=2) | random_weights({"mask_hidden": (1, 1, 3 * HIDDEN)}, seed=8)
 KEYS = {
@@ -29,11 +28,6 @@ KEYS = {
     "speculators": {"speculators_model_type": "peagle", "ptd_token_id": MASK_ID},
     "block": {"dflash_config": {"mask_token_id": MASK_ID}, "pard_token": 3},
 }
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=3)
 
 
 @pytest.fixture(scope="module")

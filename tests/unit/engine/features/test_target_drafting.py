@@ -21,6 +21,8 @@ from tests.unit.engine.features.checkpoints import eagle3_weights, medusa_weight
 from tests.unit.engine.features.reference import Flags
 from tests.unit.engine.features.targets import (
     GREEDY,
+    LONG,
+    PROMPT,
     Session,
     Watched,
     generate,
@@ -28,22 +30,10 @@ from tests.unit.engine.features.targets import (
     step,
     watch,
 )
-from tests.unit.engine.model.checkpoints import reference_model, write_checkpoint
+from tests.unit.engine.model.checkpoints import reference_model
 
-PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 30]
-LONG = [(7 * index) % 90 + 3 for index in range(70)]
 WEIGHTS = eagle3_weights()
 K = 3
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=3)
-
-
-@pytest.fixture(scope="module")
-def eagle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("eagle"), *official(WEIGHTS))
 
 
 def fresh(llama: Path, token_ids: list[int]) -> tuple[int, ...]:

@@ -22,29 +22,17 @@ from tests.unit.engine.features.checkpoints import (
     DRAFT_IDS,
     eagle3_weights,
     medusa_weights,
-    official,
     write,
 )
 from tests.unit.engine.features.reference import Flags
-from tests.unit.engine.features.targets import Session, generate, make_target, step
-from tests.unit.engine.model.checkpoints import reference_model, write_checkpoint
+from tests.unit.engine.features.targets import PROMPT, Session, generate, make_target, step
+from tests.unit.engine.model.checkpoints import reference_model
 
 pytestmark = pytest.mark.slow
 
-PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 30]
 WEIGHTS = eagle3_weights()
 WIDE = TreeBudget.of_widths((3, 2, 2))
 PAGED = {"attention": "gather", "block_size": 16}
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=3)
-
-
-@pytest.fixture(scope="module")
-def eagle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("eagle"), *official(WEIGHTS))
 
 
 @pytest.fixture(scope="module")

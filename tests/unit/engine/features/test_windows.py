@@ -23,10 +23,9 @@ from tests.unit.engine.features.checkpoints import (
     write,
 )
 from tests.unit.engine.features.reference import Flags
-from tests.unit.engine.features.targets import Session, make_target, step, watch
-from tests.unit.engine.model.checkpoints import VOCAB_SIZE, reference_model, write_checkpoint
+from tests.unit.engine.features.targets import PROMPT, Session, make_target, step, watch
+from tests.unit.engine.model.checkpoints import VOCAB_SIZE, reference_model
 
-PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 30]
 TARGET = TargetShape(num_layers=3, hidden_size=HIDDEN, vocab_size=VOCAB_SIZE)
 SLIDING, FULL = "sliding_attention", "full_attention"
 WEIGHTS = eagle3_weights(num_layers=2)
@@ -41,11 +40,6 @@ KINDS: dict[str, tuple[list[str], tuple[int | None, int | None]]] = {
 def windowed(**changes: Any) -> dict[str, Any]:
     """A configuration of layers with windows of 3."""
     return {**LLAMA, "use_sliding_window": True, "sliding_window": 3, **changes}
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=3)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -39,7 +39,7 @@ from tests.unit.engine.model.checkpoints import (
     write_checkpoint,
     write_family,
 )
-from tests.unit.engine.model.families.family import GROUPED, SLIDING, Family
+from tests.unit.engine.model.zoo import GROUPED, SLIDING, Family
 from tests.unit.engine.processes import preloaded_context
 from tests.unit.engine.trees.drafters import tree_drafter
 

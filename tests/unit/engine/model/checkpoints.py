@@ -23,8 +23,7 @@ from transformers import (
 )
 
 from specray.engine.model.checkpoint.source import Part
-from tests.unit.engine.model.families.family import Family
-from tests.unit.engine.model.zoo import FAMILIES
+from tests.unit.engine.model.zoo import FAMILIES, Family
 
 VOCAB_SIZE = 96
 HIDDEN = {

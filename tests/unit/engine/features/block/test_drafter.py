@@ -19,20 +19,22 @@ from specray.types import SamplingParams, Verdict, Verification, VerifyItem
 from tests.unit.engine.features.block.checkpoints import LAYOUTS, SIZE, dflash, dspark, speculators
 from tests.unit.engine.features.block.reference import drafted
 from tests.unit.engine.features.checkpoints import write
-from tests.unit.engine.features.targets import GREEDY, Session, generate, make_target, step, watch
-from tests.unit.engine.model.checkpoints import VOCAB_SIZE, reference_model, write_checkpoint
+from tests.unit.engine.features.targets import (
+    GREEDY,
+    LONG,
+    PROMPT,
+    Session,
+    generate,
+    make_target,
+    step,
+    watch,
+)
+from tests.unit.engine.model.checkpoints import VOCAB_SIZE, reference_model
 
 pytestmark = pytest.mark.slow
 
-PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 30]
-LONG = [(7 * index) % 90 + 3 for index in range(70)]
 BLOCK = LAYOUTS["windows"]
 PAGED = {"attention": "gather", "block_size": 16}
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=3)
 
 
 @pytest.fixture(scope="module")

@@ -27,16 +27,10 @@ from tests.unit.engine.features.block.checkpoints import (
 )
 from tests.unit.engine.features.block.reference import drafted
 from tests.unit.engine.features.checkpoints import HIDDEN, VOCAB_SIZE, write
-from tests.unit.engine.features.targets import Session, make_target, step, watch
-from tests.unit.engine.model.checkpoints import reference_model, write_checkpoint
+from tests.unit.engine.features.targets import PROMPT, Session, make_target, step, watch
+from tests.unit.engine.model.checkpoints import reference_model
 
-PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 30]
 TARGET = TargetShape(num_layers=3, hidden_size=HIDDEN, vocab_size=VOCAB_SIZE)
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=3)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

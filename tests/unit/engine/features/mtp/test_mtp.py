@@ -15,12 +15,11 @@ from specray.engine.build import build_target_engine
 from specray.engine.features.mtp import layout
 from specray.errors import ConfigError
 from tests.unit.engine.features.mtp.checkpoints import FAMILIES, Weights, Written, drafted, write_target
-from tests.unit.engine.features.targets import Session, generate, step, watch
+from tests.unit.engine.features.targets import PROMPT, Session, generate, step, watch
 from tests.unit.engine.model.checkpoints import reference_greedy, reference_model
 
 pytestmark = pytest.mark.slow
 
-PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 30]
 K = 3
 
 

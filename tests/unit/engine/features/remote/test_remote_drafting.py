@@ -1,4 +1,4 @@
-"""Drafting in another process: what a drafter proposes from features is what it would beside the target."""
+"""Drafting in another process: what becomes of features that come late, in parts or not at all."""
 
 from __future__ import annotations
 
@@ -9,121 +9,23 @@ from typing import Any
 import pytest
 import torch
 
-from specray.draft_tokens import NO_DRAFT, DraftTokens, TreeBudget
-from specray.engine.build import build_draft_engine
-from specray.engine.features.eagle import EagleFuser
+from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.engine.features.remote.wire import write_rows
-from specray.engine.model.checkpoint.safetensors_files import SafetensorsWeights
 from specray.errors import EngineLostError
 from specray.feature_rows import FeatureRows
-from specray.types import ItemFailed, Proposal, SamplingParams, SpeculateItem, Verification, VerifyItem
+from specray.types import ItemFailed, Proposal, SpeculateItem, VerifyItem
 from tests.unit.engine.features.checkpoints import (
     HIDDEN,
-    LLAMA,
-    eagle1_weights,
-    eagle3_weights,
-    official,
-    random_weights,
-    write,
 )
-from tests.unit.engine.features.remote.pairs import RemoteSession, make_pair, pair_config
-from tests.unit.engine.features.targets import GREEDY, Session, generate, make_target, step
-from tests.unit.engine.model.checkpoints import write_checkpoint
+from tests.unit.engine.features.remote.pairs import RemoteSession, make_pair
+from tests.unit.engine.features.targets import GREEDY, LONG, PROMPT
 
-PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 30]
-LONG = [(7 * index) % 90 + 3 for index in range(70)]
 K = 3
-MASKED = eagle3_weights() | random_weights({"mask_hidden": (1, 1, 3 * HIDDEN)}, seed=8)
-KINDS = {
-    "eagle3": official(eagle3_weights()),
-    "peagle": official(MASKED, mask_token_id=17),
-    "eagle1": (eagle1_weights(), LLAMA),
-}
-SAMPLINGS = {
-    "greedy": GREEDY,
-    "coupled": SamplingParams(temperature=30.0, seed=11, num_prompt_tokens=len(PROMPT)),
-    "rejection": SamplingParams(
-        temperature=30.0, seed=3, verification=Verification.REJECTION, num_prompt_tokens=len(PROMPT)
-    ),
-}
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=3)
-
-
-@pytest.fixture(scope="module")
-def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {kind: write(tmp_path_factory.mktemp(kind), *written) for kind, written in KINDS.items()}
-
-
-@pytest.fixture(scope="module")
-def pair(llama: Path, drafters: dict[str, Path]) -> Any:
-    return make_pair(llama, drafters["eagle3"], attention="gather", block_size=16)
-
-
-@pytest.fixture
-def rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Features beside the target are rounded as those on the wire are: both drafters read the same."""
-    fuse = EagleFuser.fuse
-
-    def rounding(fuser: EagleFuser, features: Any) -> torch.Tensor:
-        return fuse(fuser, features).to(torch.bfloat16).float()
-
-    monkeypatch.setattr(EagleFuser, "fuse", rounding)
-
-
-@pytest.mark.parametrize(
-    "kind, name",
-    [
-        ("eagle3", "greedy"),
-        ("eagle3", "coupled"),
-        ("eagle3", "rejection"),
-        ("peagle", "coupled"),
-        ("eagle1", "greedy"),
-    ],
-)
-def test_proposals_are_those_beside_the_target(
-    llama: Path, drafters: dict[str, Path], rounded: None, kind: str, name: str
-) -> None:
-    sampling = SAMPLINGS[name]
-    alone = generate(make_target(llama, None), Session("alone", list(PROMPT), sampling), 24, 0)
-    beside, own = make_target(llama, drafters[kind]), Session("a", list(PROMPT), sampling)
-    target, draft = make_pair(llama, drafters[kind])
-    session, drafted = RemoteSession("a", list(PROMPT), sampling), NO_DRAFT
-    for right in (1, 2, 0, 3, 1):
-        [expected] = step(beside, [own], [drafted], K)
-        verdict = session.verify(target, drafted)
-        assert verdict.next_token_id == expected.next_token_id
-        found = session.propose(draft, K)
-        assert found.token_ids == expected.draft.token_ids and len(found) == K
-        check_probs(found, expected.draft)
-        # Right up to a point, and then whatever the drafter says; what was sampled stays as it is.
-        done = len(session.token_ids) - len(PROMPT)
-        drafted = (
-            found if found.probs else DraftTokens((*alone[done : done + right], *found.token_ids[right:])[:K])
-        )
-    assert name == "rejection" or len(set(session.accepted)) >= 3
-
-
-def check_probs(found: DraftTokens, expected: DraftTokens) -> None:
-    for own, other in zip(found.probs, expected.probs, strict=True):
-        assert own.token_ids == other.token_ids and own.probs == pytest.approx(other.probs, rel=1e-5)
-
-
-@pytest.mark.parametrize("budget", [TreeBudget(8), TreeBudget(7, (4, 1), 0.0)], ids=["likeliest", "shape"])
-def test_trees_are_those_beside_the_target(
-    llama: Path, drafters: Any, pair: Any, rounded: None, budget: Any
-) -> None:
-    beside, own = make_target(llama, drafters["eagle3"]), Session("a", list(PROMPT))
-    target, draft = make_pair(llama, drafters["eagle3"])
-    session, drafted = RemoteSession("a", list(PROMPT)), NO_DRAFT
-    for _ in range(3):
-        [expected] = step(beside, [own], [drafted], K, next_tree=budget)
-        session.verify(target, drafted)
-        drafted = session.propose(draft, K, tree=budget)
-        assert drafted == expected.draft and not drafted.is_chain
+def pair(llama: Path, eagle: Path) -> Any:
+    return make_pair(llama, eagle, attention="gather", block_size=16)
 
 
 def test_a_draft_that_lost_everything_proposes_the_same(pair: Any) -> None:
@@ -271,21 +173,3 @@ def test_the_health_check_runs_the_drafter(pair: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(draft._drafter, "_logits", lambda rows: torch.full((1, 3), torch.nan))
     with pytest.raises(EngineLostError, match="not numbers"):
         draft.check()
-
-
-def test_of_the_target_only_what_it_lacks_is_read(
-    llama: Path, drafters: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    untied = write_checkpoint(tmp_path, "llama", num_hidden_layers=3, tie_word_embeddings=False)
-    read, take = set[str](), SafetensorsWeights.raw
-
-    def noted(weights: SafetensorsWeights, name: str, *arguments: Any) -> Any:
-        read.add(name)
-        return take(weights, name, *arguments)
-
-    monkeypatch.setattr(SafetensorsWeights, "raw", noted)
-    build_draft_engine(pair_config(llama, drafters["eagle3"]))
-    assert read == {"model.embed_tokens.weight"}
-    read.clear()
-    build_draft_engine(pair_config(untied, drafters["eagle1"]))
-    assert read == {"model.embed_tokens.weight", "lm_head.weight"}

@@ -24,17 +24,10 @@ from tests.unit.engine.features.checkpoints import (
     write,
 )
 from tests.unit.engine.features.remote.pairs import RemoteSession, make_pair, pair_config
-from tests.unit.engine.features.targets import GREEDY
-from tests.unit.engine.model.checkpoints import write_checkpoint
+from tests.unit.engine.features.targets import GREEDY, PROMPT
 
-PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 30]
 K = 3
 SAMPLINGS = {"greedy": GREEDY, "coupled": SamplingParams(temperature=30.0, seed=11)}
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=3)
 
 
 @pytest.fixture(

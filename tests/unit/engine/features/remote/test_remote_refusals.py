@@ -16,11 +16,6 @@ from tests.unit.engine.features.remote.pairs import pair_config
 from tests.unit.engine.model.checkpoints import write_checkpoint
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=3)
-
-
 def test_a_drafter_of_another_target_is_refused_by_its_tensor(tmp_path: Path) -> None:
     wide = write_checkpoint(tmp_path / "wide", "llama", num_hidden_layers=3, hidden_size=64)
     eagle = write(tmp_path / "eagle", *official(eagle3_weights()))

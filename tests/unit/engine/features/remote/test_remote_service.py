@@ -15,15 +15,9 @@ from tests.unit.engine.features.checkpoints import eagle3_weights, official, wri
 from tests.unit.engine.features.remote.pairs import make_pair
 from tests.unit.engine.features.remote.served import K, TimedDraft, TimedTarget, serve, written_alone
 from tests.unit.engine.features.targets import make_target
-from tests.unit.engine.model.checkpoints import write_checkpoint
 from tests.unit.router.harness import router_config, run, serving
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=3)
 
 
 @pytest.fixture(scope="module")

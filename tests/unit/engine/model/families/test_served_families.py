@@ -33,8 +33,7 @@ from tests.unit.engine.model.checkpoints import (
     write_family,
     write_tokenizer,
 )
-from tests.unit.engine.model.families.family import Family
-from tests.unit.engine.model.zoo import FAMILIES
+from tests.unit.engine.model.zoo import FAMILIES, Family
 from tests.unit.router.harness import request, router_config, run, serving
 
 pytestmark = pytest.mark.slow
