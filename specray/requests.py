@@ -6,10 +6,7 @@ The types are plain and frozen, as in ``specray.types``, which has what engines 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from types import MappingProxyType
-from typing import Any, Final
+from dataclasses import dataclass, field
 
 from specray.round_reports import RoundReport
 from specray.types import DraftKind, SamplingParams, TokenLogprobs
@@ -22,70 +19,6 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """Allowed values of a numeric field, both ends included unless ``is_low_open``."""
-
-    low: float
-    high: float
-    is_low_open: bool = False
-
-    def __str__(self) -> str:
-        if self.is_low_open:
-            return f"more than {self.low} and at most {self.high}"
-        return f"{self.low}..{self.high}"
-
-    def contains(self, value: float) -> bool:
-        """False for NaN too."""
-        return (self.low < value if self.is_low_open else self.low <= value) and value <= self.high
-
-
-def _asked(low: float, high: float, *, is_low_open: bool = False) -> Any:
-    """A field of SamplingOptions: absent by default, with the range of what may be asked."""
-    return field(default=None, metadata={"range": Range(low, high, is_low_open)})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingOptions:
-    """Sampling that a caller may ask for; None is the default of SamplingParams' field of the same name.
-
-    HTTP bodies, gRPC parameters, their checks and codecs take their fields from here. A new one is added to
-    this type, to SamplingParams, to both messages of the protos, and to the processor that obeys it.
-    """
-
-    temperature: float | None = _asked(0, 2)
-    """Divisor of the logits; 0 means greedy."""
-    top_k: int | None = _asked(-1, 2**31 - 1)
-    """Number of likeliest tokens to keep; 0 keeps all, and -1 too, as in vLLM."""
-    top_p: float | None = _asked(0, 1, is_low_open=True)
-    """Probability that the smallest set of tokens to keep must reach."""
-    min_p: float | None = _asked(0, 1)
-    """Least probability of a token to keep, relative to the likeliest."""
-    repetition_penalty: float | None = _asked(1 / 64, 64)
-    """Divisor of positive logits (factor of negative ones) of tokens in the prompt or the output."""
-    presence_penalty: float | None = _asked(-2, 2)
-    """Logit taken from tokens in the output."""
-    frequency_penalty: float | None = _asked(-2, 2)
-    """Logit taken from tokens in the output, times their count."""
-    seed: int | None = _asked(-(1 << 63), (1 << 64) - 1)
-    """Key of all noise, of which 64 bits count; None: the ingress draws one."""
-    min_tokens: int | None = None
-    """Output tokens before which stop tokens are impossible; 0 or more, at most max_tokens."""
-
-
-SAMPLING_OPTIONS: Final = tuple(option.name for option in fields(SamplingOptions))
-"""Names of the fields of SamplingOptions."""
-SAMPLING_RANGES: Final[Mapping[str, Range]] = MappingProxyType(
-    {option.name: option.metadata["range"] for option in fields(SamplingOptions) if option.metadata}
-)
-"""Ranges of the fields of SamplingOptions that do not depend on others, by name."""
-
-
-def sampling_options(source: object) -> dict[str, Any]:
-    """The fields of SamplingOptions as ``source`` has them under the same names."""
-    return {name: getattr(source, name) for name in SAMPLING_OPTIONS}
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,30 +81,24 @@ class Grammar:
 class SamplingParams:
     """How the target's next token is drawn at every position; travels to an engine once per sequence.
 
-    All processors are applied per position with the state of exactly that position's prefix. The ingress
-    checks the ranges (``requests.SamplingOptions``); engines trust them.
+    All processors are applied per position with the state of exactly that position's prefix. Meaning
+    and allowed values of a field are those of the option of the same name in ``request_options``; the Ingress
+    checks them.
     """
 
     temperature: float = 1.0
-    """Divisor of the logits, >= 0; 0 means greedy."""
     top_k: int = 0
-    """Number of likeliest tokens to keep; 0 keeps all."""
+    """0: all tokens remain."""
     top_p: float = 1.0
-    """Probability in (0, 1] that the smallest set of tokens to keep must reach."""
     min_p: float = 0.0
-    """Least probability of a token to keep, relative to the likeliest; in [0, 1]."""
     repetition_penalty: float = 1.0
-    """Divisor > 0 of positive logits (factor of negative ones) of tokens in the prompt or the output."""
     presence_penalty: float = 0.0
-    """Logit in [-2, 2] taken from tokens in the output."""
     frequency_penalty: float = 0.0
-    """Logit in [-2, 2] taken from tokens in the output, times their count."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Pairs of a token id and a bias in [-100, 100], which is added to its logit."""
+    """Pairs of a token id and a bias."""
     seed: int = 0
     """Key of all noise, 64 bits; the ingress draws one when the user gives none."""
     min_tokens: int = 0
-    """Output tokens before which stop tokens are impossible."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the output (end-of-sequence included unless the request ignores it)."""
     num_prompt_tokens: int = 0
@@ -115,7 +109,6 @@ class SamplingParams:
     """Likeliest tokens whose logprobs are told beside each prompt token's own; None: the prompt has none. The
     prefix cache is of no use to such a prompt."""
     verification: Verification = Verification.COUPLED
-    """Rule by which draft tokens are accepted."""
     grammar: Grammar | None = None
     """Language that the output belongs to, stop tokens aside; None: free text."""
     allowed_token_ids: tuple[int, ...] = ()
@@ -124,7 +117,6 @@ class SamplingParams:
     """Token sequences that the output must not contain: the last token of one is impossible behind the
     others, unless that would leave no token at all."""
     cache_salt: str = ""
-    """Only sequences with an equal one share computed prefixes."""
 
     @property
     def is_greedy(self) -> bool:

@@ -162,7 +162,7 @@ def _options(sampling: Sampling) -> GenerationOptions:
         top_p=sampling.top_p,
         seed=sampling.seed,
         stop=sampling.stop,
-        is_speculation_enabled=sampling.is_speculating,
+        speculation_enabled=sampling.is_speculating,
     )
 
 

@@ -1,4 +1,4 @@
-"""Checks what a request may ask for: every range in one place, for HTTP and gRPC alike.
+"""Checks what a request may ask for, over HTTP and gRPC alike; ``request_options`` declares it.
 
 Values arrive here with the right types; ``calls.generate_requests`` makes the routers' requests of them.
 Nothing out of range reaches an engine.
@@ -10,28 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from specray.errors import InvalidRequestError, ModelNotFoundError, shown
-from specray.requests import (
-    SAMPLING_RANGES,
-    Range,
-    SamplingOptions,
-    TextOptions,
-)
-from specray.types import MAX_SPECULATIVE_TOKENS, DraftKind, Grammar, Verification
+from specray.request_options import Option, Range, RequestOptions, declared_options, option
+from specray.requests import TextOptions
+from specray.types import DraftKind, Verification
 
 _MOST_TOKENS: Final = (1 << 31) - 1
 """Largest ``max_tokens`` that is understood, where it is cut to what is left."""
-MAX_STOP_STRINGS: Final = 64
-MAX_STOP_STRING_LEN: Final = 256
-MAX_STOP_TOKEN_IDS: Final = 128
-MAX_LOGIT_BIAS_ENTRIES: Final = 1024
-MAX_ALLOWED_TOKEN_IDS: Final = 4096
-MAX_BAD_WORDS: Final = 128
-MAX_BAD_WORD_LEN: Final = 256
-MAX_CACHE_SALT_LEN: Final = 256
-MAX_TENANT_LEN: Final = 64
 MAX_PROMPTS: Final = 128
 MAX_CHOICES: Final = 1024
 """Largest number of prompts times n in one call, whatever the routers hold."""
@@ -39,24 +26,6 @@ MAX_CHOICES: Final = 1024
 
 class ContextLengthError(InvalidRequestError):
     """A prompt, alone or with its output, is longer than the context. Clients know it by its code."""
-
-
-RANGES: Final[Mapping[str, Range]] = MappingProxyType(
-    {
-        **SAMPLING_RANGES,
-        "logit_bias": Range(-100, 100),
-        "n": Range(1, 128),
-        "logprobs": Range(0, 20),
-        "prompt_logprobs": Range(0, 20),
-        "top_logprobs": Range(0, 20),
-        "num_speculative_tokens": Range(0, MAX_SPECULATIVE_TOKENS),
-        "priority": Range(-(1 << 63), (1 << 63) - 1),
-        "timeout_s": Range(0, 86_400, is_low_open=True),
-        "ttft_ms": Range(0, 86_400_000, is_low_open=True),
-        "itl_ms": Range(0, 86_400_000, is_low_open=True),
-    }
-)
-"""Allowed values of every numeric field that do not depend on others, by the field's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,58 +47,51 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationOptions(SamplingOptions):
-    """Options of one call, whatever API it came through; None is the default.
+class GenerationOptions(RequestOptions):
+    """Options of one call, whatever API it came through, and what was made of them."""
 
-    :func:`check_options` checks their ranges.
-    """
-
-    max_tokens: int | None = None
+    n: int | None = option("Number of answers to each prompt.", Range(1, 128))
     default_max_tokens: int | None = None
     """Output tokens without ``max_tokens``, cut to the context that is left; None: all that is left."""
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    n: int | None = None
-    num_logprobs: int | None = None
-    num_prompt_logprobs: int | None = None
-    is_speculation_enabled: bool | None = None
-    num_speculative_tokens: int | None = None
-    verification: Verification | None = None
-    draft: DraftKind | None = None
-    tenant: str = ""
-    prediction: str = ""
-    """Text that the output is expected to be close to; empty: none."""
     prediction_ids: tuple[int, ...] = ()
     """Token ids of ``prediction``, from ``calls.predictions``."""
-    priority: int | None = None
-    timeout_s: float | None = None
-    """Seconds allowed for the request, cut to what the service allows."""
-    ttft_ms: float | None = None
-    """Milliseconds to the first token that the caller wants kept."""
-    itl_ms: float | None = None
-    """Milliseconds per output token after it that the caller wants kept."""
-    grammar: Grammar | None = None
-    """Language of the output; None: free text."""
     grammar_field: str = "grammar"
     """Name of the field that holds the grammar, for error messages."""
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[str, ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """Token ids of ``bad_words``, from ``calls.bad_words``."""
-    text: TextOptions = dataclass_field(default_factory=TextOptions)
-    truncate_prompt_tokens: int | None = None
-    """Tokens of a prompt's end that are kept; -1: as many as leave room for ``max_tokens``."""
-    cache_salt: str = ""
+    shown_token_ids: frozenset[int] = frozenset()
+    """Special tokens that are text though others are skipped."""
     reports_rounds: bool = False
-    """The deltas of a stream tell the rounds that brought them."""
+    """The deltas of a stream report the rounds that brought them."""
     names: Mapping[str, str] = dataclass_field(default_factory=dict)
     """Names of fields in this API where they differ, for error messages."""
 
+    @property
+    def text(self) -> TextOptions:
+        return TextOptions(
+            skip_special_tokens=self.skip_special_tokens is not False,
+            include_stop=self.include_stop_str_in_output,
+            shown_token_ids=self.shown_token_ids,
+        )
+
     def name(self, own_name: str) -> str:
         """Returns the field's name in the user's API."""
-        return self.names.get(own_name, own_name)
+        declared = CALL_OPTIONS.get(own_name)
+        return self.names.get(own_name, own_name if declared is None else declared.path)
+
+
+CALL_OPTIONS: Final = declared_options(GenerationOptions)
+RANGES: Final[Mapping[str, Range]] = MappingProxyType(
+    {
+        "top_logprobs": Range(0, 20),
+        **{
+            each.path: each.allowed
+            for each in CALL_OPTIONS.values()
+            if each.allowed is not None and (each.default is None or each.name == "logit_bias")
+        },
+    }
+)
+"""Allowed values of every numeric field that do not depend on others, by the field's name in HTTP bodies."""
 
 
 def check_range(allowed: Range, field: str, value: float, *, what: str | None = None) -> None:
@@ -153,27 +115,35 @@ def check_model(name: str | None, limits: Limits) -> None:
 
 def check_options(options: GenerationOptions, limits: Limits) -> None:
     """Raises InvalidRequestError for the first option out of range, prompts aside."""
-    ranged: dict[str, float | None] = {
-        **{name: getattr(options, name) for name in SAMPLING_RANGES},
-        "n": options.n,
-        "num_speculative_tokens": options.num_speculative_tokens,
-        "logprobs": options.num_logprobs,
-        "prompt_logprobs": options.num_prompt_logprobs,
-        "priority": options.priority,
-        "timeout_s": options.timeout_s,
-        "ttft_ms": options.ttft_ms,
-        "itl_ms": options.itl_ms,
-    }
-    for own_name, value in ranged.items():
-        if value is not None:
-            check_range(RANGES[own_name], options.name(own_name), value)
+    for each in CALL_OPTIONS.values():
+        _check_declared(each, getattr(options, each.name), options.name(each.name))
     _check_draft(options, limits)
     _check_grammar(options)
     _check_lengths(options, limits)
-    _check_stop(options, limits)
-    _check_logit_bias(options, limits)
-    _check_forbidden(options, limits)
-    _check_cache(options, limits)
+    check_token_ids("logit_bias", [token_id for token_id, _ in options.logit_bias], limits)
+    for token_id, bias in options.logit_bias:
+        check_range(RANGES["logit_bias"], "logit_bias", bias, what=f"logit_bias of token {token_id}")
+    check_token_ids("stop_token_ids", options.stop_token_ids, limits)
+    _check_allowed_ids(options, limits)
+    _check_truncation(options, limits)
+
+
+def _check_declared(declared: Option, value: Any, name: str) -> None:
+    """Checks a value against its declaration alone."""
+    if value is None:
+        return
+    if declared.num_entries is not None:
+        check_range(declared.num_entries, name, len(value), what=f"number of {declared.entries} in {name}")
+    if declared.allowed is None:
+        return
+    if isinstance(value, str):
+        check_range(declared.allowed, name, len(value), what=f"length of {name}")
+    elif not isinstance(value, tuple):
+        check_range(declared.allowed, name, value)
+    elif declared.name != "logit_bias":
+        what = f"length of a {declared.entries.removesuffix('s')} in {name}"
+        for entry in value:
+            check_range(declared.allowed, name, len(entry), what=what)
 
 
 def check_sizes(sizes: Sequence[int], options: GenerationOptions, limits: Limits, *, least: bool) -> None:
@@ -247,8 +217,6 @@ def _check_draft(options: GenerationOptions, limits: Limits) -> None:
         raise out_of_range(
             options.name("draft"), options.draft.value, f"{allowed} (no draft model is served)"
         )
-    tenant = options.name("tenant")
-    check_range(Range(0, MAX_TENANT_LEN), tenant, len(options.tenant), what=f"length of {tenant}")
 
 
 def _check_lengths(options: GenerationOptions, limits: Limits) -> None:
@@ -263,55 +231,21 @@ def _check_lengths(options: GenerationOptions, limits: Limits) -> None:
         check_range(Range(0, longest), "min_tokens", options.min_tokens)
 
 
-def _check_stop(options: GenerationOptions, limits: Limits) -> None:
-    check_range(Range(0, MAX_STOP_STRINGS), "stop", len(options.stop), what="number of strings in stop")
-    for stop in options.stop:
-        check_range(Range(1, MAX_STOP_STRING_LEN), "stop", len(stop), what="length of a string in stop")
-    check_range(
-        Range(0, MAX_STOP_TOKEN_IDS),
-        "stop_token_ids",
-        len(options.stop_token_ids),
-        what="number of ids in stop_token_ids",
-    )
-    check_token_ids("stop_token_ids", options.stop_token_ids, limits)
-
-
-def _check_logit_bias(options: GenerationOptions, limits: Limits) -> None:
-    check_range(
-        Range(0, MAX_LOGIT_BIAS_ENTRIES),
-        "logit_bias",
-        len(options.logit_bias),
-        what="number of entries in logit_bias",
-    )
-    check_token_ids("logit_bias", [token_id for token_id, _ in options.logit_bias], limits)
-    for token_id, bias in options.logit_bias:
-        check_range(RANGES["logit_bias"], "logit_bias", bias, what=f"logit_bias of token {token_id}")
-
-
-def _check_forbidden(options: GenerationOptions, limits: Limits) -> None:
+def _check_allowed_ids(options: GenerationOptions, limits: Limits) -> None:
     allowed = options.allowed_token_ids
-    if allowed is not None:
-        what = "number of ids in allowed_token_ids"
-        check_range(Range(1, MAX_ALLOWED_TOKEN_IDS), "allowed_token_ids", len(allowed), what=what)
-        check_token_ids("allowed_token_ids", allowed, limits)
-        eos_token_ids = () if options.ignore_eos else limits.eos_token_ids
-        if options.min_tokens and set(allowed) <= {*eos_token_ids, *options.stop_token_ids}:
-            raise InvalidRequestError(
-                "allowed_token_ids has stop tokens alone, together with min_tokens; allowed: another id, too",
-                field="allowed_token_ids",
-            )
-    check_range(
-        Range(0, MAX_BAD_WORDS), "bad_words", len(options.bad_words), what="number of words in bad_words"
-    )
-    for word in options.bad_words:
-        check_range(Range(1, MAX_BAD_WORD_LEN), "bad_words", len(word), what="length of a word in bad_words")
+    if allowed is None:
+        return
+    check_token_ids("allowed_token_ids", allowed, limits)
+    eos_token_ids = () if options.ignore_eos else limits.eos_token_ids
+    if options.min_tokens and set(allowed) <= {*eos_token_ids, *options.stop_token_ids}:
+        raise InvalidRequestError(
+            "allowed_token_ids has stop tokens alone, together with min_tokens; allowed: another id, too",
+            field="allowed_token_ids",
+        )
 
 
-def _check_cache(options: GenerationOptions, limits: Limits) -> None:
-    length = len(options.cache_salt)
-    check_range(Range(0, MAX_CACHE_SALT_LEN), "cache_salt", length, what="length of cache_salt")
+def _check_truncation(options: GenerationOptions, limits: Limits) -> None:
     most = options.truncate_prompt_tokens
-    if most is not None and most != -1:
-        allowed = Range(1, limits.max_model_len - 1)
-        if not allowed.contains(most):
-            raise out_of_range("truncate_prompt_tokens", most, f"-1 or {allowed}")
+    allowed = Range(1, limits.max_model_len - 1)
+    if most is not None and most != -1 and not allowed.contains(most):
+        raise out_of_range("truncate_prompt_tokens", most, f"-1 or {allowed}")

@@ -15,7 +15,16 @@ PACKAGE = REPOSITORY / "specray"
 MAX_FILES_IN_FOLDER = 16
 
 # Layer -> layers of specray that it may import. A layer may always import itself.
-VOCABULARY = {"draft_tokens", "feature_rows", "types", "round_reports", "requests", "errors", "json_files"}
+VOCABULARY = {
+    "draft_tokens",
+    "feature_rows",
+    "types",
+    "round_reports",
+    "request_options",
+    "requests",
+    "errors",
+    "json_files",
+}
 SEAMS = VOCABULARY | {"interfaces", "config", "environment", "telemetry"}
 SERVICE = {"engine", "rpc", "router", "drafting", "grammar", "tokenization", "demo"}
 ALLOWED: dict[str, set[str]] = {
@@ -23,6 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "feature_rows": set(),
     "types": {"draft_tokens", "feature_rows"},
     "round_reports": set(),
+    "request_options": {"types"},
     "requests": {"types", "round_reports"},
     "errors": set(),
     "json_files": {"errors"},
@@ -36,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "grammar": VOCABULARY,
     "train": VOCABULARY,
     "models": VOCABULARY | {"environment", "demo", "tokenization"},
-    "engine": SEAMS - {"requests"} | {"demo", "tokenization", "grammar", "drafting"},
+    "engine": SEAMS - {"requests", "request_options"} | {"demo", "tokenization", "grammar", "drafting"},
     "drafting": SEAMS,
     "control": VOCABULARY | {"config"},
     "rpc": SEAMS,

@@ -5,12 +5,15 @@ Requests come from strangers: what is wrong with them is an InvalidRequestError 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
 from specray.errors import InvalidRequestError, ProtocolError
-from specray.requests import SAMPLING_OPTIONS, FinishReason, ServiceInfo, SpeculationStats
+from specray.request_options import OPTIONS, Option
+from specray.requests import FinishReason, ServiceInfo, SpeculationStats
 from specray.rpc.codec.values import (
     decode_grammar,
     decode_logit_bias,
@@ -46,18 +49,12 @@ DRAFT_KIND_FROM_PB = {
     inference_pb2.DRAFT_KIND_UNSPECIFIED: None,
     **{number: kind for kind, number in DRAFT_KIND_TO_PB.items()},
 }
-OPTIONAL_FIELDS = (
-    *("max_tokens", *SAMPLING_OPTIONS, "logprobs", "prompt_logprobs", "priority"),
-    *("skip_special_tokens", "truncate_prompt_tokens"),
-)
-"""Names of optional scalars of GenerateRequest and GenerateParams alike; absent is None."""
-
-_LEVEL_FIELDS = ("ttft_ms", "itl_ms")
+_WIRE_OPTIONS: Final = tuple(each for each in OPTIONS.values() if each.on_wire)
 
 
 def encode_generate_request(params: GenerateParams) -> bytes:
     """Raises InvalidRequestError for a value that the wire format cannot carry."""
-    message = inference_pb2.GenerateRequest(model=params.model, ignore_eos=params.ignore_eos)
+    message = inference_pb2.GenerateRequest(model=params.model)
     try:
         if params.text is not None:
             message.text = params.text
@@ -67,23 +64,9 @@ def encode_generate_request(params: GenerateParams) -> bytes:
         message.messages.extend(map(_encode_message, params.messages))
         message.tools = params.tools
         message.chat_template_kwargs = params.chat_template_kwargs
-        for name in OPTIONAL_FIELDS:
-            if (value := getattr(params, name)) is not None:
-                setattr(message, name, value)
-        message.logit_bias.extend(encode_logit_bias(params.logit_bias))
-        message.stop.extend(params.stop)
-        message.stop_token_ids.extend(params.stop_token_ids)
-        message.include_stop_str_in_output = params.include_stop_str_in_output
-        message.allowed_token_ids.extend(params.allowed_token_ids)
-        message.bad_words.extend(params.bad_words)
-        message.cache_salt = params.cache_salt
-        message.prediction = params.prediction
-        if params.grammar is not None:
-            encode_grammar(message.grammar, params.grammar)
-        for name in _LEVEL_FIELDS:
-            if (value := getattr(params, name)) is not None:
-                setattr(message.slo, name, value)
-        _encode_speculation(message, params)
+        for each in _WIRE_OPTIONS:
+            if (value := getattr(params, each.name)) != each.default:
+                _encode_option(message, each, value)
     except (ValueError, TypeError) as error:
         raise InvalidRequestError(f"the request cannot be sent: {error}") from None
     return message.SerializeToString()
@@ -111,17 +94,36 @@ def _decode_message(message: inference_pb2.ChatMessage) -> Message:
     )
 
 
-def _encode_speculation(message: inference_pb2.GenerateRequest, params: GenerateParams) -> None:
-    if params.speculation_enabled is not None:
-        message.speculation.enabled = params.speculation_enabled
-    if params.num_speculative_tokens is not None:
-        message.speculation.num_speculative_tokens = params.num_speculative_tokens
-    if params.verification is not None:
-        message.speculation.verification = encode_verification(params.verification)
-    if params.draft is not None:
-        message.speculation.draft = DRAFT_KIND_TO_PB[params.draft]
-    if params.tenant:
-        message.speculation.tenant = params.tenant
+def _encode_option(message: inference_pb2.GenerateRequest, option: Option, value: Any) -> None:
+    holder, name = _place(message, option)
+    match value:
+        case Grammar():
+            encode_grammar(message.grammar, value)
+        case Verification():
+            setattr(holder, name, encode_verification(value))
+        case DraftKind():
+            setattr(holder, name, DRAFT_KIND_TO_PB[value])
+        case tuple():
+            getattr(holder, name).extend(encode_logit_bias(value) if option.name == "logit_bias" else value)
+        case _:
+            setattr(holder, name, value)
+
+
+def _decode_option(message: inference_pb2.GenerateRequest, option: Option) -> Any:
+    holder, name = _place(message, option)
+    field = holder.DESCRIPTOR.fields_by_name[name]
+    if field.has_presence and not holder.HasField(name):
+        return option.default
+    value = getattr(holder, name)
+    if (decode := _OPTION_DECODERS.get(option.name)) is not None:
+        return decode(value)
+    return value if option.num_entries is None else tuple(value[:]) or option.default
+
+
+def _place(message: inference_pb2.GenerateRequest, option: Option) -> tuple[Any, str]:
+    """The message that holds an option, and the option's name there."""
+    parent, _, name = option.path.rpartition(".")
+    return getattr(message, parent) if parent else message, name
 
 
 def decode_generate_request(data: bytes) -> GenerateParams:
@@ -134,10 +136,6 @@ def decode_generate_request(data: bytes) -> GenerateParams:
     prompt = message.WhichOneof("prompt")
     if prompt is None and not message.messages:
         raise InvalidRequestError("prompt is missing; give text, tokens or messages", field="prompt")
-    speculation = message.speculation
-    optional: dict[str, Any] = {
-        name: getattr(message, name) if message.HasField(name) else None for name in OPTIONAL_FIELDS
-    }
     return GenerateParams(
         text=message.text if prompt == "text" else None,
         token_ids=tuple(message.tokens.token_ids[:]) if prompt == "tokens" else None,
@@ -145,34 +143,13 @@ def decode_generate_request(data: bytes) -> GenerateParams:
         tools=message.tools,
         chat_template_kwargs=message.chat_template_kwargs,
         model=message.model,
-        logit_bias=decode_logit_bias(message.logit_bias),
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids[:]),
-        ignore_eos=message.ignore_eos,
-        speculation_enabled=speculation.enabled if speculation.HasField("enabled") else None,
-        num_speculative_tokens=(
-            speculation.num_speculative_tokens if speculation.HasField("num_speculative_tokens") else None
-        ),
-        verification=_decode_optional_verification(speculation.verification),
-        draft=_decode_draft_kind(speculation.draft),
-        tenant=speculation.tenant,
-        include_stop_str_in_output=message.include_stop_str_in_output,
-        allowed_token_ids=tuple(message.allowed_token_ids[:]),
-        bad_words=tuple(message.bad_words),
-        cache_salt=message.cache_salt,
-        prediction=message.prediction,
-        grammar=_decode_optional_grammar(message),
-        ttft_ms=message.slo.ttft_ms if message.slo.HasField("ttft_ms") else None,
-        itl_ms=message.slo.itl_ms if message.slo.HasField("itl_ms") else None,
-        **optional,
+        **{each.name: _decode_option(message, each) for each in _WIRE_OPTIONS},
     )
 
 
-def _decode_optional_grammar(message: inference_pb2.GenerateRequest) -> Grammar | None:
-    if not message.HasField("grammar"):
-        return None
+def _decode_grammar(grammar: types_pb2.Grammar) -> Grammar:
     try:
-        return decode_grammar(message.grammar)
+        return decode_grammar(grammar)
     except ProtocolError as error:
         raise InvalidRequestError(str(error), field="grammar.kind") from None
 
@@ -193,6 +170,17 @@ def _decode_draft_kind(number: inference_pb2.DraftKind) -> DraftKind | None:
             f"speculation.draft is {number}; allowed: {allowed}", field="speculation.draft"
         )
     return DRAFT_KIND_FROM_PB[number]
+
+
+_OPTION_DECODERS: Final[Mapping[str, Callable[[Any], object]]] = MappingProxyType(
+    {
+        "grammar": _decode_grammar,
+        "verification": _decode_optional_verification,
+        "draft": _decode_draft_kind,
+        "logit_bias": decode_logit_bias,
+    }
+)
+"""Functions from a field of the message to the option's value, where they differ."""
 
 
 def encode_generate_event(event: GenerateEvent) -> bytes:

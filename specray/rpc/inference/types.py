@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from specray.requests import FinishReason, SamplingOptions, ServiceInfo, SpeculationStats
-from specray.types import DraftKind, Grammar, TokenLogprobs, Verification
+from specray.request_options import RequestOptions
+from specray.requests import FinishReason, ServiceInfo, SpeculationStats
+from specray.types import TokenLogprobs
 
 ParamsT = TypeVar("ParamsT")
 
@@ -29,10 +30,11 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateParams(SamplingOptions):
+class GenerateParams(RequestOptions):
     """Parameters of a Generate call; None and empty mean not given. The handler checks ranges.
 
-    Exactly one of ``text``, ``token_ids`` and ``messages`` is given.
+    Exactly one of ``text``, ``token_ids`` and ``messages`` is given. ``timeout_s`` is what is left until the
+    call's deadline, which the call itself carries.
     """
 
     text: str | None = None
@@ -44,41 +46,6 @@ class GenerateParams(SamplingOptions):
     """Variables of the chat template: the JSON text of an object."""
     model: str = ""
     """Model name; empty: the only model that is served."""
-    max_tokens: int | None = None
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    speculation_enabled: bool | None = None
-    num_speculative_tokens: int | None = None
-    verification: Verification | None = None
-    draft: DraftKind | None = None
-    tenant: str = ""
-    prediction: str = ""
-    """Text that the output is expected to be close to; empty: none."""
-    grammar: Grammar | None = None
-    """Language of the output; None: free text."""
-    allowed_token_ids: tuple[int, ...] = ()
-    """The only tokens that the output may have; empty: all."""
-    bad_words: tuple[str, ...] = ()
-    """Words that the output must not contain."""
-    skip_special_tokens: bool | None = None
-    """False: special tokens are text, too."""
-    include_stop_str_in_output: bool = False
-    truncate_prompt_tokens: int | None = None
-    """Tokens of the prompt's end that are kept; -1: as many as fit."""
-    cache_salt: str = ""
-    """Only requests with an equal one share computed prefixes."""
-    priority: int | None = None
-    """Priority; lower is served earlier."""
-    ttft_ms: float | None = None
-    """Milliseconds to the first token that the caller wants kept."""
-    itl_ms: float | None = None
-    """Milliseconds per output token after it that the caller wants kept."""
-    timeout_s: float | None = None
-    """Seconds left until the call's deadline; not part of the message."""
     traceparent: str = ""
     """W3C trace context, sent as metadata ``traceparent``."""
     client_request_id: str = ""

@@ -224,7 +224,7 @@ class ChatPlanner:
                 grammar_field=_TOOLS_FIELD
                 if prompt.use is not None and has_own_grammar
                 else options.grammar_field,
-                text=replace(options.text, shown_token_ids=shown),
+                shown_token_ids=shown,
             ),
             reading=reading,
         )

@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from specray.config import Config
 from specray.errors import ConfigError
-from specray.requests import SAMPLING_RANGES
-from specray.serving.validation import GenerationOptions
+from specray.serving.validation import RANGES, GenerationOptions
 from specray.tokenization.loading import read_generation_config
 
 _FILE: Final = "generation_config.json"
@@ -22,7 +21,7 @@ class SamplingDefaults:
     """Values of options that a call leaves out."""
 
     sampling: Mapping[str, float] = field(default_factory=dict)
-    """Values by the names of SamplingOptions."""
+    """Values by the names of options."""
     max_tokens: int | None = None
     """Output tokens of a call whose API has no default of its own; None: all that is left."""
 
@@ -53,7 +52,7 @@ def load_defaults(config: Config) -> SamplingDefaults:
 
 
 def _checked(name: str, value: object) -> float:
-    allowed = SAMPLING_RANGES[name]
+    allowed = RANGES[name]
     kinds = (int,) if name == "top_k" else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds) or not allowed.contains(value):
         raise ConfigError(f"{_FILE}: {name} is {value!r}; allowed: {allowed}")

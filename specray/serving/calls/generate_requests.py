@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Final
 
-from specray.requests import GenerateRequest, ServiceLevel, SpeculationParams, sampling_options
+from specray.request_options import OPTIONS
+from specray.requests import GenerateRequest, ServiceLevel, SpeculationParams
 from specray.serving.validation import GenerationOptions, Limits, check_options, check_prompts
 from specray.types import SamplingParams
 
@@ -23,7 +25,9 @@ _ADJUSTED: Final[Mapping[str, Callable[[float], float]]] = MappingProxyType(
         "top_p": lambda value: max(value, _MIN_TOP_P),
     }
 )
-"""Functions, by the field's name, from a value that may be asked for to the value that engines are told."""
+"""Functions, by the option's name, from a value that may be asked for to the value that engines get."""
+_SHARED: Final = tuple(each.name for each in fields(SamplingParams) if each.name in OPTIONS)
+"""Names of options that engines get under the same name."""
 
 
 def truncated(
@@ -94,7 +98,7 @@ def _generate_request(
         stop=options.stop,
         eos_token_ids=eos_token_ids,
         speculation=SpeculationParams(
-            enabled=options.is_speculation_enabled is not False,
+            enabled=options.speculation_enabled is not False,
             num_speculative_tokens=options.num_speculative_tokens,
             draft=options.draft,
             tenant=options.tenant,
@@ -118,24 +122,20 @@ def _sampling_params(
     options: GenerationOptions, limits: Limits, *, seed: int, num_prompt_tokens: int
 ) -> SamplingParams:
     eos_token_ids = () if options.ignore_eos else limits.eos_token_ids
-    values = {name: value for name, value in sampling_options(options).items() if value is not None}
-    values["seed"] = seed
+    values = {name: value for name in _SHARED if (value := getattr(options, name)) is not None}
     for name, adjust in _ADJUSTED.items():
         if name in values:
             values[name] = adjust(values[name])
-    return SamplingParams(
-        **values,
-        logit_bias=options.logit_bias,
-        stop_token_ids=tuple(sorted({*eos_token_ids, *options.stop_token_ids})),
-        num_prompt_tokens=num_prompt_tokens,
-        num_logprobs=options.num_logprobs,
-        num_prompt_logprobs=options.num_prompt_logprobs,
-        verification=options.verification or limits.verification,
-        grammar=options.grammar,
-        allowed_token_ids=options.allowed_token_ids or (),
-        bad_words=options.bad_word_ids,
-        cache_salt=options.cache_salt,
-    )
+    values |= {
+        "seed": seed,
+        "stop_token_ids": tuple(sorted({*eos_token_ids, *options.stop_token_ids})),
+        "num_prompt_tokens": num_prompt_tokens,
+        "num_logprobs": options.logprobs,
+        "num_prompt_logprobs": options.prompt_logprobs,
+        "verification": options.verification or limits.verification,
+        "bad_words": options.bad_word_ids,
+    }
+    return SamplingParams(**values)
 
 
 def _max_tokens(options: GenerationOptions, room: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specray.errors import InvalidRequestError, shown
-from specray.requests import Range
+from specray.request_options import Range
 from specray.serving.validation import MAX_PROMPTS, check_range
 from specray.tokenization import Tokenizer
 

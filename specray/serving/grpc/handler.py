@@ -17,7 +17,8 @@ from specray.config.live import LiveConfig
 from specray.errors import DeadlineExceededError, InvalidRequestError
 from specray.grammar import PreparedCompiler
 from specray.interfaces import RouterClient
-from specray.requests import GenerateRequest, ServiceInfo, TextOptions, sampling_options
+from specray.request_options import given_options
+from specray.requests import GenerateRequest, ServiceInfo
 from specray.rpc.inference.messages import MESSAGE_TIMEOUT_S, PlainEntry
 from specray.rpc.inference.server import (
     Admitter,
@@ -229,43 +230,11 @@ def _within_range(timeout_s: float) -> float:
 
 
 def _options(params: GenerateParams) -> GenerationOptions:
+    timeout_s = None if params.timeout_s is None else _within_range(params.timeout_s)
     return GenerationOptions(
-        max_tokens=params.max_tokens,
+        **{**given_options(params), "timeout_s": timeout_s},
         default_max_tokens=None if params.messages else DEFAULT_MAX_TOKENS,
-        **sampling_options(params),
-        logit_bias=params.logit_bias,
-        stop=params.stop,
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
-        num_logprobs=params.logprobs,
-        num_prompt_logprobs=params.prompt_logprobs,
-        is_speculation_enabled=params.speculation_enabled,
-        num_speculative_tokens=params.num_speculative_tokens,
-        verification=params.verification,
-        draft=params.draft,
-        tenant=params.tenant,
-        prediction=params.prediction,
-        grammar=params.grammar,
-        allowed_token_ids=params.allowed_token_ids or None,
-        bad_words=params.bad_words,
-        text=TextOptions(
-            skip_special_tokens=params.skip_special_tokens is not False,
-            include_stop=params.include_stop_str_in_output,
-        ),
-        truncate_prompt_tokens=params.truncate_prompt_tokens,
-        cache_salt=params.cache_salt,
-        priority=params.priority,
-        ttft_ms=params.ttft_ms,
-        itl_ms=params.itl_ms,
-        timeout_s=None if params.timeout_s is None else _within_range(params.timeout_s),
-        names={
-            "prompt": _prompt_field(params),
-            "num_speculative_tokens": "speculation.num_speculative_tokens",
-            "draft": "speculation.draft",
-            "tenant": "speculation.tenant",
-            "ttft_ms": "slo.ttft_ms",
-            "itl_ms": "slo.itl_ms",
-        },
+        names={"prompt": _prompt_field(params)},
     )
 
 

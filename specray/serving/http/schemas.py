@@ -6,9 +6,10 @@ pydantic checks types here, without coercion; ``validation`` checks ranges.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar, Final, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, TypeVar, get_type_hints
 
 from pydantic import (
     BaseModel,
@@ -23,11 +24,11 @@ from pydantic_core import PydanticCustomError
 
 from specray.errors import InvalidRequestError, shown
 from specray.grammar.forms import FIELDS, MODIFIERS, asking_field, grammar_of
-from specray.requests import Range, SamplingOptions, TextOptions, sampling_options
+from specray.request_options import Option, Range
 from specray.serving.calls.predictions import parse_prediction
 from specray.serving.calls.prompts import Prompt, parse_prompt
 from specray.serving.http.extras import check_extras
-from specray.serving.validation import RANGES, GenerationOptions, out_of_range
+from specray.serving.validation import CALL_OPTIONS, RANGES, GenerationOptions, out_of_range
 from specray.types import DraftKind, Verification
 
 DEFAULT_MAX_TOKENS = 16
@@ -83,36 +84,18 @@ class PredictionFields(Fields):
     content: Annotated[Any, Nested(TextPartFields)] = None
 
 
-class ServiceLevelFields(Fields):
-    """Times that a caller wants kept, in milliseconds."""
+class StrictFields(Fields):
+    """An object that has no other fields."""
 
     model_config = ConfigDict(extra="forbid")
 
-    ttft_ms: float | None = None
-    itl_ms: float | None = None
 
-
-class SpeculationFields(Fields):
-    """Speculation options of one request; an absent field leaves the choice to the service."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    enabled: bool | None = None
-    num_speculative_tokens: int | None = None
-    verification: str | None = None
-    draft: str | None = None
-    tenant: str | None = None
-    """Tenant whose past outputs a suffix draft may use, where the service keeps them."""
-
-
-class StreamOptions(Fields):
+class StreamOptions(StrictFields):
     """Options of a stream.
 
     ``include_usage`` puts token counts in a last event, ``continuous_usage_stats`` in each, and
     ``include_speculation`` adds an event for each round.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -122,46 +105,67 @@ class StreamOptions(Fields):
     """Accepted and ignored: nothing is padded here."""
 
 
+_BODY_TYPES: Final[Mapping[Any, Any]] = {
+    tuple[int, ...]: list[int],
+    tuple[int, ...] | None: list[int],
+    tuple[str, ...]: list[str],
+    Verification | None: str,
+    DraftKind | None: str,
+}
+"""Types of fields in a body whose options have another type."""
+_OWN_TYPES: Final[Mapping[str, Any]] = {
+    "stop": Any,
+    "logit_bias": Annotated[dict[str, float] | None, FEW],
+    "prediction": Annotated[Any, Nested(PredictionFields)],
+}
+_BODY_OPTIONS: Final = {
+    name: declared for name, declared in CALL_OPTIONS.items() if name not in ("grammar", "logprobs")
+}
+"""Options that all bodies have under the same name."""
+_HINTS: Final = get_type_hints(GenerationOptions)
+
+
+def _body_field(declared: Option) -> tuple[Any, Any]:
+    hint = _HINTS[declared.name]
+    kind = _OWN_TYPES.get(declared.name, _BODY_TYPES.get(hint, hint))
+    fail_fast = True if kind in (list[int], list[str]) else None
+    return kind | None, Field(None, fail_fast=fail_fast, description=declared.doc)
+
+
+def _object(name: str, parent: str) -> Any:
+    """The schema of an object that holds options."""
+    options = {each.path: each for each in _BODY_OPTIONS.values() if each.path.startswith(f"{parent}.")}
+    fields = {path.rpartition(".")[2]: _body_field(each) for path, each in options.items()}
+    return create_model(name, __base__=StrictFields, **fields)  # type: ignore[call-overload]
+
+
 _OptionFields = create_model(  # type: ignore[call-overload]
     "_OptionFields",
     __base__=Fields,
-    **{name: (kind, None) for name, kind in get_type_hints(SamplingOptions).items()},
+    slo=(_object("ServiceLevelFields", "slo") | None, None),
+    speculation=(_object("SpeculationFields", "speculation") | None, None),
+    **{name: _body_field(each) for name, each in _BODY_OPTIONS.items() if each.path == name},
 )
-"""Fields of a body that ``requests.SamplingOptions`` declares, under the same names."""
+"""The declared options as fields of a body."""
 
 
 class SamplingFields(_OptionFields):
     """Fields that both APIs have."""
 
     model: str | None = None
-    n: int | None = None
-    logit_bias: Annotated[dict[str, float] | None, FEW] = None
-    stop: Any = None
-    stop_token_ids: list[int] | None = Field(None, fail_fast=True)
-    max_tokens: int | None = None
-    ignore_eos: bool | None = None
-    priority: int | None = None
-    """Priority as in vLLM: lower is served earlier; default 0."""
-    timeout_s: float | None = None
-    """Seconds that the whole answer may take, waiting included."""
-    slo: ServiceLevelFields | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    speculation: SpeculationFields | None = None
-    prediction: Annotated[Any, Nested(PredictionFields)] = None
-    """Text that the output is expected to be close to, as OpenAI has it."""
     return_speculation_metrics: bool | None = None
-    prompt_logprobs: int | None = None
-    """Number of likeliest tokens told beside each prompt token's own, as in vLLM; not in a stream."""
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    bad_words: list[str] | None = Field(None, fail_fast=True)
-    allowed_token_ids: list[int] | None = Field(None, fail_fast=True)
-    truncate_prompt_tokens: int | None = None
-    """Tokens of each prompt's end that are kept; -1: as many as leave room for ``max_tokens``."""
-    cache_salt: str | None = None
     return_token_ids: bool | None = None
     """Ids of prompt and output in the answer, as in vLLM."""
+
+    if TYPE_CHECKING:
+        # Declared options that this package reads.
+        n: int | None
+        max_tokens: int | None
+        prompt_logprobs: int | None
+        truncate_prompt_tokens: int | None
+        timeout_s: float | None
 
     # Default of ``max_tokens``; None: all of the context that is left.
     default_max_tokens: ClassVar[int | None] = None
@@ -220,50 +224,43 @@ class SamplingFields(_OptionFields):
                 f"{field} asks for the prompt's logprobs, which no stream carries; allowed: stream false",
                 field=field,
             )
-        speculation = self.speculation or SpeculationFields()
         max_tokens_name, max_tokens = self.max_tokens_field()
+        given = {name: _given(self, declared) for name, declared in _BODY_OPTIONS.items()}
+        given |= {
+            "max_tokens": max_tokens,
+            "logprobs": self.num_logprobs,
+            "prompt_logprobs": self.num_prompt_logprobs,
+            "grammar": grammar,
+        }
         return GenerationOptions(
-            max_tokens=max_tokens,
+            **{name: value for name, value in given.items() if value is not None},
             default_max_tokens=self.default_max_tokens,
-            **sampling_options(self),
-            logit_bias=_logit_bias(self.logit_bias or {}),
-            stop=_stop(self.stop),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=bool(self.ignore_eos),
-            grammar=grammar,
             grammar_field=grammar_field,
-            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
-            bad_words=tuple(self.bad_words or ()),
-            text=TextOptions(
-                skip_special_tokens=self.skip_special_tokens is not False,
-                include_stop=bool(self.include_stop_str_in_output),
-            ),
-            truncate_prompt_tokens=self.truncate_prompt_tokens,
-            cache_salt=self.cache_salt or "",
             reports_rounds=self.includes_rounds,
-            n=self.n,
-            num_logprobs=self.num_logprobs,
-            num_prompt_logprobs=self.num_prompt_logprobs,
-            is_speculation_enabled=speculation.enabled,
-            num_speculative_tokens=speculation.num_speculative_tokens,
-            verification=_one_of(Verification, "speculation.verification", speculation.verification),
-            draft=_one_of(DraftKind, "speculation.draft", speculation.draft),
-            tenant=speculation.tenant or "",
-            prediction=parse_prediction(self.prediction),
-            priority=self.priority,
-            timeout_s=self.timeout_s,
-            ttft_ms=None if self.slo is None else self.slo.ttft_ms,
-            itl_ms=None if self.slo is None else self.slo.itl_ms,
-            names={
-                "ttft_ms": "slo.ttft_ms",
-                "itl_ms": "slo.itl_ms",
-                "num_speculative_tokens": "speculation.num_speculative_tokens",
-                "draft": "speculation.draft",
-                "tenant": "speculation.tenant",
-                "max_tokens": max_tokens_name,
-                **self.field_names,
-            },
+            names={"max_tokens": max_tokens_name, **self.field_names},
         )
+
+
+def _given(body: SamplingFields, declared: Option) -> Any:
+    """What a body has of an option, as the option has it; None: nothing."""
+    value: Any = body
+    for name in declared.path.split("."):
+        value = None if value is None else getattr(value, name)
+    if value is None:
+        return None
+    match declared.name:
+        case "stop":
+            return _stop(value)
+        case "logit_bias":
+            return _logit_bias(value)
+        case "verification":
+            return _one_of(Verification, declared.path, value)
+        case "draft":
+            return _one_of(DraftKind, declared.path, value)
+        case "prediction":
+            return parse_prediction(value)
+        case _:
+            return tuple(value) if isinstance(value, list) else value
 
 
 class CompletionRequest(SamplingFields):
@@ -334,7 +331,7 @@ def _first_problem(error: ValidationError) -> InvalidRequestError:
     allowed = problem["msg"].removeprefix("Input should be ")
     # Another API may have the field as a boolean, and an entry of a map any name.
     is_number = problem["type"].startswith(("int_", "float_"))
-    limits = RANGES.get(path.removeprefix("speculation.")) if is_number else None
+    limits = RANGES.get(path) if is_number else None
     return InvalidRequestError(
         f"{path} is {shown(problem['input'])}; allowed: {allowed}" + (f" in {limits}" if limits else ""),
         field=path,
@@ -349,8 +346,6 @@ def _path(parts: tuple[int | str, ...]) -> str:
 
 def _stop(value: object) -> tuple[str, ...]:
     entries = [value] if isinstance(value, str) else value
-    if entries is None:
-        return ()
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
         raise out_of_range("stop", value, "a string or a list of strings")
     return tuple(entries)
@@ -364,9 +359,7 @@ def _logit_bias(entries: dict[str, float]) -> tuple[tuple[int, float], ...]:
     return tuple((int(key), bias) for key, bias in entries.items())
 
 
-def _one_of(choices: type[ChoiceT], field: str, value: str | None) -> ChoiceT | None:
-    if value is None:
-        return None
+def _one_of(choices: type[ChoiceT], field: str, value: str) -> ChoiceT:
     try:
         return choices(value)
     except ValueError:

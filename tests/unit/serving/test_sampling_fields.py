@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from specray.errors import InvalidRequestError
-from specray.requests import SAMPLING_OPTIONS, SAMPLING_RANGES, GenerateRequest, Range, SamplingOptions
+from specray.request_options import OPTIONS, Range
+from specray.requests import GenerateRequest
 from specray.router.session.session import Session
 from specray.rpc.codec.inference import decode_generate_request, encode_generate_request
 from specray.rpc.codec.target import decode_verify_request, encode_verify_request
@@ -33,12 +34,17 @@ DEFAULTS = {field.name: field.default for field in fields(SamplingParams) if fie
 
 def asked_value(name: str) -> float:
     """A value in range that is no default and the same in float32."""
-    default, allowed = DEFAULTS[name], SAMPLING_RANGES.get(name, Range(0, 9))
-    values = (int(allowed.high) // 2, 2, 1) if isinstance(default, int) else (0.5, 1.5)
+    default, allowed = DEFAULTS[name], OPTIONS[name].allowed or Range(0, 9)
+    values = (
+        (int(allowed.high) // 2, 2, 1)
+        if isinstance(default, int)
+        else (0.5, 1.5, (allowed.low + allowed.high) / 2)
+    )
     return next(value for value in values if allowed.contains(value) and value not in (default, 0))
 
 
-ASKED: dict[str, float] = {name: asked_value(name) for name in SAMPLING_OPTIONS}
+NUMBERS = [name for name in NAMES if name in OPTIONS and type(DEFAULTS[name]) in (int, float)]
+ASKED: dict[str, float] = {name: asked_value(name) for name in NUMBERS}
 SPECIAL = {
     "logit_bias": ((4, -2.5), (9, 50.0)),
     "stop_token_ids": (3, 11),
@@ -127,9 +133,10 @@ def test_every_sampling_field_reaches_the_engine(api: str) -> None:
     assert {name: getattr(sampling, name) for name in NAMES} == EXPECTED
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(SamplingOptions)])
+@pytest.mark.parametrize("name", NUMBERS)
 def test_every_option_out_of_its_range_is_refused_by_its_name(name: str) -> None:
-    highest = SAMPLING_RANGES[name].high if name in SAMPLING_RANGES else LIMITS.max_model_len - 1
+    allowed = OPTIONS[name].allowed
+    highest = LIMITS.max_model_len - 1 if allowed is None else allowed.high
     beyond: dict[str, Any] = {name: highest + 1}
     with pytest.raises(InvalidRequestError) as caught:
         engine_sampling(GenerationOptions(**beyond))

@@ -9,7 +9,7 @@ from typing import Any, Final
 from pydantic_core import from_json
 
 from specray.errors import InvalidRequestError
-from specray.requests import Range
+from specray.request_options import Range
 from specray.serving.calls.chat_plan import Images
 from specray.serving.http.chat.parts import answer_of_parts, shows_media, text_of_parts
 from specray.serving.http.schemas import Fields

@@ -10,17 +10,16 @@ from typing import Any, Final
 from pydantic import create_model
 
 from specray.errors import InvalidRequestError
+from specray.request_options import OPTIONS
 from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.http.schemas import Fields
 from specray.serving.tools.request import MAX_TOOLS
 
+_OTHERWISE: Final = ("max_tokens", "stop", "logprobs", "prompt_logprobs", "prediction", "grammar")
+"""Options that these APIs have otherwise, or not at all."""
 _PASSED_ON: Final = (
-    *("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
-    *("min_tokens", "ignore_eos", "stop_token_ids", "bad_words", "allowed_token_ids"),
-    *("skip_special_tokens", "include_stop_str_in_output", "truncate_prompt_tokens"),
-    *("cache_salt", "priority", "timeout_s", "slo", "speculation", "return_speculation_metrics"),
-    "chat_template_kwargs",
+    *("model", "stream", "slo", "speculation", "return_speculation_metrics", "chat_template_kwargs"),
+    *(name for name, option in OPTIONS.items() if option.path == name and name not in _OTHERWISE),
 )
 """Fields of a chat that mean the same in every API here."""
 

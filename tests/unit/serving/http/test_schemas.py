@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from specray.errors import InvalidRequestError, ModelNotFoundError
+from specray.request_options import Range
 from specray.requests import GenerateRequest, SpeculationParams
 from specray.serving.calls.generate_requests import mix_seed, to_generate_requests
 from specray.serving.http.chat.schema import ChatCompletionRequest
@@ -17,7 +18,6 @@ from specray.serving.validation import (
     RANGES,
     GenerationOptions,
     Limits,
-    Range,
     check_model,
 )
 from specray.types import DraftKind, SamplingParams, Verification
@@ -199,7 +199,7 @@ def test_chat_takes_either_name_of_max_tokens() -> None:
 )
 def test_chat_logprobs(fields: dict[str, Any], expected: int | None) -> None:
     body = parse_request(ChatCompletionRequest, {"messages": [{"role": "user", "content": "a"}], **fields})
-    assert body.options().num_logprobs == expected
+    assert body.options().logprobs == expected
 
 
 def test_error_shows_no_more_than_a_little_of_a_long_value() -> None:
