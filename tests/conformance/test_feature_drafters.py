@@ -27,8 +27,6 @@ from tests.unit.engine.features.remote.served import serve, written_alone
 from tests.unit.engine.features.targets import Session, generate, make_target
 from tests.unit.engine.model.checkpoints import write_checkpoint
 
-pytestmark = pytest.mark.slow
-
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 30]
 NUM_OUTPUT = 24
 SAMPLINGS = {

@@ -41,8 +41,6 @@ from tests.unit.engine.trees.drafters import (
 )
 from tests.unit.engine.trees.random_trees import Shape, num_kept
 
-pytestmark = pytest.mark.slow
-
 PROMPT = [5, 17, 42, 8, 5, 60, 33]
 NUM_OUTPUT = 16
 GREEDY = SamplingParams(temperature=0.0, num_prompt_tokens=len(PROMPT))

@@ -26,8 +26,6 @@ from specray.tokenization import Tokenizer, load_tokenizer
 from specray.types import Grammar, GrammarKind, ItemFailed, SamplingParams, Verdict, Verification
 from tests.unit.engine.harness import Session, commit, outcomes, propose, verify, verify_item
 
-pytestmark = pytest.mark.slow
-
 CONFIG: dict[str, Any] = {
     name: {"dtype": "float32", "profile_s": 0, "max_model_len": 256, "max_num_seqs": 4, "num_threads": 1}
     for name in ("target", "draft")

@@ -92,7 +92,6 @@ def test_branches_compute_nothing_of_what_they_share() -> None:
     draft.check_integrity()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [GREEDY, COUPLED, PROCESSED, REJECTION])
 def test_full_fanout_never_misses(sampling: SamplingParams) -> None:
     draft, _ = toy_draft(table(error=2.0), max_num_batched_tokens=16)

@@ -18,8 +18,6 @@ from specray.engine.target.engine import TargetEngine
 from specray.tokenization import load_tokenizer
 from specray.types import SamplingParams, TargetReply, TokenLogprobs, Verdict, VerifyItem
 
-pytestmark = pytest.mark.slow
-
 TEXT = (
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return fibonacci(n - 1) + fibonacci(n - 2)\n" * 3
 )

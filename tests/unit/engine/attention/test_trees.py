@@ -17,8 +17,6 @@ from specray.engine.model.rotary import RotaryTables
 from specray.engine.step import CacheShape, HeadShape
 from tests.unit.engine.attention.trees import MAX_LEN, TREES, Tree, angles, expected, random_rows, tree_steps
 
-pytestmark = pytest.mark.slow
-
 SHAPE = HeadShape(6, 2, 32)
 
 
@@ -92,6 +90,7 @@ def check(
     torch.testing.assert_close(out[-1], alone.double(), atol=atol, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", [TREES[-2], TREES[5]], ids=lambda tree: tree.name)
 @pytest.mark.parametrize("path", ["sdpa", "gather", "float32", "bfloat16", "amx"])
 def test_sinks_take_weight(
@@ -122,6 +121,7 @@ def test_torch_equals_the_dense_mask(make: Callable[[], Attention], tree: Tree, 
     check(make, tree, torch.float32, block_size, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [16, 5, MAX_LEN])
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
@@ -132,6 +132,7 @@ def test_kernels_equal_the_dense_mask(
     check(lambda: kernel(dtype), tree, dtype, block_size, atol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [16, MAX_LEN])
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
 def test_amx_equals_the_dense_mask(amx: None, tree: Tree, block_size: int) -> None:

@@ -106,7 +106,6 @@ OPERATIONS = st.lists(
 )
 
 
-@pytest.mark.slow
 @settings(deadline=None, max_examples=80)
 @given(operations=OPERATIONS, num_blocks=st.integers(1, 12), block_size=st.integers(1, 7))
 def test_integrity_after_every_operation(

@@ -33,8 +33,6 @@ from tests.unit.engine.harness import (
 from tests.unit.engine.model.checkpoints import reference_greedy, reference_model, write_checkpoint
 from tests.unit.engine.trees.drafters import engine_drafter
 
-pytestmark = pytest.mark.slow
-
 GREEDY = SamplingParams(temperature=0.0, num_prompt_tokens=40)
 COUPLED = SamplingParams(seed=77, num_prompt_tokens=40)
 PROMPT = [(7 * i) % 19 + 2 for i in range(40)]
@@ -182,6 +180,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return write
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [None, 16, 24])
 @pytest.mark.parametrize(("name", "forward"), ARCHITECTURES)
 def test_models_write_the_same_with_a_warm_cache(

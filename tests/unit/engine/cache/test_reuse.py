@@ -256,7 +256,6 @@ operations = st.lists(
 )
 
 
-@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(operations, st.sampled_from([1, 5, 16, 24, 40, 128]), st.booleans())
 def test_every_token_is_computed_from_its_own_prefix(

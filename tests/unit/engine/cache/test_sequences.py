@@ -178,7 +178,6 @@ operations = st.lists(
 )
 
 
-@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(operations, st.booleans())
 def test_blocks_are_never_lost_or_shared(

@@ -29,8 +29,6 @@ from tests.unit.engine.model.checkpoints import write_checkpoint, write_tokenize
 from tests.unit.engine.trees.drafters import empty_drafter, engine_drafter
 from tests.unit.tokenization.tiny_pair import byte_level_backend, pieces_backend, write_backend
 
-pytestmark = pytest.mark.slow
-
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "profile_s": 0, "max_num_seqs": 4}
 PROMPT = "The quiet harbour\n"

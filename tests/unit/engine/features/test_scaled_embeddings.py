@@ -19,7 +19,6 @@ from tests.unit.engine.model.checkpoints import reference_model, write_checkpoin
 TOKENS = torch.tensor([5, 90, 5, 0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3", "granite"])
 def test_of_the_forward_and_read_again(name: str, tmp_path: Path) -> None:
     """Gemma's has a scale of its own; Granite scales what it gives."""

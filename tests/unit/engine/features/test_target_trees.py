@@ -28,8 +28,6 @@ from tests.unit.engine.features.reference import Flags
 from tests.unit.engine.features.targets import PROMPT, Session, generate, make_target, step
 from tests.unit.engine.model.checkpoints import reference_model
 
-pytestmark = pytest.mark.slow
-
 WEIGHTS = eagle3_weights()
 WIDE = TreeBudget.of_widths((3, 2, 2))
 PAGED = {"attention": "gather", "block_size": 16}

@@ -8,7 +8,6 @@ from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from specray.draft_tokens import DraftTokens
@@ -24,8 +23,6 @@ from tests.unit.engine.group.group_ranks import DEADLINE_S, join
 from tests.unit.engine.group.test_parallel import PROMPT, build, lead_trees, running_ranks
 from tests.unit.engine.harness import Session, commit, engine_info, target_only, verify_item
 from tests.unit.engine.model.checkpoints import reference_logits, reference_model, write_checkpoint
-
-pytestmark = pytest.mark.slow
 
 
 def serve_captured(rank: int, meeting: Queue[str], answers: Queue[Any], path: str) -> None:

@@ -43,8 +43,6 @@ from tests.unit.engine.model.zoo import GROUPED, SLIDING, Family
 from tests.unit.engine.processes import preloaded_context
 from tests.unit.engine.trees.drafters import tree_drafter
 
-pytestmark = pytest.mark.slow
-
 PROMPT = [5, 7, 9, 11, 13, 2, 4, 60, 33]
 NUM_TOKENS = 12
 NUM_TREE_TOKENS = 24

@@ -25,8 +25,6 @@ from tests.unit.engine.model.checkpoints import (
 )
 from tests.unit.engine.sampling.rows import row_group
 
-pytestmark = pytest.mark.slow
-
 MASK = 95
 PROMPT = [5, 17, 93, 40, 2, 61]
 SAMPLINGS = [

@@ -77,7 +77,6 @@ def trim_stored(source: Path, target: Path, ids: list[int], **changes: Any) -> P
     return target
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_neox"])
 @pytest.mark.parametrize("kind", ["ids.json", "ids.npy", "ids.safetensors"])
 def test_head_is_cut_to_the_ids_of_a_file(

@@ -99,7 +99,6 @@ def run_all(runner: ModelRunner, inputs: Sequence[Sequence[SequenceInput]]) -> l
     return [runner.run(step).logits for step in inputs]
 
 
-@pytest.mark.slow
 def test_every_shape_gives_again_what_the_forward_gives(runner: ModelRunner) -> None:
     expected = run_all(eager(runner), steps())
     assert isinstance(runner._forward, CpuGraphForward)

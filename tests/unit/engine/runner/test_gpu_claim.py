@@ -37,7 +37,6 @@ def engine(**options: float) -> EngineConfig:
     return EngineConfig(ray_actor_options=dict(options))
 
 
-@pytest.mark.slow
 def test_a_gpu_that_another_process_has_is_refused_by_name_until_it_ends(tmp_path: Path) -> None:
     with another_process(tmp_path, None) as pid:
         for config, said in ((engine(), "not set"), (engine(num_gpus=0.5), "0.5")):
@@ -51,7 +50,6 @@ def test_a_gpu_that_another_process_has_is_refused_by_name_until_it_ends(tmp_pat
     claim_gpu(engine(), "target", "GPU-1", directory=tmp_path)
 
 
-@pytest.mark.slow
 def test_engines_that_say_so_share_a_gpu_and_others_do_not(tmp_path: Path) -> None:
     with another_process(tmp_path, 0.2):
         claim_gpu(engine(num_gpus=0.8), "target", "GPU-1", directory=tmp_path)

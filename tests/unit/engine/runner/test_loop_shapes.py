@@ -145,7 +145,6 @@ def test_shapes_are_those_that_a_configuration_allows(
     assert {shape.num_tokens for shape in shapes if any(shape[2:])} == cut_lengths
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shape", [LoopShape(2, 5), LoopShape(2, 4, True), LoopShape(4, 3, True, True)])
 def test_a_proposal_is_copied_in_and_out_once_whatever_its_length(shape: LoopShape) -> None:
     key, settings = (9, 6, 1), (1.0, 5.0, 0.9, -np.inf) if shape.cuts else (1.0, 0.0, 1.0, -np.inf)

@@ -86,7 +86,6 @@ def test_tree_has_the_likeliest_of_all_nodes(sampling: SamplingParams, num_nodes
     draft.check_integrity()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [GREEDY, COUPLED, PROCESSED], ids=["greedy", "coupled", "processed"])
 def test_first_chain_is_what_a_chain_draws(sampling: SamplingParams) -> None:
     for length in range(3, 10):

@@ -31,8 +31,6 @@ from tests.unit.engine.features.targets import (
 )
 from tests.unit.engine.model.checkpoints import VOCAB_SIZE, reference_model
 
-pytestmark = pytest.mark.slow
-
 BLOCK = LAYOUTS["windows"]
 PAGED = {"attention": "gather", "block_size": 16}
 

@@ -18,8 +18,6 @@ from tests.unit.engine.features.mtp.checkpoints import FAMILIES, Weights, Writte
 from tests.unit.engine.features.targets import PROMPT, Session, generate, step, watch
 from tests.unit.engine.model.checkpoints import reference_greedy, reference_model
 
-pytestmark = pytest.mark.slow
-
 K = 3
 
 

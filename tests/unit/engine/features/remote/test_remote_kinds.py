@@ -35,8 +35,6 @@ from tests.unit.engine.features.remote.pairs import RemoteSession, make_pair, pa
 from tests.unit.engine.features.targets import GREEDY, LONG, PROMPT, Session, generate, make_target, step
 from tests.unit.engine.model.checkpoints import write_checkpoint
 
-pytestmark = pytest.mark.slow
-
 K = 3
 COUPLED = SamplingParams(temperature=30.0, seed=11, num_prompt_tokens=len(PROMPT))
 REJECTION = SamplingParams(

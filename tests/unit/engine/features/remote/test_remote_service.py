@@ -17,8 +17,6 @@ from tests.unit.engine.features.remote.served import K, TimedDraft, TimedTarget,
 from tests.unit.engine.features.targets import make_target
 from tests.unit.router.harness import router_config, run, serving
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def eagle(tmp_path_factory: pytest.TempPathFactory) -> Path:

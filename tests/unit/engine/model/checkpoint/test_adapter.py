@@ -132,7 +132,6 @@ def test_names_of_a_model_without_its_head(tmp_path: Path, llama: Path) -> None:
     torch.testing.assert_close(found, merged[f"{QUERY}.weight"], atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "modules"),
     [

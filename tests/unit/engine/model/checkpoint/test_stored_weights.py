@@ -175,7 +175,6 @@ def refused(path: Path, **options: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "values", "named"),
     [
@@ -253,13 +252,11 @@ def test_a_tensor_that_the_configuration_speaks_of(
         source(checkpoint)
 
 
-@pytest.mark.slow
 def test_forward_hf_reads_no_quantised_weights(checkpoint: Path) -> None:
     quantise_checkpoint(checkpoint, LAYOUTS["fp8-blocks"])
     assert "is quantised ('fp8'), which only forward decoder reads" in refused(checkpoint, forward="hf")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "tensors", "named"),
     [

@@ -16,8 +16,6 @@ from specray.errors import ConfigError
 from tests.unit.engine.model.checkpoints import family_config
 from tests.unit.engine.model.zoo import FAMILIES
 
-pytestmark = pytest.mark.slow
-
 
 def no_rule(softcap: float | None, sinks: torch.Tensor | None) -> None:
     """Scores become weights by a softmax alone."""

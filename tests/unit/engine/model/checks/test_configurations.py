@@ -17,8 +17,6 @@ from specray.errors import ConfigError
 from tests.unit.engine.model.checkpoints import write_family
 from tests.unit.engine.model.zoo import FAMILIES
 
-pytestmark = pytest.mark.slow
-
 MAX_MODEL_LEN = 128
 
 

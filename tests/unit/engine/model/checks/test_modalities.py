@@ -53,7 +53,6 @@ MISTRAL = {
 QWEN = {"model.": "model.language_model.", "visual.": "model.visual."}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "published", "newer"),
     [
@@ -81,7 +80,6 @@ def test_names_of_both_layouts_are_read_and_only_the_language_model_stays(
     assert [name for name, _ in forward.model.base_model.named_children()] == ["language_model"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "model_type"),
     [
@@ -100,7 +98,6 @@ def test_several_ranks_are_refused_before_weights_load(name: str, model_type: st
         describe(ModelArgs(str(tmp_path), tensor_parallel_size=2))
 
 
-@pytest.mark.slow
 def test_weights_of_the_language_model_that_are_missing_are_named(tmp_path: Path) -> None:
     write_family(tmp_path, FAMILIES["qwen2_5_vl"])
     path = tmp_path / "model.safetensors"

@@ -74,7 +74,6 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     return {**PLAIN, "num_hidden_layers": num_layers, **values, **draw(ropes())}
 
 
-@pytest.mark.slow
 @given(configs())
 @FEW
 def test_every_field_is_read_as_the_library_reads_it(directory: Path, values: dict[str, Any]) -> None:

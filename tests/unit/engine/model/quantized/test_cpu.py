@@ -140,7 +140,6 @@ def pair(tmp_path: Path, quantization: str) -> Config:
     return parse_config({"target": settings(target, **formats), "draft": settings(draft, **formats)})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_speculation_changes_no_token(tmp_path: Path, quantization: str) -> None:
     """Greedy and seeded, in float32, with a draft of other weights and with the target's own."""
@@ -165,7 +164,6 @@ def test_speculation_changes_no_token(tmp_path: Path, quantization: str) -> None
     assert outputs[0.0] != outputs[1.0] and len(set(outputs[1.0])) > 10
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_graphs_give_what_the_forward_gives(tmp_path: Path, dtype: str) -> None:
     path = write_checkpoint(tmp_path, "llama", intermediate_size=64, hidden_size=64)

@@ -25,7 +25,6 @@ def samplers(vocab_size: int, support: int = 64) -> tuple[DeviceSampler, CpuSamp
     return DeviceSampler(TorchKernels(), support), CpuSampler(vocab_size, support)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 def test_verdicts_are_those_of_a_cpu(vocab_size: int) -> None:
     device, cpu = samplers(vocab_size)
@@ -36,7 +35,6 @@ def test_verdicts_are_those_of_a_cpu(vocab_size: int) -> None:
         assert torch.equal(logits, before)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 def test_draft_tokens_are_those_of_a_cpu(vocab_size: int) -> None:
     device, cpu = samplers(vocab_size, support=20)
@@ -62,7 +60,6 @@ def test_leads_are_zero_unless_asked_for() -> None:
     assert {token.logprob for token in device.draw(random_logits(rng, 6, 30), groups)} == {0.0}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 def test_ranked_tokens_are_those_of_a_cpu(vocab_size: int) -> None:
     device, cpu = samplers(vocab_size)
@@ -83,7 +80,6 @@ def test_ranked_tokens_are_those_of_a_cpu(vocab_size: int) -> None:
             assert row.excluded_logprob == pytest.approx(other.excluded_logprob, abs=1e-4)
 
 
-@pytest.mark.slow
 def test_a_sequence_does_not_depend_on_those_beside_it() -> None:
     device, _ = samplers(40)
     for seed in range(20):

@@ -91,7 +91,6 @@ def test_rank(name: str) -> None:
     ]
 
 
-@pytest.mark.slow
 def test_mixed_rules_and_a_grammar() -> None:
     masks = np.full((4, VOCAB_SIZE // 32), 0x0F0F0F0F, np.int32)
     groups = [groups_of(sampling, DRAFTS)[0] for sampling in SAMPLINGS.values()]
