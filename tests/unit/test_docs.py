@@ -378,3 +378,13 @@ def test_readme_links_every_page() -> None:
     assert set(DOCS.glob("*.md")) <= linked
     results = {(DOCS / "results" / link).resolve() for link in links_of(DOCS / "results" / "README.md")}
     assert set((DOCS / "results").glob("*.md")) - {DOCS / "results" / "README.md"} <= results
+
+
+def test_the_recipes_of_contributing_name_files_that_exist() -> None:
+    text = (DOCS / "contributing.md").read_text(encoding="utf-8")
+    named = {name for name in re.findall(r"`([\w./-]+)`", text) if "/" in name and not name.startswith(".")}
+    assert len(named) > 60
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+    headings = re.findall(r"^### (.+)$", text, re.M)
+    for name in ("option", "drafter", "family", "format", "kernel", "metric", "fault", "measurement"):
+        assert any(name in heading for heading in headings), name
