@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from specray.serving.process_end import end_without_destructors
+from specray.serving.own_ray.ends import end_without_destructors
 
 # No test fetches a model: pip finds nothing but what a test offers it.
 os.environ |= {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}

@@ -89,7 +89,6 @@ def _draft_deployment(config: Config) -> serve.Deployment:
 
 
 def _draft_placement(config: Config) -> dict[str, Any]:
-    """Returns the options of the Draft deployment for a replica's place and resources."""
     if config.draft.tensor_parallel_size == 1:
         own = {key: amount for key, amount in actor_options(rank_bundle(config.draft)).items() if amount}
         return {"ray_actor_options": {**own, **config.draft.ray_actor_options}}

@@ -204,7 +204,6 @@ async def _merge(streams: Sequence[AsyncIterator[Delta]]) -> AsyncIterator[Delta
 
 
 async def _pump(source: AsyncIterator[Delta], queue: asyncio.Queue[Delta | Exception | None]) -> None:
-    """Moves a stream into the queue, and then None or the exception that ended it."""
     end: Exception | None = None
     try:
         async for delta in source:

@@ -114,7 +114,6 @@ class IngressReplica:
         return self._config.ingress.num_replicas > 1
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """Builds the application; Serve calls it once."""
         return build_http_app(
             client=self._admission,
             tokenizer=self._tokenizer,
@@ -145,15 +144,12 @@ class IngressReplica:
         return await self._live.take(values)
 
     async def served(self) -> Served:
-        """Returns the configuration in force, for ``specray reload``."""
         return Served(self._now.now.model_dump(mode="json"), self._store, self._deployments)
 
     async def named_ends(self) -> str:
-        """Returns the tokens that end an output, for the start of ``specray serve``."""
         return self._tokenizer.named_ends() or "no token"
 
     async def metrics_text(self) -> str:
-        """Returns this replica's metrics, with its labels."""
         return with_labels(self._observer.metrics.text())
 
     @asynccontextmanager
@@ -267,5 +263,4 @@ class _Servers:
             await starter(stack)
 
     async def stop(self) -> None:
-        """Stops what has started."""
         await asyncio.gather(*(stack.aclose() for stack in self._stacks))

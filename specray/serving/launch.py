@@ -21,13 +21,11 @@ from typing import Any, Final
 from specray.config import EMBEDDED, Config
 from specray.environment import apply_ray_environment, external_ray_address
 from specray.errors import ConfigError
-from specray.serving.own_ray.children import children, end_children
-from specray.serving.own_ray.nodes import lean_head, one_agent
+from specray.serving.own_ray.ends import children, end_children, end_without_destructors
+from specray.serving.own_ray.nodes import check_room, lean_head, one_agent
 from specray.serving.own_ray.notes import noted
-from specray.serving.own_ray.room import check_room
 from specray.serving.own_ray.watch import ray_parts, serve_parts, watched, within
 from specray.serving.ports import claimed
-from specray.serving.process_end import end_without_destructors
 from specray.tokenization.files import has_chat_template
 
 APP_NAME = "specray"
@@ -70,7 +68,6 @@ def run_service(config: Config) -> int:
 
 
 def end_time_s(config: Config) -> float:
-    """Returns the seconds that an orderly end may take, with requests that are finished first."""
     return config.router.drain_timeout_s + END_MARGIN_S
 
 
@@ -179,7 +176,6 @@ def check_ports_are_free(config: Config) -> None:
 
 
 def _ports(config: Config) -> list[tuple[str, str, int]]:
-    """Returns field, host and port of every endpoint."""
     http, grpc = config.http, config.grpc
     return [
         ("http.port", http.host, http.port),
@@ -284,7 +280,6 @@ def _handlers() -> dict[int, Any]:
 
 
 def _restore(handlers: dict[int, Any]) -> None:
-    """Undoes what ``ray.init`` does: its SIGTERM handler prints a stack and exits with 15."""
     if threading.current_thread() is threading.main_thread():
         for number, handler in handlers.items():
             if handler is not None:
@@ -381,7 +376,6 @@ def _named_ends() -> str:
 
 
 def _example(config: Config) -> tuple[str, str]:
-    """Path and body of a call to try: a question where the model chats, else code to go on with."""
     request: dict[str, object] = {"model": config.model_name}
     if config.target.model != EMBEDDED and has_chat_template(config.target.model):
         question = {"role": "user", "content": "What is the capital of France?"}

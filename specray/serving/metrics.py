@@ -50,11 +50,9 @@ class IngressMetrics:
             self._in_progress.labels(protocol)
 
     def text(self) -> str:
-        """Returns all metrics in Prometheus text format."""
         return registry_text(self.registry)
 
     def begin(self, protocol: str) -> None:
-        """Counts a call that arrived."""
         self._in_progress.labels(protocol).inc()
 
     def end(self, protocol: str, name: str, code: str, seconds: float, first_s: float | None) -> None:
@@ -66,5 +64,4 @@ class IngressMetrics:
             self._first_seconds.labels(protocol, name).observe(first_s)
 
     def value(self, name: str, labels: Sequence[tuple[str, str]] = ()) -> float:
-        """Returns one sample by its exposed name; 0 if it has not been counted yet."""
         return self.registry.get_sample_value(name, dict(labels)) or 0.0

@@ -96,7 +96,6 @@ class CallRecord:
         return [replace(request, traceparent=traceparent) for request in requests]
 
     def observe(self, delta: Delta) -> None:
-        """Records what one choice has gained."""
         self.num_output_tokens += len(delta.token_ids)
         if self.is_stream and self.first_s is None:
             self.first_s = self.now()
@@ -114,13 +113,11 @@ class CallRecord:
             self.num_accepted_tokens += delta.stats.num_accepted_draft_tokens
 
     def failed(self, error: Exception) -> None:
-        """Records the error that ends the call."""
         self.error = problem_code(error)
         self.is_server_error = problem_status(error) >= _SERVER_ERROR
 
     @property
     def trace_id(self) -> str | None:
-        """Id of the trace that has the call's spans; None: it is not traced."""
         traceparent = "" if self.span is None else self.span.traceparent
         return traceparent.split("-")[1] if traceparent else None
 
@@ -131,7 +128,6 @@ class CallRecord:
 
     @property
     def finish_reason(self) -> str | None:
-        """Finish reasons of all choices as one word; None: the call generates nothing."""
         if not self.num_choices:
             return None
         if self.error is not None:
@@ -165,7 +161,6 @@ class CallObserver:
         self._now = now
 
     def configure(self, config: LoggingConfig) -> None:
-        """Logs calls, or does not, from now on."""
         self._logs_requests = config.requests
 
     def begin(
@@ -232,7 +227,6 @@ def _attributes(record: CallRecord, code: str, seconds: float, error: str | None
 
 
 def _fields(record: CallRecord, code: str, seconds: float) -> dict[str, object]:
-    """Returns the fields of the log line; the formatters leave out those that are None."""
     fields: dict[str, object] = {
         "request_id": record.request_id,
         "client_request_id": record.client_request_id,

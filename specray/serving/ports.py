@@ -58,7 +58,6 @@ def claimed(field: str, host: str, port: int, *, service: str) -> Iterator[None]
 
 
 def _others(port: int, address: str, service: str) -> list[str]:
-    """Returns the ids of other services that have claimed the port, on an address that overlaps."""
     found = []
     for line in Path("/proc/net/unix").read_text("utf-8", "replace").splitlines():
         with suppress(ValueError):

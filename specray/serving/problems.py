@@ -69,7 +69,6 @@ _PROBLEMS: Final = (
 
 
 def problem_status(error: Exception) -> int:
-    """Returns the HTTP status of an exception."""
     return _problem(error).status
 
 
@@ -83,7 +82,6 @@ def problem_body(error: Exception) -> dict[str, Any]:
 
 
 def problem_code(error: Exception) -> str:
-    """Returns the exception's code, one word, as in the answer's body."""
     return _problem(error).code
 
 
@@ -118,13 +116,11 @@ def problem_response(error: Exception, scope: Scope, *, request_id: str | None =
 
 
 def log_problem(error: Exception, *, request_id: str | None = None) -> None:
-    """Logs an unexpected exception."""
     if problem_status(error) == 500:
         logger.error("request failed", exc_info=error, extra={"request_id": request_id})
 
 
 def is_anthropic_path(path: str) -> bool:
-    """True for the paths of Anthropic's API."""
     return path == _MESSAGES_PATH or path.startswith(f"{_MESSAGES_PATH}/")
 
 

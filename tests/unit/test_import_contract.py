@@ -99,7 +99,6 @@ FLOORS: dict[str, list[list[str]]] = {
             "metrics",
             "readiness",
             "ports",
-            "process_end",
             "gc_schedule",
             "own_ray",
         ],

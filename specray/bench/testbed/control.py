@@ -60,7 +60,7 @@ def _cluster() -> Iterator[dict[str, Handler]]:
     """Starts a head node and one node for the draft, as processes that share this machine's address."""
     from ray.cluster_utils import Cluster
 
-    from specray.serving.own_ray.children import children, end_children
+    from specray.serving.own_ray.ends import children, end_children
     from specray.serving.own_ray.nodes import lean_head, one_agent
 
     # Ray takes 127.0.0.1 for the machine's own address when it joins; so these nodes are there.

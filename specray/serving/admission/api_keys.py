@@ -25,7 +25,6 @@ _RETRY_AFTER_S: Final = 1.0
 
 
 def new_key() -> str:
-    """Makes a key from 256 random bits."""
     return KEY_PREFIX + secrets.token_urlsafe(_KEY_BYTES)
 
 
@@ -52,22 +51,18 @@ class Caller:
 
     @property
     def name(self) -> str | None:
-        """Name of the key; None: there is none."""
         return None if self._key is None else self._key.name
 
     @property
     def num_requests(self) -> int:
-        """Number of requests under way; each prompt and choice of a call is one."""
         return self._num_requests
 
     @property
     def num_queued_tokens(self) -> int:
-        """Prompt tokens of requests that have no output token yet."""
         return self._num_queued_tokens
 
     @property
     def can_observe(self) -> bool:
-        """True if the caller may read /metrics and /debug/trace."""
         return self._key is None or self._key.can_observe
 
     def tenant_of(self, request: GenerateRequest) -> str:
@@ -141,7 +136,6 @@ class Holding:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt tokens of its requests that have no output token yet."""
         return sum(self._waiting.values())
 
     def claim(self, num_tokens: Sequence[int]) -> None:
@@ -198,7 +192,6 @@ class Keyring:
         return bool(self._callers)
 
     def is_open(self, path: str) -> bool:
-        """True if the HTTP path is answered without a key."""
         return not self.asks_for_key or path in self._open_paths
 
     def identify(self, authorization: Sequence[str]) -> Caller:

@@ -68,7 +68,6 @@ class RouterCapacity:
         self._refusals: dict[str, _Refusal] = {}
 
     def set_max_requests(self, max_requests: int) -> None:
-        """All routers together hold so many requests from now on."""
         self._max_requests = max_requests
 
     @property
@@ -78,7 +77,6 @@ class RouterCapacity:
 
     @property
     def may_refuse(self) -> bool:
-        """True if a request might be refused."""
         return bool(self._refusals) or self._num_requests + self.limiter.num_calls >= self._max_requests
 
     def check(self, tenant: str, priority: int) -> None:
@@ -182,7 +180,6 @@ class Admission:
 
 
 def max_requests(config: Config) -> int:
-    """Returns how many requests all routers of a service hold at most, running and waiting."""
     router = config.router
     num_routers = router.num_replicas if router.autoscaling is None else router.autoscaling.max_replicas
     return num_routers * (config.target.max_num_seqs + router.max_queued_requests)

@@ -83,7 +83,6 @@ class FairPool:
 
     @property
     def num_waiting(self) -> int:
-        """Works that wait for a thread."""
         return len(self._queue)
 
     async def run(

@@ -51,11 +51,9 @@ class CallLimiter:
         return slot
 
     def free_place(self) -> None:
-        """Lets the next call in."""
         self._places.release()
 
     def leave(self) -> None:
-        """The call is not prepared any longer."""
         self.num_calls -= 1
 
 
@@ -67,7 +65,6 @@ class CallSlot:
         self._has_place = has_place
 
     def is_held_at(self, limiter: CallLimiter) -> bool:
-        """True if the slot is held at this limiter."""
         return self._limiter is limiter
 
     def step_aside(self) -> None:

@@ -50,7 +50,6 @@ class Places:
 
     @property
     def num_arriving(self) -> int:
-        """Calls whose bodies come."""
         return sum(map(len, self._arriving.values()))
 
     def arrive(self, caller: Caller, *, arrived_s: float | None = None) -> Place:
@@ -83,7 +82,6 @@ class Places:
             pass
 
     def give_back(self, num_bytes: int) -> None:
-        """The bytes are not held any longer."""
         self._num_bytes -= num_bytes
         assert self._num_bytes >= 0
 
@@ -134,7 +132,6 @@ class Place:
 
     @property
     def turn(self) -> Turn:
-        """For whom the call's texts are worked on, and until when."""
         return Turn(self.caller.standing("", 0)[0], self.deadline_s)
 
     @property
@@ -151,7 +148,6 @@ class Place:
 
     @asynccontextmanager
     async def in_time(self) -> AsyncIterator[None]:
-        """Raises DeadlineExceededError if the block takes until the deadline."""
         try:
             async with asyncio.timeout_at(self.deadline_s) as timeout:
                 yield
@@ -192,7 +188,6 @@ class Place:
         self._check_displaced()
 
     def begin(self) -> None:
-        """The body is there. Raises OverloadedError: too many calls are answered."""
         self._places.begin(self)
         self._is_answered = True
 
@@ -202,14 +197,12 @@ class Place:
         self._places.give_back(num_bytes)
 
     def displace(self) -> None:
-        """Gives the call's room to another one."""
         self._is_displaced = True
         self.release_body()
         if self._waiting is not None:
             self._waiting.reschedule(asyncio.get_running_loop().time())
 
     def leave(self) -> None:
-        """The call has ended. Idempotent."""
         self._places.forget(self)
         self.release_body()
         self.quota.close()

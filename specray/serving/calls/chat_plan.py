@@ -42,8 +42,7 @@ class Conversation(Protocol):
 
     def tool_use(self) -> ToolUse | None: ...
 
-    def chat(self, images: Images) -> list[ChatMessage]:
-        """Returns the messages."""
+    def chat(self, images: Images) -> list[ChatMessage]: ...
 
     def template_variables(self) -> dict[str, Any]: ...
 
@@ -90,8 +89,6 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """The prompt of one chat."""
-
     token_ids: tuple[int, ...]
     use: ToolUse | None
     """None: no tools are shown."""
@@ -258,7 +255,6 @@ class ChatPlanner:
 
 
 def _begins_in_reasoning(text: str, messages: Sequence[ChatMessage], chat: ChatOptions) -> bool:
-    """Whether the prompt ends in reasoning: opened by the template, or by the message that goes on."""
     if not chat.continues_final_message:
         return text.rstrip().endswith(REASONING_OPEN)
     final = messages[-1].content or ""

@@ -110,7 +110,6 @@ class GrammarChecker:
     async def _answer(
         self, result: ResultT | InvalidRequestError, work_s: float, field: str, turn: Turn
     ) -> ResultT:
-        """Returns the result, or raises the refusal when its time has come."""
         if isinstance(result, InvalidRequestError):
             if (result.field or "").startswith(field):
                 await asyncio.sleep(self._pace(turn.tenant).hold_s(work_s))
@@ -138,7 +137,6 @@ class GrammarChecker:
 
 
 def _timed(work: Callable[[], ResultT]) -> tuple[ResultT | InvalidRequestError, float]:
-    """Returns what ``work`` returns, or why it refuses, and the processor seconds that this took."""
     started_s = time.thread_time()
     try:
         result: ResultT | InvalidRequestError = work()

@@ -42,7 +42,6 @@ class ServiceLimits:
         return min(most, _OTHER_BYTES + self._info.max_model_len * _BYTES_PER_TOKEN)
 
     async def get(self) -> Limits:
-        """Returns the limits. Raises EngineLostError if the router does not answer in time."""
         info = self._info or await self.info()
         config = self._config.now
         return Limits(

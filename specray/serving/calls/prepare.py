@@ -46,8 +46,6 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a call asks for."""
-
     model: str | None
     prompts: Sequence[Prompt] | Conversation
     """Texts or token ids, or one conversation."""
@@ -148,18 +146,15 @@ class CallPreparer:
         return PreparedCall(requests, prompts, options, limits, reading, remaining_s + DEADLINE_MARGIN_S)
 
     async def options(self, asked: Asked, place: Place) -> GenerationOptions:
-        """Returns a call's options, not yet checked. Raises InvalidRequestError, OverloadedError."""
         if asked.grammar_field is None:
             return asked.options()
         step_aside()
         return await self._grammars.read(asked.options, field=asked.grammar_field, turn=place.turn)
 
     async def chat_tokens(self, body: Conversation, place: Place) -> tuple[int, ...]:
-        """Returns the token ids of a conversation, however long it is. Raises what ``prepare`` raises."""
         return (await self._planner.prompt(body, place)).token_ids
 
     async def _admitted(self, asked: Asked, limits: Limits, place: Place) -> GenerationOptions:
-        """Returns the checked options of a call that can be served now: all else costs more."""
         options = self._defaults.apply(await self.options(asked, place))
         check_options(options, limits)
         self._admission.capacity.check(*place.caller.standing(options.tenant, options.priority or 0))

@@ -37,9 +37,13 @@ from specray.serving.http.openai_api import LEFT_OUT_HEADER, Call, OpenAiApi
 from specray.serving.http.responses_api.calls import responses_call
 from specray.serving.http.routes.absent import add_absent_routes
 from specray.serving.http.routes.lab_page import add_lab_routes, has_lab
-from specray.serving.http.routes.models import add_model_routes
 from specray.serving.http.routes.openapi import add_openapi_routes
-from specray.serving.http.routes.service import TextSource, add_observer_routes, add_service_routes
+from specray.serving.http.routes.service import (
+    TextSource,
+    add_model_routes,
+    add_observer_routes,
+    add_service_routes,
+)
 from specray.serving.http.routes.tokens import add_token_routes
 from specray.serving.observe import CallObserver, CallRecord
 from specray.serving.problems import HttpError, problem_response
@@ -136,8 +140,6 @@ def build_http_app(
 
 
 class _Follower:
-    """Tells the parts of an application of changes of the configuration."""
-
     def __init__(
         self,
         config: Config,

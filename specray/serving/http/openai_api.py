@@ -100,8 +100,6 @@ class OpenAiApi:
         self._now = now
 
     async def completion_call(self, arrived: Arrived, record: CallRecord) -> Call:
-        """Makes the call of a /v1/completions body. Raises what ``CallPreparer.prepare`` raises."""
-
         def read() -> tuple[CompletionRequest, list[Prompt]]:
             body = self.parse(CompletionRequest, arrived.timed_values())
             return body, body.prompts()
@@ -128,7 +126,6 @@ class OpenAiApi:
         return replace(call, hides_output=body.hides_output)
 
     async def chat_call(self, arrived: Arrived, record: CallRecord) -> Call:
-        """Makes the call of a /v1/chat/completions body. Raises what ``CallPreparer.prepare`` raises."""
         body = await self.calls.read(
             lambda: self.parse(ChatCompletionRequest, arrived.timed_values()), arrived.place
         )
@@ -168,7 +165,6 @@ class OpenAiApi:
 
     @property
     def images(self) -> Images:
-        """What becomes of images in messages."""
         return self._config.now.http.images
 
     def parse(self, schema: type[RequestT], values: object) -> RequestT:
@@ -191,7 +187,6 @@ class OpenAiApi:
         return await self.calls.chat_tokens(body, place)
 
     async def answer(self, call: Call) -> Json:
-        """Returns the whole response. Raises what the router raises."""
         outputs = await complete(
             self._admission.routers,
             call.requests,
@@ -211,7 +206,6 @@ class OpenAiApi:
         return {**body, "metrics": totals.metrics()} if call.includes_metrics else body
 
     def started(self, call: Call) -> StartedStream:
-        """Starts the stream from which the events are made."""
         deltas = stream(
             self._admission.routers,
             call.requests,

@@ -1,11 +1,11 @@
-"""Builds response bodies of the OpenAI APIs, whole and as events: what they share, and completions."""
+"""What the answers of all endpoints share, whole and as events."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 from specray.requests import SpeculationStats
 from specray.serving.generation import Delta
@@ -14,6 +14,9 @@ from specray.tokenization import Tokenizer
 from specray.types import TokenLogprobs
 
 Json = dict[str, Any]
+
+GET: Final = ["GET", "HEAD"]
+"""Methods of endpoints that only read: probes use HEAD, and the server sends no body then."""
 
 _MIN_LOGPROB = -9999.0
 """Substitute for minus infinity, which JSON does not have, as in OpenAI's API and vLLM."""
@@ -68,7 +71,6 @@ class Totals:
         }
 
     def usage(self) -> Json:
-        """Returns the usage of all choices, when these have ended."""
         cached = {"cached_tokens": sum(self.num_cached_tokens.values())}
         usage = {**self.usage_so_far(), "prompt_tokens_details": cached}
         total = sum_stats(self.stats)
@@ -84,7 +86,6 @@ class Totals:
         return usage
 
     def metrics(self) -> Json:
-        """Returns ``speculative_decoding`` with vLLM's field names."""
         total = sum_stats(self.stats)
         return {
             "speculative_decoding": {
@@ -110,29 +111,17 @@ class ResponseFormat(Protocol):
         ...
 
     @property
-    def waiting(self) -> bytes:
-        """What keeps a stream alive on which nothing happens."""
-        ...
+    def waiting(self) -> bytes: ...
 
-    def body(self, outputs: Sequence[Delta], totals: Totals) -> Json:
-        """Returns the whole response, without its metrics."""
-        ...
+    def body(self, outputs: Sequence[Delta], totals: Totals) -> Json: ...
 
-    def opening(self, num_choices: int, totals: Totals) -> Iterable[Json]:
-        """Yields the events before the first delta."""
-        ...
+    def opening(self, num_choices: int, totals: Totals) -> Iterable[Json]: ...
 
-    def events(self, delta: Delta) -> Iterable[Json]:
-        """Yields the events of one delta."""
-        ...
+    def events(self, delta: Delta) -> Iterable[Json]: ...
 
-    def closing(self, totals: Totals, *, includes_usage: bool, includes_metrics: bool) -> Iterable[Json]:
-        """Yields the events after the last delta."""
-        ...
+    def closing(self, totals: Totals, *, includes_usage: bool, includes_metrics: bool) -> Iterable[Json]: ...
 
-    def failure(self, error: Exception) -> Json:
-        """Returns the event that tells an error in a stream."""
-        ...
+    def failure(self, error: Exception) -> Json: ...
 
 
 class ChunkFormat(ABC):
@@ -142,12 +131,10 @@ class ChunkFormat(ABC):
     waiting: ClassVar[bytes] = b": waiting\n\n"
 
     @abstractmethod
-    def summary(self) -> Json:
-        """Returns the last event, without choices, which carries usage and metrics."""
+    def summary(self) -> Json: ...
 
     @abstractmethod
-    def usage(self, totals: Totals) -> Json:
-        """Returns the token counts of a call that has ended."""
+    def usage(self, totals: Totals) -> Json: ...
 
     def closing(self, totals: Totals, *, includes_usage: bool, includes_metrics: bool) -> Iterable[Json]:
         if not includes_usage and not includes_metrics:
@@ -208,5 +195,4 @@ def _by_token(tokenizer: Tokenizer, entry: TokenLogprobs) -> Json:
 
 
 def finite(logprob: float) -> float:
-    """A log probability as JSON has it."""
     return max(logprob, _MIN_LOGPROB)

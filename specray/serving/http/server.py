@@ -82,7 +82,6 @@ class HttpServer:
 
     @property
     def port(self) -> int:
-        """Port on which it listens; the real one after ``start``."""
         return self._port
 
     async def start(self) -> None:
@@ -117,7 +116,6 @@ class HttpServer:
             await asyncio.sleep(_PORT_POLL_S)
 
     def _bind(self) -> socket.socket:
-        """Raises OSError: the address is in use or not of this machine."""
         try:
             family, kind, number, _, address = socket.getaddrinfo(
                 self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -38,7 +38,6 @@ class PeerDrafterSource:
         self._address = address
 
     async def lease(self) -> Drafter:
-        """See interfaces.DrafterSource."""
         return await GrpcDrafter.connect(self._address, timeout_s=CONNECT_TIMEOUT_S)
 
 
@@ -72,7 +71,6 @@ class LocalPair:
         )
 
     async def infos(self) -> tuple[EngineInfo, EngineInfo | None]:
-        """Asks target and draft for their info. Raises EngineLostError if one cannot be reached."""
         verifier = await GrpcVerifier.connect(self.target, timeout_s=CONNECT_TIMEOUT_S)
         await verifier.close()
         if self.draft is None:
@@ -184,7 +182,6 @@ class _Worker:
         self._log = log
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Waits until the worker has printed its address. Raises if it ended, or took too long."""
         assert self._process.stdout is not None
         try:
             async with asyncio.timeout(timeout_s):
@@ -195,7 +192,6 @@ class _Worker:
             raise ConfigError(f"{self._role} worker: {_last_words(self._log.read_text('utf-8', 'replace'))}")
 
     async def end(self) -> None:
-        """Asks the worker to end, and kills it if it does not."""
         for stop in (self._process.terminate, self._process.kill):
             with contextlib.suppress(ProcessLookupError, TimeoutError):
                 if self._process.returncode is None:

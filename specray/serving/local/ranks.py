@@ -95,7 +95,6 @@ def follow(config: Config, role: RoleName, rank: int, meeting: str) -> None:
 
 
 def sharing_cores(config: Config, role: RoleName) -> Config:
-    """Divides this machine's cores among the group's ranks, unless the configuration says otherwise."""
     engine = engine_config(config, role)
     if engine.num_threads is not None or choose_device(engine).type != "cpu":
         return config
@@ -157,7 +156,6 @@ class _Followers:
         self._wait()
 
     def _wait(self) -> None:
-        """Waits for all of them, for at most ``_END_TIMEOUT_S`` in all."""
         end_s = time.monotonic() + _END_TIMEOUT_S
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):

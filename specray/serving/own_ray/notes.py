@@ -110,7 +110,6 @@ def _host() -> str:
 
 
 def _directories() -> list[Path]:
-    """Where notes may be, the usual place first."""
     places = [Path(tempfile.gettempdir()) / f"specray-{os.getuid()}"]
     with suppress(ConfigError):
         places.append(cache_directory() / "services")
@@ -128,7 +127,6 @@ def _problem(directory: Path) -> str | None:
 
 
 def _write(directory: Path, note: Note, problems: list[str]) -> Path | None:
-    """Writes a note; None: the directory cannot be used, and ``problems`` says why."""
     path = directory / f"{_host()}-{note.pid}.json"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -67,12 +67,10 @@ class Silence:
         self._seen = 0
 
     def answered(self) -> None:
-        """Records an answer."""
         self._answers += 1
         self._is_gone = False
 
     def failed(self, error: Exception) -> None:
-        """Records an error instead of an answer."""
         self._is_gone = isinstance(error, (ConnectionRefusedError, FileNotFoundError))
 
     def tick(self, seconds: float) -> str | None:

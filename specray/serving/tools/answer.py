@@ -30,8 +30,6 @@ REASONING_CLOSE: Final = "</think>"
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """What one call of an answer has gained; all of it where neither part is missing."""
-
     index: int
     """Place of the call in its answer."""
     call_id: str
@@ -45,8 +43,6 @@ class CallDelta:
 
 @dataclass(frozen=True, slots=True)
 class AnswerDelta:
-    """What an answer has gained."""
-
     content: str = ""
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
@@ -63,12 +59,15 @@ class AnswerDelta:
 
 
 @dataclass(slots=True)
-class _Gained:
-    """What one piece of text has brought."""
+class Gained:
+    """Collects what an answer gains."""
 
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[CallDelta] = field(default_factory=list)
+
+    def delta(self) -> AnswerDelta:
+        return AnswerDelta("".join(self.content), "".join(self.reasoning), tuple(self.calls))
 
 
 class AnswerParser:
@@ -117,11 +116,10 @@ class AnswerParser:
         self._has_ended = False
         self._content = _Trimmed()
         self._reasoning = _Trimmed(trims_start=reads_reasoning)
-        self._gained = _Gained()
+        self._gained = Gained()
 
     @property
     def num_calls(self) -> int:
-        """Calls read so far."""
         return self._num_calls
 
     @property
@@ -131,16 +129,13 @@ class AnswerParser:
 
     @property
     def is_apart(self) -> bool:
-        """Whether what comes next is no part of the text."""
         return self.is_reasoning
 
     def push(self, text: str, token_id: int | None = None) -> AnswerDelta:
-        """What more text brings; text that may begin a marker is held back."""
         self._text += text
         return self._read()
 
     def finish(self) -> AnswerDelta:
-        """What was held back."""
         self._has_ended = True
         self._read_all()
         if not self._num_calls:
@@ -149,8 +144,8 @@ class AnswerParser:
 
     def _read(self) -> AnswerDelta:
         self._read_all()
-        gained, self._gained = self._gained, _Gained()
-        return AnswerDelta("".join(gained.content), "".join(gained.reasoning), tuple(gained.calls))
+        gained, self._gained = self._gained, Gained()
+        return gained.delta()
 
     def _read_all(self) -> None:
         reads_on = True
@@ -183,7 +178,6 @@ class AnswerParser:
         return True
 
     def _add(self, text: str) -> None:
-        """Adds text outside of calls."""
         self._at_start = self._at_start and (self._in_reasoning or not text.strip())
         if self._in_reasoning:
             self._gained.reasoning.append(self._reasoning.push(text))
@@ -219,7 +213,6 @@ class AnswerParser:
         return True
 
     def _give_back(self, length: int) -> None:
-        """Takes for text what was taken for a call."""
         self._add(self._text[:length])
         self._text = self._text[length:]
 
@@ -253,8 +246,6 @@ class AnswerParser:
 
 @dataclass(slots=True)
 class _OpenCall:
-    """A call that is read."""
-
     call_id: str
     is_wanted: bool
     """It is not one too many."""
@@ -290,7 +281,6 @@ class _Trimmed:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """What can be told now; whitespace waits for what follows."""
         if self.trims_start:
             text = text.lstrip()
             self.trims_start = not text
@@ -302,7 +292,6 @@ class _Trimmed:
         return told
 
     def finish(self) -> str:
-        """The whitespace that was held back."""
         told, self._held = self._held, ""
         return told
 

@@ -177,7 +177,6 @@ def text_rules(text: Grammar) -> list[str] | None:
 
 
 def _reasoning(token_id: TokenId, *, begins_in_reasoning: bool) -> list[str]:
-    """Rules of ``think``."""
     if token_id(REASONING_CLOSE) is not None:
         text = rf"THOUGHT {_text(REASONING_CLOSE, token_id)} {_SPACE}"
         rules = [r"THOUGHT: /(.|\n)*/"]
@@ -190,7 +189,6 @@ def _reasoning(token_id: TokenId, *, begins_in_reasoning: bool) -> list[str]:
 
 
 def _text(value: str, token_id: TokenId) -> str:
-    """A text as Lark has it, markers that are tokens of their own as such."""
     return " ".join(
         json.dumps(part) if (marker_id := token_id(part)) is None else f"<[{marker_id}]>"
         for part in _MARKER.split(value)
@@ -209,7 +207,6 @@ class _Lark:
         self._marks_each = bool(first) and not tool_format.begin
 
     def required(self, calls: str, think: Sequence[str]) -> Iterator[str]:
-        """An answer that is calls, perhaps after reasoning."""
         yield f"start: {'think ' if think else ''}{self._text(self._marker)} {calls}"
         yield from think
 
@@ -236,14 +233,12 @@ class _Lark:
             yield f"tagged: marked {calls}"
 
     def calls(self, several: bool) -> str:
-        """What follows the first marker."""
         begin = "" if self._marks_each else self._format.begin[len(self._marker) :]
         again = self._text(self._format.between + (self._marker if self._marks_each else ""))
         more = f" ({again} call)*" if several else ""
         return f"{self._text(begin)} call{more} {self._text(self._format.end)}".strip()
 
     def call(self, index: int, tool: Tool) -> Iterator[str]:
-        """The rules of one tool's calls, without a marker that stands apart."""
         before = self._format.before_name[len(self._marker) if self._marks_each else 0 :]
         head = self._text(before + tool.name + self._format.after_name)
         tail = self._text(self._format.after)

@@ -65,7 +65,6 @@ class ToolFormat:
 
 
 def _json(*forms: JsonForm) -> MakeReader:
-    """What reads calls of any of these forms."""
     form = forms[0] if len(forms) == 1 else either(*forms)
     return lambda schemas, allowed: JsonCalls(form, allowed)
 

@@ -223,7 +223,6 @@ class JsonCalls(CallReader):
         return ""
 
     def _skip(self) -> str:
-        """Reads to the end of the call's object, if it has one."""
         length, _ = self._json.push(self.rest)
         self._take(length)
         if self._json.is_broken or self._json.is_whole:

@@ -49,7 +49,6 @@ class JsonText:
 
     @property
     def depth(self) -> int:
-        """Brackets that are open."""
         return len(self._open)
 
     def push(self, text: str, *, down_to: int = 0) -> tuple[int, str]:
@@ -112,7 +111,6 @@ class JsonText:
         return self._tell("\\" + escaped) if escaped in '"\\/bfnrt' else self._tell("\\\\", 1)
 
     def _read(self, text: str, place: int) -> int:
-        """Reads on between strings."""
         if space := _SPACE.match(text, place):
             return self._tell(space[0])
         char = text[place]
@@ -143,7 +141,6 @@ class JsonText:
         return self._tell(char)
 
     def _read_comma(self, text: str, place: int) -> int:
-        """Reads a comma, which is dropped where a closing bracket follows."""
         found = _COMMA.match(text, place)
         gap = found.end() - place if found else len(text) - place
         if text[place] != "," or gap > MAX_GAP_LEN:
@@ -157,7 +154,6 @@ class JsonText:
         return self._tell(found[0])
 
     def _read_word(self, text: str, place: int) -> int:
-        """Reads a number or a literal."""
         word = _WORD.match(text, place)
         if word is None or len(word[0]) > MAX_GAP_LEN:
             return self._break()

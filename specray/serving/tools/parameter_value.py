@@ -39,11 +39,9 @@ class ParameterSchema:
 
     @property
     def is_nullable_text(self) -> bool:
-        """The same, with the exception of ``null``."""
         return self._kinds == {"string", "null"}
 
     def has_key(self, key: str) -> bool:
-        """Whether the tool has a parameter of this name."""
         return any(True for _ in self._properties(self._root, key, set()))
 
     def json(self, text: str) -> str:
@@ -54,7 +52,6 @@ class ParameterSchema:
         return text.strip() if value is literal and _NUMBER.fullmatch(text.strip()) else json_of(value)
 
     def _value(self, text: str, literal: object) -> object:
-        """The first reading of a text that the schema accepts."""
         if not isinstance(literal, str) and self._takes(literal):
             return literal
         if literal is not _NONE and self._kinds == _KINDS:
@@ -74,7 +71,6 @@ class ParameterSchema:
         return value is not _NONE and self._accepts(self._schema, value, {})
 
     def _properties(self, schema: object, key: str, seen: set[int]) -> Iterator[object]:
-        """The schemas of a key, wherever a schema of an object has it."""
         schema = self._resolved(schema)
         if not isinstance(schema, Mapping) or id(schema) in seen:
             return

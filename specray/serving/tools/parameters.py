@@ -95,7 +95,6 @@ class ParameterRules:
             self.names.append(f"arg_{index}_any*")
 
     def _properties(self, whole: Schema, required: set[str]) -> dict[str, Any]:
-        """The schemas of all arguments; adds to those that are required."""
         properties = dict(whole.get("properties") or {})
         for key in ("allOf", *_CHOICES):
             parts = whole.get(key)
@@ -145,7 +144,6 @@ class ParameterRules:
         return "" if "" in terms else f"(({' | '.join(terms)}) & {self._not_end})"
 
     def _branches(self, schema: object, depth: int) -> Iterator[Schema]:
-        """The schemas, one of which a value is of; an empty one for what is not looked into."""
         node = self._followed(schema)
         choices = [key for key in _CHOICES if isinstance(node.get(key), list)]
         if not choices:
@@ -230,7 +228,6 @@ def _search(pattern: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """A text as a part of a regular expression between slashes."""
     return slashed(re.escape(text).replace("\\\n", "\n"))
 
 

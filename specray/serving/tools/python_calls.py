@@ -47,8 +47,6 @@ _SHORT: Final = {
 
 
 class PythonCalls(CallReader):
-    """Calls of a list of Python."""
-
     def __init__(self, allowed: Collection[str]) -> None:
         super().__init__(allowed)
         self._keys: set[str] = set()
@@ -80,7 +78,6 @@ class PythonCalls(CallReader):
         return ""
 
     def _read_argument(self) -> str:
-        """Reads on to an argument, or to the end of the call."""
         self._skip_gap()
         if self.rest.startswith(")"):
             self.place = Place.NEXT

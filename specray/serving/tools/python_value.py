@@ -54,7 +54,6 @@ class ValueEnd:
 
 
 def opening_quote(text: str, start: int) -> str | None:
-    """The quote at a place of a text: empty where there is none, None where the next characters decide."""
     char = text[start : start + 1]
     if not char or char not in _QUOTES:
         return ""

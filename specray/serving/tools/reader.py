@@ -95,14 +95,12 @@ class CallReader(ABC):
         return "".join(self._raw)
 
     def push(self, text: str) -> Iterator[CallPart]:
-        """Yields what more text brings."""
         for start in range(0, len(text), _PIECE_LEN):
             self.rest += text[start : start + _PIECE_LEN]
             if self.place not in (Place.END, Place.LOST):
                 yield from self._read()
 
     def finish(self) -> Iterator[CallPart]:
-        """Yields what the end of the answer decides."""
         return iter(())
 
     def _read(self) -> Iterator[CallPart]:
@@ -159,7 +157,6 @@ class CallReader(ABC):
             self.place = Place.END
 
     def _take(self, length: int) -> None:
-        """Counts text as read."""
         if length:
             self._raw.append(self.rest[:length])
             self.rest = self.rest[length:]

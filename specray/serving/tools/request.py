@@ -60,7 +60,6 @@ class ToolUse:
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
-        """The tools that a call may name."""
         return tuple(tool for tool in self.tools if tool.name in self.allowed)
 
     def has_forced(self, text: Grammar | None) -> bool:
@@ -71,7 +70,6 @@ class ToolUse:
 
     @property
     def definitions(self) -> list[dict[str, Any]]:
-        """What the chat template is given."""
         return [dict(tool.definition) for tool in self.tools]
 
 

@@ -117,7 +117,6 @@ class TagCalls(CallReader):
         return "{"
 
     def _read_tag(self) -> str:
-        """Reads on to an argument, or to the end of the call."""
         end = self._patterns.end.match(self.rest, partial=True)
         if end is not None and not end.partial:
             self._take(end.end())
@@ -178,7 +177,6 @@ class TagCalls(CallReader):
             return _quoted(text)
 
     def _value(self, length: int) -> str:
-        """The next characters of the value."""
         text = self.rest[self._is_first_line and length > 0 : length]
         self._is_first_line = self._is_first_line and not length
         return text

@@ -12,7 +12,7 @@ import ray
 
 from specray.errors import ConfigError
 from specray.serving.launch import _init_ray
-from specray.serving.own_ray.children import children
+from specray.serving.own_ray.ends import children
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(60)"]
 

@@ -22,8 +22,6 @@ from specray.types import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class ShownPrompt:
-    """What a choice shows of its prompt."""
-
     token_ids: tuple[int, ...] = ()
     text: str = ""
     """Text before the output; empty without ``echo``."""
@@ -124,7 +122,6 @@ class CompletionFormat(ChunkFormat):
         }
 
     def _offsets(self, token_ids: Sequence[int]) -> list[int]:
-        """Characters of the text before each token."""
         decoder = self._tokenizer.decoder()
         offsets, length = list[int](), 0
         for token_id in token_ids:

@@ -33,7 +33,6 @@ class RoundFormat:
         self._summary = summary
 
     def event(self, delta: Delta) -> Json:
-        """The event that tells a delta's rounds, in its field ``speculation``."""
         tokens = _tokens(delta)
         rounds = [self._round(report, tokens) for report in delta.rounds]
         return {**self._summary, "speculation": {"index": delta.index, "rounds": rounds}}

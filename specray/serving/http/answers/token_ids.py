@@ -30,7 +30,6 @@ class TokenIds:
         """Ids by choice that no event has told: those of tokens that complete no text yet."""
 
     def add(self, body: Json, outputs: Sequence[Delta]) -> Json:
-        """Returns a whole answer with its ids."""
         choices = [
             {**choice, **self._prompt_of(choice["index"]), "token_ids": list(output.token_ids)}
             for choice, output in zip(body["choices"], outputs, strict=True)

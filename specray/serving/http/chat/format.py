@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from specray.requests import FinishReason
 from specray.serving.calls.chat_plan import Reading
@@ -16,7 +16,7 @@ from specray.serving.http.responses import (
     finite,
     listed_prompt_logprobs,
 )
-from specray.serving.tools.answer import AnswerDelta, CallDelta
+from specray.serving.tools.answer import AnswerDelta, CallDelta, Gained
 from specray.tokenization import Tokenizer
 from specray.types import TokenLogprobs
 
@@ -115,19 +115,18 @@ class ChatAnswer:
         """The latest token was no part of the text: it was of the reasoning, or began or ended a message."""
 
     def read(self, delta: Delta) -> AnswerDelta:
-        """What a delta brings."""
         runs = self.read_in_order(delta)
-        return AnswerDelta(
-            "".join(run.content for run in runs),
-            "".join(run.reasoning for run in runs),
-            tuple(call for run in runs for call in run.calls),
-        )
+        return Gained(
+            [run.content for run in runs],
+            [run.reasoning for run in runs],
+            [call for run in runs for call in run.calls],
+        ).delta()
 
     def read_in_order(self, delta: Delta) -> list[AnswerDelta]:
         """What a delta brings, in parts whose reasoning comes before their content, and that before calls."""
         if self._parser is None:
             return [AnswerDelta(content=delta.text)]
-        runs = [_Gained()]
+        runs = [_Run()]
         for place, piece in enumerate(delta.pieces):
             was_reasoning, was_apart = self._parser.is_reasoning, self._parser.is_apart
             token_id = delta.token_ids[place] if place < len(delta.token_ids) else None
@@ -141,7 +140,6 @@ class ChatAnswer:
 
     @property
     def has_calls(self) -> bool:
-        """Whether a call has been read."""
         return self._parser is not None and self._parser.num_calls > 0
 
     def ending(self, delta: Delta) -> Json:
@@ -152,16 +150,10 @@ class ChatAnswer:
         return {"finish_reason": reason, "stop_reason": delta.stop_reason}
 
 
-@dataclass(slots=True)
-class _Gained:
-    """What several pieces of a text have brought."""
-
-    content: list[str] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
-    calls: list[CallDelta] = field(default_factory=list)
+class _Run(Gained):
+    """Pieces of an answer in which reasoning, content and calls come in this order."""
 
     def is_followed_by(self, part: AnswerDelta) -> bool:
-        """Whether the part comes after all this where reasoning, content and calls are in this order."""
         has_content, has_calls = bool(self.content), bool(self.calls)
         return not ((part.reasoning and (has_content or has_calls)) or (part.content and has_calls))
 
@@ -176,18 +168,14 @@ class _Gained:
             arguments = last.arguments + call.arguments
             self.calls.append(replace(last, arguments=arguments, is_last=call.is_last))
 
-    def delta(self) -> AnswerDelta:
-        return AnswerDelta("".join(self.content), "".join(self.reasoning), tuple(self.calls))
 
-
-def _add(runs: list[_Gained], part: AnswerDelta) -> None:
+def _add(runs: list[_Run], part: AnswerDelta) -> None:
     if not runs[-1].is_followed_by(part):
-        runs.append(_Gained())
+        runs.append(_Run())
     runs[-1].add(part)
 
 
 def logprob_entry(tokenizer: Tokenizer, entry: TokenLogprobs) -> Json:
-    """One token of an answer with its likeliest alternatives."""
     tops = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
     return {
         **_token(tokenizer, entry.token_id, entry.logprob),
@@ -204,7 +192,6 @@ def _token(tokenizer: Tokenizer, token_id: int, logprob: float) -> Json:
 
 
 def _changes(read: AnswerDelta) -> Iterator[Json]:
-    """The deltas of a message, as the ``openai`` client puts them together."""
     if read.reasoning:
         yield {"reasoning_content": read.reasoning}
     if read.content:

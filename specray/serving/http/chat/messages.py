@@ -96,7 +96,6 @@ def _message(where: str, message: MessageFields, images: Images) -> ChatMessage:
 def _content(
     where: str, message: MessageFields, calls: list[dict[str, Any]], images: Images
 ) -> tuple[str | None, str]:
-    """Text and reasoning of a message's content."""
     content = message.content
     if message.role != "assistant":
         shows = shows_media(images, is_result=message.role == "tool")

@@ -78,7 +78,6 @@ def answer_of_parts(where: str, value: object, kinds: Sequence[str]) -> tuple[st
 
 
 def text_of_part(where: str, part: object, kinds: Sequence[str], *, shows: bool = False) -> str:
-    """The text of one part; arguments and errors as for ``text_of_parts``."""
     kind = _kind(part)
     if not isinstance(part, dict) or kind not in (*kinds, *_MEDIA):
         raise out_of_range(f"{where}.type", kind, " or ".join(kinds))
@@ -100,7 +99,6 @@ def _kind(part: object) -> Any:
 
 
 def _reasoning(where: str, part: dict[str, Any], keys: Sequence[str]) -> str:
-    """The text of a part of reasoning: a string, nothing, or a list of parts of type text."""
     key = next((key for key in keys if part.get(key) is not None), None)
     return "" if key is None else text_of_parts(f"{where}.{key}", part[key], ("text",))
 

@@ -74,7 +74,6 @@ class ChatCompletionRequest(SamplingFields):
         return read_messages(self.messages, images)
 
     def tool_use(self) -> ToolUse | None:
-        """Returns the tools; None without any. Raises InvalidRequestError for malformed ones."""
         return parse_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     @property
@@ -83,7 +82,6 @@ class ChatCompletionRequest(SamplingFields):
         return tuple(dict.fromkeys(_shown(tool) for tool in self.tools or () if is_no_function(tool)))
 
     def template_variables(self) -> dict[str, Any]:
-        """Returns the variables that the request brings for the chat template."""
         given = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
         own = {name: value for name, value in given.items() if value is not None}
         return {**own, **(self.chat_template_kwargs or {})}
@@ -122,7 +120,6 @@ class ChatCompletionRequest(SamplingFields):
 
 
 def _shown(tool: Mapping[str, Any]) -> str:
-    """Type and name of a tool, as a header may have them."""
     inner = tool.get(tool["type"])
     words = (tool["type"], tool.get("name", inner.get("name") if isinstance(inner, dict) else None))
     return ":".join(_NO_WORD.sub("_", word[:64]) for word in words if isinstance(word, str) and word)

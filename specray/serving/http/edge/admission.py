@@ -37,7 +37,6 @@ class Arrived:
     request: Request
 
     def values(self) -> object:
-        """Decodes the body. Raises HttpError."""
         return decode(self.body)
 
     def timed_values(self) -> object:
@@ -87,7 +86,6 @@ class AdmissionMiddleware:
                 await self._app(scope, receive, send)
 
     async def _arrived(self, request: Request, receive: Receive, stack: ExitStack) -> Arrived:
-        """Raises what ``Places.arrive``, ``read_body`` and ``RouterCapacity.check`` raise."""
         path = request.scope["path"]
         place = stack.enter_context(
             self._places.arrive(caller_of(request), arrived_s=first_byte_at(request.scope))
@@ -116,7 +114,6 @@ class AdmissionMiddleware:
 
 
 def arrived(request: Request) -> Arrived:
-    """Returns the place and the body of a request that has passed the middleware."""
     call: Arrived = request.scope[_CALL]
     return call
 

@@ -86,13 +86,11 @@ class Connections:
         return True
 
     def remove(self, connection: Connection) -> None:
-        """Forgets a connection that ends."""
         self._open.discard(connection)
         self._leaving.discard(connection)
         self._idle.pop(connection, None)
 
     def set_idle(self, connection: Connection, is_idle: bool) -> None:
-        """Notes that a connection has become idle, or is no longer."""
         self._idle.pop(connection, None)
         if is_idle and connection in self._open:
             self._idle[connection] = None

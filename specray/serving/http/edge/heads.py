@@ -49,21 +49,17 @@ class BoundedParser(h11.Connection):
 
     @property
     def is_between_requests(self) -> bool:
-        """Whether nothing of the next request has arrived."""
         return self.their_state is h11.IDLE and not self._receive_buffer
 
     @property
     def has_part_of_head(self) -> bool:
-        """Whether a head has arrived in part."""
         return self.their_state is h11.IDLE and bool(self._receive_buffer)
 
     def receive_data(self, data: bytes) -> None:
-        """Takes what has arrived; empty: the client's end."""
         self._received += len(data)
         super().receive_data(data)
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """Returns the next event, as h11 does. Raises h11.RemoteProtocolError."""
         if self.their_state is h11.IDLE:
             _check_head(self.trailing_data[0])
         if self.holds_body:

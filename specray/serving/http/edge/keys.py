@@ -28,7 +28,6 @@ class Turns:
         self._is_taken = False
 
     async def take(self) -> None:
-        """Waits for a turn."""
         loop = asyncio.get_running_loop()
         if self._is_taken:
             turn = loop.create_future()
@@ -88,13 +87,11 @@ def _authorization(headers: Headers) -> list[str]:
 
 
 def caller_of(request: Request) -> Caller:
-    """Returns the caller of a request that has passed the middleware."""
     caller: Caller | None = request.scope[_CALLER]
     return caller or Caller()
 
 
 def check_observer(request: Request) -> None:
-    """Raises HttpError 403 for a key that may not read metrics and traces."""
     if not caller_of(request).can_observe:
         raise HttpError(
             403, f"this key may not read {request.url.path}; needed: can_observe", code="not_allowed"

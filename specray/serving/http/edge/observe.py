@@ -101,6 +101,5 @@ def _attributes(scope: Scope, headers: Headers, known: str) -> Attributes:
 
 
 def record_of(request: Request) -> CallRecord:
-    """Returns the record of a request that has passed the middleware."""
     record: CallRecord = request.scope[_RECORD]
     return record

@@ -33,7 +33,6 @@ BodyT = TypeVar("BodyT", bound=CountTokensRequest)
 
 
 async def messages_call(api: OpenAiApi, arrived: Arrived, record: CallRecord) -> Call:
-    """Makes the call. Raises what ``CallPreparer.prepare`` raises."""
     body, chat = await api.calls.read(
         partial(_read, MessagesRequest, api, arrived.timed_values), arrived.place
     )
@@ -48,8 +47,6 @@ async def messages_call(api: OpenAiApi, arrived: Arrived, record: CallRecord) ->
 
 
 def add_count_route(app: FastAPI, api: OpenAiApi, limits: ServiceLimits) -> None:
-    """Adds /v1/messages/count_tokens."""
-
     async def counted(call: Arrived) -> int:
         _, chat = await api.calls.read(partial(_read, CountTokensRequest, api, call.values), call.place)
         async with call.place.in_time():

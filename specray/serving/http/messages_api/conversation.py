@@ -47,7 +47,6 @@ def messages_of(messages: list[Any], system: object, images: Images = "auto") ->
 
 
 def continues(messages: list[Message]) -> bool:
-    """Whether the answer goes on with the last message of a chat: with text of the assistant's."""
     last = messages[-1]
     return last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
 
@@ -80,7 +79,6 @@ def _read(where: str, message: object, images: Images) -> list[Message]:
 
 
 def _without_servers(blocks: list[Any]) -> list[Any]:
-    """The blocks without those of tools that Anthropic runs."""
     kinds = [block.get("type") if isinstance(block, dict) else None for block in blocks]
     left_out = [kind for kind in kinds if isinstance(kind, str) and _OF_SERVERS.fullmatch(kind)]
     if left_out:

@@ -74,7 +74,6 @@ class MessageFormat:
         return anthropic_problem_body(error, request_id=self._header.response_id)
 
     def _message(self, totals: Totals) -> Json:
-        """The message before its first block."""
         return {
             "id": self._header.response_id,
             "type": "message",
@@ -92,13 +91,11 @@ class MessageFormat:
         }
 
     def _blocks(self, read: AnswerDelta) -> Iterator[Json]:
-        """The blocks of a whole answer."""
         yield from self._texts(read)
         for call in read.calls:
             yield _tool_use(call, json.loads(call.arguments))
 
     def _texts(self, read: AnswerDelta) -> Iterator[Json]:
-        """The blocks of text that the answer has gained."""
         if read.reasoning and self._shows_thinking:
             yield {"type": "thinking", "thinking": read.reasoning, "signature": ""}
         if read.content:
@@ -131,7 +128,6 @@ class MessageFormat:
             self._num_blocks += 1
 
     def _ending(self) -> Json:
-        """Why the answer ended."""
         last = self._last
         sequence = last.stop_reason if last is not None and isinstance(last.stop_reason, str) else None
         if last is not None and last.finish_reason is FinishReason.LENGTH:

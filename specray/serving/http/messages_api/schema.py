@@ -85,7 +85,6 @@ class CountTokensRequest(TranslatedFields):
 
     @property
     def shows_thinking(self) -> bool:
-        """False if the answer is to come without its reasoning."""
         return self.thinking is None or self.thinking.display != "omitted"
 
     def _thinks(self, thinking: ThinkingFields) -> bool:
@@ -134,7 +133,6 @@ def _tool(where: str, tool: object) -> Any:
 
 
 def _choice(value: Any) -> tuple[Any, bool | None]:
-    """The choice as chats have it, and whether several calls may come."""
     if value is None:
         return None, None
     kind = value.get("type") if isinstance(value, dict) else value
@@ -150,7 +148,6 @@ def _choice(value: Any) -> tuple[Any, bool | None]:
 
 
 def _format(value: Any) -> Any:
-    """The form of the answer as chats have it."""
     if value is None:
         return None
     if not isinstance(value, dict) or value.get("type") != "json_schema":

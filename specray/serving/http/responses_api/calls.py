@@ -24,8 +24,6 @@ RENAMES: Final[Renames] = (
 
 
 async def responses_call(api: OpenAiApi, arrived: Arrived, record: CallRecord) -> Call:
-    """Makes the call. Raises what ``CallPreparer.prepare`` raises."""
-
     def read() -> tuple[ResponsesRequest, ResponsesChat]:
         body = api.parse(ResponsesRequest, arrived.timed_values())
         chat = body.chat(api.images)

@@ -91,7 +91,6 @@ class ResponseObjectFormat:
         return {**event, "sequence_number": number}
 
     def _response(self, status: str, totals: Totals | None = None) -> Json:
-        """The response as it stands; with totals when it has ended."""
         request = self._request
         form = None if request.text is None else request.text.format
         verbosity = None if request.text is None else request.text.verbosity

@@ -44,13 +44,11 @@ class Output:
             yield from self._call(call)
 
     def end(self, *, is_complete: bool) -> Iterator[Json]:
-        """Yields the events of the end; a response has at least one item, if only an empty message."""
         if not self.items:
             yield from self._open("message")
         yield from self.close(is_complete=is_complete)
 
     def close(self, *, is_complete: bool = True) -> Iterator[Json]:
-        """Yields the events of the end of an item whose text may grow."""
         if not self._is_open:
             return
         item = self.items[-1]

@@ -145,7 +145,6 @@ class ResponsesRequest(TranslatedFields):
 
 
 def _tool(where: str, tool: object) -> Any:
-    """A function as chats have it; a tool of another kind is left out there."""
     if not isinstance(tool, dict) or is_no_function(tool):
         return tool
     if tool.get("type") != "function":
@@ -185,7 +184,6 @@ def _named(value: object, where: str = "tool_choice") -> Any:
 
 
 def _format(value: Any) -> Any:
-    """The form of the text as chats have it."""
     if not isinstance(value, dict) or value.get("type") != "json_schema":
         return value
     return {

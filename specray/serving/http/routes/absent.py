@@ -35,7 +35,6 @@ NOT_OFFERED: Final = (
 
 
 def add_absent_routes(app: FastAPI) -> None:
-    """Adds them behind all other routes, which go first."""
     for path, reason in NOT_OFFERED:
         _add(app, path, reason)
 

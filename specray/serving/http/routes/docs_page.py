@@ -12,7 +12,7 @@ from typing import Any, Final
 from fastapi import FastAPI
 from starlette.responses import HTMLResponse
 
-from specray.serving.http.routes.methods import GET
+from specray.serving.http.responses import GET
 
 Json = Mapping[str, Any]
 
@@ -44,8 +44,6 @@ _HEADERS: Final = {
 
 
 def add_docs_route(app: FastAPI, document: Callable[[], Json]) -> None:
-    """Adds /docs for the OpenAPI document as it is at each call."""
-
     @app.api_route("/docs", methods=GET)
     async def docs() -> HTMLResponse:
         return HTMLResponse(docs_page(document()), headers=_HEADERS)
@@ -107,7 +105,6 @@ def _schema(name: str, schema: Json) -> str:
 
 
 def _type(schema: Json) -> str:
-    """Writes what a value may be, as HTML."""
     if "$ref" in schema:
         name = escape(schema["$ref"].removeprefix(_REFERENCE))
         return f'<a href="#{name}">{name}</a>'

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from specray.config import HttpConfig
 from specray.serving.http.edge.hosts import is_loopback
 from specray.serving.http.edge.keys import LAB_PATH
-from specray.serving.http.routes.methods import GET
+from specray.serving.http.responses import GET
 
 _TYPES: Final = {
     "html": "text/html; charset=utf-8",
@@ -40,8 +40,6 @@ def has_lab(config: HttpConfig) -> bool:
 
 
 def add_lab_routes(app: FastAPI) -> None:
-    """Adds the page and its files."""
-
     @app.api_route(LAB_PATH, methods=GET)
     async def page() -> Response:
         return _answer("index.html")

@@ -13,9 +13,9 @@ from starlette.responses import JSONResponse
 from specray import __version__
 from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.http.messages_api.schema import CountTokensRequest, MessagesRequest
+from specray.serving.http.responses import GET
 from specray.serving.http.responses_api.schema import ResponsesRequest
 from specray.serving.http.routes.docs_page import add_docs_route
-from specray.serving.http.routes.methods import GET
 from specray.serving.http.routes.tokens import DetokenizeRequest, TokenizeRequest
 from specray.serving.http.schemas import GRAMMAR_FIELDS, CompletionRequest, SamplingFields
 from specray.serving.problems import is_anthropic_path
@@ -102,7 +102,6 @@ def add_openapi_routes(app: FastAPI, *, asks_for_key: Callable[[], bool]) -> Non
 
 
 def openapi_document(*, asks_for_key: bool) -> Json:
-    """Returns the document (OpenAPI 3.1)."""
     models = [(schema, "validation") for schema, _ in _BODIES.values()]
     _, definitions = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
     schemas: Json = definitions["$defs"]

@@ -1,4 +1,4 @@
-"""The endpoints beside the API: for probes, for whoever spreads load, and for observers."""
+"""Endpoints next to the API: the model, and those for probes, load balancers and observers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from specray import __version__
-from specray.errors import EngineLostError
+from specray.errors import EngineLostError, ModelNotFoundError, shown
 from specray.interfaces import RouterClient
 from specray.serving.admission.capacity import Admission
+from specray.serving.calls.limits import ServiceLimits
 from specray.serving.http.edge.keys import check_observer
-from specray.serving.http.routes.methods import GET
+from specray.serving.http.identity import Identity
+from specray.serving.http.responses import GET
 from specray.serving.readiness import Liveness, answer_within, check_ready
 
 TextSource = Callable[[], Awaitable[str]]
@@ -58,8 +60,6 @@ def add_service_routes(app: FastAPI, admission: Admission, *, is_terse: Callable
 
 
 def add_observer_routes(app: FastAPI, routers: RouterClient, metrics_text: TextSource) -> None:
-    """Adds metrics and the trace, which a key may be denied."""
-
     @app.api_route("/metrics", methods=GET)
     async def metrics(request: Request) -> Response:
         check_observer(request)
@@ -75,3 +75,19 @@ def add_observer_routes(app: FastAPI, routers: RouterClient, metrics_text: TextS
         if text is None:
             raise HTTPException(404, "nothing is traced; set router.trace_events")
         return Response(text, media_type="application/jsonl")
+
+
+def add_model_routes(app: FastAPI, limits: ServiceLimits, identity: Identity) -> None:
+    @app.api_route("/v1/models", methods=GET)
+    async def models() -> JSONResponse:
+        allowed = await limits.get()
+        return JSONResponse({"object": "list", "data": [identity.model(allowed.max_model_len)]})
+
+    @app.api_route("/v1/models/{name:path}", methods=GET)
+    async def one_model(name: str) -> JSONResponse:
+        if name != identity.name:
+            raise ModelNotFoundError(
+                f"model {shown(name)} is not served here; allowed: {identity.name!r}", field="model"
+            )
+        allowed = await limits.get()
+        return JSONResponse(identity.model(allowed.max_model_len))

@@ -19,7 +19,7 @@ from specray.serving.http.edge.admission import arrived
 from specray.serving.http.events import until_disconnect
 from specray.serving.http.extras import check_extras
 from specray.serving.http.openai_api import OpenAiApi
-from specray.serving.http.routes.methods import GET
+from specray.serving.http.responses import GET
 from specray.serving.http.schemas import Fields, parse_request
 from specray.serving.validation import Limits, check_model, check_token_ids, out_of_range
 from specray.tokenization import Tokenizer

@@ -8,11 +8,10 @@ was written.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final
 
-from specray.serving.tools.answer import AnswerDelta, CallDelta
+from specray.serving.tools.answer import AnswerDelta, CallDelta, Gained
 from specray.serving.tools.harmony.calls import ChannelCall
 from specray.serving.tools.harmony.channels import (
     ENDS,
@@ -33,19 +32,9 @@ _SEPARATOR: Final = "\n"
 
 
 class _Kind(Enum):
-    """What the body of a message is."""
-
     CONTENT = auto()
     REASONING = auto()
     CALL = auto()
-
-
-@dataclass(slots=True)
-class _Gained:
-    """What one piece of the answer brings."""
-
-    texts: dict[_Kind, str] = field(default_factory=dict)
-    calls: list[CallDelta] = field(default_factory=list)
 
 
 class ChannelReader:
@@ -90,7 +79,7 @@ class ChannelReader:
         """Last character of each kind that was given."""
         self._is_new = True
         """Nothing of the message's body was given."""
-        self._gained = _Gained()
+        self._gained = Gained()
         for token_id, text in opened:
             self.push(text, token_id)
         if self._has_role:
@@ -103,7 +92,6 @@ class ChannelReader:
 
     @property
     def is_apart(self) -> bool:
-        """Whether what comes next is no part of the text: reasoning, or a header."""
         return self._kind in (None, _Kind.REASONING)
 
     def push(self, text: str, token_id: int | None = None) -> AnswerDelta:
@@ -125,7 +113,6 @@ class ChannelReader:
         return self._take()
 
     def finish(self) -> AnswerDelta:
-        """What was held back."""
         # The token that ended the answer has no text.
         has_ended = any(marker in ENDS for marker in self._waiting)
         if self._kind is None:
@@ -134,7 +121,6 @@ class ChannelReader:
         return self._take()
 
     def _parts(self, text: str) -> Iterator[str | Marker]:
-        """The text, cut at its control tokens."""
         while self._waiting:
             marker = self._waiting[0]
             place = text.rfind(marker) if len(self._waiting) == 1 else text.find(marker)
@@ -229,7 +215,6 @@ class ChannelReader:
             self._add(self._call.push(text))
 
     def _close(self) -> None:
-        """Ends the message, if there is one."""
         call, kind, self._call, self._kind = self._call, self._kind, None, None
         if kind is not _Kind.CALL or call is None:
             return
@@ -251,12 +236,11 @@ class ChannelReader:
             text = _SEPARATOR + text
         self._is_new = False
         self._last_chars[kind] = text[-1]
-        self._gained.texts[kind] = self._gained.texts.get(kind, "") + text
+        (self._gained.content if kind is _Kind.CONTENT else self._gained.reasoning).append(text)
 
     def _take(self) -> AnswerDelta:
-        gained, self._gained = self._gained, _Gained()
-        texts = gained.texts
-        return AnswerDelta(texts.get(_Kind.CONTENT, ""), texts.get(_Kind.REASONING, ""), tuple(gained.calls))
+        gained, self._gained = self._gained, Gained()
+        return gained.delta()
 
 
 def _has_marker(header: str) -> bool:

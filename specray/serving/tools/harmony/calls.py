@@ -37,7 +37,6 @@ class ChannelCall:
 
     @property
     def body(self) -> str:
-        """All text that came."""
         return "".join(self._body)
 
     @property
@@ -46,7 +45,6 @@ class ChannelCall:
         return "".join([*self._rest, self._unread])
 
     def push(self, text: str) -> Iterator[CallDelta]:
-        """Yields what more text brings."""
         self._body.append(text)
         self._length += len(text)
         if self._has_ended:

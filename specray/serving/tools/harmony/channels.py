@@ -60,8 +60,6 @@ _PARTS: Final = (*Channel, "to=", _FUNCTIONS, "json")
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the header of a message says."""
-
     is_assistant: bool = True
     channel: Channel | None = None
     """None: it names none that is known."""
@@ -94,7 +92,6 @@ class Channels:
 
     @property
     def markers(self) -> dict[int, Marker]:
-        """The control tokens by id."""
         return {token_id: marker for marker, token_id in self.ids.items()}
 
     def are_spelt_by(self, grammar: Grammar) -> bool:
@@ -153,7 +150,6 @@ def _unknown_channel(found: re.Match[str]) -> str:
 
 
 def _split_role(text: str, *, has_role: bool) -> tuple[str, str]:
-    """The role that a header names, and the text after it."""
     head = _ROLE.match(text)
     assert head is not None
     word = head[1]

@@ -71,8 +71,6 @@ def forced_channels(
 
 
 class _Lark:
-    """Rules of the messages that an answer may have."""
-
     def __init__(self, channels: Channels, tools: Sequence[Tool]) -> None:
         self._tools = tools
         self._channels = channels
@@ -108,7 +106,6 @@ class _Lark:
             yield from (rule for index, tool in enumerate(self._tools) for rule in self._call(index, tool))
 
     def _begin(self, place: Place, is_required: bool) -> str:
-        """What follows the prompt."""
         end = self._token(Marker.END)
         if place is Place.ROLE:
             return "rest"
@@ -119,7 +116,6 @@ class _Lark:
         return f"{end} next rest" if is_required else f"{_TEXT} ({end} next rest)?"
 
     def _type(self) -> str:
-        """The type of a body, as some messages have it."""
         if Marker.CONSTRAIN not in self._channels.ids:
             return '" json"'
         constrain = self._token(Marker.CONSTRAIN)

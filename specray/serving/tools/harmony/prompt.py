@@ -32,7 +32,6 @@ class ChannelPrompt:
     """The beginning of the message that the answer goes on with, as tokens and their texts."""
 
     def reader(self, use: ToolUse | None, *, tells_parts: bool) -> ChannelReader:
-        """A reader of one answer; the arguments are those of ``ChannelReader``."""
         return ChannelReader(self.channels, use, opened=self.header, tells_parts=tells_parts)
 
     def under(self, grammar: Grammar | None) -> ChannelPrompt:
@@ -69,7 +68,6 @@ def read_prompt(channels: Channels, token_ids: Sequence[int], text_of: Callable[
 
 
 def _header(channels: Channels, token_ids: Sequence[int]) -> Sequence[int] | None:
-    """The header of the last message, up to its body; None: the last message has ended."""
     ids = channels.ids
     ends = {ids[marker] for marker in ENDS if marker in ids}
     for start in range(len(token_ids) - 1, -1, -1):

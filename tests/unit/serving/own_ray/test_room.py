@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from specray.errors import ConfigError
-from specray.serving.own_ray.room import check_room
+from specray.serving.own_ray.nodes import check_room
 
 
 @pytest.fixture(autouse=True)

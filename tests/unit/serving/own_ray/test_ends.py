@@ -18,7 +18,7 @@ libc = ctypes.CDLL(None)
 libc.__cxa_atexit(ctypes.cast(libc.abort, ctypes.c_void_p), None, None)
 atexit.register(print, "an exit function of Python")
 if "skip" in sys.argv:
-    from specray.serving.process_end import end_without_destructors
+    from specray.serving.own_ray.ends import end_without_destructors
     end_without_destructors()
     end_without_destructors()
     # A library that is loaded later.
