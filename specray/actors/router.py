@@ -29,7 +29,7 @@ from specray.requests import GenerateRequest, OutputChunk, ServiceInfo
 from specray.router import Router
 from specray.router.transport.clock import SystemClock
 from specray.rpc.channel import channel_options
-from specray.rpc.connections.verifier import GrpcVerifier
+from specray.rpc.connection import GrpcVerifier
 from specray.rpc.loop_thread import LoopThread, run_on
 from specray.tokenization import load_tokenizer, make_stop_matcher
 

@@ -27,7 +27,7 @@ from specray.planning.samples import Samples, read_hits, read_samples
 from specray.requests import SpeculationParams
 from specray.router import Router
 from specray.router.trace import TraceEvent
-from specray.rpc.connections.drafter import GrpcDrafter
+from specray.rpc.connection import GrpcDrafter
 from specray.serving.local.pair import CONNECT_TIMEOUT_S, WORKER_COMMAND, LocalPair, local_pair
 from specray.tokenization import load_tokenizer
 from specray.types import Overlap

@@ -18,7 +18,7 @@ from specray.fakes import FakeTarget
 from specray.interfaces import SyncTargetEngine
 from specray.requests import GenerateRequest
 from specray.router import Router, SystemClock
-from specray.rpc.connections.verifier import GrpcVerifier
+from specray.rpc.connection import GrpcVerifier
 from specray.rpc.event_loop import new_event_loop
 from specray.rpc.workers.worker import serve_engine
 from specray.types import PROTOCOL_VERSION, EngineInfo, SamplingParams, TargetReplies, Verdict, VerifyItem

@@ -13,7 +13,7 @@ from specray.errors import ConfigError, EngineLostError, ProtocolError
 from specray.requests import OutputChunk
 from specray.rpc.channel import ChannelOptions, bind, open_channel, parse_address, parse_peer
 from specray.rpc.codec.delivery import decode_chunks, encode_chunks
-from specray.rpc.connections.connection import calling
+from specray.rpc.connection import calling
 
 logger = logging.getLogger(__name__)
 

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Generic, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Final, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 from specray.interfaces import SyncDraftEngine, SyncTargetEngine
 from specray.rpc.codec import draft as draft_codec
 from specray.rpc.codec import target as target_codec
-from specray.rpc.codec.values import RequestBatch
-from specray.types import (
-    DraftReplies,
-    DraftReply,
-    EngineInfo,
-    ItemFailed,
-    SpeculateItem,
-    TargetReplies,
-    TargetReply,
-    UnknownSequence,
-    VerifyItem,
-)
+from specray.rpc.codec.values import InfoMessage, RequestBatch
+from specray.rpc.pb import draft_pb2, target_pb2
+from specray.types import DraftReplies, EngineInfo, SpeculateItem, TargetReplies, VerifyItem
 
 RoleName = Literal["draft", "target"]
 
@@ -38,13 +29,12 @@ class Item(Protocol):
 
 
 ItemT = TypeVar("ItemT", bound=Item)
-ReplyT = TypeVar("ReplyT", bound=Item)
-RepliesT = TypeVar("RepliesT")
+RepliesT = TypeVar("RepliesT", bound=DraftReplies | TargetReplies)
 
 
 @dataclass(frozen=True, slots=True)
-class EngineRole(Generic[ItemT, ReplyT, RepliesT]):
-    """One engine's service: names, codec, and constructors and readers of its reply batches."""
+class EngineRole(Generic[ItemT, RepliesT]):
+    """One engine's service: names, codec, and how its requests are batched."""
 
     name: RoleName
     service: str
@@ -57,17 +47,9 @@ class EngineRole(Generic[ItemT, ReplyT, RepliesT]):
     decode_request: Callable[[bytes], RequestBatch[ItemT]]
     encode_replies: Callable[[RepliesT], bytes]
     decode_replies: Callable[[bytes], RepliesT]
-    encode_info: Callable[[EngineInfo], bytes]
-    decode_info: Callable[[bytes], EngineInfo]
-    make_replies: Callable[[tuple[ReplyT, ...], int, int | None], RepliesT]
-    read_replies: Callable[[RepliesT], tuple[tuple[ReplyT, ...], int, int | None]]
-    """Splits a batch into (replies, forward_ns, num_rows); num_rows is None for a draft."""
-    unknown_sequence: Callable[[ItemT], ReplyT]
-    item_failed: Callable[[ItemT, str], ReplyT]
-    """Makes the reply to an item that can never be served."""
-    rename_item: Callable[[ItemT, str], ItemT]
-    """Copies an item with another request id."""
-    rename_reply: Callable[[ReplyT, str], ReplyT]
+    info_message: InfoMessage
+    """Type of the answer of ``info_method``."""
+    no_replies: RepliesT
     num_tokens: Callable[[ItemT], int]
     """Maximum tokens that the engine computes for an item."""
     drain_notice: RepliesT | None
@@ -116,22 +98,6 @@ def bind_target(engine: SyncTargetEngine) -> BoundEngine[VerifyItem, TargetRepli
     return BoundEngine(lambda: engine.info, engine.verify, engine.release, engine.check, close)
 
 
-DraftRole = EngineRole[SpeculateItem, DraftReply, DraftReplies]
-TargetRole = EngineRole[VerifyItem, TargetReply, TargetReplies]
-
-
-def _unknown_sequence(item: Item) -> UnknownSequence:
-    return UnknownSequence(item.request_id, item.round_id, item.base_len)
-
-
-def _item_failed(item: Item, message: str) -> ItemFailed:
-    return ItemFailed(item.request_id, item.round_id, item.base_len, message, is_retriable=False)
-
-
-def _rename(message: Any, request_id: str) -> Any:
-    return message if message.request_id == request_id else replace(message, request_id=request_id)
-
-
 def _num_draft_tokens(item: SpeculateItem) -> int:
     num_lines = sum(item.fanout) or 1
     if item.max_branches:
@@ -145,7 +111,7 @@ def _num_verified_tokens(item: VerifyItem) -> int:
     return len(item.token_ids) + len(item.draft.token_ids)
 
 
-DRAFT: Final[DraftRole] = EngineRole(
+DRAFT: Final[EngineRole[SpeculateItem, DraftReplies]] = EngineRole(
     name="draft",
     service="specray.v1.DraftService",
     stream_method="Speculate",
@@ -155,19 +121,13 @@ DRAFT: Final[DraftRole] = EngineRole(
     decode_request=draft_codec.decode_speculate_request,
     encode_replies=draft_codec.encode_draft_replies,
     decode_replies=draft_codec.decode_draft_replies,
-    encode_info=draft_codec.encode_draft_info,
-    decode_info=draft_codec.decode_draft_info,
-    make_replies=lambda replies, forward_ns, num_rows: DraftReplies(replies, forward_ns),
-    read_replies=lambda batch: (batch.replies, batch.forward_ns, None),
-    unknown_sequence=_unknown_sequence,
-    item_failed=_item_failed,
-    rename_item=_rename,
-    rename_reply=_rename,
+    info_message=draft_pb2.GetDraftInfoResponse,
+    no_replies=DraftReplies((), 0),
     num_tokens=_num_draft_tokens,
     drain_notice=DraftReplies((), 0, is_draining=True),
 )
 
-TARGET: Final[TargetRole] = EngineRole(
+TARGET: Final[EngineRole[VerifyItem, TargetReplies]] = EngineRole(
     name="target",
     service="specray.v1.TargetService",
     stream_method="Verify",
@@ -178,14 +138,8 @@ TARGET: Final[TargetRole] = EngineRole(
     decode_request=target_codec.decode_verify_request,
     encode_replies=target_codec.encode_target_replies,
     decode_replies=target_codec.decode_target_replies,
-    encode_info=target_codec.encode_target_info,
-    decode_info=target_codec.decode_target_info,
-    make_replies=TargetReplies,
-    read_replies=lambda batch: (batch.replies, batch.forward_ns, batch.num_rows),
-    unknown_sequence=_unknown_sequence,
-    item_failed=_item_failed,
-    rename_item=_rename,
-    rename_reply=_rename,
+    info_message=target_pb2.GetTargetInfoResponse,
+    no_replies=TargetReplies((), 0),
     num_tokens=_num_verified_tokens,
     drain_notice=None,
 )

@@ -27,7 +27,7 @@ from specray.config import Config, parse_config
 from specray.errors import ConfigError
 from specray.requests import GenerateRequest
 from specray.router import Router
-from specray.rpc.connections.verifier import GrpcVerifier
+from specray.rpc.connection import GrpcVerifier
 from specray.serving.own_ray.nodes import lean_head, one_agent
 from specray.types import SamplingParams
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from google.protobuf.message import Message
@@ -14,8 +15,9 @@ from specray.errors import ProtocolError
 from specray.feature_rows import FeatureRows
 from specray.rpc.codec import draft as draft_codec
 from specray.rpc.codec import target as target_codec
-from specray.rpc.codec.values import RequestBatch
+from specray.rpc.codec.values import RequestBatch, decode_info, encode_info
 from specray.rpc.pb import draft_pb2, target_pb2, types_pb2
+from specray.rpc.role import DRAFT, TARGET
 from specray.types import (
     Branch,
     DraftReplies,
@@ -210,8 +212,8 @@ def test_target_replies_round_trip(replies: tuple, forward_ns: int, num_rows: in
 @pytest.mark.slow
 @given(INFOS)
 def test_info_round_trip_in_both_services(info: EngineInfo) -> None:
-    assert draft_codec.decode_draft_info(draft_codec.encode_draft_info(info)) == info
-    assert target_codec.decode_target_info(target_codec.encode_target_info(info)) == info
+    for role in (DRAFT, TARGET):
+        assert decode_info(role.info_message, encode_info(role.info_message, info)) == info
 
 
 def draft_reply(**reply: Message) -> bytes:
@@ -240,8 +242,8 @@ UNPAIRED_LOGPROBS = types_pb2.TokenLogprobs(top_token_ids=[1], top_logprobs=[-0.
     [
         (draft_codec.decode_draft_replies, draft_reply(), "DraftReply without a reply"),
         (target_codec.decode_target_replies, target_reply(), "TargetReply without a reply"),
-        (draft_codec.decode_draft_info, b"", "without info"),
-        (target_codec.decode_target_info, b"", "without info"),
+        (partial(decode_info, DRAFT.info_message), b"", "without info"),
+        (partial(decode_info, TARGET.info_message), b"", "without info"),
         (draft_codec.decode_speculate_request, b"\xff\xff", "specray.v1.SpeculateRequest"),
         (draft_codec.decode_draft_replies, b"\xff\xff", "specray.v1.SpeculateResponse"),
         (target_codec.decode_verify_request, b"\xff\xff", "specray.v1.VerifyRequest"),

@@ -21,7 +21,7 @@ from specray.actors.node import listen_address, socket_directory
 from specray.config import Config, TlsConfig, parse_config
 from specray.errors import ConfigError, EngineLostError
 from specray.rpc.channel import ChannelOptions, channel_options
-from specray.rpc.connections.drafter import GrpcDrafter
+from specray.rpc.connection import GrpcDrafter
 from specray.rpc.role import DRAFT
 from specray.rpc.security import PeerSecurity, server_credentials
 from specray.rpc.workers.server import draft_server

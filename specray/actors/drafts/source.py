@@ -14,7 +14,7 @@ from specray.actors.drafts.deployment import DraftLease, DraftReplica
 from specray.errors import EngineLostError
 from specray.interfaces import Drafter
 from specray.rpc.channel import ChannelOptions
-from specray.rpc.connections.drafter import GrpcDrafter
+from specray.rpc.connection import GrpcDrafter
 from specray.rpc.loop_thread import run_on
 
 logger = logging.getLogger(__name__)

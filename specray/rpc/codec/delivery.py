@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 from specray.errors import ProtocolError
 from specray.requests import OutputChunk
+from specray.round_reports import EngineStep, RoundReport
 from specray.rpc.codec.inference import (
     FINISH_REASON_FROM_PB,
     FINISH_REASON_TO_PB,
     decode_stats,
     encode_stats,
 )
-from specray.rpc.codec.round_reports import decode_round, encode_round
-from specray.rpc.codec.values import decode_token_logprobs, encode_token_logprobs, parse
+from specray.rpc.codec.values import (
+    decode_token_logprobs,
+    encode_token_logprobs,
+    get_fields,
+    parse,
+    set_fields,
+)
 from specray.rpc.pb import delivery_pb2
+
+_ROUND = ("num_accepted_tokens", "source", "lookup", "overlap", "num_speculative_tokens", "reason")
+_STEP = tuple(each.name for each in fields(EngineStep))
 
 
 def encode_chunks(chunks: Sequence[OutputChunk]) -> bytes:
@@ -36,7 +46,7 @@ def _encode_chunk(out: delivery_pb2.OutputChunk, chunk: OutputChunk) -> None:
     for logprobs in chunk.logprobs:
         encode_token_logprobs(out.logprobs.add(), logprobs)
     for report in chunk.rounds:
-        encode_round(out.rounds.add(), report)
+        _encode_round(out.rounds.add(), report)
     if chunk.finish_reason is None:
         return
     out.finish_reason = FINISH_REASON_TO_PB[chunk.finish_reason]
@@ -67,5 +77,28 @@ def _decode_chunk(chunk: delivery_pb2.OutputChunk) -> OutputChunk:
         num_cached_tokens=chunk.num_cached_tokens,
         ttft_s=chunk.ttft_s if chunk.HasField("ttft_s") else None,
         prompt_logprobs=tuple(map(decode_token_logprobs, chunk.prompt_logprobs)),
-        rounds=tuple(map(decode_round, chunk.rounds)),
+        rounds=tuple(map(_decode_round, chunk.rounds)),
+    )
+
+
+def _encode_round(out: delivery_pb2.RoundReport, report: RoundReport) -> None:
+    out.token_ids.extend(report.token_ids)
+    out.draft_token_ids.extend(report.draft_token_ids)
+    set_fields(out, report, _ROUND)
+    set_fields(out.verify, report.verify, _STEP)
+    for step in report.drafting:
+        set_fields(out.drafting.add(), step, _STEP)
+    out.draft_parents.extend(report.draft_parents or ())
+    out.draft_probs.extend(report.draft_probs)
+
+
+def _decode_round(message: delivery_pb2.RoundReport) -> RoundReport:
+    return RoundReport(
+        token_ids=tuple(message.token_ids[:]),
+        draft_token_ids=tuple(message.draft_token_ids[:]),
+        **get_fields(message, _ROUND),
+        verify=EngineStep(**get_fields(message.verify, _STEP)),
+        drafting=tuple(EngineStep(**get_fields(step, _STEP)) for step in message.drafting),
+        draft_parents=tuple(message.draft_parents[:]) or None,
+        draft_probs=tuple(message.draft_probs[:]),
     )

@@ -14,19 +14,15 @@ from specray.errors import ProtocolError
 from specray.rpc.codec.values import (
     RequestBatch,
     decode_draft_tokens,
-    decode_engine_info,
     decode_features,
-    decode_item_failed,
+    decode_refusal,
     decode_sampling,
     decode_tree,
-    decode_unknown_sequence,
     encode_draft_tokens,
-    encode_engine_info,
     encode_features,
-    encode_item_failed,
+    encode_refusal,
     encode_sampling,
     encode_tree,
-    encode_unknown_sequence,
     parse,
 )
 from specray.rpc.pb import draft_pb2
@@ -34,12 +30,9 @@ from specray.types import (
     Branch,
     DraftReplies,
     DraftReply,
-    EngineInfo,
-    ItemFailed,
     Outcomes,
     Proposal,
     SpeculateItem,
-    UnknownSequence,
 )
 
 
@@ -154,10 +147,8 @@ def encode_draft_replies(replies: DraftReplies) -> bytes:
                 _encode_proposal(out.proposal, reply)
             case Outcomes():
                 _encode_outcomes(out.outcomes, reply)
-            case UnknownSequence():
-                encode_unknown_sequence(out.unknown_sequence, reply)
-            case ItemFailed():
-                encode_item_failed(out.item_failed, reply)
+            case _:
+                encode_refusal(out, reply)
     return message.SerializeToString()
 
 
@@ -174,12 +165,8 @@ def _decode_draft_reply(reply: draft_pb2.DraftReply) -> DraftReply:
             return _decode_proposal(reply.proposal)
         case "outcomes":
             return _decode_outcomes(reply.outcomes)
-        case "unknown_sequence":
-            return decode_unknown_sequence(reply.unknown_sequence)
-        case "item_failed":
-            return decode_item_failed(reply.item_failed)
         case _:
-            raise ProtocolError("a DraftReply without a reply")
+            return decode_refusal(reply)
 
 
 def _encode_proposal(out: draft_pb2.Proposal, proposal: Proposal) -> None:
@@ -220,17 +207,3 @@ def _decode_branch(branch: draft_pb2.Branch) -> Branch:
         decode_draft_tokens(branch),
         branch.last_accepted_node if branch.HasField("last_accepted_node") else None,
     )
-
-
-def encode_draft_info(info: EngineInfo) -> bytes:
-    message = draft_pb2.GetDraftInfoResponse()
-    encode_engine_info(message.info, info)
-    return message.SerializeToString()
-
-
-def decode_draft_info(data: bytes) -> EngineInfo:
-    """Raises ProtocolError for broken bytes or an absent info."""
-    message = parse(draft_pb2.GetDraftInfoResponse, data)
-    if not message.HasField("info"):
-        raise ProtocolError("a GetDraftInfoResponse without info")
-    return decode_engine_info(message.info)

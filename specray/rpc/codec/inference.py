@@ -6,6 +6,7 @@ Requests come from strangers: what is wrong with them is an InvalidRequestError 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -23,7 +24,9 @@ from specray.rpc.codec.values import (
     encode_logit_bias,
     encode_token_logprobs,
     encode_verification,
+    get_fields,
     parse,
+    set_fields,
 )
 from specray.rpc.inference.types import GenerateEvent, GenerateParams, Message, Usage
 from specray.rpc.pb import inference_pb2, types_pb2
@@ -49,49 +52,35 @@ DRAFT_KIND_FROM_PB = {
     inference_pb2.DRAFT_KIND_UNSPECIFIED: None,
     **{number: kind for kind, number in DRAFT_KIND_TO_PB.items()},
 }
+_PARAMS: Final = ("model", "tools", "chat_template_kwargs")
+_MESSAGE: Final = tuple(each.name for each in fields(Message) if each.name != "content")
+_USAGE: Final = tuple(each.name for each in fields(Usage))
+_STATS: Final = tuple(each.name for each in fields(SpeculationStats) if each.name != "acceptance_histogram")
+_SERVICE: Final = tuple(each.name for each in fields(ServiceInfo))
 _WIRE_OPTIONS: Final = tuple(each for each in OPTIONS.values() if each.on_wire)
 
 
 def encode_generate_request(params: GenerateParams) -> bytes:
     """Raises InvalidRequestError for a value that the wire format cannot carry."""
-    message = inference_pb2.GenerateRequest(model=params.model)
+    message = inference_pb2.GenerateRequest()
     try:
         if params.text is not None:
             message.text = params.text
         if params.token_ids is not None:
             message.tokens.SetInParent()
             message.tokens.token_ids.extend(params.token_ids)
-        message.messages.extend(map(_encode_message, params.messages))
-        message.tools = params.tools
-        message.chat_template_kwargs = params.chat_template_kwargs
+        for entry in params.messages:
+            out = message.messages.add()
+            set_fields(out, entry, _MESSAGE)
+            if entry.content is not None:
+                out.content = entry.content
+        set_fields(message, params, _PARAMS)
         for each in _WIRE_OPTIONS:
             if (value := getattr(params, each.name)) != each.default:
                 _encode_option(message, each, value)
     except (ValueError, TypeError) as error:
         raise InvalidRequestError(f"the request cannot be sent: {error}") from None
     return message.SerializeToString()
-
-
-def _encode_message(message: Message) -> inference_pb2.ChatMessage:
-    return inference_pb2.ChatMessage(
-        role=message.role,
-        content=message.content,
-        name=message.name,
-        tool_calls=message.tool_calls,
-        tool_call_id=message.tool_call_id,
-        reasoning_content=message.reasoning_content,
-    )
-
-
-def _decode_message(message: inference_pb2.ChatMessage) -> Message:
-    return Message(
-        role=message.role,
-        content=message.content if message.HasField("content") else None,
-        name=message.name,
-        tool_calls=message.tool_calls,
-        tool_call_id=message.tool_call_id,
-        reasoning_content=message.reasoning_content,
-    )
 
 
 def _encode_option(message: inference_pb2.GenerateRequest, option: Option, value: Any) -> None:
@@ -139,10 +128,11 @@ def decode_generate_request(data: bytes) -> GenerateParams:
     return GenerateParams(
         text=message.text if prompt == "text" else None,
         token_ids=tuple(message.tokens.token_ids[:]) if prompt == "tokens" else None,
-        messages=tuple(map(_decode_message, message.messages)),
-        tools=message.tools,
-        chat_template_kwargs=message.chat_template_kwargs,
-        model=message.model,
+        messages=tuple(
+            Message(content=each.content if each.HasField("content") else None, **get_fields(each, _MESSAGE))
+            for each in message.messages
+        ),
+        **get_fields(message, _PARAMS),
         **{each.name: _decode_option(message, each) for each in _WIRE_OPTIONS},
     )
 
@@ -196,10 +186,7 @@ def encode_generate_event(event: GenerateEvent) -> bytes:
             raise ValueError(f"finish_reason {event.finish_reason} has no message")
         message.finish_reason = FINISH_REASON_TO_PB[event.finish_reason]
     if event.usage is not None:
-        message.usage.SetInParent()
-        message.usage.num_prompt_tokens = event.usage.num_prompt_tokens
-        message.usage.num_output_tokens = event.usage.num_output_tokens
-        message.usage.num_cached_tokens = event.usage.num_cached_tokens
+        set_fields(message.usage, event.usage, _USAGE)
     if event.speculation is not None:
         encode_stats(message.speculation, event.speculation)
     return message.SerializeToString()
@@ -216,56 +203,29 @@ def decode_generate_event(data: bytes) -> GenerateEvent:
         token_ids=tuple(message.token_ids[:]),
         logprobs=tuple(map(decode_token_logprobs, message.logprobs)),
         finish_reason=FINISH_REASON_FROM_PB[message.finish_reason],
-        usage=_decode_usage(message.usage) if message.HasField("usage") else None,
+        usage=Usage(**get_fields(message.usage, _USAGE)) if message.HasField("usage") else None,
         speculation=decode_stats(message.speculation) if message.HasField("speculation") else None,
         prompt_logprobs=tuple(map(decode_token_logprobs, message.prompt_logprobs)),
     )
 
 
-def _decode_usage(usage: inference_pb2.Usage) -> Usage:
-    return Usage(usage.num_prompt_tokens, usage.num_output_tokens, usage.num_cached_tokens)
-
-
 def encode_stats(out: inference_pb2.SpeculationStats, stats: SpeculationStats) -> None:
-    out.SetInParent()
-    out.num_spec_steps = stats.num_spec_steps
-    out.num_draft_tokens = stats.num_draft_tokens
-    out.num_accepted_draft_tokens = stats.num_accepted_draft_tokens
+    set_fields(out, stats, _STATS)
     out.acceptance_histogram.extend(stats.acceptance_histogram)
-    out.num_accepted_prediction_tokens = stats.num_accepted_prediction_tokens
-    out.num_rejected_prediction_tokens = stats.num_rejected_prediction_tokens
 
 
 def decode_stats(stats: inference_pb2.SpeculationStats) -> SpeculationStats:
-    return SpeculationStats(
-        stats.num_spec_steps,
-        stats.num_draft_tokens,
-        stats.num_accepted_draft_tokens,
-        tuple(stats.acceptance_histogram[:]),
-        stats.num_accepted_prediction_tokens,
-        stats.num_rejected_prediction_tokens,
-    )
+    histogram = tuple(stats.acceptance_histogram[:])
+    return SpeculationStats(acceptance_histogram=histogram, **get_fields(stats, _STATS))
 
 
 def encode_service_info(info: ServiceInfo) -> bytes:
-    return inference_pb2.InfoResponse(
-        model=info.model,
-        draft_model=info.draft_model or "",
-        vocab_size=info.vocab_size,
-        max_model_len=info.max_model_len,
-        protocol_version=info.protocol_version,
-        version=info.version,
-    ).SerializeToString()
+    message = inference_pb2.InfoResponse()
+    set_fields(message, replace(info, draft_model=info.draft_model or ""), _SERVICE)
+    return message.SerializeToString()
 
 
 def decode_service_info(data: bytes) -> ServiceInfo:
     """Raises ProtocolError for broken bytes."""
-    message = parse(inference_pb2.InfoResponse, data)
-    return ServiceInfo(
-        model=message.model,
-        draft_model=message.draft_model or None,
-        vocab_size=message.vocab_size,
-        max_model_len=message.max_model_len,
-        protocol_version=message.protocol_version,
-        version=message.version,
-    )
+    info = ServiceInfo(**get_fields(parse(inference_pb2.InfoResponse, data), _SERVICE))
+    return replace(info, draft_model=info.draft_model or None)

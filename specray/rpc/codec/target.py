@@ -14,30 +14,23 @@ from specray.errors import ProtocolError
 from specray.rpc.codec.values import (
     RequestBatch,
     decode_draft_tokens,
-    decode_engine_info,
     decode_features,
-    decode_item_failed,
+    decode_refusal,
     decode_sampling,
     decode_token_logprobs,
     decode_tree,
-    decode_unknown_sequence,
     encode_draft_tokens,
-    encode_engine_info,
     encode_features,
-    encode_item_failed,
+    encode_refusal,
     encode_sampling,
     encode_token_logprobs,
     encode_tree,
-    encode_unknown_sequence,
     parse,
 )
 from specray.rpc.pb import target_pb2
 from specray.types import (
-    EngineInfo,
-    ItemFailed,
     TargetReplies,
     TargetReply,
-    UnknownSequence,
     Verdict,
     VerifyItem,
 )
@@ -122,10 +115,8 @@ def encode_target_replies(replies: TargetReplies) -> bytes:
         match reply:
             case Verdict():
                 _encode_verdict(out.verdict, reply)
-            case UnknownSequence():
-                encode_unknown_sequence(out.unknown_sequence, reply)
-            case ItemFailed():
-                encode_item_failed(out.item_failed, reply)
+            case _:
+                encode_refusal(out, reply)
     return message.SerializeToString()
 
 
@@ -143,12 +134,8 @@ def _decode_target_reply(reply: target_pb2.TargetReply) -> TargetReply:
     match reply.WhichOneof("reply"):
         case "verdict":
             return _decode_verdict(reply.verdict)
-        case "unknown_sequence":
-            return decode_unknown_sequence(reply.unknown_sequence)
-        case "item_failed":
-            return decode_item_failed(reply.item_failed)
         case _:
-            raise ProtocolError("a TargetReply without a reply")
+            return decode_refusal(reply)
 
 
 def _encode_verdict(out: target_pb2.Verdict, verdict: Verdict) -> None:
@@ -189,17 +176,3 @@ def _decode_verdict(verdict: target_pb2.Verdict) -> Verdict:
         decode_draft_tokens(verdict) if verdict.draft_token_ids else NO_DRAFT,
         decode_features(verdict.features, "Verdict") if verdict.HasField("features") else None,
     )
-
-
-def encode_target_info(info: EngineInfo) -> bytes:
-    message = target_pb2.GetTargetInfoResponse()
-    encode_engine_info(message.info, info)
-    return message.SerializeToString()
-
-
-def decode_target_info(data: bytes) -> EngineInfo:
-    """Raises ProtocolError for broken bytes or an absent info."""
-    message = parse(target_pb2.GetTargetInfoResponse, data)
-    if not message.HasField("info"):
-        raise ProtocolError("a GetTargetInfoResponse without info")
-    return decode_engine_info(message.info)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
@@ -25,19 +25,26 @@ from specray.types import (
     Verification,
 )
 
-SAMPLING_SCALARS: Final = tuple(
-    scalar.name for scalar in fields(SamplingParams) if type(scalar.default) in (int, float)
+_SAMPLING: Final = tuple(
+    each.name for each in fields(SamplingParams) if type(each.default) in (int, float, str)
 )
-"""Names of the fields of SamplingParams, and of its message, that are a number and never absent."""
+"""Fields that are a number or a text, and never absent."""
 _GRAMMAR_KINDS: Final = {
     GrammarKind.JSON_SCHEMA: types_pb2.GRAMMAR_KIND_JSON_SCHEMA,
     GrammarKind.LARK: types_pb2.GRAMMAR_KIND_LARK,
     GrammarKind.REGEX: types_pb2.GRAMMAR_KIND_REGEX,
 }
+_HEAD: Final = tuple(each.name for each in fields(UnknownSequence))
+_FAILED: Final = tuple(each.name for each in fields(ItemFailed))
+_GRAMMAR_STATS: Final = tuple(each.name for each in fields(GrammarStats))
+_INFO: Final = tuple(each.name for each in fields(EngineInfo) if each.name not in ("step_times", "grammar"))
 ItemT = TypeVar("ItemT")
 MessageT = TypeVar("MessageT", bound=Message)
 DraftMessage = draft_pb2.Proposal | draft_pb2.Branch | target_pb2.VerifyItem | target_pb2.Verdict
 """Messages with draft tokens in fields of their own: a message inside would cost bytes per round."""
+
+Refusal = UnknownSequence | ItemFailed
+InfoMessage = type[draft_pb2.GetDraftInfoResponse] | type[target_pb2.GetTargetInfoResponse]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,16 @@ def parse(message_type: type[MessageT], data: bytes) -> MessageT:
     except DecodeError:
         name = message_type.DESCRIPTOR.full_name
         raise ProtocolError(f"{len(data)} bytes that are not a {name} message") from None
+
+
+def set_fields(out: Message, value: object, names: Iterable[str]) -> None:
+    """Sets fields that message and value have under the same names; too slow for messages of every round."""
+    for name in names:
+        setattr(out, name, getattr(value, name))
+
+
+def get_fields(message: Message, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(message, name) for name in names}
 
 
 def encode_verification(verification: Verification) -> types_pb2.Verification:
@@ -77,9 +94,8 @@ def decode_verification(verification: int) -> Verification:
 
 
 def encode_sampling(out: types_pb2.SamplingParams, sampling: SamplingParams) -> None:
-    """Sets the message, once per sequence; numbers go by their names, which both sides share."""
-    for name in SAMPLING_SCALARS:
-        setattr(out, name, getattr(sampling, name))
+    """Sets the message, once per sequence."""
+    set_fields(out, sampling, _SAMPLING)
     if sampling.logit_bias:
         out.logit_bias.extend(encode_logit_bias(sampling.logit_bias))
     out.stop_token_ids.extend(sampling.stop_token_ids)
@@ -93,12 +109,11 @@ def encode_sampling(out: types_pb2.SamplingParams, sampling: SamplingParams) -> 
     out.allowed_token_ids.extend(sampling.allowed_token_ids)
     for word in sampling.bad_words:
         out.bad_words.add().token_ids.extend(word)
-    out.cache_salt = sampling.cache_salt
 
 
 def decode_sampling(sampling: types_pb2.SamplingParams) -> SamplingParams:
     return SamplingParams(
-        **{name: getattr(sampling, name) for name in SAMPLING_SCALARS},
+        **get_fields(sampling, _SAMPLING),
         logit_bias=decode_logit_bias(sampling.logit_bias),
         stop_token_ids=tuple(sampling.stop_token_ids[:]),
         num_logprobs=sampling.num_logprobs if sampling.HasField("num_logprobs") else None,
@@ -109,7 +124,6 @@ def decode_sampling(sampling: types_pb2.SamplingParams) -> SamplingParams:
         grammar=decode_grammar(sampling.grammar) if sampling.HasField("grammar") else None,
         allowed_token_ids=tuple(sampling.allowed_token_ids[:]),
         bad_words=tuple(tuple(word.token_ids[:]) for word in sampling.bad_words),
-        cache_salt=sampling.cache_salt,
     )
 
 
@@ -179,36 +193,22 @@ def decode_token_logprobs(logprobs: types_pb2.TokenLogprobs) -> TokenLogprobs:
     return TokenLogprobs(logprobs.token_id, logprobs.logprob, token_ids, values)
 
 
-def encode_unknown_sequence(out: types_pb2.UnknownSequence, reply: UnknownSequence) -> None:
-    out.request_id = reply.request_id
-    out.round_id = reply.round_id
-    out.base_len = reply.base_len
+def encode_refusal(out: draft_pb2.DraftReply | target_pb2.TargetReply, reply: Refusal) -> None:
+    """Sets the reply of either engine to an item that it does not answer."""
+    if isinstance(reply, UnknownSequence):
+        set_fields(out.unknown_sequence, reply, _HEAD)
+    else:
+        set_fields(out.item_failed, reply, _FAILED)
 
 
-def decode_unknown_sequence(reply: types_pb2.UnknownSequence) -> UnknownSequence:
-    return UnknownSequence(reply.request_id, reply.round_id, reply.base_len)
-
-
-def encode_item_failed(out: types_pb2.ItemFailed, reply: ItemFailed) -> None:
-    out.request_id = reply.request_id
-    out.round_id = reply.round_id
-    out.base_len = reply.base_len
-    out.message = reply.message
-    out.is_retriable = reply.is_retriable
-    out.is_invalid = reply.is_invalid
-    out.field = reply.field
-
-
-def decode_item_failed(reply: types_pb2.ItemFailed) -> ItemFailed:
-    return ItemFailed(
-        reply.request_id,
-        reply.round_id,
-        reply.base_len,
-        reply.message,
-        reply.is_retriable,
-        reply.is_invalid,
-        reply.field,
-    )
+def decode_refusal(message: draft_pb2.DraftReply | target_pb2.TargetReply) -> Refusal:
+    """Raises ProtocolError for a reply that is empty."""
+    match message.WhichOneof("reply"):
+        case "unknown_sequence":
+            return UnknownSequence(**get_fields(message.unknown_sequence, _HEAD))
+        case "item_failed":
+            return ItemFailed(**get_fields(message.item_failed, _FAILED))
+    raise ProtocolError(f"a {message.DESCRIPTOR.name} without a reply")
 
 
 def encode_features(out: types_pb2.FeatureRows, rows: FeatureRows) -> None:
@@ -223,63 +223,25 @@ def decode_features(rows: types_pb2.FeatureRows, of: str) -> FeatureRows:
         raise ProtocolError(f"{of}: {error}") from None
 
 
-_GRAMMAR_STATS = tuple(each.name for each in fields(GrammarStats))
-"""Names of figures that message and type share."""
-
-
-def encode_engine_info(out: types_pb2.EngineInfo, info: EngineInfo) -> None:
-    out.role = info.role
-    out.model = info.model
-    out.vocab_size = info.vocab_size
-    out.tokenizer_fingerprint = info.tokenizer_fingerprint
-    out.block_size = info.block_size
-    out.num_blocks = info.num_blocks
-    out.max_model_len = info.max_model_len
-    out.max_num_seqs = info.max_num_seqs
-    out.max_num_batched_tokens = info.max_num_batched_tokens
-    out.protocol_version = info.protocol_version
-    out.dtype = info.dtype
-    out.tensor_parallel_size = info.tensor_parallel_size
-    out.num_blocks_in_use = info.num_blocks_in_use
-    out.num_prefix_cache_queries = info.num_prefix_cache_queries
-    out.num_prefix_cache_hits = info.num_prefix_cache_hits
-    out.num_routers = info.num_routers
-    out.busy_share = info.busy_share
+def encode_info(message_type: InfoMessage, info: EngineInfo) -> bytes:
+    message = message_type()
+    out = message.info
+    set_fields(out, info, _INFO)
+    set_fields(out.grammar, info.grammar, _GRAMMAR_STATS)
     for step_time in info.step_times:
         out.step_times.add(num_rows=step_time.num_rows, seconds=step_time.seconds)
-    out.context_token_s = info.context_token_s
-    out.drafter = info.drafter
-    out.feature_drafter = info.feature_drafter
-    out.feature_size = info.feature_size
-    for name in _GRAMMAR_STATS:
-        setattr(out.grammar, name, getattr(info.grammar, name))
+    return message.SerializeToString()
 
 
-def decode_engine_info(info: types_pb2.EngineInfo) -> EngineInfo:
+def decode_info(message_type: InfoMessage, data: bytes) -> EngineInfo:
+    """Raises ProtocolError for broken bytes or an absent info."""
+    message = parse(message_type, data)
+    if not message.HasField("info"):
+        raise ProtocolError(f"a {message.DESCRIPTOR.name} without info")
     return EngineInfo(
-        role=info.role,
-        model=info.model,
-        vocab_size=info.vocab_size,
-        tokenizer_fingerprint=info.tokenizer_fingerprint,
-        block_size=info.block_size,
-        num_blocks=info.num_blocks,
-        max_model_len=info.max_model_len,
-        max_num_seqs=info.max_num_seqs,
-        max_num_batched_tokens=info.max_num_batched_tokens,
-        protocol_version=info.protocol_version,
-        dtype=info.dtype,
-        tensor_parallel_size=info.tensor_parallel_size,
-        num_blocks_in_use=info.num_blocks_in_use,
-        num_prefix_cache_queries=info.num_prefix_cache_queries,
-        num_prefix_cache_hits=info.num_prefix_cache_hits,
-        step_times=tuple(StepTime(entry.num_rows, entry.seconds) for entry in info.step_times),
-        context_token_s=info.context_token_s,
-        num_routers=info.num_routers,
-        drafter=info.drafter,
-        feature_drafter=info.feature_drafter,
-        feature_size=info.feature_size,
-        busy_share=info.busy_share,
-        grammar=GrammarStats(**{name: getattr(info.grammar, name) for name in _GRAMMAR_STATS}),
+        **get_fields(message.info, _INFO),
+        step_times=tuple(StepTime(entry.num_rows, entry.seconds) for entry in message.info.step_times),
+        grammar=GrammarStats(**get_fields(message.info.grammar, _GRAMMAR_STATS)),
     )
 
 

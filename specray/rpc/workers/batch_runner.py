@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from specray.rpc.codec.values import RequestBatch
-from specray.rpc.role import BoundEngine, EngineRole, ItemT, RepliesT, ReplyT
+from specray.rpc.role import BoundEngine, EngineRole, Item, ItemT, RepliesT
 from specray.rpc.workers.sequence_names import SequenceNames
+from specray.types import ItemFailed, UnknownSequence
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class StreamReplies(Generic[RepliesT]):
     num_requests: int
 
 
-class BatchRunner(Generic[ItemT, ReplyT, RepliesT]):
+class BatchRunner(Generic[ItemT, RepliesT]):
     """Collects items as long as their order does not matter, then runs them as one engine call.
 
     A stream owns the sequences that it sent items for. An item that continues another stream's sequence is
@@ -57,7 +58,7 @@ class BatchRunner(Generic[ItemT, ReplyT, RepliesT]):
 
     def __init__(
         self,
-        role: EngineRole[ItemT, ReplyT, RepliesT],
+        role: EngineRole[ItemT, RepliesT],
         engine: BoundEngine[ItemT, RepliesT],
         deliver: Callable[[list[StreamReplies[RepliesT]]], None],
     ) -> None:
@@ -72,7 +73,7 @@ class BatchRunner(Generic[ItemT, ReplyT, RepliesT]):
         """Items of the next call by sequence name: an engine call has at most one item per sequence."""
         self._origins: dict[str, tuple[ReplySink[RepliesT], str]] = {}
         """Stream and request id of the next call's replies, by sequence name."""
-        self._answers: list[tuple[ReplySink[RepliesT], ReplyT]] = []
+        self._answers: list[tuple[ReplySink[RepliesT], Item]] = []
         """Replies that need no engine call."""
         self._num_requests: dict[ReplySink[RepliesT], int] = {}
 
@@ -108,19 +109,17 @@ class BatchRunner(Generic[ItemT, ReplyT, RepliesT]):
         items, answers = list(self._items.values()), self._answers
         origins, num_requests = self._origins, self._num_requests
         self._items, self._answers, self._origins, self._num_requests = {}, [], {}, {}
-        computed, forward_ns, num_rows = self._compute(items) if items else ([], 0, None)
-        by_stream: dict[ReplySink[RepliesT], list[ReplyT]] = {stream: [] for stream in num_requests}
-        for stream, reply in answers:
-            by_stream[stream].append(reply)
-        for reply in computed:
+        computed = self._compute(items) if items else self._role.no_replies
+        by_stream: dict[ReplySink[RepliesT], list[Item]] = {stream: [] for stream in num_requests}
+        for stream, answer in answers:
+            by_stream[stream].append(answer)
+        for reply in computed.replies:
             stream, request_id = origins[reply.request_id]
-            by_stream[stream].append(self._role.rename_reply(reply, request_id))
+            by_stream[stream].append(_renamed(reply, request_id))
         self._deliver(
             [
                 StreamReplies(
-                    stream,
-                    self._role.make_replies(tuple(replies), forward_ns, num_rows) if replies else None,
-                    num_requests[stream],
+                    stream, _with_replies(computed, replies) if replies else None, num_requests[stream]
                 )
                 for stream, replies in by_stream.items()
             ]
@@ -132,7 +131,8 @@ class BatchRunner(Generic[ItemT, ReplyT, RepliesT]):
             self.flush()
             self._num_requests.setdefault(stream, 0)
         if name is None and item.base_len > 0:
-            self._answers.append((stream, self._role.unknown_sequence(item)))
+            unknown = UnknownSequence(item.request_id, item.round_id, item.base_len)
+            self._answers.append((stream, unknown))
             return
         if name is None:
             if len(self._names) >= self._max_num_seqs:
@@ -140,42 +140,42 @@ class BatchRunner(Generic[ItemT, ReplyT, RepliesT]):
             name = self._names.add(stream, item.request_id)
         if self._failures.get(name, 0) >= MAX_FAILURES:
             text = f"refused: this request has failed the {self._role.name} engine {MAX_FAILURES} times"
-            self._answers.append((stream, self._role.item_failed(item, text)))
+            self._answers.append((stream, _failed(item, text)))
             return
         self._origins[name] = (stream, item.request_id)
-        self._items[name] = self._role.rename_item(item, name)
+        self._items[name] = _renamed(item, name)
 
-    def _compute(self, items: Sequence[ItemT]) -> tuple[list[ReplyT], int, int | None]:
-        """Makes one engine call; returns replies, nanoseconds and rows.
+    def _compute(self, items: Sequence[ItemT]) -> RepliesT:
+        """Makes one engine call.
 
         If it raises, each item runs alone: items are idempotent, and only the bad one fails. The rows are
-        then None, since the time is not that of one step.
+        then unknown, since the time is not that of one step.
         """
         try:
-            replies, forward_ns, num_rows = self._role.read_replies(self._engine.run(items))
+            found = self._engine.run(items)
         except Exception:
             logger.exception("a call of the %s engine with %d items failed", self._role.name, len(items))
             self._engine.check()
             if len(items) > 1:
                 parts = [self._compute([item]) for item in items]
-                return [reply for part, _, _ in parts for reply in part], sum(ns for _, ns, _ in parts), None
+                found = _with_replies(
+                    self._role.no_replies, [each for part in parts for each in part.replies]
+                )
+                return replace(found, forward_ns=sum(part.forward_ns for part in parts))
             name = items[0].request_id
             self._failures[name] = self._failures.get(name, 0) + 1
             self._engine.release([name])
-            return [self._failed(items[0])], 0, None
-        return self._one_reply_per_item(items, replies), forward_ns, num_rows
-
-    def _one_reply_per_item(self, items: Sequence[ItemT], replies: Iterable[ReplyT]) -> list[ReplyT]:
+            return _with_replies(self._role.no_replies, [self._failed(items[0])])
         waiting = {item.request_id: item for item in items}
-        known = [reply for reply in replies if reply.request_id in waiting]
+        known = [reply for reply in found.replies if reply.request_id in waiting]
         for reply in known:
             waiting.pop(reply.request_id, None)
         if waiting:
             logger.error("the %s engine gave no reply to %s", self._role.name, sorted(waiting))
-        return [*known, *map(self._failed, waiting.values())]
+        return _with_replies(found, [*known, *map(self._failed, waiting.values())])
 
-    def _failed(self, item: ItemT) -> ReplyT:
-        return self._role.item_failed(item, f"the {self._role.name} engine failed on this request")
+    def _failed(self, item: ItemT) -> ItemFailed:
+        return _failed(item, f"the {self._role.name} engine failed on this request")
 
     def _release(self, names: Sequence[str]) -> None:
         if not names:
@@ -187,3 +187,17 @@ class BatchRunner(Generic[ItemT, ReplyT, RepliesT]):
         except Exception:
             logger.exception("the %s engine failed to release %s", self._role.name, list(names))
             self._engine.check()
+
+
+def _failed(item: Item, message: str) -> ItemFailed:
+    """The reply to an item that can never be served."""
+    return ItemFailed(item.request_id, item.round_id, item.base_len, message, is_retriable=False)
+
+
+def _renamed(message: Any, request_id: str) -> Any:
+    return message if message.request_id == request_id else replace(message, request_id=request_id)
+
+
+def _with_replies(batch: RepliesT, replies: Sequence[Any]) -> RepliesT:
+    found: RepliesT = replace(cast(Any, batch), replies=tuple(replies))
+    return found

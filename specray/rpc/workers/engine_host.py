@@ -18,7 +18,7 @@ from typing import Any, Generic
 
 from specray.errors import EngineLostError, SpecrayError
 from specray.rpc.codec.values import RequestBatch
-from specray.rpc.role import BoundEngine, EngineRole, ItemT, RepliesT, ReplyT
+from specray.rpc.role import BoundEngine, EngineRole, ItemT, RepliesT
 from specray.rpc.workers.batch_runner import BatchRunner, ReplySink, StreamReplies
 from specray.rpc.workers.busy import BusyMeter
 from specray.rpc.workers.item_queue import ItemQueue
@@ -34,7 +34,7 @@ class _Check:
     """Number of engine calls after which the check runs; earlier if nothing waits."""
 
 
-class EngineHost(Generic[ItemT, ReplyT, RepliesT]):
+class EngineHost(Generic[ItemT, RepliesT]):
     """Runs the requests of all streams in turn; made and used on one event loop.
 
     Between two engine calls the event loop runs once: replies are sent, and new requests join the next call.
@@ -45,7 +45,7 @@ class EngineHost(Generic[ItemT, ReplyT, RepliesT]):
 
     def __init__(
         self,
-        role: EngineRole[ItemT, ReplyT, RepliesT],
+        role: EngineRole[ItemT, RepliesT],
         make_engine: Callable[[], BoundEngine[ItemT, RepliesT]],
         *,
         on_broken: Callable[[EngineLostError], None],
@@ -62,7 +62,7 @@ class EngineHost(Generic[ItemT, ReplyT, RepliesT]):
         self._busy = BusyMeter()
         self._is_scheduled = False
         self._engine: BoundEngine[ItemT, RepliesT] | None = None
-        self._runner: BatchRunner[ItemT, ReplyT, RepliesT] | None = None
+        self._runner: BatchRunner[ItemT, RepliesT] | None = None
         self._broken: EngineLostError | None = None
 
     def start(self) -> EngineInfo:
@@ -156,7 +156,7 @@ class EngineHost(Generic[ItemT, ReplyT, RepliesT]):
             self._guard(self._engine.check)
         self._busy.end()
 
-    def _take_turn(self, runner: BatchRunner[ItemT, ReplyT, RepliesT]) -> None:
+    def _take_turn(self, runner: BatchRunner[ItemT, RepliesT]) -> None:
         ended, self._ended = self._ended, []
         for stream in ended:
             runner.end_stream(stream)

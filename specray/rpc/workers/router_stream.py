@@ -14,7 +14,7 @@ from grpc import aio
 
 from specray.errors import ProtocolError
 from specray.rpc.codec.values import RequestBatch
-from specray.rpc.role import EngineRole, ItemT, RepliesT, ReplyT
+from specray.rpc.role import EngineRole, ItemT, RepliesT
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Ending:
     """True if pending requests are answered first."""
 
 
-class RouterStream(Generic[ItemT, ReplyT, RepliesT]):
+class RouterStream(Generic[ItemT, RepliesT]):
     """Reads requests and writes replies, on the event loop.
 
     With ``max_pending`` unanswered requests the stream is not read, and gRPC's flow control holds the router
@@ -38,7 +38,7 @@ class RouterStream(Generic[ItemT, ReplyT, RepliesT]):
 
     def __init__(
         self,
-        role: EngineRole[ItemT, ReplyT, RepliesT],
+        role: EngineRole[ItemT, RepliesT],
         context: aio.ServicerContext[Any, Any],
         *,
         max_pending: int,

@@ -15,6 +15,7 @@ from grpc import aio
 from specray.errors import ConfigError, EngineLostError
 from specray.interfaces import SyncDraftEngine, SyncTargetEngine
 from specray.rpc.channel import ChannelOptions, bind, check_can_listen, parse_address
+from specray.rpc.codec.values import encode_info
 from specray.rpc.health import Health
 from specray.rpc.role import (
     DRAFT,
@@ -23,7 +24,6 @@ from specray.rpc.role import (
     EngineRole,
     ItemT,
     RepliesT,
-    ReplyT,
     bind_draft,
     bind_target,
 )
@@ -33,11 +33,9 @@ from specray.rpc.workers.router_stream import Ending, RouterStream
 from specray.rpc.workers.run_ahead import RunAhead
 from specray.types import (
     DraftReplies,
-    DraftReply,
     EngineInfo,
     SpeculateItem,
     TargetReplies,
-    TargetReply,
     VerifyItem,
 )
 
@@ -47,7 +45,7 @@ DRAIN_POLL_S = 0.02
 STOPPING = Ending(grpc.StatusCode.UNAVAILABLE, "the worker is stopping", drains=True)
 
 
-class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
+class EngineServer(Generic[ItemT, RepliesT]):
     """Serves one engine to many routers; made by :func:`draft_server` and :func:`target_server`.
 
     The engine runs on the loop's thread, which should do nothing else: see ``worker.EngineServerThread``. A
@@ -58,7 +56,7 @@ class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
 
     def __init__(
         self,
-        role: EngineRole[ItemT, ReplyT, RepliesT],
+        role: EngineRole[ItemT, RepliesT],
         make_engine: Callable[[], BoundEngine[ItemT, RepliesT]],
         address: str,
         *,
@@ -79,9 +77,9 @@ class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
         self._options = options or ChannelOptions()
         self._max_pending = max_pending
         self._health = Health(role.service)
-        self._streams: set[RouterStream[ItemT, ReplyT, RepliesT]] = set()
+        self._streams: set[RouterStream[ItemT, RepliesT]] = set()
         self._refusal: Ending | None = None
-        self._host: EngineHost[ItemT, ReplyT, RepliesT] | None = None
+        self._host: EngineHost[ItemT, RepliesT] | None = None
         self._server: aio.Server | None = None
         self._background: set[asyncio.Task[None]] = set()
         self.failure: EngineLostError | None = None
@@ -192,7 +190,7 @@ class EngineServer(Generic[ItemT, ReplyT, RepliesT]):
         info = self.info
         if info is None:
             await context.abort(STOPPING.code, STOPPING.details)
-        return self._role.encode_info(info)
+        return encode_info(self._role.info_message, info)
 
     async def _serve_stream(self, _: object, context: aio.ServicerContext[Any, Any]) -> None:
         await self._options.security.admit(context)
@@ -231,7 +229,7 @@ def draft_server(
     *,
     options: ChannelOptions | None = None,
     max_pending: int = 256,
-) -> EngineServer[SpeculateItem, DraftReply, DraftReplies]:
+) -> EngineServer[SpeculateItem, DraftReplies]:
     """Makes the server of a draft, which ``make_engine`` builds on the loop's thread. Raises ConfigError."""
     return EngineServer(
         DRAFT, lambda: bind_draft(make_engine()), address, options=options, max_pending=max_pending
@@ -244,7 +242,7 @@ def target_server(
     *,
     options: ChannelOptions | None = None,
     max_pending: int = 256,
-) -> EngineServer[VerifyItem, TargetReply, TargetReplies]:
+) -> EngineServer[VerifyItem, TargetReplies]:
     """Makes the server of a target, which ``make_engine`` builds on the loop's thread. Raises ConfigError."""
 
     def bound() -> BoundEngine[VerifyItem, TargetReplies]:

@@ -33,7 +33,7 @@ def engine_server(
     address: str,
     options: ChannelOptions | None = None,
     max_pending: int = 256,
-) -> EngineServer[Any, Any, Any]:
+) -> EngineServer[Any, Any]:
     """Makes the server of an engine of the given role. Raises ConfigError for a wrong address."""
     if role == "draft":
         make_draft = cast(Callable[[], SyncDraftEngine], engine_factory)

@@ -19,8 +19,7 @@ from specray.config import Config, EngineConfig, RpcConfig
 from specray.errors import ConfigError, EngineLostError
 from specray.interfaces import Drafter, StopMatcherFactory
 from specray.router import Router
-from specray.rpc.connections.drafter import GrpcDrafter
-from specray.rpc.connections.verifier import GrpcVerifier
+from specray.rpc.connection import GrpcDrafter, GrpcVerifier
 from specray.types import EngineInfo
 
 T = TypeVar("T", bound=EngineConfig)

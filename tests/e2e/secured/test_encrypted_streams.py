@@ -11,8 +11,7 @@ from ray import serve
 
 from specray.errors import EngineLostError, SpecrayError
 from specray.rpc.channel import channel_options
-from specray.rpc.connections.drafter import GrpcDrafter
-from specray.rpc.connections.verifier import GrpcVerifier
+from specray.rpc.connection import GrpcDrafter, GrpcVerifier
 from specray.serving.launch import APP_NAME
 from tests.e2e.listeners import listeners
 from tests.e2e.secured.access import HEADERS, peer

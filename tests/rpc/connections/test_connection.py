@@ -20,8 +20,9 @@ from specray.router.transport import leases as leases_module
 from specray.router.transport.clock import SystemClock
 from specray.router.transport.leases import DraftLeases
 from specray.router.transport.links import DraftLink, Inbox, current_info
-from specray.rpc.codec import draft as draft_codec
-from specray.rpc.connections.drafter import GrpcDrafter
+from specray.rpc.codec.values import encode_info
+from specray.rpc.connection import GrpcDrafter
+from specray.rpc.role import DRAFT
 from specray.telemetry.metrics import RouterMetrics
 from tests.rpc.engines import DRAFT_INFO, TARGET_INFO, eventually
 
@@ -33,7 +34,7 @@ Context = aio.ServicerContext[bytes, bytes]
 class SilentDraft:
     """A draft service that accepts streams and answers Info as scripted."""
 
-    answer: bytes = draft_codec.encode_draft_info(DRAFT_INFO)
+    answer: bytes = encode_info(DRAFT.info_message, DRAFT_INFO)
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
     num_unanswered: int = 0
 

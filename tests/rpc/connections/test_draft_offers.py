@@ -14,7 +14,7 @@ from specray.actors.drafts.deployment import DraftLease
 from specray.actors.drafts.source import ServeDrafterSource
 from specray.errors import EngineLostError
 from specray.interfaces import DrafterPool
-from specray.rpc.connections.drafter import GrpcDrafter
+from specray.rpc.connection import GrpcDrafter
 from specray.rpc.workers.server import draft_server
 from tests.rpc.engines import ScriptedDraft
 

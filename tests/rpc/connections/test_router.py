@@ -15,8 +15,7 @@ from specray.fakes import FakeDraft, FakeTarget, NoisyGuesser
 from specray.interfaces import Drafter
 from specray.requests import GenerateRequest
 from specray.router import Router
-from specray.rpc.connections.drafter import GrpcDrafter
-from specray.rpc.connections.verifier import GrpcVerifier
+from specray.rpc.connection import GrpcDrafter, GrpcVerifier
 from specray.rpc.workers.server import draft_server, target_server
 from specray.types import Overlap, SamplingParams, TargetReplies, VerifyItem
 from tests.rpc.engines import eventually

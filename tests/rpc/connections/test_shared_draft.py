@@ -17,8 +17,7 @@ from specray.fakes.engines import fake_info
 from specray.interfaces import Drafter, SyncDraftEngine
 from specray.requests import GenerateRequest
 from specray.router import Router
-from specray.rpc.connections.drafter import GrpcDrafter
-from specray.rpc.connections.verifier import GrpcVerifier
+from specray.rpc.connection import GrpcDrafter, GrpcVerifier
 from specray.rpc.workers.server import EngineServer, draft_server, target_server
 from specray.types import (
     DraftReplies,
@@ -38,7 +37,7 @@ NUM_TOKENS = 120
 @asynccontextmanager
 async def serving(
     engine: SyncDraftEngine, address: str, num_routers: int = 2
-) -> AsyncIterator[tuple[EngineServer[SpeculateItem, DraftReply, DraftReplies], list[GrpcDrafter]]]:
+) -> AsyncIterator[tuple[EngineServer[SpeculateItem, DraftReplies], list[GrpcDrafter]]]:
     server = draft_server(lambda: engine, address)
     await server.start()
     async with AsyncExitStack() as stack:

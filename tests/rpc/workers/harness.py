@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specray.rpc.connections.drafter import GrpcDrafter
+from specray.rpc.connection import GrpcDrafter
 from specray.rpc.workers.worker import EngineServerThread
 from tests.rpc.engines import ScriptedDraft, ScriptedTarget
 

@@ -14,8 +14,7 @@ from specray.draft_tokens import DraftTokens
 from specray.errors import ConfigError, EngineLostError, ProtocolError
 from specray.rpc.channel import ChannelOptions
 from specray.rpc.codec import draft as draft_codec
-from specray.rpc.connections.drafter import GrpcDrafter
-from specray.rpc.connections.verifier import GrpcVerifier
+from specray.rpc.connection import GrpcDrafter, GrpcVerifier
 from specray.rpc.workers.server import draft_server
 from specray.types import Proposal
 from tests.rpc.engines import (

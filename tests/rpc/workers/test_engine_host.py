@@ -11,8 +11,7 @@ import pytest
 from specray.draft_tokens import DraftTokens
 from specray.errors import EngineLostError
 from specray.rpc.codec.values import RequestBatch
-from specray.rpc.connections.drafter import GrpcDrafter
-from specray.rpc.connections.verifier import GrpcVerifier
+from specray.rpc.connection import GrpcDrafter, GrpcVerifier
 from specray.rpc.role import DRAFT, TARGET, bind_draft, bind_target
 from specray.rpc.workers.engine_host import EngineHost
 from specray.types import ItemFailed, Proposal

@@ -9,7 +9,7 @@ import pytest
 from specray.draft_tokens import DraftTokens
 from specray.interfaces import Drafter, Verifier
 from specray.rpc.channel import ChannelOptions
-from specray.rpc.connections.verifier import GrpcVerifier
+from specray.rpc.connection import GrpcVerifier
 from specray.types import (
     DraftReplies,
     ItemFailed,

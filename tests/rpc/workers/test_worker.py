@@ -14,8 +14,7 @@ import pytest
 
 from specray.draft_tokens import DraftTokens
 from specray.errors import ConfigError, EngineLostError
-from specray.rpc.connections.drafter import GrpcDrafter
-from specray.rpc.connections.verifier import GrpcVerifier
+from specray.rpc.connection import GrpcDrafter, GrpcVerifier
 from specray.rpc.workers.worker import EngineServerThread
 from specray.types import Proposal, Verdict
 from tests.rpc.engines import ScriptedDraft, ScriptedTarget, eventually, is_there, speculate, verify

@@ -16,8 +16,7 @@ from specray.config import Config, parse_config
 from specray.interfaces import Drafter
 from specray.requests import SpeculationParams
 from specray.router import Router
-from specray.rpc.connections.drafter import GrpcDrafter
-from specray.rpc.connections.verifier import GrpcVerifier
+from specray.rpc.connection import GrpcDrafter, GrpcVerifier
 from tests.unit.engine.features.checkpoints import eagle3_weights, official, write
 from tests.unit.engine.model.checkpoints import reference_greedy, reference_model, write_checkpoint
 from tests.unit.router.harness import request

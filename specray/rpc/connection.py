@@ -6,30 +6,32 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Generic
+from typing import Any, ClassVar, Generic, Self
 
 import grpc
 from grpc import aio
 
 from specray.errors import ConfigError, EngineLostError, ProtocolError
-from specray.rpc.channel import Address, ChannelOptions, open_channel
-from specray.rpc.role import EngineRole, ItemT, RepliesT, ReplyT
+from specray.rpc.channel import Address, ChannelOptions, open_channel, parse_peer
+from specray.rpc.codec.values import decode_info
+from specray.rpc.role import DRAFT, TARGET, EngineRole, ItemT, RepliesT
 from specray.rpc.security import Metadata, PeerSecurity
-from specray.types import PROTOCOL_VERSION, EngineInfo
+from specray.types import PROTOCOL_VERSION, DraftReplies, EngineInfo, SpeculateItem, TargetReplies, VerifyItem
 
 BytesStream = aio.StreamStreamCall[bytes, bytes]
 
 
-class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
+class EngineConnection(Generic[ItemT, RepliesT]):
     """Sends batches of items and receives batches of replies, independently of each other.
 
     Replies that are not taken wait in gRPC, whose flow control holds the engine back. A reader task between
     the stream and ``replies`` would cost every round another iteration of the event loop.
     """
 
+    role: ClassVar[EngineRole[Any, Any]]
+
     def __init__(
         self,
-        role: EngineRole[ItemT, ReplyT, RepliesT],
         address: Address,
         channel: aio.Channel,
         stream: BytesStream,
@@ -39,7 +41,6 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
         security: PeerSecurity | None = None,
     ) -> None:
         self._security = security or PeerSecurity()
-        self._role = role
         self._address = address
         self._channel = channel
         self._stream = stream
@@ -54,6 +55,34 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
         self._watchdog: asyncio.TimerHandle | None = None
         self._is_closed = False
 
+    @classmethod
+    async def connect(
+        cls,
+        address: str,
+        *,
+        timeout_s: float,
+        wait_for_ready: bool = False,
+        send_timeout_s: float = 5.0,
+        options: ChannelOptions | None = None,
+    ) -> Self:
+        """Connects to the engine at ``unix:/path`` or ``host:port``; of a target, to its leader.
+
+        Args:
+            timeout_s: total seconds to connect.
+            wait_for_ready: True waits for a worker that does not listen yet; False fails at once.
+            send_timeout_s: seconds after which an engine that takes nothing off the stream counts as lost.
+
+        Raises:
+            ConfigError: the address is not valid, or the worker there has the other role.
+            ProtocolError: the worker speaks another protocol version.
+            EngineLostError: nobody answers in time.
+        """
+        peer, options = parse_peer(address), options or ChannelOptions()
+        channel, stream, info = await _open_stream(
+            cls.role, peer, timeout_s=timeout_s, wait_for_ready=wait_for_ready, options=options
+        )
+        return cls(peer, channel, stream, info, send_timeout_s=send_timeout_s, security=options.security)
+
     @property
     def info(self) -> EngineInfo:
         """Engine info from when the connection was made."""
@@ -65,7 +94,7 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
         try:
             metadata = self._security.metadata()
             return await _get_info(
-                self._role,
+                self.role,
                 self._address,
                 self._channel,
                 metadata,
@@ -77,7 +106,7 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
             if reason is None:
                 raise
             # Closing the connection ends this call too.
-            raise EngineLostError(f"{_name(self._role, self._address)}: {self._reason or reason}") from None
+            raise EngineLostError(f"{_name(self.role, self._address)}: {self._reason or reason}") from None
 
     @property
     def is_lost(self) -> bool:
@@ -90,12 +119,12 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
         Raises:
             EngineLostError: the connection is gone, or the engine took nothing for ``send_timeout_s``.
         """
-        await self._write(self._role.encode_request(items, released))
+        await self._write(self.role.encode_request(items, released))
 
     async def release(self, request_ids: Sequence[str]) -> None:
         """Frees sequences on the engine, in order with the items. Raises EngineLostError."""
         if request_ids:
-            await self._write(self._role.encode_request((), request_ids))
+            await self._write(self.role.encode_request((), request_ids))
 
     async def replies(self) -> RepliesT:
         """Waits for the next batch of replies; one call at a time. Cancelled, it ends the connection.
@@ -107,7 +136,8 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
         try:
             data = await self._stream.read()
             if data is not aio.EOF:
-                return self._role.decode_replies(_as_bytes(data))
+                replies: RepliesT = self.role.decode_replies(_as_bytes(data))
+                return replies
             self._lose("the engine ended the stream")
         except ProtocolError as error:
             self._lose(f"broke the protocol: {error}")
@@ -173,11 +203,31 @@ class EngineConnection(Generic[ItemT, ReplyT, RepliesT]):
             raise EngineLostError(self._describe_loss())
 
     def _describe_loss(self) -> str:
-        return f"{_name(self._role, self._address)}: {self._reason}"
+        return f"{_name(self.role, self._address)}: {self._reason}"
 
 
-async def open_stream(
-    role: EngineRole[Any, Any, Any],
+class GrpcDrafter(EngineConnection[SpeculateItem, DraftReplies]):
+    """``interfaces.Drafter`` over gRPC; made by :meth:`connect`."""
+
+    role = DRAFT
+
+    async def speculate(self, items: Sequence[SpeculateItem], released: Sequence[str] = ()) -> None:
+        """Sends one batch, as ``send``."""
+        await self.send(items, released)
+
+
+class GrpcVerifier(EngineConnection[VerifyItem, TargetReplies]):
+    """``interfaces.Verifier`` over gRPC; made by :meth:`connect`."""
+
+    role = TARGET
+
+    async def verify(self, items: Sequence[VerifyItem], released: Sequence[str] = ()) -> None:
+        """Sends one batch, which becomes one ragged forward, as ``send``."""
+        await self.send(items, released)
+
+
+async def _open_stream(
+    role: EngineRole[Any, Any],
     address: Address,
     *,
     timeout_s: float,
@@ -215,7 +265,7 @@ async def open_stream(
 
 
 async def _get_info(
-    role: EngineRole[Any, Any, Any],
+    role: EngineRole[Any, Any],
     address: Address,
     channel: aio.Channel,
     metadata: Metadata,
@@ -231,11 +281,10 @@ async def _get_info(
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             raise ConfigError(f"{address.target} serves no {role.service}: is it a {role.name}?") from None
         raise
-    info: EngineInfo = role.decode_info(data)
-    return info
+    return decode_info(role.info_message, data)
 
 
-def _check_info(role: EngineRole[Any, Any, Any], address: Address, info: EngineInfo) -> None:
+def _check_info(role: EngineRole[Any, Any], address: Address, info: EngineInfo) -> None:
     if info.role != role.name:
         raise ConfigError(f"the worker at {address.target} is a {info.role!r}; needed: {role.name!r}")
     if info.protocol_version != PROTOCOL_VERSION:
@@ -245,7 +294,7 @@ def _check_info(role: EngineRole[Any, Any, Any], address: Address, info: EngineI
         )
 
 
-def _name(role: EngineRole[Any, Any, Any], address: Address) -> str:
+def _name(role: EngineRole[Any, Any], address: Address) -> str:
     return f"{role.name} at {address.target}"
 
 

@@ -1,1 +1,0 @@
-"""Connections of a router to its engines."""
