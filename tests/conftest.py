@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from specray.serving.own_ray.ends import end_without_destructors
 
@@ -21,6 +22,9 @@ for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
 end_without_destructors()
 # Collecting tests makes many objects that stay: to look for garbage among them is in vain.
 gc.disable()
+# A machine with other work draws slowly, which is no fault.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 STARTS_RAY = ("tests/e2e/", "tests/cluster/test_target_nodes.py")
 """Tests that have Ray processes of their own; ``make test`` looks for them nowhere else."""

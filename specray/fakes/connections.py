@@ -125,8 +125,8 @@ class _Wire(ReplyQueue[RepliesT]):
         self.put(replies)
 
 
-class LocalVerifier:
-    """interfaces.Verifier over a SyncTargetEngine in this process.
+class _Local(Generic[RepliesT]):
+    """What both connections have in common.
 
     Args:
         engine: answers each batch; its exceptions lose the connection.
@@ -134,9 +134,11 @@ class LocalVerifier:
         transport: delays of replies; None delivers at once, in order, exactly once.
     """
 
-    def __init__(self, engine: SyncTargetEngine, clock: Clock, *, transport: Transport | None = None) -> None:
+    def __init__(
+        self, engine: SyncDraftEngine | SyncTargetEngine, clock: Clock, transport: Transport | None
+    ) -> None:
         self._engine = engine
-        self._wire: _Wire[TargetReplies] = _Wire(clock, transport)
+        self._wire: _Wire[RepliesT] = _Wire(clock, transport)
 
     @property
     def info(self) -> EngineInfo:
@@ -146,17 +148,12 @@ class LocalVerifier:
         self._wire.check()
         return self._engine.info
 
-    async def verify(self, items: Sequence[VerifyItem], released: Sequence[str] = ()) -> None:
-        self._wire.check()
-        if released:
-            self._engine.release(released)
-        self._wire.answer(self._engine.verify(items))
-
     async def release(self, request_ids: Sequence[str]) -> None:
         self._wire.check()
-        self._engine.release(request_ids)
+        if request_ids:
+            self._engine.release(request_ids)
 
-    async def replies(self) -> TargetReplies:
+    async def replies(self) -> RepliesT:
         return await self._wire.get()
 
     async def close(self) -> None:
@@ -171,13 +168,22 @@ class LocalVerifier:
         self._wire.is_hanging = True
 
 
-class LocalDrafter:
-    """interfaces.Drafter over a SyncDraftEngine in this process.
+class LocalVerifier(_Local[TargetReplies]):
+    """interfaces.Verifier over a SyncTargetEngine in this process; for the arguments see ``_Local``."""
+
+    def __init__(self, engine: SyncTargetEngine, clock: Clock, *, transport: Transport | None = None) -> None:
+        super().__init__(engine, clock, transport)
+        self._target = engine
+
+    async def verify(self, items: Sequence[VerifyItem], released: Sequence[str] = ()) -> None:
+        await self.release(released)
+        self._wire.answer(self._target.verify(items))
+
+
+class LocalDrafter(_Local[DraftReplies]):
+    """interfaces.Drafter over a SyncDraftEngine in this process; for other arguments see ``_Local``.
 
     Args:
-        engine: answers each batch.
-        clock: clock on which a step's ``forward_ns`` pass.
-        transport: delays of replies; None delivers at once, in order, exactly once.
         dies_after: batches answered before the connection is lost.
         hangs_after: batches answered before it stops answering.
     """
@@ -191,45 +197,21 @@ class LocalDrafter:
         dies_after: int | None = None,
         hangs_after: int | None = None,
     ) -> None:
-        self._engine = engine
-        self._wire: _Wire[DraftReplies] = _Wire(clock, transport)
+        super().__init__(engine, clock, transport)
+        self._draft = engine
         self._dies_after = dies_after
         self._hangs_after = hangs_after
         self.num_calls = 0
 
-    @property
-    def info(self) -> EngineInfo:
-        return self._engine.info
-
-    async def fetch_info(self) -> EngineInfo:
-        self._wire.check()
-        return self._engine.info
-
     async def speculate(self, items: Sequence[SpeculateItem], released: Sequence[str] = ()) -> None:
-        self._wire.check()
-        if released:
-            self._engine.release(released)
+        await self.release(released)
         if self.num_calls == self._dies_after:
-            self._wire.lose()
+            self.lose()
             self._wire.check()
         if self.num_calls == self._hangs_after:
-            self._wire.is_hanging = True
+            self.hang()
         self.num_calls += 1
-        self._wire.answer(self._engine.speculate(items))
-
-    async def release(self, request_ids: Sequence[str]) -> None:
-        self._wire.check()
-        self._engine.release(request_ids)
-
-    async def replies(self) -> DraftReplies:
-        return await self._wire.get()
-
-    async def close(self) -> None:
-        self._wire.lose()
-
-    def lose(self) -> None:
-        """Loses the connection."""
-        self._wire.lose()
+        self._wire.answer(self._draft.speculate(items))
 
 
 class FakeDrafterSource:

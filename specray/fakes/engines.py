@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from heapq import heappop, heappush
 from typing import Any
 
-from specray.draft_tokens import NO_DRAFT, DraftTokens, LookaheadBudget, TreeBudget
+from specray.draft_tokens import NO_DRAFT, DraftTokens, LookaheadBudget
 from specray.errors import ProtocolError
-from specray.fakes.models import Guesser, ToyModel
+from specray.fakes.models import Guesser, ToyModel, guessed, guessed_tree
 from specray.types import (
     PROTOCOL_VERSION,
     Branch,
@@ -99,7 +98,33 @@ def _failed(item: SpeculateItem | VerifyItem, message: str, *, is_retriable: boo
     return ItemFailed(item.request_id, item.round_id, item.base_len, message, is_retriable)
 
 
-class FakeTarget:
+class _FakeEngine:
+    """What both engines have in common."""
+
+    def __init__(self, info: EngineInfo, cost: Cost) -> None:
+        self._info = info
+        self._cost = cost
+        self._sequences = _Sequences(info)
+        self.num_steps = 0
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    @property
+    def held_request_ids(self) -> frozenset[str]:
+        """Request ids of sequences that have not been released."""
+        return frozenset(self._sequences.held)
+
+    def forget(self, request_id: str | None = None) -> None:
+        """Forgets one sequence, or all, like an eviction or a restart."""
+        self.release([request_id] if request_id else list(self._sequences.held))
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        self._sequences.release(request_ids)
+
+
+class FakeTarget(_FakeEngine):
     """interfaces.SyncTargetEngine over a toy model.
 
     Args:
@@ -122,32 +147,15 @@ class FakeTarget:
         drafter: Guesser | None = None,
     ) -> None:
         self.model = model or ToyModel()
+        info = info or fake_info("target", vocab_size=self.model.vocab_size)
+        super().__init__(info if drafter is None else replace(info, drafter="guesser"), cost)
         self._ahead = ahead
-        self._info = info or fake_info("target", vocab_size=self.model.vocab_size)
-        if drafter is not None:
-            self._info = replace(self._info, drafter="guesser")
         self._drafter = drafter
-        self._cost = cost
-        self._sequences = _Sequences(self._info)
         self._scripted: dict[str, list[Mapping[str, Any]]] = {}
         self._known: set[tuple[int, ...]] | None = set() if prefix_cache else None
-        self.num_steps = 0
         self.num_rows = 0
         self.lookaheads: list[LookaheadBudget] = []
         """Budgets of the items beside which it was to look ahead."""
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._info
-
-    @property
-    def held_request_ids(self) -> frozenset[str]:
-        """Request ids of sequences that have not been released."""
-        return frozenset(self._sequences.held)
-
-    def forget(self, request_id: str | None = None) -> None:
-        """Forgets one sequence, or all, like an eviction or a restart."""
-        self._sequences.release([request_id] if request_id else list(self._sequences.held))
 
     def fail_next(self, request_id: str, message: str, *, is_retriable: bool, **over: Any) -> None:
         """Answers the next item of this request with ItemFailed, without applying it."""
@@ -169,9 +177,6 @@ class FakeTarget:
             for asked, (item, cached) in zip(items, cut, strict=True)
         )
         return TargetReplies(answers, self._cost(rows), rows)
-
-    def release(self, request_ids: Sequence[str]) -> None:
-        self._sequences.release(request_ids)
 
     def check(self) -> None:
         self.model.next_token([0], 0)
@@ -278,7 +283,7 @@ class FakeTarget:
         return drawn, None if last < 0 else last
 
 
-class FakeDraft:
+class FakeDraft(_FakeEngine):
     """interfaces.SyncDraftEngine that guesses; answers proposals and general fan-outs.
 
     Args:
@@ -290,34 +295,15 @@ class FakeDraft:
     def __init__(
         self, guesser: Guesser, *, info: EngineInfo | None = None, cost: Cost = lambda rows: 0
     ) -> None:
+        super().__init__(info or fake_info("draft"), cost)
         self.guesser = guesser
-        self._info = info or fake_info("draft")
-        self._cost = cost
-        self._sequences = _Sequences(self._info)
-        self.num_steps = 0
         self.num_refused = 0
         """Items with tokens that the draft does not know."""
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._info
-
-    @property
-    def held_request_ids(self) -> frozenset[str]:
-        """Request ids of sequences that have not been released."""
-        return frozenset(self._sequences.held)
-
-    def forget(self, request_id: str | None = None) -> None:
-        """Forgets one sequence, or all."""
-        self._sequences.release([request_id] if request_id else list(self._sequences.held))
 
     def speculate(self, items: Sequence[SpeculateItem]) -> DraftReplies:
         self.num_steps += 1
         steps = max((item.num_speculative_tokens + bool(item.fanout) for item in items), default=0)
         return DraftReplies(tuple(self._answer(item) for item in items), self._cost(steps))
-
-    def release(self, request_ids: Sequence[str]) -> None:
-        self._sequences.release(request_ids)
 
     def check(self) -> None:
         self.guesser.ranked([0], 0, 1)
@@ -371,38 +357,3 @@ class FakeDraft:
 
     def _chain(self, prefix: Sequence[int], length: int, noise_key: int) -> tuple[int, ...]:
         return guessed(self.guesser, prefix, length, noise_key)
-
-
-def guessed_tree(
-    guesser: Guesser, prefix: Sequence[int], budget: TreeBudget, depth: int, noise_key: int
-) -> DraftTokens:
-    """The nodes of the best guesses: a second guess is worth as much as three further first ones."""
-    widths = budget.widths or (budget.num_nodes,) * depth
-    token_ids: list[int] = []
-    parents: list[int] = []
-    open_nodes: list[tuple[int, int, tuple[int, ...]]] = []
-
-    def push(cost: int, parent: int, path: tuple[int, ...]) -> None:
-        if len(path) < min(depth, len(widths)):
-            guesses = guesser.ranked([*prefix, *path], noise_key, widths[len(path)])
-            for rank, guess in enumerate(guesses):
-                heappush(open_nodes, (cost + 1 + 3 * rank, parent, (*path, guess)))
-
-    push(0, -1, ())
-    while open_nodes and len(token_ids) < budget.num_nodes:
-        cost, parent, path = heappop(open_nodes)
-        token_ids.append(path[-1])
-        parents.append(parent)
-        push(cost, len(token_ids) - 1, path)
-    return DraftTokens(tuple(token_ids), tuple(parents))
-
-
-def guessed(guesser: Guesser, prefix: Sequence[int], length: int, noise_key: int) -> tuple[int, ...]:
-    """First guesses, one after the other; fewer where there is none."""
-    tokens = list(prefix)
-    for _ in range(length):
-        guess = guesser.ranked(tokens, noise_key, 1)
-        if not guess:
-            break
-        tokens.append(guess[0])
-    return tuple(tokens[len(prefix) :])

@@ -6,7 +6,10 @@ import zlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Protocol
+
+from specray.draft_tokens import DraftTokens, TreeBudget
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -112,3 +115,38 @@ class NoisyGuesser:
         is_right = _mix(tokens, self.salt * 7_919 + seed) % 10_000 < self.agreement * 10_000
         ranking = best if is_right else (best[1], best[0], *best[2:])
         return ranking[:count]
+
+
+def guessed_tree(
+    guesser: Guesser, prefix: Sequence[int], budget: TreeBudget, depth: int, noise_key: int
+) -> DraftTokens:
+    """The nodes of the best guesses: a second guess is worth as much as three further first ones."""
+    widths = budget.widths or (budget.num_nodes,) * depth
+    token_ids: list[int] = []
+    parents: list[int] = []
+    open_nodes: list[tuple[int, int, tuple[int, ...]]] = []
+
+    def push(cost: int, parent: int, path: tuple[int, ...]) -> None:
+        if len(path) < min(depth, len(widths)):
+            guesses = guesser.ranked([*prefix, *path], noise_key, widths[len(path)])
+            for rank, guess in enumerate(guesses):
+                heappush(open_nodes, (cost + 1 + 3 * rank, parent, (*path, guess)))
+
+    push(0, -1, ())
+    while open_nodes and len(token_ids) < budget.num_nodes:
+        cost, parent, path = heappop(open_nodes)
+        token_ids.append(path[-1])
+        parents.append(parent)
+        push(cost, len(token_ids) - 1, path)
+    return DraftTokens(tuple(token_ids), tuple(parents))
+
+
+def guessed(guesser: Guesser, prefix: Sequence[int], length: int, noise_key: int) -> tuple[int, ...]:
+    """First guesses, one after the other; fewer where there is none."""
+    tokens = list(prefix)
+    for _ in range(length):
+        guess = guesser.ranked(tokens, noise_key, 1)
+        if not guess:
+            break
+        tokens.append(guess[0])
+    return tuple(tokens[len(prefix) :])

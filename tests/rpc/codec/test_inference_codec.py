@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specray.errors import InvalidRequestError
@@ -64,8 +64,7 @@ PROMPTS = st.one_of(
 )
 
 
-# A machine with other work is slow to generate so many fields, which is no fault.
-@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50)
 @given(PARAMS, PROMPTS)
 def test_generate_request_round_trip(params: GenerateParams, prompt: tuple) -> None:
     params = replace(params, text=prompt[0], token_ids=prompt[1], messages=prompt[2])

@@ -12,7 +12,7 @@ from specray.rpc.role import DRAFT, TARGET
 from specray.rpc.workers.busy import BusyMeter
 from specray.rpc.workers.item_queue import ItemQueue
 from specray.rpc.workers.sequence_names import SequenceNames
-from specray.types import DraftReplies, Proposal, SpeculateItem, VerifyItem
+from specray.types import DraftReplies, SpeculateItem, VerifyItem
 
 
 class Stream:
@@ -113,12 +113,6 @@ def test_cost_of_an_item_counts_what_is_to_be_drafted() -> None:
     assert DRAFT.num_tokens(SpeculateItem("a", 0, 0, (1,), 3, (5, 6), (2, 2, 1))) == 1 + 2 + 15
     assert DRAFT.num_tokens(SpeculateItem("a", 0, 0, (1,), 3, (5, 6), (2, 2, 1), None, 2)) == 1 + 2 + 6
     assert TARGET.num_tokens(VerifyItem("a", 0, 0, (1, 2), DraftTokens((3,)))) == 3
-
-
-def test_renaming_leaves_equal_names_alone() -> None:
-    reply = Proposal("a", 1, 2, DraftTokens((3,)))
-    assert DRAFT.rename_reply(reply, "a") is reply
-    assert DRAFT.rename_reply(reply, "b") == Proposal("b", 1, 2, DraftTokens((3,)))
 
 
 def test_equal_request_ids_of_two_streams_are_two_sequences_of_a_shared_engine() -> None:
