@@ -185,7 +185,6 @@ class Controller(DraftLength):
         super()._replan(stats, num_running)
 
     def _decide(self, stats: SessionStats, num_running: int) -> None:
-        """Decides the mode and the plan of all sessions, if that is due."""
         modes = self.modes
         if not _joins(stats) or not modes.is_due(num_running):
             return
@@ -238,7 +237,6 @@ class Controller(DraftLength):
         return super()._reason(stats, num_running)
 
     def _pays_back(self, stats: SessionStats, num_running: int) -> bool:
-        """Remaining gain exceeds the cost of the draft's prefill."""
         prefill_s = self._draft_prefill_s(stats)
         if prefill_s <= 0.0:
             return True
@@ -253,5 +251,4 @@ class Controller(DraftLength):
 
 
 def _joins(stats: SessionStats) -> bool:
-    """The session's speculation is decided for all."""
     return stats.fixed_k is None

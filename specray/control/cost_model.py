@@ -1,6 +1,6 @@
 """Seconds of both engines' steps: measured, corrected for the machine's load, and predicted.
 
-Target steps are tabled by rows, apart for steps beside a working draft and for steps with prompts, with the
+Target steps are tabled by rows, apart for steps next to a working draft and for steps with prompts, with the
 attention to what their sequences hold as a term of its own. Draft steps are predicted from their sizes::
 
     seconds = factor * sum over steps of shape(rows in it) + overhead * sqrt(proposals)
@@ -8,7 +8,7 @@ attention to what their sequences hold as a term of its own. Draft steps are pre
 The shape is what the draft measured of itself at its start. Factor and overhead are fitted to what proposals
 take here (recursive least squares with forgetting, of relative errors). The overhead is of beginning (caches
 are cold then) and of what each proposal needs besides its steps. Answers to about as many proposals each do
-not tell both apart; with the square root, the overhead of one proposal is credited neither to each of many
+not separate them; with the square root, the overhead of one proposal is credited neither to each of many
 nor to all of them together.
 """
 
@@ -26,7 +26,7 @@ from specray.types import DraftReply, Proposal, SpeculateItem, StepTime
 PRIOR_DRAFT_SHARE = 0.15
 """Draft step as a share of a target step, before the draft's steps are known."""
 UNMEASURED_SLOWDOWN = 1.1
-"""Ratio of a target step beside a working draft to one alone, before one was measured: engines often share
+"""Ratio of a target step next to a working draft to one alone, before one was measured: engines often share
 cores or memory. On two shared cores it is 1.25."""
 _MIN_ROWS_SHARE = 0.1
 """Least share of a target step that is credited to its rows, whatever its context is predicted to take."""
@@ -131,7 +131,7 @@ class DraftTimes:
         self._forget()
 
     def step_s(self, num_proposals: int) -> float | None:
-        """Seconds of a step in which so many proposals grow; None: nothing is known."""
+        """Seconds of a draft step over ``num_proposals``; None: nothing is known."""
         shape = self._shape.predict(max(1, num_proposals))
         return None if shape is None else self._factor * shape
 
@@ -141,7 +141,7 @@ class DraftTimes:
         return 0.0 if first is None or read is None else max(0.0, read - first)
 
     def overhead_s(self, num_proposals: int) -> float:
-        """Seconds of so many proposals besides their steps."""
+        """Seconds of ``num_proposals`` besides their steps."""
         return self._overhead * math.sqrt(num_proposals) * (self._shape.predict(1) or 0.0)
 
     def add(
@@ -314,11 +314,11 @@ class CostModel:
         return self.target.predict(num_rows, num_sequences, is_overlapped=is_overlapped)
 
     def usual_verify_s(self, num_rows: int, num_sequences: int) -> float | None:
-        """Seconds of a target step, beside a working draft if one was measured; None: nothing is known."""
+        """Seconds of a target step, next to a working draft if one was measured; None: nothing is known."""
         return self.verify_s(num_rows, num_sequences, is_overlapped=bool(self.target.rounds[True]))
 
     def draft_step_s(self, num_sequences: int, verify_s: float) -> float:
-        """Seconds per draft token for so many sequences side by side; a share of ``verify_s`` until known."""
+        """Seconds per draft token of ``num_sequences`` side by side; a share of ``verify_s`` until known."""
         known = self.draft.step_s(num_sequences)
         return PRIOR_DRAFT_SHARE * verify_s if known is None else self.load_factor * known
 
@@ -335,7 +335,7 @@ class CostModel:
 
 
 def first_rows(num_proposals: int, num_tokens: float) -> int:
-    """Rows that the first draft step counts as, if each proposal begins with so many tokens."""
+    """Equivalent rows of a first draft step in which each proposal reads ``num_tokens``."""
     return round(num_proposals * (1 + _FURTHER_ROW_SHARE * max(0.0, num_tokens - 1)))
 
 

@@ -182,7 +182,6 @@ class DraftLength:
         return best if changed > HYSTERESIS * kept else current
 
     def _predict(self, stats: SessionStats, num_running: int) -> Mapping[str, float]:
-        """Predicted tokens per second of the best plan by overlap label; empty while unmeasured."""
         best: dict[str, float] = {}
         if self.cost_model.verify_s(num_running, num_running) is not None:
             for plan in self._goodput.plans(stats):
@@ -235,7 +234,6 @@ class SessionLength:
         return cls(length, length.start_session(request, is_auto=is_auto))
 
     def plan(self, *, num_remaining: int, num_running: int) -> Plan:
-        """See ``DraftLength.plan``."""
         return self.length.plan(self.stats, num_remaining=num_remaining, num_running=num_running)
 
     def observe(self, num_drafts: int, num_accepted: int, tree: TreeVerdict | None = None) -> None:

@@ -68,7 +68,7 @@ class Average:
             self.value += max(_WEIGHT, weight) * (min(sample, jump * self.value) - self.value)
 
     def follow(self, ratio: float) -> None:
-        """Takes a sample as a ratio to its expected value, most of which other causes may explain."""
+        """Adds a measured/expected ratio, damped: other causes may explain most of it."""
         assert self.value is not None, "there is something to follow from"
         self.count += 1
         self.value *= ratio ** max(_OWN_SHARE, 1 / (self.count - _NUM_WARMUP + 2))

@@ -1,7 +1,7 @@
 """Experiments that measure what predictions cannot know: A/B windows of all sessions, and exploration.
 
 Predictions know both engines' steps, but not what else a round takes: the router's own work, others on the
-same machine, an engine that is slower beside a busy one, caches that the other has emptied. So now and then
+same machine, an engine that is slower next to a busy one, caches that the other has emptied. So now and then
 all sessions work in another mode for a few steps (a switchback experiment), and their tokens per second are
 compared with those of the steps before and after, since a machine's speed changes from second to second. The
 ratio of measured to predicted speedup calibrates later predictions.
@@ -33,7 +33,7 @@ PLAIN_INTERVAL_STEPS, MAX_INTERVAL_STEPS = 256, 8192
 LARGE_SPEEDUP = 2.0
 """Predicted speedup from which on LARGE_SPEEDUP_INTERVAL_STEPS holds."""
 _PRIOR_EXPERIMENTS = 0.25
-"""Weight of a prediction beside experiments, in experiments."""
+"""Weight of a prediction, in experiments."""
 _MEMORY_EXPERIMENTS = 8.0
 """Number of past experiments that a calibration averages."""
 _MAX_SURPRISE = 3.0
@@ -118,7 +118,7 @@ class Experiment:
 
 @dataclass(slots=True)
 class _Calibration:
-    """What experiments have shown of one mode with about so many sessions, and when the next is due."""
+    """What experiments have shown of one mode with sessions of one size class, and when the next is due."""
 
     weight: float = 0.0
     """Number of experiments; old ones count for less."""
@@ -157,7 +157,7 @@ class Experiments:
     """Runs one experiment at a time, and calibrates predictions by mode and number of sessions.
 
     Args:
-        observer: told of each experiment that ends; None: nobody is.
+        observer: receives each experiment that ends; None: nobody does.
 
     Attributes:
         running: the experiment that goes on; None: there is none.
@@ -249,7 +249,7 @@ class Experiments:
         return self._due(mode, predicted, num_running) is not None
 
     def begin(self, mode: Mode, predicted: Mapping[Mode, float], num_running: int) -> Mode | None:
-        """Begins an experiment beside ``mode`` if one is due.
+        """Begins an experiment against ``mode`` if one is due.
 
         Args:
             mode: that was decided for.
@@ -360,7 +360,7 @@ class Exploration:
         Args:
             rounds_off: of this session, since it had draft tokens.
             num_running: sessions that share the steps.
-            num_prefill_steps: target steps in the time in which the draft reads what it was not told of the
+            num_prefill_steps: target steps in the time in which the draft reads what it was not sent of the
                 session; called only where that decides.
         """
         if self._rounds_unused < num_running:
@@ -383,5 +383,4 @@ def size_class(num_running: int) -> int:
 
 
 def num_window_steps(mode: Mode, num_running: int) -> int:
-    """Steps of a window at that mode."""
     return PLAIN_STEPS if mode is Mode.PLAIN else max(PLAIN_STEPS, -(-SPECULATED_ROUNDS // num_running))

@@ -49,7 +49,7 @@ MIN_SPEEDUP = 1.08
 HYSTERESIS = 1.05
 """Least ratio of goodputs at which a plan is left for another."""
 MAX_SHARED_K, MANY_SESSIONS = 7, 4
-"""Largest K of so many sessions that share steps, and more. Some of many sessions accept next to nothing and
+"""Largest shared K from MANY_SESSIONS sessions on. Some of many sessions accept next to nothing and
 end last: they need as many rounds as ever, each longer for the others' proposals. And attention works on
 sixteen queries at a time, which are eight rows of two heads that share their keys: nine rows of each of 32
 sequences take a fifth more than eight (``bench forwards --num-sequences 32 --rows 8 --rows 9``)."""
@@ -65,7 +65,7 @@ other sessions, draft tokens at no cost cost an eighth of a step that grows to 3
 that has 40 anyway."""
 HANDLING_S: Final = 40e-6
 """Seconds of the router per proposal: to ask, take the answer, send and commit more. With 64 sessions of the
-embedded pair, rounds with proposals took 5.7 ms beside both engines' steps and the way to the draft, rounds
+embedded pair, rounds with proposals took 5.7 ms besides both engines' steps and the way to the draft, rounds
 without 0.3 (2 cores, ``specray bench overlap``). Chosen, not fitted: with it they came to 0.94 times plain
 decoding, with none to 0.84."""
 _UNKNOWN_S = 1e-3
@@ -107,7 +107,6 @@ class GoodputModel:
         return [OFF, *([Plan(ANY_K)] if can_end else []), *plans]
 
     def allows(self, plan: Plan) -> bool:
-        """The plan's overlap is one of the configured ones."""
         return plan.is_off or plan.overlap in self._overlaps
 
     def best(self, plans: Sequence[Plan], stats: SessionStats, num_running: int) -> Plan:
@@ -234,7 +233,6 @@ class GoodputModel:
     def _overlapped_goodput(
         self, plan: Plan, acceptance: float, num_branches: int, num_running: int
     ) -> float:
-        """Goodput where draft and target work at the same time; ``num_branches`` of all sessions together."""
         cost, k = self._cost, plan.num_speculative_tokens
         verify = cost.verify_s(num_running * (k + 1), num_running, is_overlapped=True) or _UNKNOWN_S
         round_trip = cost.round_trip_s
@@ -253,12 +251,10 @@ class GoodputModel:
         return prior_hit_rate(plan.width, acceptance) if measured is None else measured.value
 
     def _shared(self, stats: SessionStats, num_running: int) -> list[Plan]:
-        """Plans with speculation that sessions which share steps may have."""
         most = MAX_SHARED_K if num_running >= MANY_SESSIONS else ANY_K
         return [plan for plan in self.plans(stats) if 0 < plan.num_speculative_tokens <= most]
 
     def _joint_goodput(self, plan: Plan, sessions: Sequence[SessionStats], num_running: int) -> float:
-        """Goodput of a session on average, if all have the plan."""
         if plan.overlap is not Overlap.SERIAL or not self._is_model:
             return fmean(self.goodput(plan, stats, num_running) for stats in sessions)
         k = plan.num_speculative_tokens

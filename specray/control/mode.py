@@ -55,7 +55,7 @@ class ModeController:
     """Tokens per second with the model, as a multiple of plain decoding."""
     experiments: Experiments = field(default_factory=Experiments)
     observer: Observer | None = None
-    """Told of decisions; experiments tell it themselves."""
+    """Receives decisions; experiments report to it themselves."""
     plan: Plan | None = None
     """Plan of all sessions that speculate, if there are several; each has its own share of it."""
     num_changes: int = 0
@@ -134,7 +134,7 @@ class ModeController:
             return
         is_seen = seconds is not None and seconds > 0 and self._is_alike(step, num_sessions)
         if is_reading and (self._num_unsettled or self.experiments.tried is not None or not self.uses_model):
-            # It catches up with what it was not told before.
+            # It catches up with what it was not sent before.
             is_seen = False
         if is_seen and self._num_unsettled:
             self._num_unsettled -= 1
@@ -154,7 +154,6 @@ class ModeController:
             self._is_experiment_due = self.experiments.is_due(self.mode, self._predicted, num_running)
 
     def _is_alike(self, step: _Step, num_sessions: int) -> bool:
-        """All sessions of the step worked at the mode that was decided, or tried."""
         if step.num_joining == 0 or step.num_joining < num_sessions or step.has_exploration:
             return False
         if self.is_plain:

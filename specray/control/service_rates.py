@@ -67,7 +67,6 @@ class ServiceRates:
         stats.num_asked = 0
 
     def observe_tree(self, stats: SessionStats, verdict: TreeVerdict) -> None:
-        """Takes a verdict on a tree of a session."""
         stats.tree.add(verdict)
         self._tree.add(verdict)
 

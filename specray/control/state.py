@@ -78,7 +78,7 @@ class Plan:
     min_acceptance: float = field(default=0.0, compare=False)
     """Least P(all of a proposal is accepted), by the draft; below it the proposal ends. 0: no bound."""
     tree: TreeBudget | None = field(default=None, compare=False)
-    """What proposals have beside a chain: trees, whose paths have at most ``num_speculative_tokens``. None:
+    """What proposals may be: trees, whose paths have at most ``num_speculative_tokens``. None:
     chains."""
     reason: Reason = field(default=Reason.PROFITABLE, compare=False)
 
@@ -139,18 +139,15 @@ class BoundedProposalStats:
     """Accepted tokens per proposal."""
 
     def start(self, weight: float) -> BoundedProposalStats:
-        """The statistics of a new session, with these as its prior."""
         return BoundedProposalStats(
             Rate(self.num_drafts.value, weight), Rate(self.num_accepted.value, weight)
         )
 
     def add(self, num_drafts: int, num_accepted: int) -> None:
-        """Takes one verdict."""
         self.num_drafts.add(num_drafts, 1)
         self.num_accepted.add(num_accepted, 1)
 
     def decay(self, share: float) -> None:
-        """Forgets a share of the verdicts."""
         self.num_drafts.decay(share)
         self.num_accepted.decay(share)
 
@@ -165,16 +162,13 @@ class TreeStats:
     """Nodes of trees, per token of their first chains."""
 
     def start(self, weight: float) -> TreeStats:
-        """The statistics of a new session, with these as its prior."""
         return TreeStats(Rate(self.gain.value, weight), Rate(self.growth.value, weight))
 
     def add(self, verdict: TreeVerdict) -> None:
-        """Takes one verdict."""
         self.gain.add(verdict.num_accepted, verdict.num_chain_accepted)
         self.growth.add(verdict.num_nodes, verdict.num_chain_nodes)
 
     def decay(self, share: float) -> None:
-        """Forgets a share of the verdicts."""
         self.gain.decay(share)
         self.growth.decay(share)
 
@@ -210,7 +204,7 @@ class SessionStats:
     num_remaining: int = 0
     """Output tokens that may still come, at the last call of ``plan``."""
     num_unread: int = 0
-    """Committed tokens that the draft had not been told at that call; it prefills them before it proposes."""
+    """Committed tokens that the draft had not been sent at that call; it prefills them before it proposes."""
     num_asked: int = 0
     """Most draft tokens of the proposal that is verified next, if it has a bound; else 0."""
     rounds_to_replan: int = 0
@@ -227,7 +221,7 @@ class SessionStats:
 
 
 class Observer(Protocol):
-    """Whoever is told what the control decides; the router tells metrics and trace."""
+    """Receives what the control decides; the router passes it to metrics and trace."""
 
     def replanned(
         self,

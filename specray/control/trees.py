@@ -1,7 +1,7 @@
 """Whether the proposals of a plan are trees, and which nodes of one are worth their rows.
 
 A tree costs rows of the target's step and of the draft's, and its other branches bring what its first chain
-misses. What they bring is measured beside that chain, in the same rounds (``TreeStats``), so it is compared
+misses. What they bring is measured against that chain, in the same rounds (``TreeStats``), so it is compared
 with nothing else: with E tokens per round of the chain, gain and growth of trees, a tree is expected to
 commit 1 + gain (E - 1) tokens for growth times as many rows. Step times by rows say what these cost; they
 rise as the batch grows, and so the chain is chosen again.
@@ -31,9 +31,9 @@ MAX_NODES: Final = 32
 MIN_CHANCE: Final = 0.02
 """Least ``TreeBudget.min_chance``: rows never cost nothing, whatever was measured."""
 EXTRA_NODES: Final = (16, 12, 8, 4, 2)
-"""Nodes beside the chain of a draft that takes no time."""
+"""Nodes besides the chain of a draft that takes no time."""
 HALF_GAIN_NODES = 4
-"""Nodes beside the chain that bring half of what many bring; twice as many bring three quarters."""
+"""Nodes besides the chain that bring half of what many bring; twice as many bring three quarters."""
 _SAMPLED: Final = (DraftKind.MODEL.value, DraftKind.FEATURES.value)
 """Sources that sample their tokens under rejection."""
 PRIORS_BY_KIND: Final[Mapping[bool, tuple[float, float]]] = MappingProxyType(
@@ -87,7 +87,6 @@ class TreeChoice:
         )
 
     def _of_model(self, plan: Plan, stats: SessionStats, num_running: int) -> tuple[TreeBudget | None, float]:
-        """The best tree of a draft model, and its goodput."""
         k = plan.num_speculative_tokens
         chain = self._goodput.expected_round(k, stats)
         growth = max(1.0, min(stats.tree.growth.value, MAX_NODES / chain.num_drafts))
@@ -99,7 +98,7 @@ class TreeChoice:
         return TreeBudget(MAX_NODES, min_chance=chance), goodput
 
     def _row_s(self, num_drafts: float, growth: float, num_running: int) -> float:
-        """Seconds that a node beside the chain takes, on both engines, on average."""
+        """Seconds that a node besides the chain takes, on both engines, on average."""
         cost = self._cost
         num_more = max(1.0, num_drafts * (growth - 1))
         fewer, more = (
@@ -116,7 +115,6 @@ class TreeChoice:
     def _of_others(
         self, plan: Plan, stats: SessionStats, num_running: int
     ) -> tuple[TreeBudget | None, float]:
-        """The largest tree whose nodes are worth their rows, as far as is known, and its goodput."""
         k = plan.num_speculative_tokens
         acceptance = min(stats.acceptance.value, MAX_ACCEPTANCE)
         chain = expected_tokens(acceptance, k)

@@ -1,4 +1,4 @@
-"""Proposer of what the target itself has found by looking ahead: it hands on what came with the verdict."""
+"""Proposer of what the target itself has found by looking ahead: it passes on what came with the verdict."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ class LookaheadProposer:
         return 1 if self._offered and self._offered_at == self.num_tokens else 0
 
     def offer(self, draft: DraftTokens, num_tokens: int) -> None:
-        """Takes what the target offers to follow the first so many tokens."""
+        """Takes what the target offers to follow the first ``num_tokens``."""
         self._offered, self._offered_at = draft, num_tokens
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """See SessionProposer."""
         self.num_tokens += len(token_ids)
 
     def propose(self, k: int, num_nodes: int = 0) -> DraftTokens:

@@ -57,7 +57,6 @@ class NgramProposer:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens given so far."""
         return len(self._tokens)
 
     def extend(self, token_ids: Sequence[int]) -> None:
@@ -85,7 +84,7 @@ class NgramProposer:
         If fewer than ``k`` tokens follow the match, the text is periodic: the period is repeated.
 
         Args:
-            num_nodes: with more than ``k``, what followed other occurrences becomes branches beside it, of as
+            num_nodes: with more than ``k``, what followed other occurrences becomes branches of it, of as
                 many nodes in all; nodes are worth more the longer their occurrences match, and the more do.
         """
         if self._follow is None or k <= 0:
@@ -97,7 +96,7 @@ class NgramProposer:
         return grow(chain, self._occurrences(), num_nodes=num_nodes, depth=k)
 
     def is_prefix_of(self, token_ids: Sequence[int]) -> bool:
-        """Whether other tokens begin with those given so far, as far as the last one of these tells."""
+        """Whether other tokens begin with those given so far, as far as the last one of these shows."""
         count = len(self._tokens)
         return count <= len(token_ids) and (not count or token_ids[count - 1] == self._tokens[-1])
 

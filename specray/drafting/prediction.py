@@ -1,6 +1,6 @@
 """Prediction proposer: proposes the given text from where the output stands in it, and follows its edits.
 
-An output that is an edit of its prediction leaves it and comes back. Behind a divergence the last output
+An output that is an edit of its prediction leaves it and comes back. After a divergence the last output
 tokens are looked for in the prediction, near the place where the output would be had it replaced token by
 token: one token is enough near it, more are needed farther away. Until some tokens in a row have matched,
 proposals are short, and the place of the divergence stays the middle of the search. Where the prediction is
@@ -25,7 +25,7 @@ NEAR = 8
 REACH = 96
 """Tokens from the expected place within which several equal tokens are a match."""
 MAX_GUESSES = 2
-"""Output tokens behind a divergence after which the prediction is taken to have been replaced one for one."""
+"""Output tokens after a divergence at which the prediction is taken to have been replaced one for one."""
 GRAM_LEN = 4
 """Output tokens by which a place anywhere in the prediction is found, when the output was lost for long."""
 MAX_NEEDED = 12
@@ -52,7 +52,7 @@ class PredictionProposer:
         self._run = SURE_LEN
         """Output tokens in a row that were expected; the beginning counts as sure."""
         self._anchor = 0
-        """Place behind the last token of which it was sure."""
+        """Place after the last token of which it was sure."""
         self._since: list[int] = []
         """Output tokens since then."""
         self._left_place, self._left_since = 0, 0
@@ -70,12 +70,11 @@ class PredictionProposer:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prediction."""
         return len(self._prediction)
 
     @property
     def is_sure(self) -> bool:
-        """The output follows the prediction, as far as can be told."""
+        """The output follows the prediction, as far as is known."""
         return self._run >= max(SURE_LEN, self._needed) and self._place < len(self._prediction)
 
     @property
@@ -85,7 +84,7 @@ class PredictionProposer:
             return False
         if self._run > 0:
             return self._run >= self._needed
-        # Right behind a divergence: replaced one for one, most likely.
+        # Right after a divergence: replaced one for one, most likely.
         return self._can_guess and self._needed == 1 and len(self._since) <= MAX_GUESSES
 
     @property
@@ -169,7 +168,6 @@ class PredictionProposer:
         return True
 
     def _settle(self) -> None:
-        """It is sure of the place."""
         for place in self._unmarked:
             self.num_matched += not self._is_matched[place]
             self._is_matched[place] = True
@@ -191,7 +189,7 @@ class PredictionProposer:
         self._unmarked = list(range(end - min(length, len(self._since)), end))
 
     def _learn(self, place: int, length: int) -> None:
-        """Remembers what was replaced before a match at ``place`` of so many tokens.
+        """Remembers what was replaced before a match at ``place`` of ``length`` tokens.
 
         Even where it is not sure: only what is seen again counts, and names may stand two tokens apart.
         """
@@ -199,7 +197,7 @@ class PredictionProposer:
         self._edits.learn(self._prediction[self._left_place : place], after)
 
     def _nearest(self, expected: int) -> tuple[int, int]:
-        """The best match around the expected place: (index behind it, length); length 0: there is none.
+        """The best match around the expected place: (index after it, length); length 0: there is none.
 
         The longest up to SURE_LEN tokens, of equally long ones the nearest; forwards where two are as near.
         """

@@ -51,7 +51,6 @@ class NoProposer:
         """See SessionProposer."""
 
     def propose(self, k: int, num_nodes: int = 0) -> DraftTokens:
-        """See SessionProposer."""
         return NO_DRAFT
 
 

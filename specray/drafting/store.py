@@ -40,7 +40,6 @@ class OutputStore:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens kept."""
         return self._young.index.num_tokens + self._old.index.num_tokens
 
     @property
@@ -99,7 +98,6 @@ class OutputStores:
 
     @property
     def max_tokens(self) -> int:
-        """Maximum tokens per tenant."""
         return self._max_tokens
 
     def of(self, tenant: str) -> OutputStore | None:

@@ -5,7 +5,7 @@ For every match of the last tokens it follows the likeliest path. The relative f
 its probability; the path ends where the product falls below a bound. The path with the most expected accepted
 tokens is proposed. So proposals are long where the text repeats itself and short elsewhere.
 
-Where more nodes are asked for, the other continuations of all matches become branches beside that path: each
+Where more nodes are asked for, the other continuations of all matches become branches next to that path: each
 match is an expert that gives its share of the weight to each token, by how often it followed.
 """
 
@@ -57,7 +57,6 @@ class SuffixProposer:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens given so far."""
         return self._index.num_tokens
 
     @property
@@ -78,7 +77,7 @@ class SuffixProposer:
         """The path with the most expected accepted tokens, at most ``k`` long, often shorter.
 
         Args:
-            num_nodes: with more than the path has, its other continuations become branches beside it, of as
+            num_nodes: with more than the path has, its other continuations become branches next to it, of as
                 many nodes in all.
         """
         matches = [(self._index, self._own_match())]
@@ -148,7 +147,7 @@ class SuffixProposer:
 
 
 class _Expert(NamedTuple):
-    """Implements ``trie.Expert``: a match, and tokens behind it that were followed."""
+    """Implements ``trie.Expert``: a match, and tokens after it that were followed."""
 
     texts: SuffixIndex
     state: int

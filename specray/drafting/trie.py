@@ -1,4 +1,4 @@
-"""Tries of continuations: the chain that is proposed anyway, and beside it what else may follow, best first.
+"""Tries of continuations: the chain that is proposed anyway, and next to it what else may follow, best first.
 
 Whoever proposes has several *experts*: earlier places that the last tokens match, each with a weight and with
 tokens that may come next. Experts that agree on a token share a node, whose weight is the sum of theirs. An
@@ -15,7 +15,7 @@ from typing import Protocol
 from specray.draft_tokens import MAX_DRAFT_NODES, NO_DRAFT, DraftTokens
 
 MIN_WEIGHT = 0.01
-"""Least estimated chance of a node beside the chain: no step is so cheap that a row for less would pay."""
+"""Least estimated chance of a node besides the chain: no step is so cheap that a row for less would pay."""
 
 
 class Expert(Protocol):
@@ -27,12 +27,12 @@ class Expert(Protocol):
         ...
 
     def next(self) -> Iterable[tuple[int, Expert]]:
-        """Tokens that may follow, and the expert behind each; together at most of this one's weight."""
+        """Tokens that may follow, and the expert after each; together at most of this one's weight."""
         ...
 
 
 def grow(chain: Sequence[int], experts: Iterable[Expert], *, num_nodes: int, depth: int) -> DraftTokens:
-    """The chain, and behind it in the list the likeliest other nodes.
+    """The chain, and after it in the list the likeliest other nodes.
 
     Nothing follows the chain's last node, so the tree's first chain is the chain.
 

@@ -23,10 +23,10 @@ from specray.types import DraftReplies
 
 
 class ProposerChoice:
-    """Decides what every session verifies next, and tells its proposers of each verdict.
+    """Decides what every session verifies next, and passes each verdict to its proposers.
 
     Args:
-        model: the draft model, behind a leased draft.
+        model: the draft model.
         sessions: who runs, and who leaves draft tokens to others.
         controller: of the draft model.
         later: work that waits until the messages of a step have left.
@@ -126,7 +126,6 @@ class ProposerChoice:
             live.session.take_draft(draft, live.local.source, following=live.local.following)
 
     def _extend(self, live: LiveSession, now: float) -> None:
-        """A hit goes on with a repetition where that is worth more."""
         foreseen = live.session.drafted
         if foreseen is None:
             return
@@ -139,7 +138,7 @@ class ProposerChoice:
     # Verdicts and replies
 
     def on_commit(self, live: LiveSession, commit: Commit) -> None:
-        """Tells the session's proposers of a verdict; each counts its own draft tokens."""
+        """Passes a verdict to the session's proposers; each counts its own draft tokens."""
         session = live.session
         if live.local is not None and session.is_finished:
             self._later.add(live.local.keep_output, session)
@@ -159,7 +158,6 @@ class ProposerChoice:
             self._extend(live, now)
 
     def on_replies(self, link: DraftLink, replies: DraftReplies, now: float) -> None:
-        """Takes a batch of the draft's replies."""
         for live in self.model.on_replies(link, replies, now):
             self._extend(live, now)
 

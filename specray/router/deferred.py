@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Later:
-    """Keeps calls until the messages of the step have left; then ``run`` makes them, in order.
+    """Holds calls until the messages of the step have left; then ``run`` makes them, in order.
 
     Counting a round costs a tenth of a millisecond when the caches are cold after a forward, and
     callers who are woken run before the links' writers. Both engines would idle meanwhile.
@@ -23,11 +23,10 @@ class Later:
         return bool(self._calls)
 
     def add(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Keeps ``call(*arguments)``."""
         self._calls.append((call, arguments))
 
     def run(self) -> None:
-        """Makes all calls that are kept. Of one that raises, those behind it are kept."""
+        """Makes all calls; after one that raises, the rest stay for the next run."""
         while self._calls:
             call, arguments = self._calls.popleft()
             call(*arguments)

@@ -25,7 +25,7 @@ class FirstTokens:
         self._num_accepted = 0
 
     def observe(self, drafter: str, num_accepted: int) -> None:
-        """A round with draft tokens was verified, and so many were accepted; of a tree, in its first chain.
+        """Counts a verified round with draft tokens; of a tree, ``num_accepted`` of its first chain.
 
         Args:
             drafter: its name; another one than before is counted anew.

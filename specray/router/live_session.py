@@ -110,7 +110,7 @@ class LiveSession:
         return self.prediction is not None and self.prediction.is_followed
 
     def life(self, now: float) -> RequestLife:
-        """What is to be told of the request, which ends now with a finish reason."""
+        """The summary of the request, which ends now with a finish reason."""
         session = self.session
         assert session.finish_reason is not None
         return RequestLife(
@@ -130,7 +130,6 @@ class LiveSession:
         )
 
     def take_reports(self) -> tuple[RoundReport, ...]:
-        """Rounds since the last call, for a caller that watches them."""
         return () if self.watch is None else self.watch.take()
 
     @property
@@ -143,13 +142,13 @@ class LiveSession:
 
     @property
     def num_rows(self) -> int:
-        """What the target computes for it in the next step, if there is room: accepted draft tokens, of which
-        it is told once more, it has computed already."""
+        """What the target computes for it in the next step, if there is room: accepted draft tokens, which
+        it is sent once more, it has computed already."""
         return (self.num_missing if self.is_prefilling else 1) + self.num_drafted
 
     @property
     def num_unread(self) -> int:
-        """Committed tokens that the draft has not been told."""
+        """Committed tokens that the draft was not sent."""
         return len(self.session.committed) - self.session.draft.synced_len
 
     @property

@@ -1,4 +1,4 @@
-"""Tells metrics and trace what the control decides."""
+"""Passes the control's decisions to metrics and trace."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class Readiness:
     """Sees to it that the target has something to do, and that it does it.
 
     Args:
-        complete: answers a probe, beside the requests of others.
+        complete: answers a probe, among the requests of others.
         clock: of deadlines.
         timeout_s: for a step.
     """

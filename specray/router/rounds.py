@@ -70,7 +70,7 @@ class Rounds:
         clock: of deadlines and measurements.
         metrics: of rounds.
         later: what is counted when the messages of a step have left; shared with ``proposers``.
-        trace: told of items and verdicts.
+        trace: receives items and verdicts.
         on_target_lost: decides what becomes of the sessions.
     """
 
@@ -130,11 +130,9 @@ class Rounds:
         await self._inbox.wait()
 
     def wake(self) -> None:
-        """Lets the loop look again, though nothing happened."""
         self._inbox.wake()
 
     def close(self) -> None:
-        """Ends the loop at its next look."""
         self.is_open = False
         self.wake()
 
@@ -152,7 +150,6 @@ class Rounds:
         self._inbox.wake()
 
     def cancel_alarm(self) -> None:
-        """Nothing will be due any more."""
         self._alarm.cancel()
 
     # What happened
@@ -279,7 +276,7 @@ class Rounds:
     def _count(
         self, commit: Commit, plan: Plan, waited_s: float, is_first: bool, overhead_s: float | None
     ) -> None:
-        """A verdict that committed tokens, so long after those before it, or after the request came."""
+        """Counts a verdict that came ``waited_s`` after the last tokens, or after the request."""
         metrics, num_tokens = self._metrics, len(commit.token_ids)
         metrics.observe_round(commit.num_draft_tokens, commit.num_kept_tokens, commit.source)
         if commit.num_draft_tokens and (drafter := self._feature_drafter(commit.source)):
@@ -319,7 +316,6 @@ class Rounds:
             self.sessions.admit(self._now, least_s=step_s or 0.0)
 
     def propose(self) -> None:
-        """Asks the draft for sessions that have nothing to verify yet."""
         self.proposers.propose(self._now)
 
     def schedule(self, *, has_grace: bool) -> list[tuple[LiveSession, int]]:
@@ -362,7 +358,6 @@ class Rounds:
         )
 
     def draft_ahead(self, verifying: VerifyInFlight) -> None:
-        """The draft works on the outcomes of ``verifying`` meanwhile."""
         verifying.is_overlapped = self.proposers.model.draft_ahead(verifying.sessions, self._now)
 
     def prefill_draft(self, verifying: VerifyInFlight | None) -> None:
@@ -371,7 +366,6 @@ class Rounds:
             verifying.has_draft_prefill = True
 
     def is_waiting_for_draft(self) -> bool:
-        """Some session's next Verify is held back for the draft."""
         return any(live.session.is_waiting_for_draft for live in self.sessions.running.values())
 
     def flush(self) -> None:

@@ -1,4 +1,4 @@
-"""The router: the one object behind every request, and the composition of its parts."""
+"""The router: the one object that serves every request, and the composition of its parts."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Router:
         stop_matchers: for stop strings; without it requests that have some are refused.
         grammars: for what a grammar says of draft tokens; None: they are drafted for without.
         metrics: default: a fresh registry.
-        tracer: told of requests that are traced; None: nobody is.
+        tracer: receives traced requests when they end; None: nobody does.
         draft: what drafts for requests that do not say; without ``drafters``, MODEL is plain decoding.
         draft_on_demand: a draft is leased only when some request could use one.
         version: of the service.
@@ -228,7 +228,6 @@ class Router:
     # interfaces.RouterClient
 
     async def complete(self, request: GenerateRequest) -> OutputChunk:
-        """See interfaces.RouterClient."""
         live = self._submit(request, Delivery(request.request_id, is_stream=False))
         try:
             return await live.delivery.whole()
@@ -236,7 +235,6 @@ class Router:
             self._abandon(live)
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[OutputChunk, None]:
-        """See interfaces.RouterClient."""
         live = self._submit(request, Delivery(request.request_id, is_stream=True))
         chunks = live.delivery.chunks(self._clock, self._settings.stream_interval_s)
         try:
@@ -258,7 +256,6 @@ class Router:
             self._abandon(live)
 
     async def service_info(self) -> ServiceInfo:
-        """See interfaces.RouterClient."""
         info = self._require_info()
         assert self._rounds is not None
         return ServiceInfo(
@@ -286,7 +283,6 @@ class Router:
         await self._readiness.check(self._rounds)
 
     async def metrics_text(self) -> str:
-        """See interfaces.RouterClient."""
         target = None if self._rounds is None else self._rounds.target
         draft = None if self._leases is None else self._leases.link
         infos = await asyncio.gather(current_info(target, self._clock), current_info(draft, self._clock))
@@ -295,11 +291,9 @@ class Router:
         return self.metrics.text()
 
     async def trace_text(self) -> str | None:
-        """See interfaces.RouterClient."""
         return encode_trace(self._trace.events) if self._settings.router.trace_events else None
 
     def load(self) -> dict[str, float]:
-        """See Sessions.load."""
         return self._sessions.load()
 
     # Requests
@@ -339,7 +333,6 @@ class Router:
         return live
 
     def _abandon(self, live: LiveSession) -> None:
-        """The caller takes nothing more: a request that still runs is aborted."""
         if not live.delivery.is_ended:
             self._sessions.abort(live.request_id, self._clock.monotonic())
             self._inbox.wake()

@@ -29,7 +29,7 @@ class StepScheduler:
         budgets: prompt tokens that may share a step.
         settings: budgets of a step.
         levels: say who takes part in a step, and whose prompt goes first.
-        hold_until: told when an idle target that is held back is to be looked at again.
+        hold_until: called with the time at which an idle target that is held back is looked at again.
     """
 
     def __init__(

@@ -19,17 +19,14 @@ class Settings:
 
     @property
     def router(self) -> RouterConfig:
-        """Queues, budgets and deadlines."""
         return self._sections[0]
 
     @property
     def speculation(self) -> SpeculationConfig:
-        """How draft and target work together."""
         return self._sections[1]
 
     @property
     def is_serial(self) -> bool:
-        """Draft and target take turns."""
         return self.speculation.overlap is Overlap.SERIAL
 
     @property

@@ -1,7 +1,7 @@
 """Records what the router decided and when: a ring of the last events, for debugging and for timelines.
 
 Times are nanoseconds on the router's own clock; durations of engines are from their replies. Events hold no
-tokens. Callers that watch their requests are told of their rounds from the same places. With nobody watching
+tokens. Callers that watch their requests get their rounds from the same places. With nobody watching
 and no events to keep, a hook is two comparisons.
 """
 
@@ -217,25 +217,21 @@ class Trace:
         self._watches: WeakValueDictionary[str, RoundWatch] = WeakValueDictionary()
 
     def watch(self, request_id: str) -> RoundWatch:
-        """Begins to tell of a request that arrives now, as long as the caller keeps what it returns."""
+        """Records the rounds of a request that arrives now, as long as the caller holds what is returned."""
         watch = self._watches[request_id] = RoundWatch(self._clock.monotonic, self._clock.monotonic())
         return watch
 
     @property
     def events(self) -> list[TraceEvent]:
-        """Events as a copied list."""
         return list(self._events)
 
     def planned(self, request_id: str, source: str, **decision: Any) -> None:
-        """Records a re-plan; ``decision`` is the rest of ``Planned``."""
         self._events.append(Planned(self._ns(), request_id, source, **decision))
 
     def decided(self, **decision: Any) -> None:
-        """Records a decision for all sessions; ``decision`` is the rest of ``Decided``."""
         self._events.append(Decided(self._ns(), **decision))
 
     def experiment_ended(self, **result: Any) -> None:
-        """Records the end of an experiment; ``result`` is the rest of ``ExperimentEnded``."""
         self._events.append(ExperimentEnded(self._ns(), **result))
 
     def draft_asked(self, item: SpeculateItem) -> None:
@@ -347,7 +343,7 @@ def _name_of(reply: DraftReply) -> str:
 
 
 def encode_trace(events: list[TraceEvent]) -> str:
-    """JSON lines: the event's name beside its fields."""
+    """JSON lines: the event's name and its fields."""
     return "".join(json.dumps({"event": _BY_TYPE[type(event)], **asdict(event)}) + "\n" for event in events)
 
 

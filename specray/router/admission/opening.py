@@ -31,7 +31,7 @@ class SessionOpener:
         return self._stop_matchers is not None
 
     def open(self, request: GenerateRequest, *, vocab_size: int) -> Session:
-        """Makes the session of a checked request; its grammar is compiled beside its first rounds."""
+        """Makes the session of a checked request; its grammar is compiled during its first rounds."""
         if request.sampling.num_prompt_tokens != len(request.prompt_token_ids):
             sampling = replace(request.sampling, num_prompt_tokens=len(request.prompt_token_ids))
             request = replace(request, sampling=sampling)

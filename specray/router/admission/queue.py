@@ -21,7 +21,7 @@ _MAX_RETRY_SPREAD = 1.5
 
 
 class RetryAdvice:
-    """Tells refused callers when to come back, from the rate at which requests end.
+    """Advises refused callers when to come back, from the rate at which requests end.
 
     Args:
         rng: spreads the advice, so that callers do not all come back at once; None: it is not spread.
@@ -36,7 +36,7 @@ class RetryAdvice:
         self._service_s = seconds if self._service_s is None else 0.9 * self._service_s + 0.1 * seconds
 
     def after_s(self, num_requests: int) -> float:
-        """Seconds until so many should have ended, or up to half that time more, in [1, 60]."""
+        """Seconds until ``num_requests`` should have ended, or up to half that time more, in [1, 60]."""
         expected = max(_MIN_RETRY_S, (self._service_s or 0.0) * num_requests)
         if self._rng is not None:
             expected *= self._rng.uniform(1.0, _MAX_RETRY_SPREAD)

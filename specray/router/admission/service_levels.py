@@ -31,7 +31,7 @@ class ServiceLevels:
 
     Args:
         running: the sessions, shared with their owner.
-        on_change: told of the degree when it changes.
+        on_change: receives the degree when it changes.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ from specray.telemetry.metrics import RouterMetrics
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.1
-"""A session that finds no room on an idle target tries again so much later."""
+"""Seconds after which a session that found no room on an idle target tries again."""
 MAX_TARGET_LOSSES = 3
 _MIN_HEAP_SIZE = 64
 
@@ -31,8 +31,8 @@ class Sessions:
         queue: of those that wait.
         metrics: counts ends and shows who is where.
         release: frees a session on both engines.
-        later: callers are told when the messages of the step have left.
-        tracer: told of requests that are traced, when they end; None: nobody is.
+        later: callers are woken when the messages of the step have left.
+        tracer: receives traced requests when they end; None: nobody does.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Sessions:
         return self._retry_at_s if deadline is None else min(deadline, self._retry_at_s)
 
     def set_limit(self, max_num_seqs: int) -> None:
-        """The target holds so many sequences at once."""
+        """The target holds ``limit`` sequences at once."""
         self._limit = self._max_running = max_num_seqs
 
     def submit(self, live: LiveSession, now: float) -> None:

@@ -32,7 +32,6 @@ class FeatureRoom:
         """Bytes left in the message in the making."""
 
     def begin(self) -> None:
-        """Begins a message."""
         self._room = MAX_FEATURE_BYTES
 
     def fits(self, session: Session) -> bool:
@@ -44,6 +43,5 @@ class FeatureRoom:
         return session.has_features and session.features.num_bytes <= self._room
 
     def note(self, item: SpeculateItem) -> None:
-        """Counts what an item brings."""
         if item.features is not None:
             self._room -= len(item.features.data)

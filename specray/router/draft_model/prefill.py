@@ -1,4 +1,4 @@
-"""The prefill of the draft: how many tokens that it was not told it computes at once, and of which sessions.
+"""The prefill of the draft: how many unread tokens it computes at once, and of which sessions.
 
 Everything else that the draft was asked waits meanwhile. So the tokens of the last rounds go with a round's
 question, and more than those in prefill chunks, which are sent while the target works: few enough tokens at
@@ -18,7 +18,7 @@ PROMPTS_FIRST_SHARE = 0.25
 """Share of the running sessions whose prompts go first.
 
 Measured on 2 cores, tokens/s of 16 and 32 requests that arrive at once, single runs: 338 and 358 without this
-rule, 353 and 367 with it; with n-gram drafts left out beside prompts too, 361 and 358 at a half, and 385 and
+rule, 353 and 367 with it; with n-gram drafts left out next to prompts too, 361 and 358 at a half, and 385 and
 391 at this share (``bench compare --arm specray:serial``)."""
 
 
@@ -149,7 +149,6 @@ def _is_caught_up(live: LiveSession) -> bool:
 
 
 def _is_drafted_for(live: LiveSession) -> bool:
-    """Its rounds wait for the draft model."""
     stats = live.stats
     if live.is_drafted_locally or stats.rest_rounds > 0 or stats.plan is None or stats.plan.is_off:
         return False

@@ -1,12 +1,12 @@
 """The draft model as a proposer: what the draft is asked and when, what its answers are worth, its loss.
 
-Tokens that it was not told it prefills first, long prompts in chunks (``prefill``): rounds go without it
+Tokens that it was not sent it prefills first, long prompts in chunks (``prefill``): rounds go without it
 until then.
 
 A draft is never waited for beyond ``patience_s``, a few times what it usually takes: a session whose proposal
-is late goes on without one in that round. A draft that has not answered anything for so long is asked nothing
-more until it answers, and after ``round_timeout_s`` it is given up and another is leased. So a draft that
-hangs costs its sessions a second or so, and one that is only slow is not lost for it.
+is late goes on without one in that round. A draft that has not answered anything for that time is asked
+nothing more until it answers, and after ``round_timeout_s`` it is given up and another is leased. So a draft
+that hangs costs its sessions a second or so, and one that is only slow is not lost for it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ UNMEASURED_PATIENCE_S = 1.5
 SERIAL_PATIENCE_S = 1.0
 """Least seconds that a round waits for the draft when both engines take turns."""
 MAX_DRAFT_LOSSES = 3
-"""A request that so many drafts in a row were lost with may be what ended them."""
+"""Drafts in a row lost with one request, from which on it may be what ended them."""
 
 
 class ModelProposer:
@@ -65,7 +65,7 @@ class ModelProposer:
         later: what is counted when the messages of a step have left.
         settings: time after which a silent draft is lost, tokens that it is given to prefill at once, and
             whether both engines take turns.
-        trace: told of questions and answers.
+        trace: receives questions and answers.
     """
 
     def __init__(
@@ -99,23 +99,19 @@ class ModelProposer:
 
     @property
     def source(self) -> str:
-        """See Proposer."""
         return DraftKind.MODEL.value
 
     @property
     def link(self) -> DraftLink | None:
-        """To the leased draft."""
         return None if self._leases is None else self._leases.link
 
     async def close(self) -> None:
-        """Ends the lease."""
         if self._leases is not None:
             await self._leases.close()
 
     # Questions
 
     def begin_questions(self) -> None:
-        """Begins a message to the draft, before any of its items is made."""
         self._prefill.begin()
 
     def plan_question(self, live: LiveSession, now: float) -> Plan:
@@ -206,7 +202,7 @@ class ModelProposer:
             # At least one token of this round will be committed before the next.
             plan = self._plan(live, session.num_remaining - 1, now)
             num_drafts = len(verifying.draft.first_path)
-            # Under rejection chances follow from ranks alone, and tell no node of a tree from another.
+            # Under rejection chances follow from ranks alone, the same for all nodes of a tree.
             is_sampled = session.request.sampling.draws_by_rejection
             num_others = 0 if is_sampled else len(verifying.draft) - num_drafts
             fanout = self._controller.fanout(plan, num_drafts, num_others)
@@ -218,7 +214,6 @@ class ModelProposer:
         return is_asked
 
     def release(self, request_id: str) -> None:
-        """Frees a sequence on the draft."""
         if self.link is not None:
             self.link.release(request_id)
 
@@ -303,7 +298,7 @@ class ModelProposer:
             case UnknownSequence() if reply.base_len > 0:
                 return session.on_draft_refused(reply)
             case UnknownSequence() | ItemFailed():
-                # One who does not know what it was told from its first token on would be asked for ever.
+                # A draft that does not know a sequence sent from its first token on would be asked for ever.
                 reason = reply.message if isinstance(reply, ItemFailed) else "unknown from its first token"
                 said = {"request_id": reply.request_id}
                 logger.info("the draft refused a request: %s", reason, extra=said)
@@ -412,7 +407,6 @@ class ModelProposer:
         return link.unanswered_since is not None and now >= link.unanswered_since + self._patience_s()
 
     def _ask(self, session: Session, plan: Plan, now: float) -> None:
-        """Asks for a proposal."""
         self._push(session.proposal_item(plan.num_speculative_tokens, plan.min_acceptance, plan.tree), now)
 
     def _push(self, item: SpeculateItem, now: float) -> None:

@@ -30,7 +30,6 @@ class DraftWaits:
         return True
 
     def clear(self) -> None:
-        """Nobody waits any longer: the draft was lost."""
         self._since_s.clear()
 
     def take_expired(self, now: float, patience_s: float) -> list[LiveSession]:

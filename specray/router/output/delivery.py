@@ -43,12 +43,10 @@ class Delivery:
 
     @property
     def is_failed(self) -> bool:
-        """True if it ended by an exception."""
         return self._error is not None
 
     @property
     def is_begun(self) -> bool:
-        """True if something has been taken."""
         return self._is_begun
 
     # The router's side
@@ -108,7 +106,6 @@ class Delivery:
         self._wake.set()
 
     def wake(self) -> None:
-        """Makes the caller look again."""
         self._wake.set()
 
     # The caller's side
@@ -119,7 +116,6 @@ class Delivery:
         self._wake.clear()
 
     def raise_error(self) -> None:
-        """Raises the error that ``fail`` was given, if any."""
         if self._error is not None:
             raise self._error
 

@@ -34,11 +34,10 @@ class StreamSink:
         self._error: SpecrayError | None = None
 
     def set_interval(self, interval_s: float) -> None:
-        """Batches leave so many seconds apart from now on."""
+        """Batches leave ``interval_s`` seconds apart from now on."""
         self._interval_s = interval_s
 
     def open(self, request_id: str) -> Delivery:
-        """A request's own end of the sink."""
         return Delivery(request_id, is_stream=True, on_change=self._note)
 
     async def wait_ended(self, delivery: Delivery) -> None:

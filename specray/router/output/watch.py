@@ -1,4 +1,4 @@
-"""Collects what a caller that watches its request is told of each round."""
+"""Collects the rounds of a request for a caller that watches it."""
 
 from __future__ import annotations
 
@@ -30,21 +30,17 @@ class RoundWatch:
         self._reports: list[RoundReport] = []
 
     def draft_asked(self) -> None:
-        """The draft was given an item."""
         self._asked_ms = self._ms()
 
     def draft_replied(self, forward_ns: int) -> None:
-        """The draft answered in time."""
         if self._asked_ms is not None:
             self._drafting.append(EngineStep(self._asked_ms, self._ms(), forward_ns / 1e6))
         self._asked_ms = None
 
     def looked_up(self, result: str) -> None:
-        """The last verdict was looked up in the outcomes."""
         self._lookup = result
 
     def verify_sent(self, item: VerifyItem) -> None:
-        """The target was given an item."""
         self._sent_ms, self._draft = self._ms(), item.draft
 
     def committed(self, commit: Commit, plan: Plan, forward_ns: int) -> None:

@@ -65,7 +65,6 @@ class SessionPrediction:
 
     @property
     def source(self) -> str:
-        """See Proposer."""
         return PREDICTION
 
     @property

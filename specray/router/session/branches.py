@@ -1,7 +1,7 @@
 """What a session verifies next for each verdict that it may get: the branches that its draft has answered.
 
 An outcome is the last draft token that is accepted (its node, -1: none) and the token that the target draws
-behind it. For a chain, the number of accepted tokens says as much as the node does; for a tree it does not.
+after it. For a chain, the number of accepted tokens says as much as the node does; for a tree it does not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from specray.router.session.values import Lookup
 from specray.types import Branch
 
 Outcome = tuple[int, int]
-"""The last node accepted (-1: none), and the token behind it."""
+"""The last node accepted (-1: none), and the token after it."""
 
 
 class Found(NamedTuple):
@@ -32,7 +32,7 @@ class Branches:
     def __init__(self) -> None:
         self._by_outcome: dict[Outcome, DraftTokens] = {}
         self._nodes: tuple[int, ...] = ()
-        """Nodes of what is verified, in the order in which the draft was told them."""
+        """Nodes of what is verified, in the order in which the draft was sent them."""
         self._num_chain = 0
         """The first of them that are a chain."""
         self._has_answer = False
@@ -50,7 +50,7 @@ class Branches:
         self._open, self._has_answer = None, False
 
     def ask(self, nodes: tuple[int, ...], num_chain: int) -> None:
-        """The draft is asked for the outcomes of some nodes, of which the first so many are a chain."""
+        """The draft is asked for the outcomes of some nodes, of which the first ``num_chain`` are a chain."""
         self._by_outcome.clear()
         self._nodes, self._num_chain, self._has_answer = nodes, num_chain, False
 
@@ -64,8 +64,8 @@ class Branches:
             self._by_outcome[node, branch.next_token_id] = draft
 
     def add_proposal(self, verifying: DraftTokens, drafted: DraftTokens) -> None:
-        """Takes a chain that was proposed beside what is verified: the tokens that both have in common are
-        accepted, then comes its next one."""
+        """Takes a chain that was proposed while something else is verified: the tokens that both have in
+        common are accepted, then comes its next one."""
         common = verifying.common(drafted.token_ids)
         rest = len(verifying.path(common)) + 1
         if len(drafted) > rest:
@@ -104,5 +104,4 @@ class Branches:
         return Found(draft, Lookup.MISS_TOKEN if draft is None else Lookup.HIT)
 
     def give_up(self) -> None:
-        """No answer is waited for any more."""
         self._open = None

@@ -37,7 +37,6 @@ class FeatureQueue:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the features that wait."""
         return 0 if self.waiting is None else len(self.waiting.data)
 
     @property
@@ -49,7 +48,7 @@ class FeatureQueue:
         return max(0, min(most, _MAX_MESSAGES * most - num_waiting))
 
     def add(self, rows: FeatureRows) -> None:
-        """Takes what came with a verdict; not what lies behind a gap, is of another size, or has no room."""
+        """Takes what came with a verdict; not what comes after a gap, is of another size, or has no room."""
         if rows.first > self.end or rows.row_bytes != ITEM_BYTES * self.feature_size:
             return
         new = rows.within(self.end, self.end + self.num_wanted)
@@ -57,7 +56,7 @@ class FeatureQueue:
             self.waiting = new if self.waiting is None else self.waiting.followed_by(new)
 
     def sent(self, end: int) -> FeatureRows | None:
-        """What goes with an item after which the draft holds so many tokens; it waits for the answer."""
+        """What goes with an item after which the draft holds ``end`` tokens; it waits for the answer."""
         if self.waiting is None or self.feature_size == 0:
             return None
         return self.waiting.within(self.num_held, min(end, self.num_held + max_rows(self.feature_size)))
@@ -70,5 +69,4 @@ class FeatureQueue:
                 self.waiting = self.waiting.within(rows.end, self.waiting.end)
 
     def lose(self) -> None:
-        """The draft has none any more."""
         self.num_held, self.waiting = 0, None

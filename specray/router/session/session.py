@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from specray.draft_tokens import NO_DRAFT, DraftTokens, TreeBudget
+from specray.draft_tokens import MAX_DRAFT_NODES, NO_DRAFT, DraftTokens, TreeBudget
 from specray.errors import InvalidRequestError, ProtocolError, SpecrayError
 from specray.interfaces import StopMatcher
 from specray.requests import FinishReason, GenerateRequest
@@ -34,7 +34,6 @@ from specray.router.session.values import (
     TargetView,
     fitting_draft,
     kept_of,
-    offer_of,
     usable_draft,
     verdict_on_tree,
 )
@@ -109,7 +108,6 @@ class Session:
 
     @property
     def num_remaining(self) -> int:
-        """Output tokens that may still come."""
         return self.request.max_tokens - self.num_output_tokens
 
     @property
@@ -165,7 +163,7 @@ class Session:
         end = start + max_new_tokens if is_chunk else len(self.committed)
         is_first_chunk = is_chunk and start == 0
         if is_first_chunk:
-            # It tells all but the last token: what the target has in its prefix cache takes no room.
+            # It carries all but the last token: what the target has in its prefix cache takes no room.
             end = len(self.committed) - 1
         drafted = NO_DRAFT if is_chunk or self.drafted is None else self.drafted
         if drafted.probs and not all(row.is_distribution(self._vocab_size) for row in drafted.probs):
@@ -224,7 +222,7 @@ class Session:
         return self._speculate_item(num_speculative_tokens, asked, fanout, max_branches)
 
     def prefill_chunk_item(self, num_tokens: int) -> SpeculateItem:
-        """Lets the draft prefill the next of the tokens that it was not told; it is asked nothing.
+        """Lets the draft prefill the next unread tokens; it is asked nothing.
 
         Args:
             num_tokens: 0: it is given features alone.
@@ -280,39 +278,59 @@ class Session:
             self.features.add(verdict.features)
         if verdict.prompt_logprobs:
             self.prompt_scores.add(item.base_len, verdict.prompt_logprobs)
-        told_len = item.base_len + len(item.token_ids)
+        sent_len = item.base_len + len(item.token_ids)
         if self.num_output_tokens == 0:
             self.num_cached_tokens += verdict.num_cached_tokens
-        if not item.sample:
-            held_len = told_len if verdict.held_len is None else verdict.held_len
-            if not item.base_len < held_len <= told_len:
-                raise ProtocolError(f"{held_len} tokens are held of {told_len}, after {item.base_len}")
-            self.target.synced_len = held_len
-            return Commit((), (), 0, 0, 0, Lookup.NOT_ASKED)
-        num_accepted, next_token_id = verdict.num_accepted_tokens, verdict.next_token_id
+        if item.sample:
+            return self._commit(item, verdict, sent_len)
+        held_len = sent_len if verdict.held_len is None else verdict.held_len
+        if not item.base_len < held_len <= sent_len:
+            raise ProtocolError(f"{held_len} tokens are held of {sent_len}, after {item.base_len}")
+        self.target.synced_len = held_len
+        return Commit()
+
+    def _commit(self, item: VerifyItem, verdict: Verdict, sent_len: int) -> Commit:
+        draft, num_accepted, next_token_id = item.draft, verdict.num_accepted_tokens, verdict.next_token_id
         if next_token_id is None:
             raise ProtocolError("a verdict without a next token")
-        kept = kept_of(item.draft, num_accepted, verdict.last_accepted_node)
-        self.target.synced_len = told_len
+        kept = kept_of(draft, num_accepted, verdict.last_accepted_node)
+        self.target.synced_len = sent_len
         token_ids = (*kept.token_ids, next_token_id)
         cut = self._stops.cut(token_ids, self.num_output_tokens)
         token_ids = token_ids[: cut.num_kept]
-        num_kept, num_drafts, depth = min(num_accepted, cut.num_kept), len(item.draft), item.draft.depth
-        self.tally.observe(num_drafts, depth, num_accepted, num_kept)
+        num_kept = min(num_accepted, cut.num_kept)
+        self.tally.observe(len(draft), draft.depth, num_accepted, num_kept)
         self.committed.extend(token_ids)
         self.finish_reason, self.stop_reason = cut.finish_reason, cut.stop_reason
+        asks_next, looked_ahead = item.max_next_nodes > 0, item.lookahead is not None
+        return Commit(
+            token_ids,
+            verdict.logprobs[: cut.num_kept],
+            num_draft_tokens=len(draft),
+            num_accepted_tokens=num_accepted,
+            num_kept_tokens=num_kept,
+            lookup=self._look_up((kept.last_node, next_token_id)),
+            source=self._verified_source,
+            depth=draft.depth,
+            tree=verdict_on_tree(draft, kept.last_node),
+            offered=self._offered(verdict.draft) if looked_ahead else NO_DRAFT,
+            had_window=looked_ahead,
+            next_draft=self._usable(verdict.draft, most=item.max_next_nodes) if asks_next else NO_DRAFT,
+        )
+
+    def _look_up(self, outcome: tuple[int, int]) -> Lookup:
+        """Takes what the draft has answered for the verdict as what is verified next."""
         asked = self.draft.asked
         has_fanout = asked is not None and len(asked.fanout) > 0
-        outcome = (kept.last_node, next_token_id)
         found = self._branches.look_up(outcome, is_asked=asked is not None, has_fanout=has_fanout)
-        self.drafted, self._source, lookup = found.draft, DraftKind.MODEL.value, found.lookup
-        if asked is not None and lookup is not Lookup.PENDING:
+        self.drafted, self._source = found.draft, DraftKind.MODEL.value
+        if asked is not None and found.lookup is not Lookup.PENDING:
             self.draft.in_flight = None
-        made = (token_ids, verdict.logprobs[: cut.num_kept], num_drafts, num_accepted, num_kept, lookup)
-        tree, offer = verdict_on_tree(item.draft, kept.last_node), offer_of(item, verdict, self._vocab_size)
-        most = item.max_next_nodes
-        following = self._usable(verdict.draft, most=most) if most else NO_DRAFT
-        return Commit(*made, self._verified_source, depth, tree, *offer, following)
+        return found.lookup
+
+    def _offered(self, draft: DraftTokens) -> DraftTokens:
+        """What the target itself proposes by looking ahead; it drew nothing, so it needs no distributions."""
+        return usable_draft(draft, most=MAX_DRAFT_NODES, vocab_size=self._vocab_size, needs_probs=False)
 
     def on_target_unknown(self, reply: UnknownSequence) -> bool:
         """The target lost the sequence; the next item carries everything. False: a late reply."""
@@ -414,12 +432,10 @@ class Session:
     # Ends
 
     def abort(self) -> None:
-        """The caller went away."""
         if not self.is_finished:
             self.finish_reason = FinishReason.ABORT
 
     def fail(self, error: SpecrayError) -> None:
-        """Ends the request with an error for its caller."""
         if not self.is_finished:
             self.finish_reason, self.error = FinishReason.ERROR, error
 

@@ -1,4 +1,4 @@
-"""Small values of a session: what is drafted, what was told to an engine, what a verdict meant."""
+"""Small values of a session: what is drafted, what an engine was sent, what a verdict meant."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from operator import eq
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from specray.control.state import TreeVerdict
-from specray.draft_tokens import MAX_DRAFT_NODES, NO_DRAFT, DraftTokens, LookaheadBudget, TreeBudget
+from specray.draft_tokens import NO_DRAFT, DraftTokens, LookaheadBudget, TreeBudget
 from specray.errors import ProtocolError
 from specray.requests import SpeculationStats
 from specray.types import (
@@ -18,7 +18,6 @@ from specray.types import (
     SpeculateItem,
     TargetReply,
     TokenLogprobs,
-    Verdict,
     VerifyItem,
 )
 
@@ -64,7 +63,7 @@ NOTHING_NEXT: Final = NextDraft()
 
 @dataclass(slots=True)
 class RoundTimer:
-    """Measures what a round takes beside the work of both engines. Seconds are on the router's clock."""
+    """Measures what a round takes besides the work of both engines. Seconds are on the router's clock."""
 
     _started_s: float | None = None
     """Time when the first item of the round in flight was sent."""
@@ -81,7 +80,7 @@ class RoundTimer:
             self._started_s = now
 
     def add_draft_step(self, seconds: float) -> None:
-        """The round waited for a draft step that took so long."""
+        """The round waited for a draft step of ``seconds``."""
         self._draft_s += seconds
 
     def end(self, now: float, target_s: float) -> float | None:
@@ -95,7 +94,6 @@ class RoundTimer:
         return None if started_s is None else max(0.0, now - started_s - target_s - draft_s)
 
     def stop(self) -> None:
-        """The round is lost with its engine."""
         self._started_s = None
 
 
@@ -116,16 +114,16 @@ class Lookup(enum.Enum):
 class Commit(NamedTuple):
     """What a verdict added to the output."""
 
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = ()
     """Tokens that are kept after stop conditions; empty for a chunk of a prefill."""
-    logprobs: tuple[TokenLogprobs, ...]
-    num_draft_tokens: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    num_draft_tokens: int = 0
     """Draft tokens that were verified: all nodes of a tree."""
-    num_accepted_tokens: int
+    num_accepted_tokens: int = 0
     """Accepted draft tokens, before stop conditions: what the control learns from."""
-    num_kept_tokens: int
-    """Accepted draft tokens that are part of the output: those behind its end are not."""
-    lookup: Lookup
+    num_kept_tokens: int = 0
+    """Accepted draft tokens that are part of the output: those after its end are not."""
+    lookup: Lookup = Lookup.NOT_ASKED
     source: str = DraftKind.MODEL.value
     """Proposer of the draft tokens."""
     depth: int = 0
@@ -133,11 +131,11 @@ class Commit(NamedTuple):
     tree: TreeVerdict | None = None
     """What was accepted of a tree and of its first chain; None: the draft tokens are a chain."""
     offered: DraftTokens = NO_DRAFT
-    """What the target itself proposes behind all committed tokens."""
+    """What the target itself proposes after all committed tokens."""
     had_window: bool = False
-    """The target was to look ahead beside the round."""
+    """The target was to look ahead in the round."""
     next_draft: DraftTokens = NO_DRAFT
-    """Draft tokens of the target's own drafter, behind all that is committed now."""
+    """Draft tokens of the target's own drafter, after all that is committed now."""
 
     @property
     def num_chain_tokens(self) -> int:
@@ -152,7 +150,7 @@ class Commit(NamedTuple):
 
 @dataclass(slots=True)
 class EngineView(Generic[ItemT]):
-    """What one engine has been told of a session."""
+    """What one engine was sent of a session."""
 
     round_id: int = 0
     """Id of the last item made; never reused, not even after the engine was lost."""
@@ -177,14 +175,14 @@ class EngineView(Generic[ItemT]):
 
 @dataclass(slots=True)
 class TargetView(EngineView[VerifyItem]):
-    """What the target has been told of a session."""
+    """What the target was sent of a session."""
 
     lookahead: LookaheadBudget | None = None
-    """What it computes beside the next round to look ahead; None: nothing."""
+    """What it computes with the next round to look ahead; None: nothing."""
 
 
 class DraftView(EngineView[SpeculateItem]):
-    """What the draft has been told of a session."""
+    """What the draft was sent of a session."""
 
     __slots__ = ()
 
@@ -298,14 +296,6 @@ def fitting_draft(draft: DraftTokens, *, room: int, depth: int) -> DraftTokens:
     if draft.is_chain:
         return draft.first(max(0, min(room, depth)))
     return draft.within(max(0, depth)).first(max(0, room))
-
-
-def offer_of(item: VerifyItem, verdict: Verdict, vocab_size: int) -> tuple[DraftTokens, bool]:
-    """What the target itself proposes with a verdict, and whether it was to look ahead beside it."""
-    if item.lookahead is None:
-        return NO_DRAFT, False
-    most = MAX_DRAFT_NODES
-    return usable_draft(verdict.draft, most=most, vocab_size=vocab_size, needs_probs=False), True
 
 
 def usable_draft(draft: DraftTokens, *, most: int, vocab_size: int, needs_probs: bool) -> DraftTokens:

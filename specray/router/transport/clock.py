@@ -18,16 +18,14 @@ class SystemClock:
     """interfaces.Clock over the monotonic clock and the event loop."""
 
     def monotonic(self) -> float:
-        """Seconds from an arbitrary origin."""
         return time.monotonic()
 
     async def sleep(self, seconds: float) -> None:
-        """Waits in real time."""
         await asyncio.sleep(seconds)
 
 
 async def within(clock: Clock, seconds: float, awaitable: Awaitable[T]) -> T:
-    """Waits for ``awaitable`` for at most so long on ``clock``; then it is cancelled.
+    """Waits for ``awaitable`` for at most ``seconds`` on ``clock``; then it is cancelled.
 
     Raises:
         TimeoutError: the time is over.

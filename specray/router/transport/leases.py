@@ -92,7 +92,7 @@ class DraftLeases:
             self._lease_in_background()
 
     def want(self) -> None:
-        """Tells that some session could use a draft."""
+        """Some session could use a draft."""
         self._is_wanted.set()
 
     def lose(self, link: DraftLink) -> bool:

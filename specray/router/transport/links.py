@@ -91,12 +91,10 @@ class Inbox:
         self._wake = asyncio.Event()
 
     def put(self, event: Event) -> None:
-        """Adds an event and wakes the loop."""
         self._events.append(event)
         self._wake.set()
 
     def wake(self) -> None:
-        """Wakes the loop although no event was added."""
         self._wake.set()
 
     async def wait(self) -> None:
@@ -105,7 +103,6 @@ class Inbox:
         self._wake.clear()
 
     def drain(self) -> list[Event]:
-        """Takes all events, oldest first."""
         events, self._events = self._events, []
         return events
 
@@ -237,7 +234,7 @@ class DraftLink(Link[SpeculateItem, DraftReplies]):
     Args:
         drafter, inbox: the connection, and where its replies go.
         is_narrower: the draft has fewer token ids than the target, whose others only pad its weights. Where
-            the target writes one of them all the same, the draft is told another in its place.
+            the target writes one of them all the same, the draft is sent another in its place.
     """
 
     def __init__(self, drafter: Drafter, inbox: Inbox, *, is_narrower: bool = False) -> None:
@@ -250,7 +247,6 @@ class DraftLink(Link[SpeculateItem, DraftReplies]):
         self._num_known_ids = drafter.info.vocab_size if is_narrower else None
 
     def push(self, item: SpeculateItem, now: float) -> None:
-        """See Link."""
         if self._num_known_ids is not None:
             item = _in_known_ids(item, self._num_known_ids)
         super().push(item, now)
@@ -260,11 +256,11 @@ def _in_known_ids(item: SpeculateItem, num_ids: int) -> SpeculateItem:
     """The item with another token in place of each that the draft does not know."""
     if max((*item.token_ids, *item.proposed_token_ids), default=0) < num_ids:
         return item
-    told, proposed = (
+    sent, proposed = (
         tuple(token_id if token_id < num_ids else 0 for token_id in ids)
         for ids in (item.token_ids, item.proposed_token_ids)
     )
-    return replace(item, token_ids=told, proposed_token_ids=proposed)
+    return replace(item, token_ids=sent, proposed_token_ids=proposed)
 
 
 async def close_unused(connection: Connection[Any], clock: Clock) -> None:

@@ -78,7 +78,7 @@ class TargetRenewal:
                     info.step_times, round_trip_s, context_token_s=info.context_token_s
                 )
         except BaseException:
-            # No link will close it, and it would stay open beside the next connection.
+            # No link will close it, and it would stay open next to the next connection.
             await close_unused(verifier, self._clock)
             raise
         return TargetLink(verifier, self._inbox)

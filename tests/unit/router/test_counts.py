@@ -18,7 +18,6 @@ from tests.unit.router.harness import (
     fake_draft,
     fake_target,
     request,
-    run,
     serving,
     speculation_config,
 )
@@ -45,92 +44,78 @@ def plans(pair: Pair) -> dict[tuple[str, str, str], float]:
     }
 
 
-def test_every_token_is_counted_once_and_every_verdict_under_its_plan() -> None:
-    clock = VirtualClock()
+async def test_every_token_is_counted_once_and_every_verdict_under_its_plan(clock: VirtualClock) -> None:
 
-    async def main() -> None:
-        async with serving(clock, overlap="serial", num_speculative_tokens=3) as pair:
-            given = request(max_tokens=24)
-            output = await pair.router.complete(given)
-            assert output.token_ids == expected(given)
-            await pair.settle()
-            assert pair.counted("specray_output_tokens_total") == 24
-            assert pair.counted("specray_time_to_first_token_seconds_count") == 1
-            # The first verdict is of the prompt alone; all tokens after it wait for those before them.
-            assert pair.counted("specray_inter_token_latency_seconds_count") == 23
-            rounds = pair.counted("specray_rounds_total")
-            assert 6 < rounds < 24
-            assert total(pair, "specray_plans_total") == rounds
-            # Of the last rounds one may have one draft token and one none: no more tokens are wanted.
-            assert plans(pair) == {
-                ("off", "0", "prefill"): 1,
-                ("serial", "3", "fixed"): rounds - 3,
-                ("serial", "1", "fixed"): 1,
-                ("off", "0", "last_token"): 1,
-            }
-            # The first verdict, of the prompt, is no round of draft and target.
-            assert pair.counted("specray_round_overhead_seconds_count") == rounds - 1
-
-    run(clock, main())
+    async with serving(clock, overlap="serial", num_speculative_tokens=3) as pair:
+        given = request(max_tokens=24)
+        output = await pair.router.complete(given)
+        assert output.token_ids == expected(given)
+        await pair.settle()
+        assert pair.counted("specray_output_tokens_total") == 24
+        assert pair.counted("specray_time_to_first_token_seconds_count") == 1
+        # The first verdict is of the prompt alone; all tokens after it wait for those before them.
+        assert pair.counted("specray_inter_token_latency_seconds_count") == 23
+        rounds = pair.counted("specray_rounds_total")
+        assert 6 < rounds < 24
+        assert total(pair, "specray_plans_total") == rounds
+        # Of the last rounds one may have one draft token and one none: no more tokens are wanted.
+        assert plans(pair) == {
+            ("off", "0", "prefill"): 1,
+            ("serial", "3", "fixed"): rounds - 3,
+            ("serial", "1", "fixed"): 1,
+            ("off", "0", "last_token"): 1,
+        }
+        # The first verdict, of the prompt, is no round of draft and target.
+        assert pair.counted("specray_round_overhead_seconds_count") == rounds - 1
 
 
-def test_verdicts_without_speculation_are_counted_under_their_plan() -> None:
+async def test_verdicts_without_speculation_are_counted_under_their_plan(clock: VirtualClock) -> None:
     """Speculation that is never right is off soon."""
-    clock = VirtualClock()
 
-    async def main() -> None:
-        target = fake_target()
-        draft = fake_draft(NoisyGuesser(target.model, 0.0))
-        async with serving(clock, target=target, draft=draft, overlap="serial") as pair:
-            await pair.router.complete(request(max_tokens=100))
-            await pair.settle()
-            assert plans(pair)["off", "0", "unprofitable"] > 50
-            assert total(pair, "specray_plans_total") == pair.counted("specray_rounds_total")
-
-    run(clock, main())
+    target = fake_target()
+    draft = fake_draft(NoisyGuesser(target.model, 0.0))
+    async with serving(clock, target=target, draft=draft, overlap="serial") as pair:
+        await pair.router.complete(request(max_tokens=100))
+        await pair.settle()
+        assert plans(pair)["off", "0", "unprofitable"] > 50
+        assert total(pair, "specray_plans_total") == pair.counted("specray_rounds_total")
 
 
-def test_a_replan_is_prepared_with_what_the_session_has_before_it_and_the_draft_was_not_told(
+async def test_a_replan_is_prepared_with_what_the_session_has_before_it_and_the_draft_was_not_told(
+    clock: VirtualClock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock = VirtualClock()
     unread: list[int] = []
 
-    async def main() -> None:
-        async with serving(clock, overlap="serial") as pair:
-            controller, running = pair.router._controller, pair.router._sessions.running
-            prepare = controller.prepare
+    async with serving(clock, overlap="serial") as pair:
+        controller, running = pair.router._controller, pair.router._sessions.running
+        prepare = controller.prepare
 
-            def record(stats: Any, num_running: int, **options: Any) -> None:
-                live = running.get(stats.request_id)
-                if live is not None:
-                    assert options["num_remaining"] == live.session.num_remaining
-                    assert options["num_unread"] == live.num_unread
-                    unread.append(options["num_unread"])
-                prepare(stats, num_running, **options)
+        def record(stats: Any, num_running: int, **options: Any) -> None:
+            live = running.get(stats.request_id)
+            if live is not None:
+                assert options["num_remaining"] == live.session.num_remaining
+                assert options["num_unread"] == live.num_unread
+                unread.append(options["num_unread"])
+            prepare(stats, num_running, **options)
 
-            monkeypatch.setattr(controller, "prepare", record)
-            await pair.router.complete(request(max_tokens=60))
+        monkeypatch.setattr(controller, "prepare", record)
+        await pair.router.complete(request(max_tokens=60))
 
-    run(clock, main())
     assert max(unread) > 0
 
 
-def test_requests_that_are_not_drafted_for_are_passed_by() -> None:
+async def test_requests_that_are_not_drafted_for_are_passed_by(clock: VirtualClock) -> None:
     """Resting is asked in each round of each session, and a draft is neither told nor asked anything."""
-    clock = VirtualClock()
 
-    async def main() -> None:
-        async with serving(clock, overlap="serial") as pair:
-            given = request(speculation=SpeculationParams(enabled=False))
-            output = await pair.router.complete(given)
-            assert output.token_ids == expected(given)
-            assert pair.draft.num_steps == 0
-            stats = pair.router._controller.start_session(given)
-            assert pair.router._controller.resting_plan(stats) is OFF_BY_REASON[Reason.FIXED]
-            assert not pair.router._controller.is_replan_near(stats, 1)
-
-    run(clock, main())
+    async with serving(clock, overlap="serial") as pair:
+        given = request(speculation=SpeculationParams(enabled=False))
+        output = await pair.router.complete(given)
+        assert output.token_ids == expected(given)
+        assert pair.draft.num_steps == 0
+        stats = pair.router._controller.start_session(given)
+        assert pair.router._controller.resting_plan(stats) is OFF_BY_REASON[Reason.FIXED]
+        assert not pair.router._controller.is_replan_near(stats, 1)
 
 
 def test_a_replan_is_near_when_all_decided_otherwise() -> None:

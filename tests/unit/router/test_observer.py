@@ -13,7 +13,7 @@ from specray.fakes import NoisyGuesser, VirtualClock
 from specray.router.observer import ControlObserver
 from specray.router.trace import Decided, ExperimentEnded, Trace, decode_trace
 from specray.telemetry.metrics import RouterMetrics
-from tests.unit.router.harness import expected, fake_draft, fake_target, request, router_config, run, serving
+from tests.unit.router.harness import expected, fake_draft, fake_target, request, router_config, serving
 
 NUM_RUNNING = 8
 DECISIONS, EXPERIMENTS = "specray_speculation_decisions_total", "specray_speculation_experiments_total"
@@ -91,32 +91,28 @@ def test_an_experiment_that_is_given_up_is_told_without_a_speedup() -> None:
 
 
 @pytest.mark.slow
-def test_a_router_tells_metrics_and_trace_the_same() -> None:
-    clock = VirtualClock()
+async def test_a_router_tells_metrics_and_trace_the_same(clock: VirtualClock) -> None:
 
-    async def main() -> None:
-        target = fake_target()
-        draft = fake_draft(NoisyGuesser(target.model, 0.6))
-        config = router_config(trace_events=100_000)
-        async with serving(
-            clock, target=target, draft=draft, config=config, overlap="serial", fallback="ngram"
-        ) as pair:
-            given = [request(f"r{index}", max_tokens=300) for index in range(NUM_RUNNING)]
-            outputs = await asyncio.gather(*(pair.router.complete(one) for one in given))
-            assert [output.token_ids for output in outputs] == [expected(one) for one in given]
-            events = decode_trace(await pair.router.trace_text() or "")
-            decided = [event for event in events if isinstance(event, Decided)]
-            ended = [event for event in events if isinstance(event, ExperimentEnded)]
-            assert {event.mode for event in decided} >= {"model"} and ended
-            for mode in ("plain", "ngram", "model"):
-                assert pair.counted(DECISIONS, mode=mode) == sum(event.mode == mode for event in decided)
-            assert pair.counted(EXPERIMENTS, tried="plain", result="measured") == sum(
-                event.tried == "plain" and event.measured_speedup is not None for event in ended
-            )
-            assert pair.counted(MODE) == Mode[decided[-1].mode.upper()]
-            assert pair.counted(SPEEDUP, kind="predicted") == decided[-1].predicted_speedup
-            assert pair.counted(SPEEDUP, kind="calibrated") == decided[-1].calibrated_speedup
-            seen = [event.measured_speedup for event in ended if event.measured_speedup is not None]
-            assert pair.counted(SPEEDUP, kind="measured") == seen[-1]
-
-    run(clock, main())
+    target = fake_target()
+    draft = fake_draft(NoisyGuesser(target.model, 0.6))
+    config = router_config(trace_events=100_000)
+    async with serving(
+        clock, target=target, draft=draft, config=config, overlap="serial", fallback="ngram"
+    ) as pair:
+        given = [request(f"r{index}", max_tokens=300) for index in range(NUM_RUNNING)]
+        outputs = await asyncio.gather(*(pair.router.complete(one) for one in given))
+        assert [output.token_ids for output in outputs] == [expected(one) for one in given]
+        events = decode_trace(await pair.router.trace_text() or "")
+        decided = [event for event in events if isinstance(event, Decided)]
+        ended = [event for event in events if isinstance(event, ExperimentEnded)]
+        assert {event.mode for event in decided} >= {"model"} and ended
+        for mode in ("plain", "ngram", "model"):
+            assert pair.counted(DECISIONS, mode=mode) == sum(event.mode == mode for event in decided)
+        assert pair.counted(EXPERIMENTS, tried="plain", result="measured") == sum(
+            event.tried == "plain" and event.measured_speedup is not None for event in ended
+        )
+        assert pair.counted(MODE) == Mode[decided[-1].mode.upper()]
+        assert pair.counted(SPEEDUP, kind="predicted") == decided[-1].predicted_speedup
+        assert pair.counted(SPEEDUP, kind="calibrated") == decided[-1].calibrated_speedup
+        seen = [event.measured_speedup for event in ended if event.measured_speedup is not None]
+        assert pair.counted(SPEEDUP, kind="measured") == seen[-1]

@@ -15,32 +15,26 @@ SCORES = tuple(TokenLogprobs(token, -float(token)) for token in PROMPT[1:])
 
 
 @pytest.mark.parametrize("chunk", [16, 23, 1000])
-def test_last_chunk_carries_those_of_all_prompt_tokens_but_the_first(chunk: int) -> None:
-    clock = VirtualClock()
+async def test_last_chunk_carries_those_of_all_prompt_tokens_but_the_first(
+    clock: VirtualClock, chunk: int
+) -> None:
 
-    async def main() -> None:
-        async with serving(clock, config=router_config(prefill_chunk_tokens=chunk)) as pair:
-            given = request("a", PROMPT, 6, num_prompt_logprobs=0)
-            output = await pair.router.complete(given)
-            assert output.token_ids == expected(given)
-            assert output.prompt_logprobs == SCORES
-            plain = await pair.router.complete(request("b", PROMPT, 6))
-            assert plain.prompt_logprobs == ()
-
-    run(clock, main())
+    async with serving(clock, config=router_config(prefill_chunk_tokens=chunk)) as pair:
+        given = request("a", PROMPT, 6, num_prompt_logprobs=0)
+        output = await pair.router.complete(given)
+        assert output.token_ids == expected(given)
+        assert output.prompt_logprobs == SCORES
+        plain = await pair.router.complete(request("b", PROMPT, 6))
+        assert plain.prompt_logprobs == ()
 
 
-def test_stream_has_them_in_its_last_chunk() -> None:
-    clock = VirtualClock()
+async def test_stream_has_them_in_its_last_chunk(clock: VirtualClock) -> None:
 
-    async def main() -> None:
-        async with serving(clock) as pair:
-            given = request("a", PROMPT, 6, num_prompt_logprobs=0)
-            chunks = [chunk async for chunk in pair.router.stream(given)]
-            assert [chunk.prompt_logprobs for chunk in chunks[:-1]] == [()] * (len(chunks) - 1)
-            assert chunks[-1].prompt_logprobs == SCORES
-
-    run(clock, main())
+    async with serving(clock) as pair:
+        given = request("a", PROMPT, 6, num_prompt_logprobs=0)
+        chunks = [chunk async for chunk in pair.router.stream(given)]
+        assert [chunk.prompt_logprobs for chunk in chunks[:-1]] == [()] * (len(chunks) - 1)
+        assert chunks[-1].prompt_logprobs == SCORES
 
 
 @pytest.mark.parametrize("step", [2, 3, 4, 5])

@@ -122,26 +122,22 @@ def test_request_that_was_only_beside_it_is_cleared_by_a_step_of_its_own(overlap
     assert sorted(alone) == sorted(steps[second]), "each of them once, and the others wait"
 
 
-def test_session_that_the_lost_target_did_not_work_on_is_not_suspected() -> None:
-    clock = VirtualClock()
+async def test_session_that_the_lost_target_did_not_work_on_is_not_suspected(clock: VirtualClock) -> None:
 
-    async def main() -> None:
-        async with serving(clock, has_draft_model=False) as pair:
-            calls = [asyncio.create_task(_complete(pair, name)) for name in ("other0", "other1")]
-            await asyncio.sleep(1.5 * TARGET_S)
-            sessions = pair.router._sessions
-            one, other = sessions.running.values()
-            for _ in range(MAX_TARGET_LOSSES - 1):
-                one.session.target.lose()
-                sessions.lose_target(clock.monotonic())
-                other.session.verify_item(8)
-            assert (one.num_target_losses, other.num_target_losses) == (0, MAX_TARGET_LOSSES - 1)
-            assert sessions.suspect() is other
-            for call in calls:
-                call.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
-
-    run(clock, main())
+    async with serving(clock, has_draft_model=False) as pair:
+        calls = [asyncio.create_task(_complete(pair, name)) for name in ("other0", "other1")]
+        await asyncio.sleep(1.5 * TARGET_S)
+        sessions = pair.router._sessions
+        one, other = sessions.running.values()
+        for _ in range(MAX_TARGET_LOSSES - 1):
+            one.session.target.lose()
+            sessions.lose_target(clock.monotonic())
+            other.session.verify_item(8)
+        assert (one.num_target_losses, other.num_target_losses) == (0, MAX_TARGET_LOSSES - 1)
+        assert sessions.suspect() is other
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
 
 
 def test_losses_between_which_a_request_got_on_are_not_held_against_it() -> None:

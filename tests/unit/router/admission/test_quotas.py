@@ -15,7 +15,7 @@ from specray.fakes import VirtualClock
 from specray.requests import GenerateRequest, Quota
 from specray.router.admission.quotas import Quotas
 from specray.serving.admission.api_keys import Caller, Keyring
-from tests.unit.router.harness import fake_target, request, run, serving
+from tests.unit.router.harness import fake_target, request, serving
 
 TWO = Quota("team", max_requests=2)
 
@@ -24,48 +24,40 @@ def of_key(request_id: str, quota: Quota | None = TWO, num_tokens: int = 5) -> G
     return replace(request(request_id, prompt=(1,) * num_tokens, max_tokens=20), quota=quota)
 
 
-def test_requests_of_a_key_are_bounded_until_they_end_however_they_end() -> None:
-    clock = VirtualClock()
+async def test_requests_of_a_key_are_bounded_until_they_end_however_they_end(clock: VirtualClock) -> None:
 
-    async def main() -> None:
-        async with serving(clock, target=fake_target(max_num_seqs=1)) as pair:
-            calls = [asyncio.create_task(pair.router.complete(of_key(str(index)))) for index in range(2)]
-            await asyncio.sleep(0)
-            with pytest.raises(OverloadedError) as caught:
-                await pair.router.complete(of_key("third"))
-            assert str(caught.value) == "key 'team' has 2 requests in hand; allowed: 2"
-            assert pair.counted("specray_requests_refused_total") == 1
-            await pair.router.complete(of_key("of another", Quota("other", max_requests=1)))
-            await asyncio.gather(*calls)
-            stream = pair.router.stream(of_key("left by its caller"))
-            await anext(stream)
-            await stream.aclose()
-            with pytest.raises(DeadlineExceededError):
-                await pair.router.complete(replace(of_key("late"), timeout_s=0.05))
-            assert len(pair.router._sessions._quotas) == 0
-            await pair.settle()
-
-    run(clock, main())
+    async with serving(clock, target=fake_target(max_num_seqs=1)) as pair:
+        calls = [asyncio.create_task(pair.router.complete(of_key(str(index)))) for index in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError) as caught:
+            await pair.router.complete(of_key("third"))
+        assert str(caught.value) == "key 'team' has 2 requests in hand; allowed: 2"
+        assert pair.counted("specray_requests_refused_total") == 1
+        await pair.router.complete(of_key("of another", Quota("other", max_requests=1)))
+        await asyncio.gather(*calls)
+        stream = pair.router.stream(of_key("left by its caller"))
+        await anext(stream)
+        await stream.aclose()
+        with pytest.raises(DeadlineExceededError):
+            await pair.router.complete(replace(of_key("late"), timeout_s=0.05))
+        assert len(pair.router._sessions._quotas) == 0
+        await pair.settle()
 
 
-def test_prompt_tokens_of_a_key_are_bounded_while_they_wait() -> None:
-    clock = VirtualClock()
+async def test_prompt_tokens_of_a_key_are_bounded_while_they_wait(clock: VirtualClock) -> None:
     quota = Quota("team", max_queued_tokens=100)
 
-    async def main() -> None:
-        async with serving(clock, target=fake_target(max_num_seqs=1)) as pair:
-            calls = []
-            for name, num_tokens in (("runs", 60), ("waits", 60), ("waits too", 40)):
-                calls.append(asyncio.create_task(pair.router.complete(of_key(name, quota, num_tokens))))
-                await asyncio.sleep(0.001)
-            with pytest.raises(OverloadedError, match="100 prompt tokens waiting; allowed: 100"):
-                await pair.router.complete(of_key("one more", quota, 1))
-            await asyncio.gather(*calls)
-            # One alone is let in, however long.
-            await pair.router.complete(of_key("alone", quota, 150))
-            await pair.settle()
-
-    run(clock, main())
+    async with serving(clock, target=fake_target(max_num_seqs=1)) as pair:
+        calls = []
+        for name, num_tokens in (("runs", 60), ("waits", 60), ("waits too", 40)):
+            calls.append(asyncio.create_task(pair.router.complete(of_key(name, quota, num_tokens))))
+            await asyncio.sleep(0.001)
+        with pytest.raises(OverloadedError, match="100 prompt tokens waiting; allowed: 100"):
+            await pair.router.complete(of_key("one more", quota, 1))
+        await asyncio.gather(*calls)
+        # One alone is let in, however long.
+        await pair.router.complete(of_key("alone", quota, 150))
+        await pair.settle()
 
 
 @pytest.mark.slow

@@ -28,74 +28,60 @@ async def batch_now(sink: StreamSink) -> list[OutputChunk] | None:
     return None
 
 
-def test_what_one_step_brings_leaves_as_one_batch_in_order() -> None:
-    clock = VirtualClock()
+async def test_what_one_step_brings_leaves_as_one_batch_in_order(clock: VirtualClock) -> None:
 
-    async def main() -> None:
-        sink = StreamSink(clock, INTERVAL_S)
-        first, second = sink.open("a"), sink.open("b")
-        second.push([7], ())
-        first.push([1, 2], ())
-        second.push([8], ())
-        assert await batch_now(sink) == [OutputChunk("b", (7, 8)), OutputChunk("a", (1, 2))]
-
-    clock.run(main())
+    sink = StreamSink(clock, INTERVAL_S)
+    first, second = sink.open("a"), sink.open("b")
+    second.push([7], ())
+    first.push([1, 2], ())
+    second.push([8], ())
+    assert await batch_now(sink) == [OutputChunk("b", (7, 8)), OutputChunk("a", (1, 2))]
 
 
-def test_later_chunks_wait_for_the_interval_and_first_and_last_ones_do_not() -> None:
-    clock = VirtualClock()
+async def test_later_chunks_wait_for_the_interval_and_first_and_last_ones_do_not(clock: VirtualClock) -> None:
 
-    async def main() -> None:
-        sink = StreamSink(clock, INTERVAL_S)
-        one, other = sink.open("a"), sink.open("b")
-        one.push([1], ())
-        await sink.batch()
-        one.push([2], ())
-        assert await batch_now(sink) is None
-        # The other's first takes along what is there.
-        other.push([9], ())
-        assert await batch_now(sink) == [OutputChunk("a", (2,)), OutputChunk("b", (9,))]
-        one.push([3], ())
-        assert await sink.batch() == [OutputChunk("a", (3,))]
-        assert clock.monotonic() == pytest.approx(INTERVAL_S)
-        other.push([10], ())
-        other.finish(FinishReason.LENGTH)
-        assert await batch_now(sink) == [OutputChunk("b", (10,), finish_reason=FinishReason.LENGTH)]
-
-    clock.run(main())
+    sink = StreamSink(clock, INTERVAL_S)
+    one, other = sink.open("a"), sink.open("b")
+    one.push([1], ())
+    await sink.batch()
+    one.push([2], ())
+    assert await batch_now(sink) is None
+    # The other's first takes along what is there.
+    other.push([9], ())
+    assert await batch_now(sink) == [OutputChunk("a", (2,)), OutputChunk("b", (9,))]
+    one.push([3], ())
+    assert await sink.batch() == [OutputChunk("a", (3,))]
+    assert clock.monotonic() == pytest.approx(INTERVAL_S)
+    other.push([10], ())
+    other.finish(FinishReason.LENGTH)
+    assert await batch_now(sink) == [OutputChunk("b", (10,), finish_reason=FinishReason.LENGTH)]
 
 
-def test_an_outlet_that_fails_ends_everybody_who_waits_for_it() -> None:
-    clock = VirtualClock()
+async def test_an_outlet_that_fails_ends_everybody_who_waits_for_it(clock: VirtualClock) -> None:
 
-    async def main() -> None:
-        sink = StreamSink(clock, INTERVAL_S)
-        waits = asyncio.ensure_future(sink.wait_ended(sink.open("a")))
-        takes = asyncio.ensure_future(sink.batch())
-        await asyncio.sleep(0)
-        sink.fail(EngineLostError("the ingress has gone"))
-        sink.fail(EngineLostError("and again"))
-        for task in (waits, takes):
-            with pytest.raises(EngineLostError, match="the ingress has gone"):
-                await task
-
-    clock.run(main())
+    sink = StreamSink(clock, INTERVAL_S)
+    waits = asyncio.ensure_future(sink.wait_ended(sink.open("a")))
+    takes = asyncio.ensure_future(sink.batch())
+    await asyncio.sleep(0)
+    sink.fail(EngineLostError("the ingress has gone"))
+    sink.fail(EngineLostError("and again"))
+    for task in (waits, takes):
+        with pytest.raises(EngineLostError, match="the ingress has gone"):
+            await task
 
 
-def test_a_request_that_failed_sends_no_chunk_and_raises_where_it_is_waited_for() -> None:
-    clock = VirtualClock()
+async def test_a_request_that_failed_sends_no_chunk_and_raises_where_it_is_waited_for(
+    clock: VirtualClock,
+) -> None:
 
-    async def main() -> None:
-        sink = StreamSink(clock, INTERVAL_S)
-        failed, other = sink.open("a"), sink.open("b")
-        failed.push([1], ())
-        failed.fail(EngineLostError("the target was lost"))
-        other.push([2], ())
-        assert await batch_now(sink) == [OutputChunk("b", (2,))]
-        with pytest.raises(EngineLostError, match="the target was lost"):
-            await sink.wait_ended(failed)
-
-    clock.run(main())
+    sink = StreamSink(clock, INTERVAL_S)
+    failed, other = sink.open("a"), sink.open("b")
+    failed.push([1], ())
+    failed.fail(EngineLostError("the target was lost"))
+    other.push([2], ())
+    assert await batch_now(sink) == [OutputChunk("b", (2,))]
+    with pytest.raises(EngineLostError, match="the target was lost"):
+        await sink.wait_ended(failed)
 
 
 async def take_all(sink: StreamSink, into: Delivery) -> None:
@@ -104,36 +90,28 @@ async def take_all(sink: StreamSink, into: Delivery) -> None:
             into.put(chunk)
 
 
-def test_the_router_delivers_the_whole_output_through_an_outlet() -> None:
-    clock = VirtualClock()
+async def test_the_router_delivers_the_whole_output_through_an_outlet(clock: VirtualClock) -> None:
 
-    async def main() -> None:
-        async with serving(clock) as pair:
-            sink, received = StreamSink(clock, INTERVAL_S), Delivery("a", is_stream=False)
-            taker = asyncio.ensure_future(take_all(sink, received))
-            await pair.router.deliver(request(), sink)
-            await taker
-            chunk = await received.whole()
-            assert chunk.token_ids == expected(request())
-            assert chunk.finish_reason is FinishReason.LENGTH
-
-    clock.run(main())
+    async with serving(clock) as pair:
+        sink, received = StreamSink(clock, INTERVAL_S), Delivery("a", is_stream=False)
+        taker = asyncio.ensure_future(take_all(sink, received))
+        await pair.router.deliver(request(), sink)
+        await taker
+        chunk = await received.whole()
+        assert chunk.token_ids == expected(request())
+        assert chunk.finish_reason is FinishReason.LENGTH
 
 
-def test_a_request_whose_outlet_fails_is_aborted() -> None:
-    clock = VirtualClock()
+async def test_a_request_whose_outlet_fails_is_aborted(clock: VirtualClock) -> None:
 
-    async def main() -> None:
-        async with serving(clock) as pair:
-            sink = StreamSink(clock, INTERVAL_S)
-            call = asyncio.ensure_future(pair.router.deliver(request(max_tokens=1000), sink))
-            await sink.batch()
-            sink.fail(EngineLostError("the ingress has gone"))
-            with pytest.raises(EngineLostError, match="the ingress has gone"):
-                await call
-            # Its id is free again at once.
-            assert (await pair.router.complete(request(max_tokens=2))).token_ids == expected(
-                request(max_tokens=2)
-            )
-
-    clock.run(main())
+    async with serving(clock) as pair:
+        sink = StreamSink(clock, INTERVAL_S)
+        call = asyncio.ensure_future(pair.router.deliver(request(max_tokens=1000), sink))
+        await sink.batch()
+        sink.fail(EngineLostError("the ingress has gone"))
+        with pytest.raises(EngineLostError, match="the ingress has gone"):
+            await call
+        # Its id is free again at once.
+        assert (await pair.router.complete(request(max_tokens=2))).token_ids == expected(
+            request(max_tokens=2)
+        )

@@ -11,7 +11,7 @@ from specray.router.proposers.factory import LOOK_S, SESSIONS_PER_EXPLORATION, P
 from specray.router.session.session import Session
 from specray.router.session.values import Commit, Lookup
 from specray.types import DraftKind, StepTime
-from tests.unit.router.harness import expected, factory, request, run, serving, speculation_config
+from tests.unit.router.harness import expected, factory, request, serving, speculation_config
 
 STEP_S = 0.02
 """Of any number of rows."""
@@ -79,24 +79,20 @@ def test_before_steps_were_measured_all_have_one() -> None:
     assert drafts.local(request(), DraftKind.MODEL, num_sessions=64) is not None
 
 
-def test_router_counts_those_that_wait_too() -> None:
-    clock = VirtualClock()
+async def test_router_counts_those_that_wait_too(clock: VirtualClock) -> None:
 
-    async def main() -> None:
-        async with serving(clock, fallback="ngram") as pair:
-            router = pair.router
-            asked: list[int] = []
-            of = router._proposers.local
-            router._proposers.local = lambda *given, num_sessions: (  # type: ignore[method-assign]
-                asked.append(num_sessions),
-                of(*given, num_sessions=num_sessions),
-            )[1]
-            streams = [router.stream(request(name, speculation=SpeculationParams())) for name in "abc"]
-            given = request()
-            for stream in streams:
-                assert (await anext(stream)).token_ids[0] == expected(given)[0]
-            assert asked == [1, 2, 3]
-            for stream in streams:
-                await stream.aclose()
-
-    run(clock, main())
+    async with serving(clock, fallback="ngram") as pair:
+        router = pair.router
+        asked: list[int] = []
+        of = router._proposers.local
+        router._proposers.local = lambda *given, num_sessions: (  # type: ignore[method-assign]
+            asked.append(num_sessions),
+            of(*given, num_sessions=num_sessions),
+        )[1]
+        streams = [router.stream(request(name, speculation=SpeculationParams())) for name in "abc"]
+        given = request()
+        for stream in streams:
+            assert (await anext(stream)).token_ids[0] == expected(given)[0]
+        assert asked == [1, 2, 3]
+        for stream in streams:
+            await stream.aclose()

@@ -8,7 +8,7 @@ from specray.errors import InvalidRequestError
 from specray.fakes import PerfectGuesser, ToyModel, VirtualClock
 from specray.requests import GenerateRequest, SpeculationParams
 from specray.types import DraftKind, Verification
-from tests.unit.router.harness import Pair, fake_draft, request, router_config, run, serving
+from tests.unit.router.harness import Pair, fake_draft, request, serving
 from tests.unit.router.proposers.harness import (
     CHANGING,
     REPEATING,
@@ -17,7 +17,6 @@ from tests.unit.router.proposers.harness import (
     target_of,
     truth,
 )
-from tests.unit.router.test_theorem import LENGTHS
 
 LOCAL = (DraftKind.NGRAM, DraftKind.SUFFIX)
 
@@ -26,63 +25,24 @@ def by_request(draft: DraftKind, tenant: str = "", k: int | None = None) -> Spec
     return SpeculationParams(num_speculative_tokens=k, draft=draft, tenant=tenant)
 
 
-# The theorem
-
-
-@pytest.mark.parametrize("overlap", ["serial", "ahead", "enumerate", "auto"])
-@pytest.mark.parametrize("kind", LOCAL)
-@pytest.mark.parametrize("k", LENGTHS)
-@pytest.mark.parametrize("model", [REPEATING, CHANGING], ids=["repeating", "changing"])
-def test_output_is_the_targets_alone(model: ToyModel, k: int | str, kind: DraftKind, overlap: str) -> None:
-    given = [
-        request("short", (7,), 1),
-        request("long", tuple(index % 8 for index in range(70)), 23),
-        request("greedy", (5, 5, 5), 40),
-        request("seeded", (4, 3, 2), 30, temperature=1.0, seed=1234),
-        request("rejection", (1, 2), 30, temperature=1.0, seed=9, verification=Verification.REJECTION),
-    ]
-    outputs, pair = serve_and_ask(
-        model,
-        given,
-        draft_kind=kind,
-        has_draft_model=False,
-        config=router_config(prefill_chunk_tokens=16),
-        overlap=overlap,
-        num_speculative_tokens=k,
-    )
-    for each, output in zip(given, outputs, strict=True):
-        assert output.token_ids == truth(model, each), each.request_id
-    drafts, drafted, accepted = of_source(pair, kind.value)
-    assert drafts == pair.counted("specray_spec_decode_num_drafts_total")
-    assert drafted == pair.counted("specray_spec_decode_num_draft_tokens_total")
-    assert accepted == pair.counted("specray_spec_decode_num_accepted_tokens_total")
-    assert accepted + pair.counted("specray_rounds_total") == sum(len(output.token_ids) for output in outputs)
-    assert (drafts > 0) == (k != 0 and model is REPEATING) or model is CHANGING
-    assert k != 0 or drafts == 0
-
-
 # A draft of its own
 
 
 @pytest.mark.parametrize("kind", LOCAL)
-def test_draft_of_its_own_adds_no_time_to_a_round(kind: DraftKind) -> None:
+async def test_draft_of_its_own_adds_no_time_to_a_round(clock: VirtualClock, kind: DraftKind) -> None:
     """60 tokens in circles: every step is a verify of 20 ms, and nothing else takes time."""
-    clock = VirtualClock()
 
-    async def main() -> None:
-        async with serving(
-            clock,
-            target=target_of(REPEATING),
-            draft_kind=kind,
-            has_draft_model=False,
-            num_speculative_tokens=4,
-        ) as pair:
-            await pair.router.complete(request("a", max_tokens=60))
-            assert clock.monotonic() == pytest.approx(0.020 * pair.target.num_steps)
-            assert pair.target.num_steps < 24
-            assert (await pair.router.service_info()).draft_model == kind.value
-
-    run(clock, main())
+    async with serving(
+        clock,
+        target=target_of(REPEATING),
+        draft_kind=kind,
+        has_draft_model=False,
+        num_speculative_tokens=4,
+    ) as pair:
+        await pair.router.complete(request("a", max_tokens=60))
+        assert clock.monotonic() == pytest.approx(0.020 * pair.target.num_steps)
+        assert pair.target.num_steps < 24
+        assert (await pair.router.service_info()).draft_model == kind.value
 
 
 def test_speculation_that_is_off_is_off() -> None:
@@ -165,33 +125,29 @@ def test_request_for_a_model_that_is_not_there_is_refused() -> None:
     assert caught.value.field == "draft"
 
 
-def test_past_outputs_serve_the_same_tenant_alone() -> None:
-    clock = VirtualClock()
+async def test_past_outputs_serve_the_same_tenant_alone(clock: VirtualClock) -> None:
 
-    async def main() -> None:
-        async with serving(
-            clock,
-            target=target_of(CHANGING),
-            has_draft_model=False,
-            draft_kind=DraftKind.SUFFIX,
-            num_speculative_tokens=3,
-            past_output_tokens=1000,
-        ) as pair:
+    async with serving(
+        clock,
+        target=target_of(CHANGING),
+        has_draft_model=False,
+        draft_kind=DraftKind.SUFFIX,
+        num_speculative_tokens=3,
+        past_output_tokens=1000,
+    ) as pair:
 
-            async def steps(request_id: str, tenant: str) -> int:
-                before = pair.target.num_steps
-                wish = by_request(DraftKind.SUFFIX, tenant)
-                output = await pair.router.complete(request(request_id, max_tokens=40, speculation=wish))
-                assert output.token_ids == CHANGING.generate((3, 1, 4, 1, 5), 40)
-                return pair.target.num_steps - before
+        async def steps(request_id: str, tenant: str) -> int:
+            before = pair.target.num_steps
+            wish = by_request(DraftKind.SUFFIX, tenant)
+            output = await pair.router.complete(request(request_id, max_tokens=40, speculation=wish))
+            assert output.token_ids == CHANGING.generate((3, 1, 4, 1, 5), 40)
+            return pair.target.num_steps - before
 
-            first = await steps("first", "a")
-            # The same prompt gives the same output, which is known now.
-            assert await steps("again", "a") < first / 2
-            assert await steps("other", "b") == first
-            assert await steps("nobody", "") == first
-
-    run(clock, main())
+        first = await steps("first", "a")
+        # The same prompt gives the same output, which is known now.
+        assert await steps("again", "a") < first / 2
+        assert await steps("other", "b") == first
+        assert await steps("nobody", "") == first
 
 
 @pytest.mark.parametrize(
@@ -202,46 +158,38 @@ def test_past_outputs_serve_the_same_tenant_alone() -> None:
         (0.0, Verification.REJECTION, True),
     ],
 )
-def test_outputs_that_tests_of_acceptance_drew_are_no_drafts_for_the_same_tests(
-    temperature: float, verification: Verification, is_kept: bool
+async def test_outputs_that_tests_of_acceptance_drew_are_no_drafts_for_the_same_tests(
+    clock: VirtualClock, temperature: float, verification: Verification, is_kept: bool
 ) -> None:
     """Of the same seed, so that they would know how the test of their own tokens ends."""
-    clock = VirtualClock()
 
-    async def main() -> None:
-        async with serving(
-            clock,
-            target=target_of(CHANGING),
-            has_draft_model=False,
-            draft_kind=DraftKind.SUFFIX,
-            num_speculative_tokens=3,
-            past_output_tokens=1000,
-        ) as pair:
-            for name in "ab":
-                given = request(
-                    name,
-                    max_tokens=40,
-                    temperature=temperature,
-                    seed=5,
-                    verification=verification,
-                    speculation=by_request(DraftKind.SUFFIX, "tenant"),
-                )
-                await pair.router.complete(given)
-            assert (of_source(pair, "suffix")[2] > 0) is is_kept
-
-    run(clock, main())
+    async with serving(
+        clock,
+        target=target_of(CHANGING),
+        has_draft_model=False,
+        draft_kind=DraftKind.SUFFIX,
+        num_speculative_tokens=3,
+        past_output_tokens=1000,
+    ) as pair:
+        for name in "ab":
+            given = request(
+                name,
+                max_tokens=40,
+                temperature=temperature,
+                seed=5,
+                verification=verification,
+                speculation=by_request(DraftKind.SUFFIX, "tenant"),
+            )
+            await pair.router.complete(given)
+        assert (of_source(pair, "suffix")[2] > 0) is is_kept
 
 
-def test_nothing_is_kept_by_default() -> None:
-    clock = VirtualClock()
+async def test_nothing_is_kept_by_default(clock: VirtualClock) -> None:
 
-    async def main() -> None:
-        async with serving(
-            clock, target=target_of(CHANGING), has_draft_model=False, num_speculative_tokens=3
-        ) as pair:
-            for name in "ab":
-                wish = by_request(DraftKind.SUFFIX, "tenant")
-                await pair.router.complete(request(name, max_tokens=40, speculation=wish))
-            assert of_source(pair, "suffix")[2] == 0
-
-    run(clock, main())
+    async with serving(
+        clock, target=target_of(CHANGING), has_draft_model=False, num_speculative_tokens=3
+    ) as pair:
+        for name in "ab":
+            wish = by_request(DraftKind.SUFFIX, "tenant")
+            await pair.router.complete(request(name, max_tokens=40, speculation=wish))
+        assert of_source(pair, "suffix")[2] == 0

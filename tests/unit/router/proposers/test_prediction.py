@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from specray.errors import InvalidRequestError
-from specray.fakes import NoisyGuesser, PerfectGuesser, ToyModel, VirtualClock
+from specray.fakes import PerfectGuesser, ToyModel
 from specray.requests import GenerateRequest, SpeculationParams
 from specray.router.session.values import PREDICTION
-from specray.types import DraftKind, Verification
-from tests.unit.router.harness import fake_draft, request, router_config, run, serving
+from specray.types import DraftKind
+from tests.unit.router.drafts import predicting
+from tests.unit.router.harness import fake_draft, request
 from tests.unit.router.proposers.harness import (
     CHANGING,
     REPEATING,
@@ -23,89 +22,14 @@ from tests.unit.router.proposers.harness import (
     truth,
 )
 
-EDITS = ("equal", "edited", "shifted", "halved", "unrelated", "wrong")
 
-
-def edited(output: tuple[int, ...], how: str) -> tuple[int, ...]:
-    """A prediction that is not quite the output."""
-    match how:
-        case "edited":
-            # Replaced, inserted and deleted.
-            return (*output[:5], 63, *output[6:9], 62, 61, *output[9:14], *output[17:])
-        case "shifted":
-            return (60, 59, 58, *output)
-        case "halved":
-            return output[: len(output) // 2]
-        case "unrelated":
-            return ToyModel(salt=99).generate((1,), max(4, len(output)))
-        case "wrong":
-            return tuple((token + 1) % 64 for token in output)
-    return output
-
-
-def predicting(model: ToyModel, given: GenerateRequest, how: str = "equal") -> GenerateRequest:
-    prediction = edited(truth(model, given), how)
-    return replace(given, speculation=replace(given.speculation, prediction=prediction))
-
-
-def requests_of(model: ToyModel, how: str) -> list[GenerateRequest]:
-    given = [
-        request("short", (7,), 1),
-        request("long", tuple(index % 8 for index in range(70)), 23),
-        request("greedy", (5, 5, 5), 40),
-        request("seeded", (4, 3, 2), 30, temperature=1.0, seed=1234),
-        request("rejection", (1, 2), 30, temperature=1.0, seed=9, verification=Verification.REJECTION),
-        request("ngram", (1, 3), 30, speculation=SpeculationParams(draft=DraftKind.NGRAM)),
-    ]
-    return [predicting(model, each, how) for each in given]
-
-
-@pytest.mark.parametrize("overlap", ["serial", "ahead", "enumerate", "auto"])
-@pytest.mark.parametrize("how", EDITS)
-@pytest.mark.parametrize("k", [0, 3, "auto", *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 7))])
-@pytest.mark.parametrize("has_model", [True, False])
-def test_output_is_the_targets_alone(how: str, k: int | str, overlap: str, has_model: bool) -> None:
-    given = requests_of(CHANGING, how)
-    outputs, pair = serve_and_ask(
-        CHANGING,
-        given,
-        draft=fake_draft(NoisyGuesser(CHANGING)),
-        has_draft_model=has_model,
-        config=router_config(prefill_chunk_tokens=16),
-        overlap=overlap,
-        num_speculative_tokens=k,
-        fallback="ngram",
-    )
-    for each, output in zip(given, outputs, strict=True):
-        assert output.token_ids == truth(CHANGING, each), each.request_id
-    accepted = pair.counted("specray_spec_decode_num_accepted_tokens_total")
-    assert accepted + pair.counted("specray_rounds_total") == sum(len(output.token_ids) for output in outputs)
-    drafts, _, accepted = of_source(pair, PREDICTION)
-    assert (drafts > 0) == (k != 0)
-    if k not in (0, 1):
-        assert (accepted >= 50) == (how not in ("unrelated", "wrong"))
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_losses_and_restarts_change_nothing(seed: int) -> None:
-    clock = VirtualClock()
-
-    async def main() -> None:
-        target = target_of(CHANGING)
-        async with serving(clock, target=target, overlap="enumerate", config=router_config()) as pair:
-            given = predicting(CHANGING, request("a", (seed,), 60), "edited")
-            task = asyncio.create_task(pair.router.complete(given))
-            for _ in range(3):
-                await asyncio.sleep(0.03 + 0.011 * seed)
-                target.forget("a")
-            assert (await task).token_ids == truth(CHANGING, given)
-
-    run(clock, main())
+def predicted_request(model: ToyModel, given: GenerateRequest, how: str = "equal") -> GenerateRequest:
+    return predicting(given, truth(model, given), how)
 
 
 def ask(how: str, *, model: ToyModel = CHANGING, max_tokens: int = 100, **options: Any) -> Any:
     """(output, pair) of one request."""
-    given = predicting(model, request("a", (3, 1, 4), max_tokens), how)
+    given = predicted_request(model, request("a", (3, 1, 4), max_tokens), how)
     options = {"draft": fake_draft(PerfectGuesser(model)), "overlap": "enumerate", **options}
     (output,), pair = serve_and_ask(model, [given], **options)
     assert output.token_ids == truth(model, given)
@@ -153,7 +77,7 @@ def test_no_more_is_proposed_than_rows_are_worth() -> None:
 
 
 def test_prediction_goes_before_a_draft_without_a_model() -> None:
-    given = predicting(REPEATING, request("a", (3, 1, 4), 40))
+    given = predicted_request(REPEATING, request("a", (3, 1, 4), 40))
     _, pair = serve_and_ask(REPEATING, [given], draft_kind=DraftKind.NGRAM, has_draft_model=False)
     assert of_source(pair, PREDICTION)[2] > 30
     assert of_source(pair, "ngram") == (0, 0, 0)

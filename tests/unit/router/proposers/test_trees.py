@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
-import pytest
-
 from specray.fakes import (
-    AdversarialGuesser,
-    EmptyGuesser,
     FakeTarget,
-    LocalDrafter,
     NoisyGuesser,
-    PerfectGuesser,
-    RandomGuesser,
-    ToyModel,
     VirtualClock,
 )
-from specray.interfaces import Drafter
-from specray.requests import GenerateRequest, OutputChunk
-from specray.types import DraftKind, Verification
+from specray.requests import OutputChunk
 from tests.unit.control.harness import times
 from tests.unit.router.harness import (
     MODEL,
@@ -28,79 +17,9 @@ from tests.unit.router.harness import (
     expected,
     fake_draft,
     request,
-    router_config,
     run,
     serving,
 )
-
-REPEATING = ToyModel(context_len=1)
-GUESSERS = {
-    "perfect": PerfectGuesser(MODEL),
-    "noisy": NoisyGuesser(MODEL),
-    "random": RandomGuesser(MODEL),
-    "adversarial": AdversarialGuesser(MODEL),
-    "empty": EmptyGuesser(),
-    "dying": NoisyGuesser(MODEL),
-}
-
-
-def given_requests() -> list[GenerateRequest]:
-    """Of all kinds: a long prompt, one output token, sampling by either rule, a few tokens."""
-    return [
-        request("short", (7,), 1),
-        request("long", tuple(index % 64 for index in range(70)), 23),
-        request("seeded", (9, 8, 7), 17, temperature=1.0, seed=1234),
-        request("rejected", (2, 4, 6), 17, temperature=1.0, seed=5, verification=Verification.REJECTION),
-        request("few", (5, 5, 5), 3),
-    ]
-
-
-@pytest.mark.parametrize("overlap", ["serial", "auto"])
-@pytest.mark.parametrize("tree", ["12", "3x2x1", "auto"])
-@pytest.mark.parametrize("name", GUESSERS)
-@pytest.mark.parametrize("k", [2, pytest.param(5, marks=pytest.mark.slow), "auto"])
-def test_output_is_the_targets_alone(name: str, tree: str, k: int | str, overlap: str) -> None:
-    clock = VirtualClock()
-
-    async def main() -> None:
-        draft = fake_draft(GUESSERS[name])
-
-        def lease(number: int) -> Drafter:
-            return LocalDrafter(draft, clock, dies_after=3 if name == "dying" else None)
-
-        async with serving(
-            clock,
-            draft=draft,
-            make_drafter=lease,
-            config=router_config(prefill_chunk_tokens=16),
-            overlap=overlap,
-            num_speculative_tokens=k,
-            tree=tree,
-        ) as pair:
-            given = given_requests()
-            outputs = await asyncio.gather(*(pair.router.complete(each) for each in given))
-            for each, output in zip(given, outputs, strict=True):
-                assert output.token_ids == expected(each), each.request_id
-            if name != "dying":
-                await pair.settle()
-
-    run(clock, main())
-
-
-@pytest.mark.parametrize("tree", ["off", "8", "auto"])
-@pytest.mark.parametrize("kind", [DraftKind.NGRAM, DraftKind.SUFFIX])
-def test_tries_leave_the_output_alone(kind: DraftKind, tree: str) -> None:
-    clock = VirtualClock()
-
-    async def main() -> None:
-        target = FakeTarget(REPEATING, cost=lambda rows: 20_000_000)
-        async with serving(clock, target=target, has_draft_model=False, draft_kind=kind, tree=tree) as pair:
-            given = [request(str(index), (index, 63 - index, 5), 60) for index in range(4)]
-            outputs = await asyncio.gather(*(pair.router.complete(each) for each in given))
-            for each, output in zip(given, outputs, strict=True):
-                assert output.token_ids == REPEATING.generate(each.prompt_token_ids, 60), each.request_id
-
-    run(clock, main())
 
 
 def served(tree: str, **options: object) -> tuple[OutputChunk, Pair, float]:

@@ -17,7 +17,6 @@ from tests.unit.router.harness import (
     expected,
     request,
     router_config,
-    run,
     serving,
     speculation_config,
 )
@@ -45,66 +44,56 @@ async def begun(pair: Pair, request_id: str) -> asyncio.Task[OutputChunk]:
     return task
 
 
-def test_a_new_k_is_for_new_requests_and_a_running_one_keeps_its_own() -> None:
-    clock = VirtualClock()
+async def test_a_new_k_is_for_new_requests_and_a_running_one_keeps_its_own(clock: VirtualClock) -> None:
 
-    async def main() -> None:
-        async with serving(clock, num_speculative_tokens=4, overlap="serial") as pair:
-            running = await begun(pair, "a")
-            configure(pair, num_speculative_tokens=2, overlap="serial")
-            later = await complete(pair, request_id="b", max_tokens=40)
-            output = await running
-            assert output.token_ids == expected(request("a", max_tokens=64))
-            assert drafts_per_step(output) > 3
-            assert 1.5 < drafts_per_step(later) <= 2
-            configure(pair, num_speculative_tokens=0)
-            plain = await complete(pair, request_id="c")
-            assert plain.stats is not None and plain.stats.num_draft_tokens == 0
-            await pair.settle()
-
-    run(clock, main())
+    async with serving(clock, num_speculative_tokens=4, overlap="serial") as pair:
+        running = await begun(pair, "a")
+        configure(pair, num_speculative_tokens=2, overlap="serial")
+        later = await complete(pair, request_id="b", max_tokens=40)
+        output = await running
+        assert output.token_ids == expected(request("a", max_tokens=64))
+        assert drafts_per_step(output) > 3
+        assert 1.5 < drafts_per_step(later) <= 2
+        configure(pair, num_speculative_tokens=0)
+        plain = await complete(pair, request_id="c")
+        assert plain.stats is not None and plain.stats.num_draft_tokens == 0
+        await pair.settle()
 
 
 @pytest.mark.parametrize("overlap", ["enumerate", "ahead"])
-def test_the_loops_take_over_from_each_other_in_the_middle_of_a_request(overlap: str) -> None:
-    clock = VirtualClock()
+async def test_the_loops_take_over_from_each_other_in_the_middle_of_a_request(
+    clock: VirtualClock, overlap: str
+) -> None:
 
-    async def main() -> None:
-        async with serving(clock, num_speculative_tokens=4, overlap="serial") as pair:
-            for turn in range(4):
-                running = await begun(pair, f"long-{turn}")
-                configure(pair, num_speculative_tokens=4, overlap=overlap if turn % 2 == 0 else "serial")
-                began_s, before = clock.monotonic(), lookups(pair)
-                await complete(pair, request_id=f"short-{turn}", max_tokens=32)
-                output = await running
-                assert output.token_ids == expected(request(f"long-{turn}", max_tokens=64))
-                # Nobody waited for an alarm: both are done within a few rounds for each token.
-                assert clock.monotonic() - began_s < 64 * 3 * TARGET_S
-                # With its prompt a request has one, whatever the loop.
-                num_lookups = lookups(pair) - before
-                assert num_lookups > 30 if turn % 2 == 0 else num_lookups <= 3
-            await pair.settle()
-
-    run(clock, main())
+    async with serving(clock, num_speculative_tokens=4, overlap="serial") as pair:
+        for turn in range(4):
+            running = await begun(pair, f"long-{turn}")
+            configure(pair, num_speculative_tokens=4, overlap=overlap if turn % 2 == 0 else "serial")
+            began_s, before = clock.monotonic(), lookups(pair)
+            await complete(pair, request_id=f"short-{turn}", max_tokens=32)
+            output = await running
+            assert output.token_ids == expected(request(f"long-{turn}", max_tokens=64))
+            # Nobody waited for an alarm: both are done within a few rounds for each token.
+            assert clock.monotonic() - began_s < 64 * 3 * TARGET_S
+            # With its prompt a request has one, whatever the loop.
+            num_lookups = lookups(pair) - before
+            assert num_lookups > 30 if turn % 2 == 0 else num_lookups <= 3
+        await pair.settle()
 
 
-def test_a_smaller_queue_refuses_who_comes_and_keeps_who_waits() -> None:
-    clock = VirtualClock()
+async def test_a_smaller_queue_refuses_who_comes_and_keeps_who_waits(clock: VirtualClock) -> None:
 
-    async def main() -> None:
-        async with serving(clock, num_speculative_tokens=0) as pair:
-            places = pair.target.info.max_num_seqs
-            tasks = [
-                asyncio.create_task(pair.router.complete(request(str(number), max_tokens=8)))
-                for number in range(places + 2)
-            ]
-            await asyncio.sleep(TARGET_S)
-            configure(pair, {"max_queued_requests": 1}, num_speculative_tokens=0)
-            with pytest.raises(OverloadedError, match="2 requests wait; allowed: 1"):
-                await pair.router.complete(request("new"))
-            outputs = await asyncio.gather(*tasks)
-            assert {len(output.token_ids) for output in outputs} == {8}
-            await complete(pair, request_id="after")
-            await pair.settle()
-
-    run(clock, main())
+    async with serving(clock, num_speculative_tokens=0) as pair:
+        places = pair.target.info.max_num_seqs
+        tasks = [
+            asyncio.create_task(pair.router.complete(request(str(number), max_tokens=8)))
+            for number in range(places + 2)
+        ]
+        await asyncio.sleep(TARGET_S)
+        configure(pair, {"max_queued_requests": 1}, num_speculative_tokens=0)
+        with pytest.raises(OverloadedError, match="2 requests wait; allowed: 1"):
+            await pair.router.complete(request("new"))
+        outputs = await asyncio.gather(*tasks)
+        assert {len(output.token_ids) for output in outputs} == {8}
+        await complete(pair, request_id="after")
+        await pair.settle()

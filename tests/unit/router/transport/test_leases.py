@@ -75,86 +75,74 @@ def gaps_of(timed: Sequence[tuple[float, OutputChunk]]) -> list[float]:
 
 
 @pytest.mark.parametrize("overlap", ["serial", "ahead"])
-def test_draft_that_will_end_is_left_without_a_round_alone(overlap: str) -> None:
-    clock = VirtualClock()
+async def test_draft_that_will_end_is_left_without_a_round_alone(clock: VirtualClock, overlap: str) -> None:
 
-    async def main() -> None:
-        engines = [fake_draft(PerfectGuesser(MODEL)) for _ in range(2)]
-        leased: list[LeavingDrafter] = []
+    engines = [fake_draft(PerfectGuesser(MODEL)) for _ in range(2)]
+    leased: list[LeavingDrafter] = []
 
-        def lease(number: int) -> Drafter:
-            leased.append(LeavingDrafter(engines[number], clock))
-            return leased[-1]
+    def lease(number: int) -> Drafter:
+        leased.append(LeavingDrafter(engines[number], clock))
+        return leased[-1]
 
-        config = router_config(stream_interval_ms=0)
-        async with serving(
-            clock, make_drafter=lease, config=config, overlap=overlap, num_speculative_tokens=3
-        ) as pair:
-            given = request(max_tokens=200)
-            call = asyncio.create_task(streamed(pair.router.stream(given), clock))
-            await asyncio.sleep(0.5)
-            leased[0].announce()
-            leased[0].announce()
-            timed = await call
-            assert tokens_of(timed) == expected(given)
-            # Once it runs, and before its end, every round has all its draft tokens: none was plain.
-            assert {len(chunk.token_ids) for _, chunk in timed[2:-2]} == {4}
-            assert pair.counted("specray_draft_moves_total") == 1
-            assert pair.counted("specray_draft_lost_total") == 0
-            assert pair.counted("specray_draft_connected") == 1
-            assert [drafter.is_closed for drafter in leased] == [True, False]
-            await asyncio.sleep(1.0)
-            assert engines[1].held_request_ids == frozenset()
-
-    run(clock, main())
+    config = router_config(stream_interval_ms=0)
+    async with serving(
+        clock, make_drafter=lease, config=config, overlap=overlap, num_speculative_tokens=3
+    ) as pair:
+        given = request(max_tokens=200)
+        call = asyncio.create_task(streamed(pair.router.stream(given), clock))
+        await asyncio.sleep(0.5)
+        leased[0].announce()
+        leased[0].announce()
+        timed = await call
+        assert tokens_of(timed) == expected(given)
+        # Once it runs, and before its end, every round has all its draft tokens: none was plain.
+        assert {len(chunk.token_ids) for _, chunk in timed[2:-2]} == {4}
+        assert pair.counted("specray_draft_moves_total") == 1
+        assert pair.counted("specray_draft_lost_total") == 0
+        assert pair.counted("specray_draft_connected") == 1
+        assert [drafter.is_closed for drafter in leased] == [True, False]
+        await asyncio.sleep(1.0)
+        assert engines[1].held_request_ids == frozenset()
 
 
-def test_draft_that_ends_before_another_is_there_is_lost_as_any() -> None:
-    clock = VirtualClock()
+async def test_draft_that_ends_before_another_is_there_is_lost_as_any(clock: VirtualClock) -> None:
 
-    async def main() -> None:
-        draft = fake_draft(PerfectGuesser(MODEL))
-        leased: list[LeavingDrafter] = []
+    draft = fake_draft(PerfectGuesser(MODEL))
+    leased: list[LeavingDrafter] = []
 
-        def lease(number: int) -> Drafter:
-            if number in (1, 2):
-                raise EngineLostError("none left")
-            leased.append(LeavingDrafter(draft, clock))
-            return leased[-1]
+    def lease(number: int) -> Drafter:
+        if number in (1, 2):
+            raise EngineLostError("none left")
+        leased.append(LeavingDrafter(draft, clock))
+        return leased[-1]
 
-        async with serving(
-            clock, draft=draft, make_drafter=lease, overlap="ahead", num_speculative_tokens=3
-        ) as pair:
-            given = request(max_tokens=400)
-            call = asyncio.create_task(pair.router.complete(given))
-            await asyncio.sleep(0.5)
-            leased[0].announce()
-            await asyncio.sleep(0.2)
-            leased[0].lose()
-            draft.forget()
-            assert (await call).token_ids == expected(given)
-            assert pair.counted("specray_draft_lost_total") == 1
-            assert pair.counted("specray_draft_moves_total") == 0
-            assert len(leased) == 2
-
-    run(clock, main())
+    async with serving(
+        clock, draft=draft, make_drafter=lease, overlap="ahead", num_speculative_tokens=3
+    ) as pair:
+        given = request(max_tokens=400)
+        call = asyncio.create_task(pair.router.complete(given))
+        await asyncio.sleep(0.5)
+        leased[0].announce()
+        await asyncio.sleep(0.2)
+        leased[0].lose()
+        draft.forget()
+        assert (await call).token_ids == expected(given)
+        assert pair.counted("specray_draft_lost_total") == 1
+        assert pair.counted("specray_draft_moves_total") == 0
+        assert len(leased) == 2
 
 
 @pytest.mark.slow
-def test_router_moves_to_a_draft_that_fewer_routers_share() -> None:
-    clock = VirtualClock()
+async def test_router_moves_to_a_draft_that_fewer_routers_share(clock: VirtualClock) -> None:
 
-    async def main() -> None:
-        engines = [fake_draft(PerfectGuesser(MODEL)) for _ in range(2)]
-        pool = Pool(lambda number: LocalDrafter(engines[number], clock), better=[1])
-        async with serving(clock, drafters=pool, overlap="ahead", num_speculative_tokens=3) as pair:
-            given = request(max_tokens=3000)
-            assert (await pair.router.complete(given)).token_ids == expected(given)
-            assert engines[1].num_steps > 0
-            assert pair.counted("specray_draft_moves_total") == 1
-            assert pair.counted("specray_draft_lost_total") == 0
-
-    run(clock, main())
+    engines = [fake_draft(PerfectGuesser(MODEL)) for _ in range(2)]
+    pool = Pool(lambda number: LocalDrafter(engines[number], clock), better=[1])
+    async with serving(clock, drafters=pool, overlap="ahead", num_speculative_tokens=3) as pair:
+        given = request(max_tokens=3000)
+        assert (await pair.router.complete(given)).token_ids == expected(given)
+        assert engines[1].num_steps > 0
+        assert pair.counted("specray_draft_moves_total") == 1
+        assert pair.counted("specray_draft_lost_total") == 0
 
 
 class UnmeasuredDrafter(LeavingDrafter):
@@ -193,161 +181,142 @@ def test_draft_is_closed_when_its_measuring_is_interrupted(error: Exception | No
     assert run(clock, main()) == [True]
 
 
-def test_pool_that_cannot_be_asked_costs_nothing() -> None:
-    clock = VirtualClock()
+async def test_pool_that_cannot_be_asked_costs_nothing(clock: VirtualClock) -> None:
 
     class Failing(Pool):
         async def lease_better(self, current: Drafter) -> Drafter | None:
             self.num_asked += 1
             raise EngineLostError("nobody answers")
 
-    async def main() -> None:
-        draft = fake_draft(PerfectGuesser(MODEL))
-        pool = Failing(lambda _: LocalDrafter(draft, clock))
-        async with serving(clock, draft=draft, drafters=pool, num_speculative_tokens=3) as pair:
-            await asyncio.sleep(60.0)
-            assert pool.num_asked >= 4
-            given = request()
-            output = await pair.router.complete(given)
-            assert output.token_ids == expected(given)
-            assert output.stats is not None and output.stats.num_spec_steps > 0
-
-    run(clock, main())
+    draft = fake_draft(PerfectGuesser(MODEL))
+    pool = Failing(lambda _: LocalDrafter(draft, clock))
+    async with serving(clock, draft=draft, drafters=pool, num_speculative_tokens=3) as pair:
+        await asyncio.sleep(60.0)
+        assert pool.num_asked >= 4
+        given = request()
+        output = await pair.router.complete(given)
+        assert output.token_ids == expected(given)
+        assert output.stats is not None and output.stats.num_spec_steps > 0
 
 
 @pytest.mark.parametrize("wants", [False, True])
-def test_drafts_that_may_scale_to_none_are_asked_for_only_by_sessions(wants: bool) -> None:
-    clock = VirtualClock()
+async def test_drafts_that_may_scale_to_none_are_asked_for_only_by_sessions(
+    clock: VirtualClock, wants: bool
+) -> None:
 
-    async def main() -> None:
-        draft = fake_draft(PerfectGuesser(MODEL))
-        leased: list[int] = []
+    draft = fake_draft(PerfectGuesser(MODEL))
+    leased: list[int] = []
 
-        def lease(number: int) -> Drafter:
-            leased.append(number)
-            return LocalDrafter(draft, clock)
+    def lease(number: int) -> Drafter:
+        leased.append(number)
+        return LocalDrafter(draft, clock)
 
-        async with serving(
-            clock, draft=draft, make_drafter=lease, draft_on_demand=True, num_speculative_tokens=3
-        ) as pair:
-            await asyncio.sleep(30.0)
-            assert leased == []
-            off = SpeculationParams() if wants else SpeculationParams(enabled=False)
-            given = request(max_tokens=100, speculation=off)
-            assert (await pair.router.complete(given)).token_ids == expected(given)
-            await asyncio.sleep(30.0)
-            assert leased == ([0] if wants else [])
-
-    run(clock, main())
+    async with serving(
+        clock, draft=draft, make_drafter=lease, draft_on_demand=True, num_speculative_tokens=3
+    ) as pair:
+        await asyncio.sleep(30.0)
+        assert leased == []
+        off = SpeculationParams() if wants else SpeculationParams(enabled=False)
+        given = request(max_tokens=100, speculation=off)
+        assert (await pair.router.complete(given)).token_ids == expected(given)
+        await asyncio.sleep(30.0)
+        assert leased == ([0] if wants else [])
 
 
-def test_idle_router_lets_the_last_draft_scale_away() -> None:
-    clock = VirtualClock()
+async def test_idle_router_lets_the_last_draft_scale_away(clock: VirtualClock) -> None:
 
-    async def main() -> None:
-        draft = fake_draft(PerfectGuesser(MODEL))
-        leased: list[LeavingDrafter] = []
+    draft = fake_draft(PerfectGuesser(MODEL))
+    leased: list[LeavingDrafter] = []
 
-        def lease(number: int) -> Drafter:
-            leased.append(LeavingDrafter(draft, clock))
-            return leased[-1]
+    def lease(number: int) -> Drafter:
+        leased.append(LeavingDrafter(draft, clock))
+        return leased[-1]
 
-        async with serving(
-            clock, draft=draft, make_drafter=lease, draft_on_demand=True, num_speculative_tokens=3
-        ) as pair:
-            given = request(max_tokens=100)
-            await pair.router.complete(given)
-            await asyncio.sleep(30.0)
-            leased[0].announce()
-            await asyncio.sleep(5.0)
-            leased[0].lose()
-            await asyncio.sleep(30.0)
-            assert len(leased) == 1
-            output = await pair.router.complete(given)
-            assert output.token_ids == expected(given)
-            assert len(leased) == 2
-
-    run(clock, main())
+    async with serving(
+        clock, draft=draft, make_drafter=lease, draft_on_demand=True, num_speculative_tokens=3
+    ) as pair:
+        given = request(max_tokens=100)
+        await pair.router.complete(given)
+        await asyncio.sleep(30.0)
+        leased[0].announce()
+        await asyncio.sleep(5.0)
+        leased[0].lose()
+        await asyncio.sleep(30.0)
+        assert len(leased) == 1
+        output = await pair.router.complete(given)
+        assert output.token_ids == expected(given)
+        assert len(leased) == 2
 
 
 @pytest.mark.parametrize("overlap", ["serial", "ahead"])
 @pytest.mark.parametrize("hangs_after", [0, 1, 20])
-def test_hanging_draft_costs_less_than_two_seconds_with_the_default_round_timeout(
-    overlap: str, hangs_after: int
+async def test_hanging_draft_costs_less_than_two_seconds_with_the_default_round_timeout(
+    clock: VirtualClock, overlap: str, hangs_after: int
 ) -> None:
-    clock = VirtualClock()
 
-    async def main() -> None:
-        draft = fake_draft(PerfectGuesser(MODEL))
+    draft = fake_draft(PerfectGuesser(MODEL))
 
-        def lease(number: int) -> Drafter:
-            if number > 0:
-                raise EngineLostError("no draft left")
-            return LocalDrafter(draft, clock, hangs_after=hangs_after)
+    def lease(number: int) -> Drafter:
+        if number > 0:
+            raise EngineLostError("no draft left")
+        return LocalDrafter(draft, clock, hangs_after=hangs_after)
 
-        config = router_config(stream_interval_ms=0)
-        async with serving(
-            clock, make_drafter=lease, config=config, overlap=overlap, num_speculative_tokens=3
-        ) as pair:
-            given = request(max_tokens=600)
-            timed = await streamed(pair.router.stream(given), clock)
-            assert tokens_of(timed) == expected(given)
-            assert max([timed[0][0], *gaps_of(timed)]) < 2.0
-            assert sum(gap > 2 * TARGET_S for gap in gaps_of(timed)) <= 1
-            assert pair.counted("specray_draft_lost_total") == 1
-
-    run(clock, main())
+    config = router_config(stream_interval_ms=0)
+    async with serving(
+        clock, make_drafter=lease, config=config, overlap=overlap, num_speculative_tokens=3
+    ) as pair:
+        given = request(max_tokens=600)
+        timed = await streamed(pair.router.stream(given), clock)
+        assert tokens_of(timed) == expected(given)
+        assert max([timed[0][0], *gaps_of(timed)]) < 2.0
+        assert sum(gap > 2 * TARGET_S for gap in gaps_of(timed)) <= 1
+        assert pair.counted("specray_draft_lost_total") == 1
 
 
 @pytest.mark.parametrize("overlap", ["serial", "ahead"])
-def test_hanging_draft_is_given_up_though_every_request_is_short(overlap: str) -> None:
-    clock = VirtualClock()
+async def test_hanging_draft_is_given_up_though_every_request_is_short(
+    clock: VirtualClock, overlap: str
+) -> None:
 
-    async def main() -> None:
-        draft = fake_draft(PerfectGuesser(MODEL))
+    draft = fake_draft(PerfectGuesser(MODEL))
 
-        def lease(number: int) -> Drafter:
-            return LocalDrafter(draft, clock, hangs_after=4 if number == 0 else None)
+    def lease(number: int) -> Drafter:
+        return LocalDrafter(draft, clock, hangs_after=4 if number == 0 else None)
 
-        async with serving(clock, make_drafter=lease, overlap=overlap, num_speculative_tokens=3) as pair:
-            times: list[float] = []
-            for number in range(40):
-                started_s = clock.monotonic()
-                given = request(str(number), max_tokens=12)
-                output = await pair.router.complete(given)
-                assert output.token_ids == expected(given)
-                times.append(clock.monotonic() - started_s)
-                await asyncio.sleep(0.1)
-            assert sum(each > 13 * TARGET_S for each in times) == 1, "only one waited in vain"
-            assert pair.counted("specray_draft_lost_total") == 1
-            assert output.stats is not None and output.stats.num_spec_steps > 0
-
-    run(clock, main())
-
-
-def test_slow_draft_is_not_given_up_in_serial_rounds() -> None:
-    clock = VirtualClock()
-
-    async def main() -> None:
-        draft = FakeDraft(PerfectGuesser(MODEL), cost=lambda steps: int(0.2e9))
-        async with serving(
-            clock,
-            draft=draft,
-            make_drafter=lambda _: LocalDrafter(draft, clock),
-            overlap="serial",
-            num_speculative_tokens=3,
-        ) as pair:
-            given = request(max_tokens=40)
+    async with serving(clock, make_drafter=lease, overlap=overlap, num_speculative_tokens=3) as pair:
+        times: list[float] = []
+        for number in range(40):
+            started_s = clock.monotonic()
+            given = request(str(number), max_tokens=12)
             output = await pair.router.complete(given)
             assert output.token_ids == expected(given)
-            assert output.stats is not None and output.stats.num_spec_steps >= 10
-            assert pair.counted("specray_draft_lost_total") == 0
+            times.append(clock.monotonic() - started_s)
+            await asyncio.sleep(0.1)
+        assert sum(each > 13 * TARGET_S for each in times) == 1, "only one waited in vain"
+        assert pair.counted("specray_draft_lost_total") == 1
+        assert output.stats is not None and output.stats.num_spec_steps > 0
 
-    run(clock, main())
+
+async def test_slow_draft_is_not_given_up_in_serial_rounds(clock: VirtualClock) -> None:
+
+    draft = FakeDraft(PerfectGuesser(MODEL), cost=lambda steps: int(0.2e9))
+    async with serving(
+        clock,
+        draft=draft,
+        make_drafter=lambda _: LocalDrafter(draft, clock),
+        overlap="serial",
+        num_speculative_tokens=3,
+    ) as pair:
+        given = request(max_tokens=40)
+        output = await pair.router.complete(given)
+        assert output.token_ids == expected(given)
+        assert output.stats is not None and output.stats.num_spec_steps >= 10
+        assert pair.counted("specray_draft_lost_total") == 0
 
 
-def test_request_that_ends_draft_after_draft_goes_on_without_one_and_others_with() -> None:
-    clock = VirtualClock()
+async def test_request_that_ends_draft_after_draft_goes_on_without_one_and_others_with(
+    clock: VirtualClock,
+) -> None:
 
     class Poisoned(LocalDrafter):
         async def speculate(self, items: Sequence[SpeculateItem], released: Sequence[str] = ()) -> None:
@@ -355,26 +324,23 @@ def test_request_that_ends_draft_after_draft_goes_on_without_one_and_others_with
                 self.lose()
             await super().speculate(items, released)
 
-    async def main() -> None:
-        draft = fake_draft(PerfectGuesser(MODEL))
-        leased: list[Drafter] = []
+    draft = fake_draft(PerfectGuesser(MODEL))
+    leased: list[Drafter] = []
 
-        def lease(number: int) -> Drafter:
-            draft.forget()
-            leased.append(Poisoned(draft, clock))
-            return leased[-1]
+    def lease(number: int) -> Drafter:
+        draft.forget()
+        leased.append(Poisoned(draft, clock))
+        return leased[-1]
 
-        async with serving(
-            clock, draft=draft, make_drafter=lease, overlap="ahead", num_speculative_tokens=3
-        ) as pair:
-            poison, other = request("poison", max_tokens=300), request("other", max_tokens=300)
-            first = asyncio.create_task(pair.router.complete(poison))
-            await asyncio.sleep(3.0)
-            output = await pair.router.complete(other)
-            assert output.token_ids == expected(other)
-            assert output.stats is not None and output.stats.num_spec_steps > 50
-            assert (await first).token_ids == expected(poison)
-            assert pair.counted("specray_draft_lost_total") == 3
-            assert len(leased) == 4
-
-    run(clock, main())
+    async with serving(
+        clock, draft=draft, make_drafter=lease, overlap="ahead", num_speculative_tokens=3
+    ) as pair:
+        poison, other = request("poison", max_tokens=300), request("other", max_tokens=300)
+        first = asyncio.create_task(pair.router.complete(poison))
+        await asyncio.sleep(3.0)
+        output = await pair.router.complete(other)
+        assert output.token_ids == expected(other)
+        assert output.stats is not None and output.stats.num_spec_steps > 50
+        assert (await first).token_ids == expected(poison)
+        assert pair.counted("specray_draft_lost_total") == 3
+        assert len(leased) == 4

@@ -21,42 +21,38 @@ async def texts(chunks: AsyncIterator[OutputChunk]) -> tuple[int, ...]:
     return sum([chunk.token_ids async for chunk in chunks], ())
 
 
-def test_sessions_pause_while_the_target_starts_anew_and_none_fails() -> None:
-    clock = VirtualClock()
+async def test_sessions_pause_while_the_target_starts_anew_and_none_fails(clock: VirtualClock) -> None:
 
-    async def main() -> None:
-        target = fake_target()
-        made: list[LocalVerifier] = []
+    target = fake_target()
+    made: list[LocalVerifier] = []
 
-        async def connect() -> Verifier:
-            if made:
-                await asyncio.sleep(100.0)
-            made.append(LocalVerifier(target, clock))
-            return made[-1]
+    async def connect() -> Verifier:
+        if made:
+            await asyncio.sleep(100.0)
+        made.append(LocalVerifier(target, clock))
+        return made[-1]
 
-        config = router_config(start_timeout_s=120, request_timeout_s=1000)
-        async with serving(clock, target=target, verifier=connect, config=config) as pair:
-            router = pair.router
-            before = [request(str(index), (index, 7), 200) for index in range(3)]
-            streams = [asyncio.create_task(texts(router.stream(each))) for each in before]
-            await asyncio.sleep(0.5)
-            target.forget()
-            made[0].lose()
-            await asyncio.sleep(1.0)
-            late = request("late", (9, 9), 50)
-            streams.append(asyncio.create_task(texts(router.stream(late))))
-            await asyncio.sleep(50.0)
-            assert router.failure is None
-            with pytest.raises(EngineLostError, match="started anew"):
-                await router.check_ready()
-            outputs = await asyncio.gather(*streams)
-            assert outputs == [expected(each) for each in (*before, late)]
-            assert 100 < clock.monotonic() < 120
+    config = router_config(start_timeout_s=120, request_timeout_s=1000)
+    async with serving(clock, target=target, verifier=connect, config=config) as pair:
+        router = pair.router
+        before = [request(str(index), (index, 7), 200) for index in range(3)]
+        streams = [asyncio.create_task(texts(router.stream(each))) for each in before]
+        await asyncio.sleep(0.5)
+        target.forget()
+        made[0].lose()
+        await asyncio.sleep(1.0)
+        late = request("late", (9, 9), 50)
+        streams.append(asyncio.create_task(texts(router.stream(late))))
+        await asyncio.sleep(50.0)
+        assert router.failure is None
+        with pytest.raises(EngineLostError, match="started anew"):
             await router.check_ready()
-            assert pair.counted("specray_target_lost_total") == 1
-            await pair.settle()
-
-    run(clock, main())
+        outputs = await asyncio.gather(*streams)
+        assert outputs == [expected(each) for each in (*before, late)]
+        assert 100 < clock.monotonic() < 120
+        await router.check_ready()
+        assert pair.counted("specray_target_lost_total") == 1
+        await pair.settle()
 
 
 def test_nothing_is_done_without_a_target_for_what_had_no_room_in_the_lost_one(
@@ -102,51 +98,43 @@ def test_nothing_is_done_without_a_target_for_what_had_no_room_in_the_lost_one(
     run(clock, main())
 
 
-def test_a_target_that_does_not_come_back_is_given_up_after_start_timeout() -> None:
-    clock = VirtualClock()
+async def test_a_target_that_does_not_come_back_is_given_up_after_start_timeout(clock: VirtualClock) -> None:
 
-    async def main() -> None:
-        target = fake_target()
-        made: list[LocalVerifier] = []
+    target = fake_target()
+    made: list[LocalVerifier] = []
 
-        async def connect() -> Verifier:
-            if made:
-                raise EngineLostError("no node")
-            made.append(LocalVerifier(target, clock))
-            return made[-1]
+    async def connect() -> Verifier:
+        if made:
+            raise EngineLostError("no node")
+        made.append(LocalVerifier(target, clock))
+        return made[-1]
 
-        config = router_config(start_timeout_s=30)
-        async with serving(clock, target=target, verifier=connect, config=config) as pair:
-            call = asyncio.create_task(pair.router.complete(request(max_tokens=1000)))
-            await asyncio.sleep(0.5)
-            made[0].lose()
-            with pytest.raises(EngineLostError, match="the target was lost: no node"):
-                await call
-            assert 15 < clock.monotonic() <= 31
-            assert "no node" in str(pair.router.failure)
-
-    run(clock, main())
+    config = router_config(start_timeout_s=30)
+    async with serving(clock, target=target, verifier=connect, config=config) as pair:
+        call = asyncio.create_task(pair.router.complete(request(max_tokens=1000)))
+        await asyncio.sleep(0.5)
+        made[0].lose()
+        with pytest.raises(EngineLostError, match="the target was lost: no node"):
+            await call
+        assert 15 < clock.monotonic() <= 31
+        assert "no node" in str(pair.router.failure)
 
 
-def test_a_wrong_setting_is_given_up_at_once() -> None:
-    clock = VirtualClock()
+async def test_a_wrong_setting_is_given_up_at_once(clock: VirtualClock) -> None:
 
-    async def main() -> None:
-        target = fake_target()
-        made: list[LocalVerifier] = []
+    target = fake_target()
+    made: list[LocalVerifier] = []
 
-        async def connect() -> Verifier:
-            if made:
-                raise ConfigError("the model is gone")
-            made.append(LocalVerifier(target, clock))
-            return made[-1]
+    async def connect() -> Verifier:
+        if made:
+            raise ConfigError("the model is gone")
+        made.append(LocalVerifier(target, clock))
+        return made[-1]
 
-        async with serving(clock, target=target, verifier=connect) as pair:
-            made[0].lose()
-            await asyncio.sleep(0.01)
-            assert "the model is gone" in str(pair.router.failure)
-
-    run(clock, main())
+    async with serving(clock, target=target, verifier=connect) as pair:
+        made[0].lose()
+        await asyncio.sleep(0.01)
+        assert "the model is gone" in str(pair.router.failure)
 
 
 class UnmeasuredVerifier(LocalVerifier):
@@ -196,21 +184,17 @@ def test_a_new_target_is_closed_when_its_measuring_is_interrupted(error: Excepti
     assert run(clock, main()) == [True]
 
 
-def test_drain_ends_what_is_not_finished_at_its_deadline() -> None:
-    clock = VirtualClock()
+async def test_drain_ends_what_is_not_finished_at_its_deadline(clock: VirtualClock) -> None:
 
-    async def main() -> None:
-        async with serving(clock) as pair:
-            short = asyncio.create_task(pair.router.complete(request("short", max_tokens=50)))
-            long = asyncio.create_task(pair.router.complete(request("long", max_tokens=4000)))
-            await asyncio.sleep(0.1)
-            await pair.router.stop(drain=True, drain_timeout_s=3.0)
-            assert clock.monotonic() == pytest.approx(3.1, abs=0.1)
-            assert (await short).token_ids == expected(request("short", max_tokens=50))
-            with pytest.raises(EngineLostError, match="may be sent again"):
-                await long
-
-    run(clock, main())
+    async with serving(clock) as pair:
+        short = asyncio.create_task(pair.router.complete(request("short", max_tokens=50)))
+        long = asyncio.create_task(pair.router.complete(request("long", max_tokens=4000)))
+        await asyncio.sleep(0.1)
+        await pair.router.stop(drain=True, drain_timeout_s=3.0)
+        assert clock.monotonic() == pytest.approx(3.1, abs=0.1)
+        assert (await short).token_ids == expected(request("short", max_tokens=50))
+        with pytest.raises(EngineLostError, match="may be sent again"):
+            await long
 
 
 class FakeGroup:
@@ -278,86 +262,92 @@ class Site:
         return LocalVerifier(fake_target(), self.clock)
 
 
-def test_a_whole_group_is_connected_again_and_not_started_anew() -> None:
-    clock = VirtualClock()
+async def test_a_whole_group_is_connected_again_and_not_started_anew(clock: VirtualClock) -> None:
 
-    async def main() -> None:
-        site = Site(clock)
+    site = Site(clock)
+    await site.source.connect()
+    await site.source.connect()
+    assert (len(site.groups), site.groups[0].num_checks) == (1, 1)
+    assert site.connected == [f"unix:/{id(site.groups[0])}"] * 2
+    site.source.stop()
+    site.source.stop()
+    assert not site.groups[0].is_running
+
+
+async def test_a_group_that_is_not_needed_any_more_is_ended_in_order_and_one_that_hangs_is_not_asked(
+    clock: VirtualClock,
+) -> None:
+
+    site = Site(clock)
+    await site.source.end()
+    await site.source.connect()
+    site.groups[0].is_hanging = True
+    await site.source.connect()
+    await site.source.end()
+    await site.source.end()
+    assert [group.is_running for group in site.groups] == [False, False]
+    assert [group.is_ended_in_order for group in site.groups] == [False, True]
+
+
+async def test_a_rank_that_ends_takes_the_others_with_it_before_anybody_asks(clock: VirtualClock) -> None:
+
+    site = Site(clock)
+    await site.source.connect()
+    site.groups[0].lose_a_rank()
+    await clock.sleep(0.001)
+    assert not site.groups[0].is_running
+    await site.source.connect()
+    assert [group.is_running for group in site.groups] == [False, True]
+    assert site.groups[0].num_checks == 0, "what has ended needs no probe"
+    site.source.stop()
+
+
+async def test_a_group_that_hangs_is_ended_after_one_probe(clock: VirtualClock) -> None:
+
+    site = Site(clock)
+    await site.source.connect()
+    site.groups[0].is_hanging = True
+    await site.source.connect()
+    assert clock.monotonic() == pytest.approx(1.0 + PROBE_TIMEOUT_S + 1.0)
+    assert [group.is_running for group in site.groups] == [False, True]
+    site.source.stop()
+
+
+async def test_a_group_that_does_not_start_or_answer_is_followed_by_another(clock: VirtualClock) -> None:
+
+    site = Site(clock)
+    site.num_failing = 1
+    with pytest.raises(EngineLostError, match="did not start"):
         await site.source.connect()
+    site.refuses = True
+    with pytest.raises(EngineLostError, match="nobody answers"):
         await site.source.connect()
-        assert (len(site.groups), site.groups[0].num_checks) == (1, 1)
-        assert site.connected == [f"unix:/{id(site.groups[0])}"] * 2
-        site.source.stop()
-        site.source.stop()
-        assert not site.groups[0].is_running
-
-    run(clock, main())
+    assert not any(group.is_running for group in site.groups)
+    site.refuses = False
+    await site.source.connect()
+    assert [group.is_running for group in site.groups] == [False, False, True]
+    site.source.stop()
 
 
-def test_a_group_that_is_not_needed_any_more_is_ended_in_order_and_one_that_hangs_is_not_asked() -> None:
-    clock = VirtualClock()
+async def test_a_target_that_cannot_be_connected_anew_fails_all(clock: VirtualClock) -> None:
 
-    async def main() -> None:
-        site = Site(clock)
-        await site.source.end()
-        await site.source.connect()
-        site.groups[0].is_hanging = True
-        await site.source.connect()
-        await site.source.end()
-        await site.source.end()
-        assert [group.is_running for group in site.groups] == [False, False]
-        assert [group.is_ended_in_order for group in site.groups] == [False, True]
+    target = fake_target()
+    connections: list[LocalVerifier] = []
 
-    run(clock, main())
+    async def connect() -> Verifier:
+        if connections:
+            raise EngineLostError("no route")
+        connections.append(LocalVerifier(target, clock))
+        return connections[0]
 
-
-def test_a_rank_that_ends_takes_the_others_with_it_before_anybody_asks() -> None:
-    clock = VirtualClock()
-
-    async def main() -> None:
-        site = Site(clock)
-        await site.source.connect()
-        site.groups[0].lose_a_rank()
-        await clock.sleep(0.001)
-        assert not site.groups[0].is_running
-        await site.source.connect()
-        assert [group.is_running for group in site.groups] == [False, True]
-        assert site.groups[0].num_checks == 0, "what has ended needs no probe"
-        site.source.stop()
-
-    run(clock, main())
-
-
-def test_a_group_that_hangs_is_ended_after_one_probe() -> None:
-    clock = VirtualClock()
-
-    async def main() -> None:
-        site = Site(clock)
-        await site.source.connect()
-        site.groups[0].is_hanging = True
-        await site.source.connect()
-        assert clock.monotonic() == pytest.approx(1.0 + PROBE_TIMEOUT_S + 1.0)
-        assert [group.is_running for group in site.groups] == [False, True]
-        site.source.stop()
-
-    run(clock, main())
-
-
-def test_a_group_that_does_not_start_or_answer_is_followed_by_another() -> None:
-    clock = VirtualClock()
-
-    async def main() -> None:
-        site = Site(clock)
-        site.num_failing = 1
-        with pytest.raises(EngineLostError, match="did not start"):
-            await site.source.connect()
-        site.refuses = True
-        with pytest.raises(EngineLostError, match="nobody answers"):
-            await site.source.connect()
-        assert not any(group.is_running for group in site.groups)
-        site.refuses = False
-        await site.source.connect()
-        assert [group.is_running for group in site.groups] == [False, False, True]
-        site.source.stop()
-
-    run(clock, main())
+    config = router_config(start_timeout_s=3.0)
+    async with serving(clock, target=target, verifier=connect, config=config) as pair:
+        first = asyncio.create_task(pair.router.complete(request("a", max_tokens=1000)))
+        await asyncio.sleep(0.5)
+        connections[0].lose()
+        with pytest.raises(EngineLostError, match="no route"):
+            await first
+        with pytest.raises(EngineLostError, match="lost"):
+            await pair.router.complete(request("b"))
+        with pytest.raises(EngineLostError):
+            await pair.router.check_ready()

@@ -16,7 +16,6 @@ from tests.unit.router.harness import (
     budgets,
     request,
     router_config,
-    run,
     serving,
     speculation_config,
 )
@@ -42,10 +41,10 @@ def test_steps_with_a_piece_say_nothing_of_the_draft(num_tokens: int) -> None:
     assert budgets(controller).patience_s() is not None
 
 
-def test_steps_that_also_worked_for_sessions_which_have_ended_are_not_learnt(
+async def test_steps_that_also_worked_for_sessions_which_have_ended_are_not_learnt(
+    clock: VirtualClock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock = VirtualClock()
     learnt: list[list[tuple[str, int]]] = []
 
     observe = CostModel.observe_draft_step
@@ -54,40 +53,31 @@ def test_steps_that_also_worked_for_sessions_which_have_ended_are_not_learnt(
         learnt.append([(item.request_id, item.base_len) for item, _ in answered])
         observe(self, answered, *times)
 
-    async def main() -> None:
-        monkeypatch.setattr(CostModel, "observe_draft_step", record)
-        draft = RecordingDraft(token_s=0.001)
-        async with serving(clock, draft=draft, overlap="serial", num_speculative_tokens=3) as pair:
-            left = asyncio.create_task(pair.router.complete(request("a", LONG[:60])))
-            stayed = asyncio.create_task(pair.router.complete(request("b", LONG[:60])))
-            await asyncio.sleep(0.050)
-            left.cancel()
-            await stayed
-            assert [item.request_id for item in draft.calls[0]] == ["a", "b"]
-        assert learnt and learnt[0][0][0] == "b"
-        assert all(base_len > 0 for answered in learnt for _, base_len in answered)
-
-    run(clock, main())
+    monkeypatch.setattr(CostModel, "observe_draft_step", record)
+    draft = RecordingDraft(token_s=0.001)
+    async with serving(clock, draft=draft, overlap="serial", num_speculative_tokens=3) as pair:
+        left = asyncio.create_task(pair.router.complete(request("a", LONG[:60])))
+        stayed = asyncio.create_task(pair.router.complete(request("b", LONG[:60])))
+        await asyncio.sleep(0.050)
+        left.cancel()
+        await stayed
+        assert [item.request_id for item in draft.calls[0]] == ["a", "b"]
+    assert learnt and learnt[0][0][0] == "b"
+    assert all(base_len > 0 for answered in learnt for _, base_len in answered)
 
 
-def test_a_try_of_speculation_begins_when_the_draft_has_read_the_text() -> None:
-    clock = VirtualClock()
+async def test_a_try_of_speculation_begins_when_the_draft_has_read_the_text(clock: VirtualClock) -> None:
 
-    async def main() -> None:
-        draft = RecordingDraft(token_s=0.001)
-        config = router_config(prefill_chunk_tokens=64)
-        async with serving(
-            clock, draft=draft, config=config, overlap="serial", num_speculative_tokens=3
-        ) as pair:
-            call = asyncio.create_task(complete(pair, request("a", LONG, max_tokens=200)))
-            await until_piece(draft, 2)
-            stats = pair.router._sessions.running["a"].stats
-            # One of them is under way already.
-            stats.is_exploring, stats.rounds_to_replan = True, 3
-            await until_piece(draft, 4)
-            await asyncio.sleep(4 * TARGET_S)
-            assert stats.is_exploring and stats.rounds_to_replan in (2, 3)
-            await call
-            assert not stats.is_exploring
-
-    run(clock, main())
+    draft = RecordingDraft(token_s=0.001)
+    config = router_config(prefill_chunk_tokens=64)
+    async with serving(clock, draft=draft, config=config, overlap="serial", num_speculative_tokens=3) as pair:
+        call = asyncio.create_task(complete(pair, request("a", LONG, max_tokens=200)))
+        await until_piece(draft, 2)
+        stats = pair.router._sessions.running["a"].stats
+        # One of them is under way already.
+        stats.is_exploring, stats.rounds_to_replan = True, 3
+        await until_piece(draft, 4)
+        await asyncio.sleep(4 * TARGET_S)
+        assert stats.is_exploring and stats.rounds_to_replan in (2, 3)
+        await call
+        assert not stats.is_exploring

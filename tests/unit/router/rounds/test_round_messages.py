@@ -14,7 +14,7 @@ from specray.router.deferred import Later
 from specray.router.live_session import LiveSession
 from specray.router.rounds import Rounds
 from specray.types import SpeculateItem
-from tests.unit.router.harness import begin_at_once, fake_draft, request, run, serving
+from tests.unit.router.harness import begin_at_once, fake_draft, request, serving
 
 
 class NotedDrafter(LocalDrafter):
@@ -37,40 +37,37 @@ class NotedDrafter(LocalDrafter):
         await super().release(request_ids)
 
 
-def test_end_of_a_session_goes_with_the_next_round_and_before_its_caller_is_told() -> None:
-    clock = VirtualClock()
+async def test_end_of_a_session_goes_with_the_next_round_and_before_its_caller_is_told(
+    clock: VirtualClock,
+) -> None:
 
-    async def main() -> None:
-        draft = fake_draft()
-        ended: list[str] = []
-        drafter = NotedDrafter(draft, clock, ended)
+    draft = fake_draft()
+    ended: list[str] = []
+    drafter = NotedDrafter(draft, clock, ended)
 
-        async with serving(
-            clock,
-            draft=draft,
-            make_drafter=lambda _: drafter,
-            overlap="serial",
-            num_speculative_tokens=2,
-        ) as pair:
-            short, long = request("short", max_tokens=6), request("long", max_tokens=60)
-            for task in await begin_at_once(pair, ended, short, long):
-                await task
-            await pair.settle()
-        assert ended == ["short", "long"]
-        [(asked, released, told)] = [message for message in drafter.messages if "short" in message[1]]
-        assert (asked, released, told) == (["long"], ["short"], [])
-        # Nobody is left to ask for.
-        assert [message for message in drafter.messages if "long" in message[1]] == [
-            ([], ["long"], ["short"])
-        ]
-
-    run(clock, main())
+    async with serving(
+        clock,
+        draft=draft,
+        make_drafter=lambda _: drafter,
+        overlap="serial",
+        num_speculative_tokens=2,
+    ) as pair:
+        short, long = request("short", max_tokens=6), request("long", max_tokens=60)
+        for task in await begin_at_once(pair, ended, short, long):
+            await task
+        await pair.settle()
+    assert ended == ["short", "long"]
+    [(asked, released, told)] = [message for message in drafter.messages if "short" in message[1]]
+    assert (asked, released, told) == (["long"], ["short"], [])
+    # Nobody is left to ask for.
+    assert [message for message in drafter.messages if "long" in message[1]] == [([], ["long"], ["short"])]
 
 
-def test_request_that_has_ended_is_told_though_the_loop_fails_in_the_same_step(
+async def test_request_that_has_ended_is_told_though_the_loop_fails_in_the_same_step(
+    clock: VirtualClock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock, schedule = VirtualClock(), Rounds.schedule
+    schedule = Rounds.schedule
 
     def fail_without_short(rounds: Rounds, *, has_grace: bool) -> list[tuple[LiveSession, int]]:
         if len(rounds.sessions) and "short" not in rounds.sessions:
@@ -79,17 +76,14 @@ def test_request_that_has_ended_is_told_though_the_loop_fails_in_the_same_step(
 
     monkeypatch.setattr(Rounds, "schedule", fail_without_short)
 
-    async def main() -> None:
-        ended: list[str] = []
-        async with serving(clock, num_speculative_tokens=0) as pair:
-            pairs = request("short", max_tokens=6), request("long", max_tokens=60)
-            short, long = await begin_at_once(pair, ended, *pairs)
-            await asyncio.wait_for(short, 10.0)
-            assert ended == ["short"]
-            with pytest.raises(EngineLostError, match="the router failed: a bug"):
-                await long
-
-    run(clock, main())
+    ended: list[str] = []
+    async with serving(clock, num_speculative_tokens=0) as pair:
+        pairs = request("short", max_tokens=6), request("long", max_tokens=60)
+        short, long = await begin_at_once(pair, ended, *pairs)
+        await asyncio.wait_for(short, 10.0)
+        assert ended == ["short"]
+        with pytest.raises(EngineLostError, match="the router failed: a bug"):
+            await long
 
 
 def test_what_is_put_off_behind_a_failure_is_kept() -> None:

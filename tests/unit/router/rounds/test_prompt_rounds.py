@@ -27,7 +27,6 @@ from tests.unit.router.harness import (
     fake_draft,
     request,
     router_config,
-    run,
     serving,
     speculation_config,
 )
@@ -202,57 +201,45 @@ async def longest_gap(pair: Pair) -> float:
 
 
 @pytest.mark.parametrize(("max_slowdown", "gap_s"), [(1000.0, 0.267), (3.0, 0.033)])
-def test_a_prompt_does_not_stall_a_running_stream(max_slowdown: float, gap_s: float) -> None:
+async def test_a_prompt_does_not_stall_a_running_stream(
+    clock: VirtualClock, max_slowdown: float, gap_s: float
+) -> None:
     """A step of one row takes 11 ms; 256 prompt tokens beside it take 256 more."""
-    clock = VirtualClock()
 
-    async def main() -> None:
-        config = router_config(
-            prefill_chunk_tokens=256, max_prefill_slowdown=max_slowdown, stream_interval_ms=0
-        )
-        async with serving(clock, target=target_of(), config=config) as pair:
-            # Sizes are known: without that a first prompt is tried in stages, each at most four times larger.
-            await pair.router.complete(request("first", LONG, max_tokens=4, speculation=PLAIN))
-            longest = await longest_gap(pair)
-            assert longest <= gap_s + 1e-3
-            assert longest > 0.7 * gap_s
-
-    run(clock, main())
+    config = router_config(prefill_chunk_tokens=256, max_prefill_slowdown=max_slowdown, stream_interval_ms=0)
+    async with serving(clock, target=target_of(), config=config) as pair:
+        # Sizes are known: without that a first prompt is tried in stages, each at most four times larger.
+        await pair.router.complete(request("first", LONG, max_tokens=4, speculation=PLAIN))
+        longest = await longest_gap(pair)
+        assert longest <= gap_s + 1e-3
+        assert longest > 0.7 * gap_s
 
 
-def test_a_cached_prompt_takes_two_steps_whatever_its_length() -> None:
-    clock = VirtualClock()
+async def test_a_cached_prompt_takes_two_steps_whatever_its_length(clock: VirtualClock) -> None:
 
-    async def main() -> None:
-        target = target_of(prefix_cache=True)
-        async with serving(clock, target=target, config=router_config(prefill_chunk_tokens=64)) as pair:
-            steps = []
-            for name in ("cold", "warm"):
-                before = target.num_steps, target.num_rows
-                given = request(name, LONG, max_tokens=1, speculation=PLAIN)
-                output = await pair.router.complete(given)
-                assert output.token_ids == expected(given)
-                steps.append((target.num_steps - before[0], target.num_rows - before[1]))
-                assert output.num_cached_tokens == (288 if name == "warm" else 0)
-            # Five chunks; then 288 of 300 tokens are found, ten are computed with them and one draws.
-            assert steps == [(5, 300), (2, 12)]
-
-    run(clock, main())
+    target = target_of(prefix_cache=True)
+    async with serving(clock, target=target, config=router_config(prefill_chunk_tokens=64)) as pair:
+        steps = []
+        for name in ("cold", "warm"):
+            before = target.num_steps, target.num_rows
+            given = request(name, LONG, max_tokens=1, speculation=PLAIN)
+            output = await pair.router.complete(given)
+            assert output.token_ids == expected(given)
+            steps.append((target.num_steps - before[0], target.num_rows - before[1]))
+            assert output.num_cached_tokens == (288 if name == "warm" else 0)
+        # Five chunks; then 288 of 300 tokens are found, ten are computed with them and one draws.
+        assert steps == [(5, 300), (2, 12)]
 
 
-def test_other_requests_with_a_common_beginning_find_it() -> None:
-    clock = VirtualClock()
+async def test_other_requests_with_a_common_beginning_find_it(clock: VirtualClock) -> None:
 
-    async def main() -> None:
-        target = target_of(prefix_cache=True)
-        async with serving(clock, target=target, config=router_config(prefill_chunk_tokens=64)) as pair:
-            for name, prompt in (("a", LONG), ("b", (*LONG[:200], 1, 2, 3)), ("c", LONG[:40])):
-                given = request(name, prompt, max_tokens=6)
-                output = await pair.router.complete(given)
-                assert output.token_ids == expected(given)
-                assert output.num_cached_tokens == {"a": 0, "b": 192, "c": 32}[name]
-
-    run(clock, main())
+    target = target_of(prefix_cache=True)
+    async with serving(clock, target=target, config=router_config(prefill_chunk_tokens=64)) as pair:
+        for name, prompt in (("a", LONG), ("b", (*LONG[:200], 1, 2, 3)), ("c", LONG[:40])):
+            given = request(name, prompt, max_tokens=6)
+            output = await pair.router.complete(given)
+            assert output.token_ids == expected(given)
+            assert output.num_cached_tokens == {"a": 0, "b": 192, "c": 32}[name]
 
 
 class RecordingTarget(FakeTarget):
@@ -267,32 +254,28 @@ class RecordingTarget(FakeTarget):
 
 
 @pytest.mark.parametrize(("num_prompts", "has_drafts"), [(1, True), (2, False)])
-def test_while_several_of_few_sessions_wait_for_their_prompts_the_others_do_not_speculate(
-    num_prompts: int, has_drafts: bool
+async def test_while_several_of_few_sessions_wait_for_their_prompts_the_others_do_not_speculate(
+    clock: VirtualClock, num_prompts: int, has_drafts: bool
 ) -> None:
-    clock = VirtualClock()
 
-    async def main() -> None:
-        target = RecordingTarget(MODEL, cost=lambda rows: int((0.010 + 0.001 * rows) * 1e9))
-        target.steps = []
-        config = router_config(prefill_chunk_tokens=32)
-        # Right so often that speculation pays for two as well.
-        draft = fake_draft(PerfectGuesser(MODEL))
-        async with serving(clock, target=target, draft=draft, config=config) as pair:
-            stream = asyncio.create_task(pair.router.complete(request("stream", PROMPT, max_tokens=120)))
-            await asyncio.sleep(0.2)
-            target.steps.clear()
-            prompts = [request(f"prompt-{n}", LONG, max_tokens=2) for n in range(num_prompts)]
-            outputs = await asyncio.gather(*(pair.router.complete(prompt) for prompt in prompts))
-            assert [output.token_ids for output in outputs] == [expected(prompt) for prompt in prompts]
-            assert (await stream).token_ids == expected(request("stream", PROMPT, max_tokens=120))
-        # One prompt at a time is filled in here; while the first of two is, another waits.
-        beside = [num_drafts for num_filled, num_drafts in target.steps if num_filled][1:8]
-        assert len(beside) == 7
-        assert (sum(beside) > 0) is has_drafts
-        assert any(num_drafts for _, num_drafts in target.steps)
-
-    run(clock, main())
+    target = RecordingTarget(MODEL, cost=lambda rows: int((0.010 + 0.001 * rows) * 1e9))
+    target.steps = []
+    config = router_config(prefill_chunk_tokens=32)
+    # Right so often that speculation pays for two as well.
+    draft = fake_draft(PerfectGuesser(MODEL))
+    async with serving(clock, target=target, draft=draft, config=config) as pair:
+        stream = asyncio.create_task(pair.router.complete(request("stream", PROMPT, max_tokens=120)))
+        await asyncio.sleep(0.2)
+        target.steps.clear()
+        prompts = [request(f"prompt-{n}", LONG, max_tokens=2) for n in range(num_prompts)]
+        outputs = await asyncio.gather(*(pair.router.complete(prompt) for prompt in prompts))
+        assert [output.token_ids for output in outputs] == [expected(prompt) for prompt in prompts]
+        assert (await stream).token_ids == expected(request("stream", PROMPT, max_tokens=120))
+    # One prompt at a time is filled in here; while the first of two is, another waits.
+    beside = [num_drafts for num_filled, num_drafts in target.steps if num_filled][1:8]
+    assert len(beside) == 7
+    assert (sum(beside) > 0) is has_drafts
+    assert any(num_drafts for _, num_drafts in target.steps)
 
 
 class SizingTarget(FakeTarget):
@@ -309,31 +292,27 @@ class SizingTarget(FakeTarget):
     ("num_prompts", "stream_s", "size"),
     [(1, 0.2, MIN_PREFILL_TOKENS), (2, 0.2, 64), (2, 0.5, MIN_PREFILL_TOKENS)],
 )
-def test_prompts_fill_their_steps_only_where_several_come_with_what_runs(
-    num_prompts: int, stream_s: float, size: int
+async def test_prompts_fill_their_steps_only_where_several_come_with_what_runs(
+    clock: VirtualClock, num_prompts: int, stream_s: float, size: int
 ) -> None:
     """One that comes alone takes no more of a step than running ones allow, here nothing but the least.
 
     So do several where somebody has been reading for long.
     """
-    clock = VirtualClock()
 
-    async def main() -> None:
-        target = SizingTarget(MODEL, cost=lambda rows: int((0.010 + 0.001 * rows) * 1e9))
-        target.sizes = []
-        config = router_config(prefill_chunk_tokens=64, max_prefill_slowdown=1.0)
-        async with serving(clock, target=target, config=config) as pair:
-            given = request("stream", PROMPT, max_tokens=120, speculation=PLAIN)
-            stream = asyncio.create_task(pair.router.complete(given))
-            await asyncio.sleep(stream_s)
-            target.sizes.clear()
-            prompts = [request(f"p-{n}", LONG, max_tokens=1, speculation=PLAIN) for n in range(num_prompts)]
-            await asyncio.gather(*(pair.router.complete(prompt) for prompt in prompts))
-            await stream
-        filled = [tokens for tokens in target.sizes if tokens]
-        assert filled[1:4] == [size] * 3
-
-    run(clock, main())
+    target = SizingTarget(MODEL, cost=lambda rows: int((0.010 + 0.001 * rows) * 1e9))
+    target.sizes = []
+    config = router_config(prefill_chunk_tokens=64, max_prefill_slowdown=1.0)
+    async with serving(clock, target=target, config=config) as pair:
+        given = request("stream", PROMPT, max_tokens=120, speculation=PLAIN)
+        stream = asyncio.create_task(pair.router.complete(given))
+        await asyncio.sleep(stream_s)
+        target.sizes.clear()
+        prompts = [request(f"p-{n}", LONG, max_tokens=1, speculation=PLAIN) for n in range(num_prompts)]
+        await asyncio.gather(*(pair.router.complete(prompt) for prompt in prompts))
+        await stream
+    filled = [tokens for tokens in target.sizes if tokens]
+    assert filled[1:4] == [size] * 3
 
 
 # ---- metrics
