@@ -8,9 +8,8 @@ from specray.config import TargetConfig
 from specray.engine.features.base import FeatureStore, Place, TargetShape
 from specray.engine.features.block.layout import BlockLayout
 from specray.engine.features.drafting import TargetDrafting
-from specray.engine.features.loader import Layout, drafter_name, load_drafter, read_drafter
+from specray.engine.features.loader import Layout, drafter_name, load_drafter, load_fuser, read_drafter
 from specray.engine.features.parts import choose_operators, described_shape, target_parts
-from specray.engine.features.remote.layout import load_fuser, mask_bytes, num_fuser_weights
 from specray.engine.features.remote.sending import FeatureSender
 from specray.engine.features.tap import FeatureTap
 from specray.engine.model.description import ModelArgs, describe
@@ -51,12 +50,12 @@ class DrafterPlan:
         """Memory that it will take."""
         layout, shape = self.layout, self.shape
         if self.is_remote:
-            num_bytes = num_fuser_weights(layout) * self.item_bytes
+            num_bytes = layout.num_fuser_weights * self.item_bytes
             return Beside(num_bytes, layout.feature_size * self.item_bytes)
         # A group's leader has a shard of the target's embedding and head, and reads both once more.
         num_again = 2 * shape.vocab_size * shape.hidden_size if self.args.tensor_parallel_size > 1 else 0
         num_bytes = (layout.num_weights + num_again) * self.item_bytes
-        step_bytes = mask_bytes(layout, self.max_model_len, self.item_bytes)
+        step_bytes = layout.mask_bytes(self.max_model_len, self.item_bytes)
         if isinstance(layout, BlockLayout):
             step_bytes = layout.logit_bytes(self.max_num_seqs, shape.vocab_size)
         return Beside(num_bytes, layout.bytes_per_token(self.item_bytes), step_bytes)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from specray.config import MTP
-from specray.engine.features.base import FeatureDrafter, TargetParts, TargetShape
-from specray.engine.features.block.drafter import BlockDrafter
+from specray.engine.features.base import FeatureDrafter, Fuser, Placed, TargetParts, TargetShape
+from specray.engine.features.block.drafter import BlockDrafter, BlockFuser
 from specray.engine.features.block.layout import BlockLayout, is_block, read_block
-from specray.engine.features.eagle import EagleDrafter
-from specray.engine.features.eagle_layout import EagleLayout, is_eagle, read_eagle
+from specray.engine.features.eagle.drafter import EagleDrafter, EagleFuser
+from specray.engine.features.eagle.layout import EagleLayout, is_eagle, read_eagle
 from specray.engine.features.files import DrafterFiles
 from specray.engine.features.medusa import MedusaDrafter, MedusaLayout, is_medusa, read_medusa
 from specray.engine.features.mtp.drafter import MtpDrafter
@@ -92,3 +93,23 @@ def load_drafter(layout: Layout, parts: TargetParts) -> FeatureDrafter:
     if isinstance(layout, MtpLayout):
         return MtpDrafter(layout, parts)
     return MedusaDrafter(layout, parts)
+
+
+class LastHidden:
+    """Implements ``base.Fuser`` for drafters that read what the target's head reads: Medusa, MTP layers."""
+
+    def __init__(self, layout: Layout, parts: Placed) -> None:
+        self.feature_layers, self.feature_size = layout.feature_layers, layout.feature_size
+        self._dtype = parts.dtype
+
+    def fuse(self, features: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        return features[self.feature_layers[0]].to(self._dtype)
+
+
+def load_fuser(layout: Layout, parts: Placed) -> Fuser:
+    """The part of a drafter that the target's process holds where the drafter runs in another."""
+    if isinstance(layout, EagleLayout):
+        return EagleFuser(layout, parts)
+    if isinstance(layout, BlockLayout):
+        return BlockFuser(layout, parts)
+    return LastHidden(layout, parts)

@@ -25,6 +25,7 @@ from specray.engine.features.base import (
     TokenRows,
 )
 from specray.engine.features.files import DrafterFiles
+from specray.engine.features.layout import DrafterLayout
 from specray.engine.features.shared_rows import SharedRows, for_each_row
 from specray.engine.model.linear import Linear
 
@@ -40,13 +41,10 @@ Block = tuple[torch.Tensor, torch.Tensor | None]
 """Weight and bias."""
 
 
-@dataclass(frozen=True, slots=True)
-class MedusaLayout:
-    """A Medusa checkpoint that fits the target."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MedusaLayout(DrafterLayout):
+    """A Medusa checkpoint."""
 
-    path: str
-    feature_layers: tuple[int, ...]
-    hidden_size: int
     heads: tuple[tuple[Block, ...], ...]
     """Residual blocks of each head."""
     outputs: tuple[torch.Tensor | None, ...]
@@ -54,17 +52,18 @@ class MedusaLayout:
     rank_acceptance: tuple[tuple[float, ...], ...] = ()
     """By head, the measured chance of each rank; empty: none was measured."""
 
-    def bytes_per_token(self, item_bytes: int) -> int:
-        return item_bytes * self.hidden_size
-
-    @property
-    def feature_size(self) -> int:
-        return self.hidden_size
-
     @property
     def num_weights(self) -> int:
         blocks = sum(weight.numel() for head in self.heads for weight, _ in head)
         return blocks + sum(weight.numel() for weight in self.outputs if weight is not None)
+
+    @property
+    def reads_head(self) -> bool:
+        return any(weight is None for weight in self.outputs)
+
+    @property
+    def one_pass_kind(self) -> str | None:
+        return "a Medusa drafter"
 
 
 def is_medusa(files: DrafterFiles) -> bool:
@@ -106,8 +105,14 @@ def read_medusa(files: DrafterFiles, target: TargetShape) -> MedusaLayout:
         found = next((name for name in own if files.has(name)), None)
         outputs.append(None if found is None else files.take(found, vocab_size, hidden))
     files.check_all_taken("Medusa")
-    rates = _rank_acceptance(files, num_heads)
-    return MedusaLayout(files.path, (target.num_layers + 1,), hidden, tuple(heads), tuple(outputs), rates)
+    return MedusaLayout(
+        path=files.path,
+        feature_layers=(target.num_layers + 1,),
+        hidden_size=hidden,
+        heads=tuple(heads),
+        outputs=tuple(outputs),
+        rank_acceptance=_rank_acceptance(files, num_heads),
+    )
 
 
 def _rank_acceptance(files: DrafterFiles, num_heads: int) -> tuple[tuple[float, ...], ...]:

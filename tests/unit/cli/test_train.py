@@ -18,7 +18,7 @@ from specray.engine.cpu import isa
 from specray.engine.cpu.isa import Isa
 from specray.engine.features.base import TargetShape
 from specray.engine.features.block.layout import BlockLayout
-from specray.engine.features.eagle_layout import EagleLayout
+from specray.engine.features.eagle.layout import EagleLayout
 from specray.engine.features.loader import read_layout
 from tests.unit.train.heads.runs import begin, write_target
 

@@ -11,9 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from specray.engine.features.base import TargetShape
 from specray.engine.features.block.attention import BlockReach
@@ -23,7 +21,6 @@ from specray.engine.features.block.heads import (
     read_markov,
 )
 from specray.engine.features.decoder_layers import (
-    LayerTensors,
     WeightAndBias,
     count_layers,
     read_attention,
@@ -34,8 +31,8 @@ from specray.engine.features.decoder_layers import (
 )
 from specray.engine.features.files import DrafterFiles
 from specray.engine.features.layers import read_block_layers
+from specray.engine.features.layout import DecoderLayout
 from specray.engine.features.vocabulary import read_embedding, read_head, read_mask_id
-from specray.engine.model.decoder_config import DecoderConfig
 
 _RENAMED = (
     (re.compile(r"^model\."), ""),
@@ -62,29 +59,16 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 """Fields of the configuration that change what is computed, and the values that are read."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockLayout:
-    """A checkpoint that fits the target, with everything that its forward depends on."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockLayout(DecoderLayout):
+    """A checkpoint of a block drafter."""
 
-    path: str
-    feature_layers: tuple[int, ...]
-    hidden_size: int
-    attention: DecoderConfig
-    """Heads, rotary positions and epsilon of its layers."""
-    fc: WeightAndBias
     hidden_norm: torch.Tensor
     """Norm behind ``fc``."""
-    layers: tuple[LayerTensors, ...]
     reaches: tuple[BlockReach, ...]
     """What the rows of each layer see."""
     norm: torch.Tensor
     """Norm before the head."""
-    embedding: torch.Tensor | None
-    """None: the target's."""
-    head: torch.Tensor | None
-    """Rows in the order of ``token_ids``; None: the target's."""
-    token_ids: NDArray[np.int64] | None
-    """Token ids of the logits, ascending; None: all of the target's."""
     block_size: int
     """Rows of a block: the last token, and masks."""
     first_row: int
@@ -94,7 +78,15 @@ class BlockLayout:
     """Embedding of masks; None: that of the mask token."""
     markov: MarkovTensors | None
     confidence: WeightAndBias | None
-    logit_scale: float
+
+    @property
+    def num_weights(self) -> int:
+        markov = 0 if self.markov is None else self.markov.num_weights
+        return self.num_decoder_weights + markov
+
+    @property
+    def one_pass_kind(self) -> str | None:
+        return "a DFlash or DSpark drafter"
 
     def logit_bytes(self, max_num_seqs: int, vocab_size: int) -> int:
         """Bytes of the float32 logits that it computes at once.
@@ -104,22 +96,6 @@ class BlockLayout:
         """
         num_logits = vocab_size if self.token_ids is None else len(self.token_ids)
         return 4 * max(HEAD_ROWS, max_num_seqs) * num_logits
-
-    def bytes_per_token(self, item_bytes: int) -> int:
-        keys_values = 2 * self.attention.num_key_value_heads * self.attention.head_dim
-        return item_bytes * (self.hidden_size + len(self.layers) * keys_values)
-
-    @property
-    def feature_size(self) -> int:
-        return self.hidden_size
-
-    @property
-    def num_weights(self) -> int:
-        """Numbers of the tensors that are held."""
-        own = (self.embedding, self.head, *self.fc)
-        others = sum(tensor.numel() for tensor in own if tensor is not None)
-        markov = 0 if self.markov is None else self.markov.num_weights
-        return sum(layer.num_weights for layer in self.layers) + others + markov
 
 
 def is_block(files: DrafterFiles) -> bool:

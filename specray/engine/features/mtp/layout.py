@@ -15,6 +15,7 @@ import torch
 
 from specray.config import MTP
 from specray.engine.features.base import TargetShape
+from specray.engine.features.layout import DrafterLayout
 from specray.engine.model.checkpoint.location import find_weights
 from specray.engine.model.checkpoint.safetensors_files import SafetensorsWeights
 from specray.engine.model.checks.weights import check_weight, listed
@@ -82,14 +83,10 @@ _NAMINGS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class MtpLayout:
-    """An MTP layer of the target's checkpoint."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpLayout(DrafterLayout):
+    """An MTP layer of the target's checkpoint, which ``path`` names."""
 
-    path: str
-    """The target's."""
-    feature_layers: tuple[int, ...]
-    hidden_size: int
     forward: HfForward
     """The layer, and the norm behind it, over a block cache."""
     projection: torch.Tensor
@@ -98,23 +95,30 @@ class MtpLayout:
     is_hidden_first: bool
     drops_first: bool
 
-    def bytes_per_token(self, item_bytes: int) -> int:
-        return item_bytes * (self.hidden_size + self.forward.cache_shape.num_numbers)
-
-    @property
-    def feature_size(self) -> int:
-        return self.hidden_size
-
-    @property
-    def group_size(self) -> int:
-        """Query heads that share a key head, as they lie in the cache."""
-        num_heads: int = self.forward.model.config.get_text_config().num_attention_heads
-        return num_heads // self.forward.cache_shape.layers[0].num_kv_heads
-
     @property
     def num_weights(self) -> int:
         layer = sum(weight.numel() for weight in self.forward.model.parameters())
         return self.projection.numel() + layer
+
+    @property
+    def reads_embedding(self) -> bool:
+        return True
+
+    @property
+    def reads_head(self) -> bool:
+        return True
+
+    @property
+    def mask_group_size(self) -> int:
+        num_heads: int = self.forward.model.config.get_text_config().num_attention_heads
+        return num_heads // self.forward.cache_shape.layers[0].num_kv_heads
+
+    def bytes_per_token(self, item_bytes: int) -> int:
+        return item_bytes * (self.hidden_size + self.forward.cache_shape.num_numbers)
+
+    def num_step_numbers(self, num_tokens: int) -> int:
+        weights = self.forward.model.parameters()
+        return num_tokens * sum(weight.shape[0] for weight in weights if weight.ndim == 2)
 
 
 def read_mtp(args: ModelArgs, target: TargetShape, dtype: torch.dtype) -> MtpLayout:

@@ -16,13 +16,6 @@ from specray.engine.features.base import FeatureDrafter, FeatureStore, TargetPar
 from specray.engine.features.block.layout import BlockLayout
 from specray.engine.features.loader import Layout, drafter_name, load_drafter, read_drafter
 from specray.engine.features.parts import read_embedding, read_head, target_shape
-from specray.engine.features.remote.layout import (
-    mask_bytes,
-    num_step_numbers,
-    one_pass_kind,
-    reads_embedding,
-    reads_head,
-)
 from specray.engine.model.loader import DecoderSource, LoadedModel, load_model
 from specray.engine.model.operators import Operators, cpu_operators, cuda_operators
 from specray.engine.model.quantized.formats import PLAIN
@@ -69,7 +62,7 @@ def load_drafter_alone(config: Config) -> LoadedDrafter:
     args = replace(model_args(config.target, "target", 1), formats=PLAIN, max_model_len=most)
     shape = target_shape(args)
     layout = read_drafter(path, args, shape, dtype)
-    kind = one_pass_kind(layout)
+    kind = layout.one_pass_kind
     if kind is not None and config.speculation.overlap is not Overlap.SERIAL:
         raise ConfigError(
             f"target.drafter {path!r} is {kind} and speculation.overlap is "
@@ -87,8 +80,8 @@ def load_drafter_alone(config: Config) -> LoadedDrafter:
     info = _info(draft, layout, loaded, shape)
     parts = TargetParts(
         shape,
-        read_embedding(loaded.source, dtype) if reads_embedding(layout) else _unread,
-        read_head(loaded.source, operators) if reads_head(layout) else _unread,
+        read_embedding(loaded.source, dtype) if layout.reads_embedding else _unread,
+        read_head(loaded.source, operators) if layout.reads_head else _unread,
         operators,
         dtype,
         device,
@@ -143,10 +136,10 @@ def _num_blocks(
     """
     item_bytes = loaded.dtype.itemsize
     memory = CudaMemory(loaded.device) if loaded.device.type == "cuda" else None
-    num_tables = reads_embedding(layout) + reads_head(layout)
+    num_tables = layout.reads_embedding + layout.reads_head
     weights = layout.num_weights + num_tables * shape.vocab_size * shape.hidden_size
-    reserved = item_bytes * (weights + num_step_numbers(layout, config.max_num_batched_tokens))
-    reserved += mask_bytes(layout, loaded.max_model_len, item_bytes)
+    reserved = item_bytes * (weights + layout.num_step_numbers(config.max_num_batched_tokens))
+    reserved += layout.mask_bytes(loaded.max_model_len, item_bytes)
     if isinstance(layout, BlockLayout):
         reserved += layout.logit_bytes(config.max_num_seqs, shape.vocab_size)
     num_bytes = cache_bytes(config, memory, shape.vocab_size, lambda: None, reserved)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specray.draft_tokens import NO_DRAFT
-from specray.engine.features.eagle import EagleDrafter
+from specray.engine.features.eagle.drafter import EagleDrafter
 from tests.unit.engine.features import reference
 from tests.unit.engine.features.checkpoints import (
     HIDDEN,

@@ -11,7 +11,7 @@ import torch
 
 from specray.config import parse_config
 from specray.engine.features.base import TargetShape
-from specray.engine.features.eagle_layout import EagleLayout
+from specray.engine.features.eagle.layout import EagleLayout
 from specray.engine.features.loader import read_layout
 from specray.engine.preflight import check_pair
 from specray.errors import ConfigError

@@ -13,7 +13,7 @@ from specray.config import parse_config
 from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.engine.features.base import Context
 from specray.engine.features.build import plan_drafter
-from specray.engine.features.eagle import EagleDrafter
+from specray.engine.features.eagle.drafter import EagleDrafter
 from specray.types import Grammar, GrammarKind, SamplingParams, Verdict, VerifyItem
 from tests.unit.engine.features import reference
 from tests.unit.engine.features.block.checkpoints import dflash

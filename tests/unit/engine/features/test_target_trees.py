@@ -12,7 +12,7 @@ import pytest
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens, TreeBudget
 from specray.engine.features.base import Context, Continued
-from specray.engine.features.eagle import EagleDrafter
+from specray.engine.features.eagle.drafter import EagleDrafter
 from specray.engine.features.tap import FeatureTap
 from specray.engine.visibility import Visibility
 from specray.errors import ConfigError

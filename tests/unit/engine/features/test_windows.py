@@ -9,7 +9,7 @@ import pytest
 
 from specray.draft_tokens import NO_DRAFT, TreeBudget
 from specray.engine.features.base import TargetShape
-from specray.engine.features.eagle_layout import EagleLayout
+from specray.engine.features.eagle.layout import EagleLayout
 from specray.engine.features.loader import read_layout
 from specray.errors import ConfigError
 from tests.unit.engine.features import reference

@@ -13,7 +13,7 @@ import torch
 from specray.draft_tokens import NO_DRAFT, DraftTokens, TreeBudget
 from specray.engine.build import build_draft_engine
 from specray.engine.features.block.drafter import BlockFuser
-from specray.engine.features.eagle import EagleFuser
+from specray.engine.features.eagle.drafter import EagleFuser
 from specray.engine.features.medusa import MedusaDrafter
 from specray.engine.features.mtp.drafter import MtpDrafter
 from specray.engine.model.checkpoint.safetensors_files import SafetensorsWeights

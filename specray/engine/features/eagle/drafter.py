@@ -18,7 +18,7 @@ from specray.engine.cache.blocks import BlockCache
 from specray.engine.features.base import Context, Continued, FeatureStore, Placed, TargetParts
 from specray.engine.features.chained.drafter import FIRST_ENTRY, ChainedDrafter
 from specray.engine.features.decoder_layers import Lowering
-from specray.engine.features.eagle_layout import EagleLayout
+from specray.engine.features.eagle.layout import EagleLayout
 from specray.engine.features.shared_rows import SharedRows, for_each_row
 from specray.engine.features.vocabulary import make_embedding, make_head
 from specray.engine.model.operators_torch import rotary_tables

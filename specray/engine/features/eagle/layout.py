@@ -13,13 +13,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from specray.engine.features.base import TargetShape
 from specray.engine.features.decoder_layers import (
-    LayerTensors,
     WeightAndBias,
     count_layers,
     read_attention,
@@ -29,8 +26,8 @@ from specray.engine.features.decoder_layers import (
 )
 from specray.engine.features.files import DrafterFiles
 from specray.engine.features.layers import read_layers
+from specray.engine.features.layout import DecoderLayout
 from specray.engine.features.vocabulary import read_embedding, read_head, read_mask_id
-from specray.engine.model.decoder_config import DecoderConfig
 
 _log = logging.getLogger(__name__)
 
@@ -47,35 +44,21 @@ class Masks:
     """What ``fc`` reads in the place of residuals, ``[1, width]``."""
 
 
-@dataclass(frozen=True, slots=True)
-class EagleLayout:
-    """An EAGLE checkpoint that fits the target, with everything that its forward depends on."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleLayout(DecoderLayout):
+    """An EAGLE checkpoint."""
 
-    path: str
-    feature_layers: tuple[int, ...]
-    hidden_size: int
     target_hidden_size: int
-    attention: DecoderConfig
-    """Heads, rotary positions and epsilon of its layers."""
-    fc: WeightAndBias
-    layers: tuple[LayerTensors, ...]
     windows: tuple[int | None, ...]
     """Sliding window of each layer; None: its rows see all that is before them."""
     fc_norms: tuple[torch.Tensor, ...]
     """Norms before ``fc``: of all residuals joined, or one for each; none."""
     norm: torch.Tensor | None
     """Norm before the head; None: EAGLE-1."""
-    embedding: torch.Tensor | None
-    """None: the target's."""
-    head: torch.Tensor | None
-    """Rows in the order of ``token_ids``; None: the target's."""
-    token_ids: NDArray[np.int64] | None
-    """Token ids of the logits, ascending; None: all of the target's."""
     is_residual_normed: bool
     """The residual around EAGLE-3's first layer is behind ``hidden_norm``."""
     is_output_normed: bool
     """What a draft token hands to the next is behind ``norm``."""
-    logit_scale: float
     masks: Masks | None = None
     """None: a draft token goes on with the output of the one before."""
 
@@ -88,16 +71,13 @@ class EagleLayout:
     def feature_size(self) -> int:
         return self.target_hidden_size if self.joins_embedding_in_fc else self.hidden_size
 
-    def bytes_per_token(self, item_bytes: int) -> int:
-        keys_values = 2 * self.attention.num_key_value_heads * self.attention.head_dim
-        return item_bytes * (self.feature_size + len(self.layers) * keys_values)
+    @property
+    def one_pass_kind(self) -> str | None:
+        return None if self.masks is None else "a P-EAGLE drafter"
 
     @property
-    def num_weights(self) -> int:
-        """Numbers of the tensors that are held."""
-        own = (self.embedding, self.head, *self.fc)
-        layers = sum(layer.num_weights for layer in self.layers)
-        return layers + sum(tensor.numel() for tensor in own if tensor is not None)
+    def mask_group_size(self) -> int:
+        return self.attention.num_attention_heads // self.attention.num_key_value_heads
 
 
 def is_eagle(files: DrafterFiles) -> bool:

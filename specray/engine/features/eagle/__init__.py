@@ -1,0 +1,1 @@
+"""EAGLE drafters: their checkpoints, and their forward."""
