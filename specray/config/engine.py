@@ -264,7 +264,7 @@ class DraftConfig(EngineConfig):
         return self
 
     def _check_features(self) -> None:
-        """Raises ValueError for what a drafter in the draft's process has not."""
+        """Raises ValueError for options that a remote feature drafter lacks."""
         if self.model != REMOTE_FEATURES:
             return
         for name, plain in (

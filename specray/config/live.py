@@ -102,7 +102,7 @@ class Change:
 
 
 def shown(key: str, value: object) -> str:
-    """A value for people. Of API keys only the names, and so many digits that a rotation shows."""
+    """A value for people. Of API keys only the names, and enough digits that a rotation shows."""
     if key == "auth.keys" and isinstance(value, Sequence):
         return ", ".join(f"{entry['name']} ({entry['sha256'][:8]})" for entry in value) or "none"
     return json.dumps(value, ensure_ascii=False)
@@ -170,7 +170,7 @@ class Served:
 class LiveConfig:
     """The configuration in force in one process. It is swapped as a whole, between two steps of its loop.
 
-    What reads it when a request comes sees one configuration; what must be told registers with ``listen``.
+    What reads it when a request comes sees one configuration; others register with ``listen``.
     """
 
     def __init__(self, config: Config) -> None:
@@ -192,7 +192,7 @@ class LiveConfig:
         return digest(split(self._now)[1])
 
     def listen(self, listener: Callable[[Config], None]) -> None:
-        """``listener`` is told of every later change, in the order of registration."""
+        """``listener`` receives every later change, in the order of registration."""
         self._listeners.append(listener)
 
     def check(self, values: Mapping[str, Any]) -> Config:
@@ -200,14 +200,7 @@ class LiveConfig:
         return with_live(self._start, values)
 
     def set(self, values: Mapping[str, Any]) -> list[Change]:
-        """Brings live values into force over the configuration of the start; nothing if one is wrong.
-
-        Returns:
-            What has changed.
-
-        Raises:
-            ConfigError: see ``with_live``; the old values stay in force.
-        """
+        """Brings live values into force; returns the changes. ConfigError: one is wrong, all stay."""
         new = self.check(values)
         found = changes(self._now, new)
         if found:

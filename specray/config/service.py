@@ -145,7 +145,7 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
 
 
 def _resolve_model(section: object, key: str, folder: Path) -> None:
-    """A relative path of a directory or a GGUF file that is not here may be of one beside the file."""
+    """A relative path of a directory or a GGUF file that is not here may be of one next to the file."""
     if not isinstance(section, dict) or not isinstance(model := section.get(key), str):
         return
     if model in NO_CHECKPOINTS or (key == "drafter" and model == MTP):

@@ -25,7 +25,7 @@ class SpeculationConfig(Section):
     )
     verification: Verification = Verification.COUPLED
     # Measured on 2 cores shared by both engines, tokens/s: 193M target 164 serial, 168 auto; embedded pair
-    # 876 serial, 829 auto. With the draft behind a network, overlap hides the latency: choose auto.
+    # 876 serial, 829 auto. With the draft across a network, overlap hides the latency: choose auto.
     overlap: Overlap | Literal["auto"] = Overlap.SERIAL
     tree: str = Field(
         "off",
@@ -62,7 +62,7 @@ class SpeculationConfig(Section):
 
     @property
     def lookahead_budget(self) -> LookaheadBudget:
-        """What lookahead decoding may compute beside each step."""
+        """What lookahead decoding may compute in each step."""
         return _read_lookahead(self.lookahead)
 
     @model_validator(mode="before")

@@ -84,7 +84,7 @@ class GrammarCompiler:
         """A matcher at the start of an output.
 
         Args:
-            stop_token_ids: tokens beside the model's own that end this output.
+            stop_token_ids: tokens besides the model's own that end this output.
 
         Raises:
             InvalidRequestError: the grammar cannot be enforced.
@@ -205,11 +205,7 @@ class PreparedCompiler:
             return self._compiler
 
     def prepare(self) -> threading.Thread:
-        """Makes the compiler in a thread.
-
-        Returns:
-            The thread, which has begun.
-        """
+        """Makes the compiler in a thread, which has begun."""
         # No daemon: the interpreter cannot end amid this work.
         thread = threading.Thread(target=self._try, name="specray-grammars")
         thread.start()

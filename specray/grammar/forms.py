@@ -180,7 +180,7 @@ def _choice(value: Any, field: str, whitespace: str | None) -> Grammar:
 
 
 def _any_grammar(value: Any, field: str, whitespace: str | None) -> Grammar:
-    """Lark, or GBNF (llama.cpp's and xgrammar's EBNF), which is told by its ``::=``."""
+    """Lark, or GBNF (llama.cpp's and xgrammar's EBNF), which has ``::=``."""
     text = _text(value, field, "a Lark or EBNF grammar")
     return _ebnf(text, field, None) if "::=" in text else Grammar(GrammarKind.LARK, text)
 

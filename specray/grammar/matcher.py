@@ -83,7 +83,7 @@ class GrammarMatcher:
     ) -> TokenMasks:
         """What may follow the output (row 0) and each node of a draft (row i + 1 for node i).
 
-        A row behind an illegal token or a stop token cannot be reached; its mask allows everything.
+        A row after an illegal token or a stop token cannot be reached; its mask allows everything.
 
         Args:
             output_ids: the output so far, without the prompt.
@@ -126,11 +126,7 @@ class GrammarMatcher:
         return ends + is_legal
 
     def forced(self, output_ids: Sequence[int], limit: int) -> tuple[int, ...]:
-        """The tokens that the grammar leaves no choice about, at most ``limit``.
-
-        Raises:
-            GrammarError: the output itself breaks the grammar.
-        """
+        """At most ``limit`` tokens without a choice. Raises GrammarError: the output breaks the grammar."""
         self._move(output_ids)
         return tuple(self._matcher.compute_ff_tokens()[:limit])
 

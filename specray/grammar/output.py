@@ -39,7 +39,7 @@ class GuidedOutput:
 
 
 class GuidedOutputs:
-    """Implements ``interfaces.OutputGrammarFactory``, in threads beside the event loop.
+    """Implements ``interfaces.OutputGrammarFactory``, in threads, off the event loop.
 
     Args:
         compiler: of the target's tokenizer.

@@ -5,7 +5,7 @@ A directory of it::
     <name>-<key>/           a checkpoint, with the sizes and checksums of its files in specray.json
     gguf/<checksum>.gguf    the file from which a known model's checkpoint is made
     locks/<key>             held by the process that makes or removes either
-    partial/<key>-<random>/ what that process has not finished; left behind, the next holder removes it
+    partial/<key>-<random>/ what that process has not finished; left over, the next holder removes it
 
 The key is the beginning of the GGUF file's SHA-256.
 """
@@ -157,11 +157,7 @@ class ModelCache:
 
     @contextmanager
     def using(self) -> Iterator[None]:
-        """Turns what the disk refuses into one sentence.
-
-        Raises:
-            ConfigError: the cache cannot be read or written.
-        """
+        """Turns what the disk refuses into one ConfigError."""
         try:
             yield
         except OSError as error:
@@ -174,7 +170,7 @@ def user_cache() -> ModelCache:
 
 
 def file_sha256(path: Path, on_bytes: Callable[[int], None] = lambda _: None) -> str:
-    """SHA-256 of a file, in hexadecimal; ``on_bytes`` is told how many bytes are read."""
+    """SHA-256 of a file, in hexadecimal; ``on_bytes`` receives the bytes read so far."""
     digest, num_bytes = hashlib.sha256(), 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):

@@ -43,7 +43,7 @@ def run_child(
 
     Args:
         directory: where its output goes, as files.
-        environment: variables beside those of this process.
+        environment: variables besides those of this process.
         deadline_s: seconds after which it is ended.
         tick: called ten times a second.
     """

@@ -40,7 +40,7 @@ def convert(gguf: Path, destination: Path, work: Path, listener: Listener, what:
         )
     check_space(destination.parent, header.num_values * _BYTES_PER_VALUE + _TOKENIZER_BYTES, what)
     work.mkdir()
-    # A directory with this file alone: nothing that lies beside the user's file is read with it.
+    # A directory with this file alone: nothing that lies next to the user's file is read with it.
     source = work / "model.gguf"
     source.symlink_to(gguf.absolute())
     ended = run_child(

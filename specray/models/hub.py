@@ -14,14 +14,7 @@ _FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
 
 
 def fetch_from_hub(hub_id: str, *, endpoint: str | None = None) -> Path:
-    """Downloads configuration, tokenizer and safetensors, and returns their directory.
-
-    Args:
-        endpoint: address of the hub; None: the one that its library knows.
-
-    Raises:
-        ConfigError: the hub cannot be reached, or has no such model in safetensors.
-    """
+    """Downloads a model without its other formats; its directory. ConfigError: no hub, or no such model."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 

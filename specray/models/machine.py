@@ -1,4 +1,4 @@
-"""What of this machine decides how a known model's draft is served, told without torch."""
+"""What of this machine decides how a known model's draft is served, found without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _INT8_FEATURES = frozenset({"avx2", "fma", "f16c"})
 
 
 def has_int8_kernels() -> bool:
-    """Whether this processor runs the kernels of quantised weights; False where that cannot be told."""
+    """Whether this processor runs the kernels of quantised weights; False: unknown, too."""
     try:
         lines = _CPU_INFO.read_text("utf-8").splitlines()
     except OSError:

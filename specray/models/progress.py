@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Listener(Protocol):
-    """Is told what happens while a model is fetched and converted."""
+    """Receives what happens while a model is fetched and converted."""
 
     def notice(self, line: str) -> None:
         """A line that the user should read."""

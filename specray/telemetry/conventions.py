@@ -63,11 +63,7 @@ def rpc_attributes(method: str) -> Attributes:
 
 
 def operation_attributes(operation: str) -> Attributes:
-    """What is known of a generating call before its body is read.
-
-    Args:
-        operation: ``chat`` or ``text_completion``.
-    """
+    """What is known of a call to ``chat`` or ``text_completion`` before its body is read."""
     return {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": PROVIDER,
@@ -139,12 +135,7 @@ def response_attributes(
 
 
 def status_attributes(protocol: str, code: str, error: str | None) -> Attributes:
-    """How a call ended.
-
-    Args:
-        code: an HTTP status, or the name of a gRPC code.
-        error: code of the server's error; None: the server has made none.
-    """
+    """How a call ended: HTTP status or gRPC code, and the server's own error code if any."""
     values: dict[str, Value] = {} if error is None else {"error.type": error}
     if protocol == "http":
         values["http.response.status_code"] = int(code)

@@ -228,11 +228,11 @@ def _short_id(call_id: str) -> str:
 
 
 _CHOICES: Final = ("enum", "oneOf")
-"""Keywords beside which some templates join the default to a text."""
+"""Keywords next to which some templates join the default to a text."""
 
 
 def with_text_defaults(value: Any) -> Any:
-    """A schema, or what contains some, whose defaults beside choices are JSON text where they are no text."""
+    """A schema, or what contains some, whose defaults of choices are JSON text where they are no text."""
     if isinstance(value, list | tuple):
         return [with_text_defaults(entry) for entry in value]
     if not isinstance(value, Mapping):

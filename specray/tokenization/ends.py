@@ -25,12 +25,7 @@ _BESIDE_PART_END: Final = (("<|return|>", "<|call|>"), ("<|calls|>", "<|flush|>"
 
 
 def named_ends(vocabulary: Mapping[str, int], control_ids: Collection[int]) -> set[int]:
-    """Ids of the tokens whose names say that they end an output.
-
-    Args:
-        vocabulary: ids by token.
-        control_ids: tokens that are no text.
-    """
+    """Ids of the tokens whose names say that they end an output; ``control_ids`` are no text."""
     found = {name: vocabulary[name] for name in (*_ENDS, *_FILL_IN_ENDS) if name in vocabulary}
     if found.get(_MARKUP) not in control_ids:
         found.pop(_MARKUP, None)

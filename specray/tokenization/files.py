@@ -9,7 +9,7 @@ from specray.errors import ConfigError
 from specray.json_files import check_settings, read_json_file
 
 _READ = ("tokenizer.json", "vocab.json", "vocab.txt")
-"""Files of which one suffices, or does with others beside it."""
+"""Files of which one suffices, or does with others next to it."""
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model")
 
 

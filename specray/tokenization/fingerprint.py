@@ -40,24 +40,12 @@ _OTHER_SOURCES = (
 
 
 def tokenizer_fingerprint(path: str, directory: Path | None = None) -> str:
-    """The :func:`fingerprint` of a model's vocabulary.
-
-    Args:
-        path, directory: as for :func:`tokenizer_vocabulary`, which it raises like.
-    """
+    """The :func:`fingerprint` of a model's vocabulary; raises as :func:`tokenizer_vocabulary`."""
     return fingerprint(tokenizer_vocabulary(path, directory))
 
 
 def tokenizer_vocabulary(path: str, directory: Path | None = None) -> dict[str, int]:
-    """Ids by token.
-
-    Args:
-        path: directory or hub id of the model.
-        directory: the model's files, if they are on this machine.
-
-    Raises:
-        ConfigError: there is no tokenizer at ``path``.
-    """
+    """Ids by token; ``directory``: the model's files on this machine. ConfigError: no tokenizer."""
     local = Path(path).expanduser()
     check_tokenizer_files(local if local.is_dir() else path)
     vocabulary = None if directory is None else read_vocabulary(directory)
@@ -123,7 +111,7 @@ def _read_backend(directory: Path, settings: Mapping[str, Any], named: list[str]
     # A padding of the file's own names a token as well.
     if backend.padding is not None:
         named.append(backend.padding["pad_token"])
-    # Any other is added, with an id behind the last.
+    # Any other is added, with an id after the last.
     if any(token not in vocabulary for token in named):
         return None
     for token_id, token in (settings.get("added_tokens_decoder") or {}).items():

@@ -37,11 +37,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def read_generation_config(path: str | Path) -> dict[str, Any]:
-    """Reads generation_config.json of a model; empty if it has none.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """generation_config.json of a model; empty: it has none. Raises ConfigError: unreadable."""
     name = "generation_config.json"
     path = demo_target_path() if path == EMBEDDED else path
     if Path(path).is_dir():

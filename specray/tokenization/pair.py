@@ -38,12 +38,7 @@ def pair_problem(
     draft_path: str | Path,
     target_path: str | Path,
 ) -> str | None:
-    """Says why a draft's tokenizer does not fit the target's; None: it does.
-
-    Args:
-        draft, target: ids by token.
-        mode: what ``draft.vocabulary`` says.
-    """
+    """Why a draft's ids by token do not fit the target's in ``draft.vocabulary``'s mode; None: they do."""
     told = difference(draft, target)
     if told is None:
         return None

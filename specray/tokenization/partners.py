@@ -117,11 +117,7 @@ class Partners:
         return read
 
     def write(self, draft_ids: Sequence[int], behind: Sequence[int]) -> tuple[int, ...]:
-        """The target's tokens for a text that the draft has written, up to the end that it may have put.
-
-        Args:
-            behind: the target's last tokens, which the text goes on from.
-        """
+        """The target's tokens for a text of the draft, after its own last tokens, and perhaps an end."""
         is_special = self._draft.tokenizer.is_special
         kept = tuple(itertools.takewhile(lambda token_id: not is_special(token_id), draft_ids))
         kept = tuple(itertools.takewhile(lambda token_id: token_id not in self._draft_eos, kept))

@@ -128,7 +128,7 @@ class TextStream:
         if not self._tokenizer.is_special(token_id):
             return self._decoder.push(token_id)
         mark = self._marks.mark(token_id)
-        # What is shown stands behind the text before it, complete or not.
+        # What is shown stands after the text before it, complete or not.
         return self._decoder.finish() + mark if self._marks.is_shown(token_id) else mark
 
     def _scan(self, new: str) -> str:

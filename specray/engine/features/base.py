@@ -34,7 +34,7 @@ class TargetParts:
     shape: TargetShape
     embed: TokenRows
     logits: TokenRows
-    """The target's head, of rows behind its final norm."""
+    """The target's head, of rows after its final norm."""
     operators: Operators
     dtype: torch.dtype
     device: torch.device
@@ -67,7 +67,7 @@ class Continued:
     sources: Sequence[int]
     """Row of the step before from which each token was drawn."""
     visibility: Sequence[Visibility]
-    """What each token sees, behind the context's tokens; KV indices ascending."""
+    """What each token sees, after the context's tokens; KV indices ascending."""
 
     @property
     def is_chain(self) -> bool:

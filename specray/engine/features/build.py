@@ -62,14 +62,7 @@ class DrafterPlan:
 
 
 def plan_drafter(config: TargetConfig, *, is_remote: bool = False) -> DrafterPlan | None:
-    """Reads the target's drafter; None: it has none.
-
-    Args:
-        is_remote: the drafter runs in the draft's process.
-
-    Raises:
-        ConfigError: the drafter cannot be read or does not fit; names the tensor or field.
-    """
+    """Reads the target's drafter; None: it has none. ConfigError names what does not fit."""
     if config.drafter is None:
         return None
     args = model_args(config, "target", config.tensor_parallel_size)
@@ -83,13 +76,13 @@ def plan_drafter(config: TargetConfig, *, is_remote: bool = False) -> DrafterPla
 def tap_features(
     runner: ModelRunner, plan: DrafterPlan, *, grammars: GrammarMasks, max_num_draft_probs: int
 ) -> tuple[FeatureTap, TargetDrafting]:
-    """Loads the drafter beside the target that the runner runs.
+    """Loads the drafter next to the target that the runner runs.
 
     Returns:
         The runner that feeds it, to take the other's place, and what drafts.
 
     Raises:
-        ConfigError: it cannot be loaded beside this target.
+        ConfigError: it cannot be loaded next to this target.
     """
     info = runner.info
     parts = target_parts(runner, plan.layout, plan.shape, plan.args)
@@ -111,11 +104,7 @@ def tap_features(
 
 
 def send_features(runner: ModelRunner, plan: DrafterPlan) -> tuple[FeatureTap, FeatureSender]:
-    """Loads what the target computes for a drafter in the draft's process.
-
-    Returns:
-        The runner that keeps the features, to take the other's place, and what sends them.
-    """
+    """Loads the target's part of a remote drafter: the runner that stores features, and what sends them."""
     info = runner.info
     fuser = load_fuser(plan.layout, Place(choose_operators(runner), info.dtype, info.device))
     cache = runner.cache

@@ -21,7 +21,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {"is_neox_style": (True,), "partial_rotary_f
 """Fields that change which numbers are rotated, and the values that are read."""
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _WITHOUT_WINDOW = ("llama", "qwen2", "qwen3", None)
-"""Model types that have no window unless a field beside ``sliding_window`` says so."""
+"""Model types that have no window unless a field besides ``sliding_window`` says so."""
 
 WeightAndBias = tuple[torch.Tensor, torch.Tensor | None]
 """Weight and bias of a linear layer; None: it has no bias."""
@@ -102,14 +102,7 @@ def read_attention(files: DrafterFiles, section: dict[str, Any]) -> DecoderConfi
 
 
 def read_windows(files: DrafterFiles, section: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Sliding window of each layer: a row sees itself and the ``window - 1`` positions before it; None: all.
-
-    Args:
-        section: of the configuration, with what a Llama's, a Mistral's or a Qwen's says.
-
-    Raises:
-        ConfigError: names the field that does not fit, and what would.
-    """
+    """Window of each layer (a row sees ``window - 1`` positions before it); None: all. Raises ConfigError."""
     are_sliding = sliding_layers(files, section, num_layers)
     window = section.get("sliding_window")
     return tuple(window_size(files, window) if is_sliding else None for is_sliding in are_sliding)
@@ -174,7 +167,7 @@ def read_layer(
     """Takes the tensors of one layer.
 
     Args:
-        is_wide: it reads embedding and features, each behind a norm of its own (EAGLE-3's first layer).
+        is_wide: it reads embedding and features, each after a norm of its own (EAGLE-3's first layer).
         needs_norm: a missing norm of its input is an error.
 
     Raises:
@@ -229,7 +222,7 @@ class Lowering:
     """Makes a drafter's parts out of its tensors.
 
     Args:
-        parts: where they go; those of the target, where the drafter is beside it.
+        parts: where they go; those of the target, where the drafter is next to it.
         attention: of the drafter's layers.
     """
 

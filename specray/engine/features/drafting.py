@@ -1,4 +1,4 @@
-"""Drafting from features: many sequences side by side; on the target, behind what it has just accepted."""
+"""Drafting from features: many sequences side by side; on the target, after what it has just accepted."""
 
 from __future__ import annotations
 

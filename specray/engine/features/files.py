@@ -17,7 +17,7 @@ from specray.json_files import read_json_file
 
 _TENSOR_FILES = ("*.safetensors",)
 _PICKLES = ("*.pt", "*.bin")
-"""Names of files that authors' heads have beside or instead: pickles, which are not read."""
+"""Names of files that authors' heads have besides or instead: pickles, which are not read."""
 _COMPUTED = re.compile(r"(^|\.)(rotary_emb\.|inv_freq$)")
 """Tables that are computed, once saved with the weights."""
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

@@ -1,4 +1,4 @@
-"""What a drafter of features lets grow behind a sequence: chains, and trees of the likeliest nodes."""
+"""What a drafter of features lets grow after a sequence: chains, and trees of the likeliest nodes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _ROOT = -1
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """A sequence whose verdict is known, and what is wanted behind it."""
+    """A sequence whose verdict is known, and what is wanted after it."""
 
     sequence: EngineSequence
     """All of its tokens are accepted."""
     next_token_id: int | None
-    """Token that the target has drawn behind them; None: the sequence holds it, too."""
+    """Token that the target has drawn after them; None: the sequence holds it, too."""
     num_tokens: int
     """Most draft tokens; of a tree, of a path."""
     min_acceptance: float = 0.0
@@ -33,11 +33,11 @@ class DraftRequest:
     tree: TreeBudget | None = None
     """None: a chain."""
     is_moved: bool = False
-    """It was a tree's path that was accepted: K/V behind its tokens are still to be moved to theirs."""
+    """It was a tree's path that was accepted: K/V of its tokens are still to be moved to theirs."""
 
 
 def draft_request(item: VerifyItem, sequence: EngineSequence, answer: object) -> DraftRequest | None:
-    """What the item asks for behind its verdict; None: nothing, or there is no verdict on a token."""
+    """What the item asks for after its verdict; None: nothing, or there is no verdict on a token."""
     if item.num_next_draft_tokens == 0 or not isinstance(answer, Verdict) or answer.next_token_id is None:
         return None
     return DraftRequest(
@@ -66,11 +66,7 @@ class GrowingChain:
         return DraftTokens(self.chain.draft_token_ids, probs=self.chain.draft_probs)
 
     def advance(self, first_row: int) -> Continued | None:
-        """The token that is computed next; None: the chain is full.
-
-        Args:
-            first_row: that the last token was drawn from.
-        """
+        """The token computed next, drawn from ``first_row``; None: the chain is full."""
         if self.chain.is_full:
             return None
         index = len(self.chain.token_ids) - 1

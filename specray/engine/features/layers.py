@@ -25,7 +25,7 @@ class _Named(NamedTuple):
     field: str
     ids: Sequence[Any]
     is_left: bool = False
-    """Ids are of what leaves layers, one less than those of what enters; -1 is the embedding."""
+    """Ids count layer outputs (input id - 1); -1 is the embedding."""
 
 
 def read_layers(files: DrafterFiles, num_layers: int, num_read: int) -> tuple[int, ...]:

@@ -73,7 +73,7 @@ class DrafterLayout(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderLayout(DrafterLayout):
-    """A drafter of decoder layers behind ``fc``, with everything that its forward depends on."""
+    """A drafter of decoder layers after ``fc``, with everything that its forward depends on."""
 
     attention: DecoderConfig
     """Heads, rotary positions and epsilon of its layers."""

@@ -68,15 +68,7 @@ def _warn_of_looser_acceptance(files: DrafterFiles) -> None:
 
 
 def read_drafter(drafter: str, args: ModelArgs, target: TargetShape, dtype: torch.dtype) -> Layout:
-    """Reads what ``target.drafter`` names: a checkpoint, or the MTP layer in the target's own.
-
-    Args:
-        args: of the target's checkpoint.
-        dtype: of an MTP layer.
-
-    Raises:
-        ConfigError: as ``read_layout`` and ``read_mtp`` do.
-    """
+    """Reads a checkpoint, or the MTP layer of the target's own ``args``. Raises ConfigError."""
     return read_mtp(args, target, dtype) if drafter == MTP else read_layout(drafter, target)
 
 

@@ -1,6 +1,6 @@
 """Medusa heads: each draws one token further ahead from what the target's head read, without any state.
 
-Head k turns the last hidden state into logits of the token k + 1 places behind the one that the target has
+Head k turns the last hidden state into logits of the token k + 1 places after the one that the target has
 just drawn. No head knows what another drew.
 """
 
@@ -48,7 +48,7 @@ class MedusaLayout(DrafterLayout):
     heads: tuple[tuple[Block, ...], ...]
     """Residual blocks of each head."""
     outputs: tuple[torch.Tensor | None, ...]
-    """Weight behind the blocks of each head; None: the target's own head."""
+    """Weight after the blocks of each head; None: the target's own head."""
     rank_acceptance: tuple[tuple[float, ...], ...] = ()
     """By head, the measured chance of each rank; empty: none was measured."""
 

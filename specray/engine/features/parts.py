@@ -78,7 +78,7 @@ def _model_embedding(forward: DecoderForward) -> TokenRows:
 
 
 def choose_operators(runner: ModelRunner) -> Operators:
-    """What a drafter beside the target is made of."""
+    """What a drafter next to the target is made of."""
     info, forward = runner.info, runner.forward
     if info.device.type != "cpu":
         return cuda_operators(info.dtype, info.device)

@@ -17,14 +17,7 @@ _MASK_IDS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_
 
 
 def read_embedding(files: DrafterFiles, hidden: int, target: TargetShape) -> torch.Tensor | None:
-    """The drafter's own embedding; None: the target's.
-
-    Args:
-        hidden: numbers of the drafter's rows.
-
-    Raises:
-        ConfigError: it is missing where the target's does not fit.
-    """
+    """The drafter's own embedding ``[.., hidden]``; None: the target's, if it fits, or ConfigError."""
     name = "embed_tokens.weight"
     table = take_rows(files, name, target.vocab_size, hidden) if files.has(name) else None
     if table is None and hidden != target.hidden_size:
@@ -36,7 +29,7 @@ def read_embedding(files: DrafterFiles, hidden: int, target: TargetShape) -> tor
 
 
 def take_rows(files: DrafterFiles, name: str, vocab_size: int, columns: int) -> torch.Tensor:
-    """A matrix with a row for each of the target's token ids, without the rows of padding behind them.
+    """A matrix with a row for each of the target's token ids, without the rows of padding after them.
 
     Raises:
         ConfigError: it does not fit; it has more rows, and no ``vocab_size`` of the configuration says that
@@ -121,12 +114,7 @@ def make_embedding(table: torch.Tensor | None, parts: TargetParts) -> TokenRows:
 def make_head(
     head: torch.Tensor | None, token_ids: NDArray[np.int64] | None, parts: TargetParts
 ) -> TokenRows:
-    """Logits of rows behind the drafter's final norm.
-
-    Args:
-        head: of the drafter's own; None: the target's.
-        token_ids: of the logits; None: all.
-    """
+    """Logits of rows after the final norm; without ``head`` the target's, of ``token_ids`` or all."""
     if head is not None:
         weight = head.to(device=parts.device, dtype=parts.dtype).contiguous()
         return parts.operators.linear(weight, None).precise

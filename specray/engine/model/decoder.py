@@ -2,7 +2,7 @@
 
 RMS norm, rotary positions, grouped attention with optional biases and q/k norms, a gated MLP or several.
 Everything that a layer needs is prepared once (see ``lowering``); a forward is a straight line of few, large
-operators, because at one row a draft's step is 0.2 ms and each operator costs 1 to 10 us beside its work.
+operators, because at one row a draft's step is 0.2 ms and each operator costs 1 to 10 us besides its work.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class DecoderForward:
     logit_scale: float = 1.0
     """Factor of what the last norm gives here. Features have neither."""
     embedding_scale: float = 1.0
-    """Factor of the rows here that the model has behind its embedding."""
+    """Factor of the rows here that the model has after its embedding."""
 
     @property
     def name(self) -> str:
@@ -123,7 +123,7 @@ class DecoderForward:
 
     @property
     def has_late_features(self) -> bool:
-        """Some are behind the last layer, which must then compute all rows."""
+        """Some are after the last layer, which must then compute all rows."""
         return any(layer >= len(self.layers) for layer in self.feature_layers)
 
     @property

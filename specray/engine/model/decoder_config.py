@@ -265,7 +265,7 @@ MODEL_TYPES = frozenset(
 SINKS = "self_attn.sinks"
 INPUT_NORM = "input_layernorm"
 ATTENTION_NORM = "post_attention_layernorm"
-"""Norm behind attention; before the MLP, unless there is a norm of that name."""
+"""Norm after attention; before the MLP, unless there is a norm of that name."""
 MLP_NORM = "pre_feedforward_layernorm"
 MLP_OUTPUT_NORM = "post_feedforward_layernorm"
 

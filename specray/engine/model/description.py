@@ -80,7 +80,7 @@ class ModelDescription:
     stored: StoredFormat | None = None
     """Format of the files' quantised weights; None: they are plain."""
     mask_token_id: int | None = None
-    """Token behind which a draft predicts what it stands for (PARD); None: it has none."""
+    """Mask token id of a draft that predicts several tokens at once (PARD); None: it has none."""
     has_recurrent_layers: bool = False
     """Some layers keep a state of each sequence, from which only a chain of draft tokens can go on."""
 
@@ -93,11 +93,7 @@ def model_path(config: EngineConfig, role: str) -> str:
 
 
 def check_loadable(args: ModelArgs) -> int:
-    """Reads everything but the weights, and returns the vocabulary's size.
-
-    Raises:
-        ConfigError: as :func:`describe`.
-    """
+    """Reads everything but the weights, and returns the vocabulary's size. Raises as :func:`describe`."""
     return describe(args).vocab_size
 
 
@@ -256,11 +252,7 @@ def _max_model_len(args: ModelArgs, limit: int | None) -> int:
 
 
 def _check_shards(args: ModelArgs, fields: Mapping[str, Any], *, has_decoder: bool) -> None:
-    """Raises ConfigError when the ranks cannot share each layer of a model.
-
-    Args:
-        has_decoder: the decoder runs the model; several of its ranks may have the same key heads.
-    """
+    """Raises ConfigError if the ranks cannot share each layer; the decoder's ranks may repeat key heads."""
     size = args.tensor_parallel_size
     for field, value in fields.items():
         can_repeat = has_decoder and field == "num_key_value_heads"

@@ -35,7 +35,7 @@ _Parts = tuple[tuple[int, int, int], ...]
 _CHUNKS: tuple[_Parts, ...] = (((0, 0, 4),), ((0, 4, 8),))
 _SHORT_CHUNKS: tuple[_Parts, ...] = (((0, 0, 4),), ((0, 4, 6),))
 _SINGLE_ROWS: tuple[_Parts, ...] = (((0, 6, 7), (1, 0, 1)), ((0, 7, 8), (1, 1, 2)))
-"""Steps behind those of the short chunks: one row behind others, a first row, and two rows side by side."""
+"""Steps after those of the short chunks: one row after others, a first row, and two rows side by side."""
 _UNSUPPORTED = {
     "head_mask": "a mask of heads",
     "position_bias": "a bias by position",
@@ -126,7 +126,7 @@ class HfForward:
             self.cache_shape = replace(self.cache_shape, state_bytes=state_bytes)
 
     def _find_recurrent(self, probe: _Probe) -> RecurrentLayers | None:
-        """Runs the probe through the model, beside a cache of the library's where layers are recurrent."""
+        """Runs the probe through the model, next to a cache of the library's where layers are recurrent."""
         one_token = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
         run = partial(self.model, one_token, position_ids=one_token, attention_step=probe)
         with torch.inference_mode():
@@ -198,11 +198,7 @@ class HfForward:
     def decode(
         self, embedded: torch.Tensor, positions: torch.Tensor, step: AttentionStep, *, first_index: int
     ) -> torch.Tensor:
-        """What leaves the final norm of rows that are embedded, ``[num_rows, hidden_size]``.
-
-        Args:
-            first_index: KV index before which nothing is seen.
-        """
+        """Final norm's ``[num_rows, hidden_size]`` of embedded rows, which see KV from ``first_index`` on."""
         output = self.model.base_model(
             inputs_embeds=embedded[None],
             position_ids=positions[None],
@@ -227,7 +223,7 @@ def _plain_logits(model: PreTrainedModel) -> torch.Tensor:
 
 
 class _Tap:
-    """Picks layers out of the hidden states, whose last one the library gives behind the final norm only.
+    """Picks layers out of the hidden states, whose last one the library gives after the final norm only.
 
     Args:
         layers: as ``step.ForwardOutput`` numbers them.

@@ -160,11 +160,7 @@ class LibraryConfig:
         return [number for number in numbers if number is not None]
 
     def has_decoder(self, forward: str) -> bool:
-        """Whether the decoder runs it.
-
-        Args:
-            forward: the setting.
-        """
+        """Whether the decoder runs it; ``forward`` is the setting."""
         return forward != "hf" and self.whole is self.text and can_lower(self.text)
 
     def can_be_shared(self, forward: str) -> bool:
@@ -204,7 +200,7 @@ def load_config(path: str, directory: Path | None) -> LibraryConfig:
         config: PreTrainedConfig = AutoConfig.from_pretrained(where, trust_remote_code=False, **options)
         text = config.get_text_config()
         if getattr(text, "rope_parameters", None):
-            # Its models do so: what stands beside the rotary parameters may count before them.
+            # Its models do so: what stands next to the rotary parameters may count before them.
             text.standardize_rope_params()
     except Exception as error:  # Values that a configuration class refuses raise all kinds.
         reason = one_line(error) if isinstance(error, (OSError, ValueError)) else plain_reason(error)
@@ -215,11 +211,7 @@ def load_config(path: str, directory: Path | None) -> LibraryConfig:
 
 @contextmanager
 def plain_layers(path: str) -> Iterator[None]:
-    """Names what layers have of their own where only one value for all of them can be served.
-
-    Raises:
-        ConfigError: instead of the library's error, which speaks of its objects.
-    """
+    """Raises ConfigError in place of the library's error where layers have values of their own."""
     try:
         yield
     except AmbiguousGlobalPerLayerAttributeError as error:

@@ -37,7 +37,7 @@ _EXACT_ROWS = 8
 
 
 def padded_width(num_rows: int) -> int:
-    """Rows that are computed for so many: at most a quarter more, and four widths per doubling."""
+    """Padded number of rows: at most a quarter more, and four widths per doubling."""
     if num_rows <= _EXACT_ROWS:
         return num_rows
     step = 1 << ((num_rows - 1).bit_length() - 3)

@@ -69,7 +69,7 @@ class LoadedModel:
     token_ids: NDArray[np.int64] | None = None
     """Token ids of the logits, ascending; None: all of the vocabulary."""
     mask_token_id: int | None = None
-    """Token behind which a draft predicts what it stands for (PARD); None: it has none."""
+    """Mask token id of a draft that predicts several tokens at once (PARD); None: it has none."""
 
 
 def load_model(args: ModelArgs, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:

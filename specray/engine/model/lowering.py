@@ -266,11 +266,7 @@ def rounded_scale(config: DecoderConfig, dtype: torch.dtype) -> float:
 
 
 def _embedding_scale(config: DecoderConfig, dtype: torch.dtype) -> float:
-    """Factor of what enters the residual stream.
-
-    Where each layer's addition has a factor, the stream is computed divided by it: one factor here in the
-    place of two in each layer.
-    """
+    """Factor of the residual stream's input: one division in place of a factor in each layer's addition."""
     scale = rounded_scale(config, dtype) if config.has_scaled_embedding else config.embedding_scale
     return scale / config.residual_scale
 

@@ -88,7 +88,7 @@ def cpu_operators(dtype: torch.dtype, num_threads: int, thread_pool: ThreadPool 
     """Our kernels, or torch's operators where numba is missing.
 
     Args:
-        thread_pool: of a model beside which this one runs; None: one of its own.
+        thread_pool: of a model next to which this one runs; None: one of its own.
     """
     try:
         from specray.engine.model.operators_cpu import KernelOperators

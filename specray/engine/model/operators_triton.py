@@ -66,7 +66,7 @@ class TritonOperators(TorchOperators):
 
 @torch.inference_mode()
 def check_gate(device: torch.device, dtype: torch.dtype) -> None:
-    """Activates a few numbers beside torch. Raises ArithmeticError where the results differ."""
+    """Compares activations of a few numbers with torch's. Raises ArithmeticError where the results differ."""
     generator = torch.Generator().manual_seed(0)
     weight, rows = (
         torch.randn(size, generator=generator).to(device=device, dtype=dtype)

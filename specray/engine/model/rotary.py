@@ -39,7 +39,7 @@ def cos_sin(config: DecoderConfig, max_model_len: int, device: torch.device) -> 
 
 
 def rotated_first(config: DecoderConfig) -> torch.Tensor | None:
-    """Order of a head's numbers in which those that are rotated together lie half a head apart.
+    """Permutation of a head's numbers that puts pairs rotated together half a head apart.
 
     A model that rotates the first numbers of a head has pairs half of these apart. The dot product does not
     depend on the order. None: they lie so already.

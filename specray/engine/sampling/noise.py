@@ -105,12 +105,7 @@ def philox_words_at(keys: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def philox_block(counter: Sequence[Tensor], key: Sequence[Tensor]) -> list[Tensor]:
-    """Philox4x64-10 of int64 tensors that hold the bits of unsigned words.
-
-    Args:
-        counter: four tensors of one shape.
-        key: two tensors that broadcast to it.
-    """
+    """Philox4x64-10 of int64 tensors with the bits of unsigned words: four of one shape, keyed by two."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for round_index in range(NUM_ROUNDS):

@@ -20,7 +20,7 @@ def apply_penalties(logits: Tensor, group: RowGroup) -> None:
     """Changes a group's logits ``[num_rows, vocab_size]`` in place.
 
     The repetition penalty is over prompt and output, the others over the output. Every operation is rounded
-    by itself or exact, so that a row's bits depend neither on the rows beside it nor on vector instructions.
+    by itself or exact, so that a row's bits depend neither on the rows next to it nor on vector instructions.
     """
     sampling, state, device = group.sampling, group.state, logits.device
     kind = np.float64 if logits.dtype == torch.float64 else np.float32
@@ -62,7 +62,7 @@ def _counts_by_row(
 def _tally(
     of_prefix: Mapping[int, int], draft_ids: Sequence[int], vocab_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Tokens of a prefix and those that only the drafts behind it have, with the prefix's counts.
+    """Tokens of a prefix and those that only the drafts after it have, with the prefix's counts.
 
     Tokens that the logits lack are left out: a prefix may hold tokens that a draft has not.
     """

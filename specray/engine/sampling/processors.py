@@ -99,7 +99,7 @@ def _scale(logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
     if all(divisor == 1.0 for divisor in divisors):
         return logits
     # By a tensor even where all are equal: for a number CUDA multiplies by its reciprocal, and a row's last
-    # bits would depend on the temperatures beside it.
+    # bits would depend on the temperatures next to it.
     return logits / torch.tensor([[each] for each in divisors], dtype=logits.dtype, device=logits.device)
 
 
@@ -142,7 +142,7 @@ def _forbid_others(logits: Tensor, sampling: SamplingParams) -> None:
 
 
 def _forbid_bad_words(logits: Tensor, group: RowGroup) -> None:
-    """Makes the last token of a bad word impossible behind its others, where that leaves some token."""
+    """Makes the last token of a bad word impossible after its others, where that leaves some token."""
     pairs = [pair for pair in bad_ends(group) if pair[1] < logits.shape[1]]
     if not pairs:
         return

@@ -1,4 +1,4 @@
-"""What engines draw tokens through: one seam, behind it the CPU's way or that of another device."""
+"""What engines draw tokens through: one seam over the CPU's way and another device's."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class WholeRows(MappedRows):
 
     Args:
         sampler: draws from rows of all tokens.
-        num_token_ids: tokens of a row, without padding behind them.
+        num_token_ids: tokens of a row, without padding after them.
         vocabulary: what the logits stand for, where they are not of all tokens.
     """
 

@@ -97,7 +97,7 @@ class SamplingState:
 
 
 class ToldTokens(Protocol):
-    """What the router has told of a request whose sequence holds other tokens: a draft's reading of it."""
+    """What the router has sent of a request whose sequence holds other tokens: a draft's view of it."""
 
     @property
     def state(self) -> SamplingState: ...
@@ -126,7 +126,7 @@ class RowGroup:
     state: SamplingState
     """State of the prefix; not changed by whoever reads the rows."""
     token_ids: Sequence[int]
-    """Tokens under verification behind the prefix, one fewer than rows."""
+    """Tokens under verification after the prefix, one fewer than rows."""
     positions: Sequence[int]
     """Absolute position of the token that each row predicts."""
     token_masks: NDArray[np.int32] | None = None
@@ -172,7 +172,7 @@ def chain_rows(
 def draft_rows(
     state: SamplingState, draft: DraftTokens, *, token_masks: NDArray[np.int32] | None = None
 ) -> RowGroup:
-    """The rows of a prefix and of draft tokens behind it, a chain or a tree."""
+    """The rows of a prefix and of draft tokens after it, a chain or a tree."""
     if draft.parents is None:
         return chain_rows(state, draft.token_ids, token_masks=token_masks)
     positions = [state.length, *(state.length + 1 + depth for depth in draft.depths)]

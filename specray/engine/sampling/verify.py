@@ -38,11 +38,7 @@ class Verified(NamedTuple):
 
 
 def accept_own(own_token_ids: Sequence[int], group: RowGroup) -> Verified:
-    """Keeps draft tokens, of a chain or a tree, while they are the target's own; its own token follows.
-
-    Args:
-        own_token_ids: the target's choice in each row of the group.
-    """
+    """Keeps draft tokens, of a chain or a tree, while they equal the target's choice in their row."""
     if group.parents is None:
         return accept_equal(own_token_ids, group.token_ids)
     last = walk(group.token_ids, group.parents, lambda node: own_token_ids[node + 1])
@@ -52,11 +48,7 @@ def accept_own(own_token_ids: Sequence[int], group: RowGroup) -> Verified:
 
 
 def accept_equal(own_token_ids: Sequence[int], draft_token_ids: Sequence[int]) -> Verified:
-    """Keeps draft tokens while they equal the target's own; the target's own token follows.
-
-    Args:
-        own_token_ids: the target's choice in each row; one more than draft tokens.
-    """
+    """Keeps draft tokens while they equal the target's own, of which there is one more."""
     assert len(own_token_ids) == len(draft_token_ids) + 1, (len(own_token_ids), len(draft_token_ids))
     num_accepted = 0
     for own, draft in zip(own_token_ids, draft_token_ids, strict=False):

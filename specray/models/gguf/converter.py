@@ -136,11 +136,7 @@ def _read_model(library: Any, config: Any, options: dict[str, Any]) -> Any:
 
 
 def _check_all_used(header: GgufHeader, model: Any, apart: Collection[str]) -> None:
-    """Refuses a file of which transformers has passed a tensor over: another model would be computed.
-
-    Args:
-        apart: tensors that are no weights of the model.
-    """
+    """Refuses a file with unused tensors, ``apart`` excepted: another model would be computed."""
     # Tied weights are in it twice, at one place in memory.
     used = sum({tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}.values())
     left_over = sum(tensor.num_values for tensor in header.tensors if tensor.name not in apart) - used
@@ -169,13 +165,7 @@ def _one_line(error: Exception) -> str:
 def end_token_ids(
     values: Mapping[str, Any], vocabulary: Mapping[str, int], control_ids: Collection[int]
 ) -> list[int]:
-    """Ids of the tokens at which llama.cpp ends an output, ascending; transformers takes one of them.
-
-    Args:
-        values: keys of the file's header.
-        vocabulary: ids by token.
-        control_ids: tokens that are no text.
-    """
+    """Ids, ascending, at which llama.cpp ends an output; transformers takes one of the header's."""
     known = set(vocabulary.values())
     named = {token_id for key in _END_KEYS if isinstance(token_id := values.get(key), int)} & known
     return sorted((named | named_ends(vocabulary, control_ids)) - {part_end(vocabulary)})

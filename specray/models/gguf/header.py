@@ -77,11 +77,7 @@ class GgufHeader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Reads the header without the data.
-
-    Raises:
-        ConfigError: the file cannot be read, is no GGUF file of version 2 or 3, or ends too early.
-    """
+    """The header without the data. Raises ConfigError: unreadable, no GGUF of version 2 or 3, or cut off."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return _parse(path, _Reader(content))

@@ -1,4 +1,4 @@
-"""Makes ``config.json`` of the GGUF families that have recurrent layers beside attention."""
+"""Makes ``config.json`` of the GGUF families that have recurrent layers besides attention."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class UnfitError(Exception):
 
 
 class Keys:
-    """The keys of a header's architecture, without its name before them, and small tensors beside them.
+    """The keys of a header's architecture, without its name before them, and small tensors next to them.
 
     Each reader raises UnfitError for a value of another type or out of its range.
     """

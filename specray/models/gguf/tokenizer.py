@@ -161,7 +161,7 @@ def _values(header: GgufHeader) -> dict[str, Value]:
 
 
 def _check_lists(values: Mapping[str, Value], model: str) -> None:
-    """Raises UnfitError where the lists beside the tokens are missing, or of other lengths."""
+    """Raises UnfitError where the lists next to the tokens are missing, or of other lengths."""
     count = _length(values.get("ggml.tokens"))
     if model == _BYTE_LEVEL and _length(values.get("ggml.merges")) is None:
         raise _unfit("ggml.merges", values.get("ggml.merges"), "a list of merges")

@@ -81,11 +81,7 @@ class TemplateProbe:
         return AssistantTurns(self._render)
 
     def turn_end(self, names: Collection[str]) -> str | None:
-        """The token that the template writes after the assistant's last message and not within one.
-
-        Args:
-            names: texts of special tokens.
-        """
+        """The one of ``names`` that the template writes only after the assistant's last message."""
         rest = (self._render([_USER, _ASSISTANT]) or "").rpartition(_ANSWER)[2].lstrip()
         while found := [name for name in names if rest.startswith(name)]:
             name = max(found, key=len)

@@ -1,6 +1,6 @@
 """Writes the assistant's messages of a history in the form that a chat template takes.
 
-Templates differ in whether they take content beside reasoning in a message that calls tools, and in how many
+Templates differ in whether they take content besides reasoning in a message that calls tools, and in how many
 calls a message may have. What a template does is found out by small conversations.
 """
 

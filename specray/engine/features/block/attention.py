@@ -23,7 +23,7 @@ class BlockReach:
     """What the rows of a layer see."""
 
     window: int | None
-    """Positions before and behind a row up to which it sees, its own included; None: all."""
+    """Positions before and after a row up to which it sees, its own included; None: all."""
     is_causal: bool
     """True: a row of the block sees itself and those before it; False: the whole block."""
 

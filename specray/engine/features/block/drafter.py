@@ -1,4 +1,4 @@
-"""The block forward: a row for the last token and masks behind it draw all draft tokens at once.
+"""The block forward: a row for the last token and masks after it draw all draft tokens at once.
 
 What the target has computed is context: joined residuals give keys and values to every layer, once for each
 token, at the token's own slot and position. Queries are of the block alone, whose rows see each other::
@@ -179,14 +179,7 @@ class BlockDrafter:
     def _draw(
         self, own: Sequence[int], counts: Sequence[int], token_ids: Sequence[int], sources: Sequence[int]
     ) -> torch.Tensor:
-        """Logits of the next rows.
-
-        Args:
-            own: sequences that they are of.
-            counts: rows of each.
-            token_ids: token before each row.
-            sources: row of the step before that each goes on from.
-        """
+        """Logits of ``counts`` rows of each sequence in ``own``; ``sources``: rows of the step before."""
         device, depth = self._parts.device, self._shared.depth
         index = torch.tensor(own, device=device)
         logits, hidden = self._base(depth)[index], self._hidden[index, depth]

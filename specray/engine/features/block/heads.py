@@ -1,4 +1,4 @@
-"""What DSpark (arXiv 2607.05147) has behind a block: the Markov head and the confidence head.
+"""What DSpark (arXiv 2607.05147) has after a block: the Markov head and the confidence head.
 
 The rows of a block know no draft token. The Markov head lets them: it adds to the logits of a row what the
 token before it makes likelier, in as many numbers as its rank. The confidence head says how likely the target

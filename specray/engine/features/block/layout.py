@@ -1,6 +1,6 @@
 """Reads checkpoints of block drafters: DFlash (arXiv 2602.06036) and DSpark (2607.05147).
 
-DFlash is found by ``hidden_norm`` behind ``fc``: its layers read joined residuals of the target as context.
+DFlash is found by ``hidden_norm`` after ``fc``: its layers read joined residuals of the target as context.
 DSpark is DFlash with a Markov head, a confidence head, or both. Written by their authors, by SpecForge, and
 by speculators; with a vocabulary of their own or the target's.
 """
@@ -64,7 +64,7 @@ class BlockLayout(DecoderLayout):
     """A checkpoint of a block drafter."""
 
     hidden_norm: torch.Tensor
-    """Norm behind ``fc``."""
+    """Norm after ``fc``."""
     reaches: tuple[BlockReach, ...]
     """What the rows of each layer see."""
     norm: torch.Tensor
@@ -89,11 +89,7 @@ class BlockLayout(DecoderLayout):
         return "a DFlash or DSpark drafter"
 
     def logit_bytes(self, max_num_seqs: int, vocab_size: int) -> int:
-        """Bytes of the float32 logits that it computes at once.
-
-        Args:
-            vocab_size: of the target.
-        """
+        """Bytes of the float32 logits computed at once; ``vocab_size``: of the target."""
         num_logits = vocab_size if self.token_ids is None else len(self.token_ids)
         return 4 * max(HEAD_ROWS, max_num_seqs) * num_logits
 
@@ -118,11 +114,7 @@ def _canonical(name: str) -> str:
 
 
 def read_block(files: DrafterFiles, target: TargetShape) -> BlockLayout:
-    """Reads a block drafter of any of its layouts.
-
-    Raises:
-        ConfigError: names the tensor or field that does not fit the layout or the target, and what would.
-    """
+    """Reads a block drafter of any layout. ConfigError names the tensor or field that does not fit."""
     files.rename(_canonical)
     layout = _Reader(files, target).read()
     files.check_all_taken("DFlash" if layout.markov is None and layout.confidence is None else "DSpark")
@@ -246,7 +238,7 @@ class _Reader:
             are_sliding: tuple[bool, ...] = (False,) * num_layers
         else:
             are_sliding = sliding_layers(files, merged, num_layers)
-        # Whether a row sees what is behind it follows from method and layer, unless a field says it: DFlash's
+        # Whether a row sees later ones follows from method and layer, unless a field says it: DFlash's
         # layers with windows are causal, DSpark's are not.
         is_default_causal = self._value("sliding_window_non_causal", is_dspark) is not True
         is_causal = self._value("is_causal", self._value("causal", None))

@@ -36,7 +36,7 @@ class Entries:
     first: int
     end: int
     num_masks: int = 0
-    """Masks behind them, in the place of draft tokens that are not known yet."""
+    """Masks after them, in the place of draft tokens that are not known yet."""
 
 
 class ChainedDrafter(ABC):

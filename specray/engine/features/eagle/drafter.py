@@ -1,6 +1,6 @@
-"""The EAGLE forward: one small decoder behind fused features, that goes on with its own output.
+"""The EAGLE forward: one small decoder after fused features, that goes on with its own output.
 
-A drafter with masks (P-EAGLE, arXiv 2602.01469) draws all its tokens in one forward: behind the last entry
+A drafter with masks (P-EAGLE, arXiv 2602.01469) draws all its tokens in one forward: after the last entry
 stand masks, a token and a feature that it has learned, each in the place of a draft token.
 """
 

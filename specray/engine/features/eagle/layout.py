@@ -2,7 +2,7 @@
 
 EAGLE-3 heads are found as ``midlayer.*`` (the authors', SGLang, SpecForge, NVIDIA) and as ``layers.0.*``
 (vLLM, speculators); with a vocabulary of their own or the target's; with or without embedding and head.
-EAGLE-1 and 2 have one layer behind ``fc``, no norm before it, and the target's head. P-EAGLE is EAGLE-3 with
+EAGLE-1 and 2 have one layer after ``fc``, no norm before it, and the target's head. P-EAGLE is EAGLE-3 with
 ``mask_hidden``.
 """
 
@@ -56,9 +56,9 @@ class EagleLayout(DecoderLayout):
     norm: torch.Tensor | None
     """Norm before the head; None: EAGLE-1."""
     is_residual_normed: bool
-    """The residual around EAGLE-3's first layer is behind ``hidden_norm``."""
+    """The residual around EAGLE-3's first layer is after ``hidden_norm``."""
     is_output_normed: bool
-    """What a draft token hands to the next is behind ``norm``."""
+    """What a draft token hands to the next is after ``norm``."""
     masks: Masks | None = None
     """None: a draft token goes on with the output of the one before."""
 

@@ -1,4 +1,4 @@
-"""The MTP forward: one more layer of the target's kind behind its last hidden state.
+"""The MTP forward: one more layer of the target's kind after its last hidden state.
 
 An entry joins the embedding of a token with what the target's head read before it, or with what left the norm
 of this layer, for tokens that the layer itself has drawn. Both are normed, each by a norm of its own.

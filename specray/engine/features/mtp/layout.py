@@ -1,6 +1,6 @@
 """Reads an MTP layer out of a target's checkpoint, whichever family's names it has.
 
-Such a layer is one of the target's own kind, behind a projection of an embedding and a hidden state. It is
+Such a layer is one of the target's own kind, after a projection of an embedding and a hidden state. It is
 loaded as a model of one layer: the library then reads weights and computes the layer as the target's own.
 """
 
@@ -36,7 +36,7 @@ class _Naming:
     """What a family calls the parts of its MTP layers."""
 
     layer: str
-    """What the names of a layer's own weights begin with; N: its number, behind the target's layers."""
+    """What the names of a layer's own weights begin with; N: its number, after the target's layers."""
     root: str
     """What the names of all that is of MTP begin with."""
     projection: str
@@ -88,7 +88,7 @@ class MtpLayout(DrafterLayout):
     """An MTP layer of the target's checkpoint, which ``path`` names."""
 
     forward: HfForward
-    """The layer, and the norm behind it, over a block cache."""
+    """The layer, and the norm after it, over a block cache."""
     projection: torch.Tensor
     embedding_norm: torch.nn.Module
     hidden_norm: torch.nn.Module
@@ -122,15 +122,7 @@ class MtpLayout(DrafterLayout):
 
 
 def read_mtp(args: ModelArgs, target: TargetShape, dtype: torch.dtype) -> MtpLayout:
-    """Reads the MTP layer of a target.
-
-    Args:
-        args: of the target's checkpoint.
-        dtype: the target's.
-
-    Raises:
-        ConfigError: the checkpoint has none, or several, or is quantised; a tensor does not fit.
-    """
+    """Reads a target's MTP layer. ConfigError: none, several, quantised, or a tensor does not fit."""
     return _Reader(args, target, dtype).read()
 
 
@@ -295,11 +287,7 @@ def _text_config(path: str, described: Any) -> Any:
 
 
 def _one_layer(text: Any, *, is_dense: bool) -> Any:
-    """The configuration of a model of the MTP layer alone; those layers attend to all tokens.
-
-    Args:
-        is_dense: it has one MLP in the place of experts.
-    """
+    """Configuration of the MTP layer alone, which attends to all tokens; dense: one MLP, no experts."""
     config = deepcopy(text)
     config.num_hidden_layers, config.vocab_size, config.tie_word_embeddings = 1, _NUM_TOKENS, True
     config.pad_token_id = config.bos_token_id = config.eos_token_id = None

@@ -1,6 +1,6 @@
 """The draft engine that runs a drafter of features: what the target has computed comes with the items.
 
-A sequence holds the tokens that it was told, and features of the first of them: features of a token depend on
+A sequence holds the tokens that it received, and features of the first of them: features of a token depend on
 it and those before, as K/V do, so ``num_computed_tokens`` counts them. The last told token is drawn and has
 none yet. Its entry needs those of the token before::
 
@@ -54,9 +54,9 @@ class _Task:
     item: SpeculateItem
     sequence: EngineSequence
     growing: Growing | None = None
-    """What grows for a proposal."""
+    """The proposal's chain or tree."""
     outcome: OutcomeBranches | None = None
-    """What grows for outcomes. Without either nothing is to be drafted, or features are missing."""
+    """Outcome branches; both None: nothing to draft, or features are missing."""
 
     @property
     def reply(self) -> DraftReply:

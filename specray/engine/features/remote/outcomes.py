@@ -81,7 +81,7 @@ def _read(
     """Reads the tokens under verification.
 
     Returns:
-        Logits of all rows; and of each outcome, the row behind each number of accepted tokens. The drafter's
+        Logits of all rows; and of each outcome, the row after each number of accepted tokens. The drafter's
         outputs are those of the same rows.
     """
     logits, outputs = [drafter.start(store, contexts)], [drafter.outputs]

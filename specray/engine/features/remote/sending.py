@@ -43,7 +43,7 @@ class FeatureSender:
         self._max_rows = max(1, max_bytes // (ITEM_BYTES * self.feature_size))
 
     def rows(self, asked: Sequence[tuple[VerifyItem, EngineSequence]]) -> list[FeatureRows | None]:
-        """Rows for each item, behind its verdict; None: its draft has to wait. Never raises."""
+        """Rows for each item, after its verdict; None: its draft has to wait. Never raises."""
         try:
             return self._rows(asked)
         except Exception:

@@ -76,14 +76,7 @@ class Adapter:
     """By the name of the weight in the base."""
 
     def placed(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, AdaptedLayer]:
-        """The layers by the names that a model has for their weights.
-
-        Args:
-            shapes: of the model's weights.
-
-        Raises:
-            ConfigError: the model has no such weight, or one of another shape.
-        """
+        """The layers by the model's weight names; ConfigError: no such weight, or one of another shape."""
         found = {self._known(name, shapes): layer for name, layer in self.layers.items()}
         if len(found) < len(self.layers):
             raise _refused(self.path, f"adapts a weight under two names: {listed(list(self.layers))}")
@@ -113,11 +106,7 @@ class Adapter:
         return product.mul_(self._scale(layer))
 
     def merge(self, model: HasParameters) -> None:
-        """Adds every layer's difference to a model's parameters.
-
-        Raises:
-            ConfigError: as :meth:`placed`, or a sum is NaN or infinite.
-        """
+        """Adds every layer's difference to a model's parameters. Raises as :meth:`placed`, or for NaN."""
         parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
         placed = self.placed({name: tuple(tensor.shape) for name, tensor in parameters.items()})
         for name, layer in placed.items():
@@ -170,14 +159,7 @@ class AdaptedWeights:
 
 
 def read_adapter(path: str) -> Adapter:
-    """Reads an adapter's configuration and the shapes of its tensors.
-
-    Args:
-        path: directory with both files.
-
-    Raises:
-        ConfigError: there is none, or it holds or says what is not merged; the message names it.
-    """
+    """Configuration and tensor shapes of an adapter. Raises ConfigError naming what is not merged."""
     directory = Path(path).expanduser()
     for name in (CONFIG_FILE, TENSOR_FILE):
         if not (directory / name).is_file():

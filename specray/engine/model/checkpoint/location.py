@@ -66,12 +66,7 @@ def find_description(path: str) -> Path | None:
 
 
 def find_weights(path: str, description: Path, entry: str | None = None) -> Path | None:
-    """The directory with a model's weights, downloaded where need be; None: the hub does not give them.
-
-    Args:
-        description: what :func:`find_description` found.
-        entry: name of the one file, or of the index of several; None: the usual names.
-    """
+    """Directory of the weights, downloaded if need be; None: not on the hub. ``entry`` as of the headers."""
     if local_directory(path) is not None:
         return description
     names = [file.name for file in weight_files(description, entry)] or ["model.safetensors"]

@@ -30,11 +30,7 @@ class RankWeights:
         return self.parallel is None or self.parallel.rank == 0
 
     def share(self, name: str, total: int, *, dim: int, first: int | None = None) -> torch.Tensor:
-        """One rank's equal run of ``total`` rows or columns; the last ranks' may be shorter.
-
-        Args:
-            first: where they begin in a weight that holds others, too; None: they are the whole weight.
-        """
+        """This rank's equal run of ``total`` rows or columns from ``first`` on; None: of the whole weight."""
         start, stop = self.run(total)
         if self.parallel is None and first is None:
             return self.weights.take(name)

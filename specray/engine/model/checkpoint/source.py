@@ -25,13 +25,7 @@ class WeightSource(Protocol):
     """Where a decoder's weights come from."""
 
     def take(self, name: str, part: Part | None = None) -> torch.Tensor:
-        """A weight in the model's data type, on its device, contiguous.
-
-        It may be a view of a file: nobody writes to it, and who keeps it as it is keeps a copy.
-
-        Raises:
-            ConfigError: it cannot be read, or holds NaN or infinite values.
-        """
+        """A contiguous weight, maybe a read-only view of a file. ConfigError: unreadable, NaN or infinite."""
         ...
 
 

@@ -68,18 +68,7 @@ def layer_format(path: str, stored: StoredFormat, layer: str) -> LayerFormat:
 
 
 def read_stored_format(method: str, values: Mapping[str, Any]) -> StoredFormat | None:
-    """What a section about quantisation describes.
-
-    Args:
-        method: its ``quant_method`` or producer.
-        values: the section.
-
-    Returns:
-        None: no method that is read.
-
-    Raises:
-        UnreadFormatError: the method is one that is read, but not in this variant.
-    """
+    """Format of a section about quantisation; None: method not read; UnreadFormatError: variant not read."""
     reader = READERS.get(method)
     return None if reader is None else reader(values)
 

@@ -18,7 +18,7 @@ from specray.json_files import read_json_file
 OFFSETS = "d2t"
 """Name of the tensor that a checkpoint with a trimmed head holds: token id minus row, for each row."""
 MEMBERS = "t2d"
-"""Name of the tensor beside it that says of each token id whether it has a row; it is not needed."""
+"""Name of the tensor next to it that says of each token id whether it has a row; it is not needed."""
 _SETTING = "draft.vocabulary_ids"
 
 

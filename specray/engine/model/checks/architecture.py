@@ -147,7 +147,7 @@ def _check_own_cache(model: PreTrainedModel, tokens: list[int], expected: torch.
 
 
 def _cause(model: PreTrainedModel, tokens: list[int], expected: torch.Tensor) -> str | None:
-    """Why a cache gives other logits than ``expected``, where that can be told; None: it cannot."""
+    """Why a cache gives other logits than ``expected``; None: unknown."""
     half = len(tokens) // 2
     alone = model(torch.tensor([tokens[:half]]), use_cache=False).logits[0].float()
     if not _error(alone, expected[:half]) < ALLOWED_ERROR:
@@ -177,10 +177,10 @@ def _over_the_cache(forward: Forward, sample: _Sample) -> list[torch.Tensor]:
     cache = _cache(forward.cache_shape, block_size=room)
     steps = _Steps(forward, cache)
     half, middle = num_first // 2, num_second // 2
-    # The first chunk of one sequence beside the first of another, then each goes on beside the other.
+    # The first chunk of one sequence next to the first of another, then each goes on next to the other.
     begun = steps.run((0, 0, sample.first[:half]), (1, 0, sample.second[:middle]))
     went_on = steps.run((1, middle, sample.second[middle:]), (0, half, sample.first[half : num_first - 5]))
-    # Tokens that were refused, behind one that was not, are overwritten, one by one.
+    # Tokens that were refused, after one that was not, are overwritten, one by one.
     tried = [sample.first[num_first - 5], *sample.rejected]
     [verified] = steps.run((0, num_first - 5, tried), settled_len=num_first - 4)
     singles = [
@@ -224,7 +224,7 @@ class _Steps:
         return list(torch.split(logits, [len(new) for _, _, new in parts]))
 
     def run_branches(self, first_index: int, branches: Sequence[tuple[int, list[int]]]) -> list[torch.Tensor]:
-        """Logits of branches of sequence 0, which grow token by token beside each other."""
+        """Logits of branches of sequence 0, which grow token by token side by side."""
         grown: list[list[torch.Tensor]] = [[] for _ in branches]
         for depth in range(_BRANCH_LEN):
             rows = [

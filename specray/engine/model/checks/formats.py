@@ -27,7 +27,7 @@ _METHOD_FILES = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
 }
-"""Methods by the file beside config.json in which ModelOpt, AutoGPTQ or AutoAWQ describes what it did."""
+"""Methods by the file next to config.json in which ModelOpt, AutoGPTQ or AutoAWQ describes what it did."""
 CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
 """Keys of config.json: of transformers, of compressed-tensors once, and of MLX."""
 _FP8 = "F8_E4M3"
@@ -131,7 +131,7 @@ _MERGED = "the base as target.model and the adapter's directory as target.adapte
 
 
 def check_adapter(path: str, directory: Path) -> None:
-    """Raises ConfigError where a LoRA adapter is all there is, or lies beside its base."""
+    """Raises ConfigError where a LoRA adapter is all there is, or lies next to its base."""
     found = [name for name in _ADAPTER_FILES if (directory / name).exists()]
     if not found:
         return

@@ -30,7 +30,7 @@ VOCAB_SIZE = 128
 """Tokens of a miniature's vocabulary."""
 _HEAD_DIM = 16
 _MAX_LAYERS = 8
-"""Layers of a miniature, where each kind of layer comes among the first so many."""
+"""Layers of a miniature, if each kind of layer is among the first of that number."""
 _MAX_PARAMETERS = 30_000_000
 """Parameters of a miniature whose widths had to be kept."""
 _WINDOW = re.compile(r"(window(_size|_len)?|window_size|chunk_size)$")

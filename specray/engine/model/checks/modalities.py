@@ -52,7 +52,7 @@ def is_text_alone(config: PreTrainedConfig) -> bool:
 
 @torch.inference_mode()
 def drop_other_parts(model: PreTrainedModel) -> None:
-    """Takes away what stands beside the language model, unless logits of text come from it."""
+    """Takes away all but the language model, unless logits of text come from it."""
     untyped: Any = model
     whole: Any = model.base_model
     decoder = untyped.get_decoder()

@@ -60,7 +60,7 @@ def known_refusal(config: Any, *, max_model_len: int) -> str | None:
     if config.model_type in _RECURRENT_ALONE or (
         kinds & _RECURRENT_KINDS and not kinds - _RECURRENT_KINDS - _MLP_KINDS
     ):
-        return "it has recurrent layers alone; allowed: recurrent layers beside attention"
+        return "it has recurrent layers alone; allowed: recurrent layers besides attention"
     if config.model_type in _BEGUN_ANEW:
         return "it has recurrent layers, which transformers begins anew with each chunk of a prompt"
     if kinds & _SPARSE_KINDS or any(getattr(config, name, None) for name in _SPARSE_FIELDS):

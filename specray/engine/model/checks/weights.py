@@ -20,7 +20,7 @@ _MAX_LISTED = 4
 """Tensors that a message names; of more it says how many."""
 # Tables that are computed, once saved with the weights.
 _COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|inv_freq|position_ids|masked_bias|rope\.freqs)$")
-# What a multimodal checkpoint holds beside its language model.
+# What a multimodal checkpoint holds besides its language model.
 _OTHER_MODALITY = re.compile(
     r"(^|\.)(vision\w*|visual|vit|image\w*|img\w*|audio\w*|speech\w*|embed_vision|embed_audio|multi_modal_projector"
     r"|mm_projector|patch_merger|video\w*)\."
@@ -106,7 +106,7 @@ def _is_harmless(name: str, config: Any) -> bool:
 
 
 def _is_predictor(name: str, config: Any) -> bool:
-    """True for a tensor of a layer behind the last one, which predicts further tokens (MTP)."""
+    """True for a tensor of a layer after the last one, which predicts further tokens (MTP)."""
     if _PREDICTOR.search(name):
         return True
     count = getattr(config, "num_nextn_predict_layers", None) or getattr(

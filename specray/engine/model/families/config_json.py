@@ -19,11 +19,7 @@ DEFAULT_ROPE_THETA = 10_000.0
 
 
 def read_decoder_config(values: Mapping[str, Any]) -> DecoderConfig | None:
-    """The configuration that config.json holds; None: not every part of it is understood.
-
-    Args:
-        values: config.json as it is.
-    """
+    """The configuration that config.json holds; None: not every part of it is understood."""
     try:
         return gemma3.read(values) if values.get("model_type") == gemma3.MODEL_TYPE else _read(values)
     except NotUnderstoodError:

@@ -71,7 +71,7 @@ class LayerGroup(Protocol):
     """Linear layers of one shape, of which each multiplies rows of its own."""
 
     def takes(self, counts: NDArray[np.int64]) -> bool:
-        """Whether so many rows of layers can be multiplied at once."""
+        """Whether that many rows of layers can be multiplied at once."""
         ...
 
     def __call__(
@@ -118,17 +118,12 @@ class ExpertLayer:
         outputs = self._outputs(rows[sources], np.array(counts))
         ordered = torch.empty_like(outputs)
         ordered[order] = outputs
-        # One row's sum has one order, whatever rows are beside it.
+        # One row's sum has one order, whatever rows are next to it.
         weighted = ordered.view(num_rows, num_chosen, rows.shape[1]).float() * weights[..., None]
         return weighted.sum(1).to(rows.dtype)
 
     def _outputs(self, rows: torch.Tensor, counts: NDArray[np.int64]) -> torch.Tensor:
-        """Each row through its expert.
-
-        Args:
-            rows: those of the first expert before those of the second, and so on.
-            counts: rows of each expert.
-        """
+        """Each row through its expert; ``counts``: rows of each expert, in the order of ``rows``."""
         [hit] = counts.nonzero()
         if self.group is not None and len(hit) and self.group.gate.takes(counts):
             return self.group(rows, hit, counts[hit])

@@ -1,7 +1,7 @@
 """Recurrent layers of the library's models: run for each sequence of a step, with states that are kept.
 
 All rows of a step pass through the model side by side. A recurrent layer (linear attention, Mamba, short
-convolutions) must see the rows of each sequence alone, behind the state of that sequence. So its module is
+convolutions) must see the rows of each sequence alone, after the state of that sequence. So its module is
 called for pieces of sequences, each of which ends where a state is to be kept; pieces of one length are a
 batch.
 """
@@ -28,7 +28,7 @@ _CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 
 
 class LayerCache:
-    """What a recurrent module takes for its cache: the state of its layer behind tokens of sequences."""
+    """What a recurrent module takes for its cache: the state of its layer after tokens of sequences."""
 
     def __init__(self, state: LayerState) -> None:
         self.state = state
@@ -49,7 +49,7 @@ class LayerCache:
         conv_kernel_size: int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Takes inputs ``[batch, channels, tokens]``, and returns them behind the last ones."""
+        """Takes inputs ``[batch, channels, tokens]``, and returns them after the last ones."""
         before = self.state.conv.get(state_idx)
         size = conv_kernel_size or (conv_states if before is None else before).shape[-1]
         joined = conv_states if before is None else torch.cat((before, conv_states), dim=-1)
@@ -78,9 +78,9 @@ class _Sequence:
 
     rows: SequenceRows
     before: State | None
-    """Behind the tokens before the step; None: there are none."""
+    """After the tokens before the step; None: there are none."""
     after: dict[int, dict[int, LayerState]] = field(default_factory=dict)
-    """Behind each piece."""
+    """After each piece."""
 
 
 class _Piece(NamedTuple):
@@ -89,13 +89,13 @@ class _Piece(NamedTuple):
     sequence: _Sequence
     first: int
     last: int
-    """Row behind the last one."""
+    """Row after the last one."""
     start: int
     """Tokens of the sequence before."""
 
     @property
     def end(self) -> int:
-        """Tokens of the sequence with them, behind which the state is kept."""
+        """Tokens of the sequence with them, after which the state is kept."""
         return self.start + self.last - self.first
 
     @property
@@ -186,11 +186,7 @@ def _batches(sequences: Sequence[_Sequence]) -> list[list[_Piece]]:
 
 
 def find_recurrent(model: PreTrainedModel, run: Callable[[DynamicCache], object]) -> list[torch.nn.Module]:
-    """The modules that keep states, in the order in which they run.
-
-    Args:
-        run: runs a forward with a cache.
-    """
+    """The modules that keep states, in the order in which ``run``, a forward with a cache, runs them."""
     watch = _Watch(model)
     try:
         run(watch)

@@ -31,14 +31,7 @@ class OperatorSet:
 def operator_set(
     operators: Operators, formats: WeightFormats, dtype: torch.dtype, device: torch.device
 ) -> OperatorSet:
-    """Those that make each part in its format.
-
-    Args:
-        operators: of weights that are not quantised.
-
-    Raises:
-        ConfigError: a format is not computed here.
-    """
+    """Makers of each part in its format. Raises ConfigError: a format is not computed here."""
     if formats.is_plain:
         return OperatorSet(operators, operators)
     if device.type == "cpu":

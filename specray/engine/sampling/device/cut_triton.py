@@ -72,11 +72,11 @@ def _load_digits(row_logits, token, end, divisor, floor, low, shift):
 
 @triton.jit
 def _fold(ints, floats, counts, weights, row, is_count, shift, num_splits, SPLITS: tl.constexpr):
-    """A row's search behind a step, from its state before and the step's counts.
+    """A row's search after a step, from its state before and the step's counts.
 
     Returns:
         The lowest order that is still searched, the tokens and the weight above all that are, and the number
-        of tokens that are: behind the last step those of the order that was found.
+        of tokens that are: after the last step those of the order that was found.
     """
     low = tl.load(ints + row * _INTS)
     above_count = tl.load(ints + row * _INTS + 1)
@@ -282,7 +282,7 @@ def finish_cut_kernel(
     LANES: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """The cut of one row, behind all steps; see ``rows.Cut``."""
+    """The cut of one row, after all steps; see ``rows.Cut``."""
     row = tl.program_id(0).to(tl.int64)
     num_rows = tl.num_programs(0)
     count = tl.load(top_k + row)
@@ -307,7 +307,7 @@ def finish_cut_kernel(
             num_splits,
             SPLITS,
         )
-        # Of the tokens at the order that was found so many are kept.
+        # Number of tokens to keep at the order that was found.
         num_kept = count.to(tl.int32) - above_count
         if has_share:
             goal = tl.load(floats + (slot + row) * _FLOATS + 1)

@@ -175,7 +175,7 @@ def _plan_counting(
 def _tallied(
     of_prefix: Mapping[int, int], draft_ids: Sequence[int], vocab_size: int
 ) -> tuple[_Ints, NDArray[np.float64]]:
-    """Tokens of a prefix and of the drafts behind it, ascending, at least one, with the prefix's counts.
+    """Tokens of a prefix and of the drafts after it, ascending, at least one, with the prefix's counts.
 
     Tokens that the logits lack are left out: a prompt may have padding of a vocabulary.
     """
@@ -237,7 +237,7 @@ def _plan_early_stop(upload: Upload, blocks: Sequence[_Block], vocab_size: int) 
 
 
 def _plan_bad_words(upload: Upload, blocks: Sequence[_Block], vocab_size: int) -> Edit | None:
-    """Forbids the last token of a bad word behind its others, where that leaves some token."""
+    """Forbids the last token of a bad word after its others, where that leaves some token."""
     pairs = [pair for block in blocks for pair in _bad_pairs(block, vocab_size)]
     if not pairs:
         return None

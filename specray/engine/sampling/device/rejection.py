@@ -22,7 +22,7 @@ class RejectionPlan:
     """The sequences of a step that are verified by rejection; all have as many places as the longest."""
 
     rows: Piece
-    """int64 ``[num_sequences, num_places]``: rows of logits; behind a sequence's last row that row again."""
+    """int64 ``[num_sequences, num_places]``: rows of logits; after a sequence's last row that row again."""
     token_ids: Piece
     """int64 ``[num_sequences, num_places]``: draft tokens."""
     support: Piece

@@ -40,7 +40,7 @@ def choose_kernels(device: torch.device) -> Kernels:
 
 @torch.inference_mode()
 def check_kernels(kernels: Kernels, device: torch.device, *, vocab_size: int = _VOCAB_SIZE) -> None:
-    """Works on some rows beside torch's operators. Raises ArithmeticError where anything differs."""
+    """Compares some rows with torch's. Raises ArithmeticError where anything differs."""
     generator = torch.Generator().manual_seed(0)
     logits = (3.0 * torch.randn(_NUM_ROWS, vocab_size, generator=generator)).to(device)
     # Ties, and tokens that are impossible.

@@ -27,7 +27,7 @@ class Sent:
     """What has arrived: views of one tensor.
 
     Args:
-        words: int64, all pieces behind each other.
+        words: int64, all pieces one after the other.
     """
 
     def __init__(self, words: Tensor) -> None:
@@ -57,7 +57,7 @@ class Upload:
 
     def send(self, device: torch.device) -> Sent:
         """Copies everything; does not wait for the device."""
-        # From pinned memory the copy runs beside the host; torch keeps such memory until it is done.
+        # From pinned memory the copy overlaps the host; torch keeps such memory until it is done.
         is_pinned = device.type == "cuda" and torch.cuda.is_available()
         host = torch.empty(self._size, dtype=torch.int64, pin_memory=is_pinned)
         if self._parts:
