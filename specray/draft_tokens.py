@@ -44,7 +44,7 @@ def walk(token_ids: Sequence[int], parents: Sequence[int], own: Callable[[int], 
 
     Args:
         token_ids, parents: of a tree, as ``DraftTokens`` has them.
-        own: the target's own token behind a node; -1: behind the root. Asked of nodes on the path alone.
+        own: the target's own token after a node; -1: after the root. Asked of nodes on the path alone.
     """
     lengths, last = {-1: 0}, -1
     for node, (token_id, parent) in enumerate(zip(token_ids, parents, strict=True)):
@@ -163,14 +163,14 @@ class DraftTokens:
         return self if self.parents is None else self.only(self.first_path)
 
     def first(self, num_nodes: int) -> DraftTokens:
-        """The first so many nodes; all of them where there are fewer."""
+        """The first n nodes; all of them where there are fewer."""
         if num_nodes >= len(self.token_ids):
             return self
         parents = None if self.parents is None else self.parents[:num_nodes]
         return DraftTokens(self.token_ids[:num_nodes], parents, self.probs[:num_nodes])
 
     def within(self, depth: int) -> DraftTokens:
-        """The nodes of which, with their ancestors, there are at most so many."""
+        """The nodes of depth at most n."""
         if self.parents is None:
             return self.first(depth)
         depths = self.depths
@@ -232,7 +232,7 @@ class TreeBudget:
 
 @dataclass(frozen=True, slots=True)
 class LookaheadBudget:
-    """What lookahead decoding may compute beside a step of the target, per request.
+    """What lookahead decoding may compute with a step of the target, per request.
 
     Raises:
         ValueError: names the field, the value and what is allowed.
@@ -243,7 +243,7 @@ class LookaheadBudget:
     ngram_len: int = 5
     """Tokens of an n-gram (N): the first is committed, the others are proposed."""
     num_guesses: int = 7
-    """N-grams kept, and proposed, for each first token (G)."""
+    """N-grams stored, and proposed, for each first token (G)."""
 
     def __post_init__(self) -> None:
         if self.width < 1 or self.num_guesses < 1:
@@ -267,7 +267,7 @@ class LookaheadBudget:
         return self.ngram_len - 1
 
     def num_columns(self, num_levels: int) -> int:
-        """Columns of a window that has so many levels: one less for each, until all are there."""
+        """Columns of a window of n levels: one less for each, until all are there."""
         return self.width + self.num_levels - num_levels
 
     @property

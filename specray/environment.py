@@ -1,4 +1,4 @@
-"""Environment variables that the service reads, and those it sets for Ray, threads and collectives."""
+"""Environment variables that the service uses, and those it sets for Ray, threads and collectives."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def is_private(path: Path) -> bool:
 
 
 def ray_directory() -> Path:
-    """Directory under which a Ray of our own keeps its sessions, by Ray's rule."""
+    """Directory in which a Ray of our own stores its sessions, by Ray's rule."""
     return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")
 
 

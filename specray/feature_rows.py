@@ -40,7 +40,7 @@ class FeatureRows:
 
     @property
     def end(self) -> int:
-        """Index behind the last row's token."""
+        """Index after the last row's token."""
         return self.first + self.num_rows
 
     @property

@@ -7,14 +7,16 @@ scripted implementation of each, and one composition root (``actors``) chooses t
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from specray.requests import GenerateRequest, OutputChunk, RequestLife, ServiceInfo
 from specray.types import DraftReplies, EngineInfo, Grammar, SpeculateItem, TargetReplies, VerifyItem
 
+RepliesT_co = TypeVar("RepliesT_co", covariant=True)
 
-class Drafter(Protocol):
-    """A connection to one draft: items go out, replies come back, matched by (request_id, round_id).
+
+class EngineConnection(Protocol[RepliesT_co]):
+    """A connection to one engine: items go out, replies come back, matched by (request_id, round_id).
 
     Sending does not wait for replies, so that the draft can work while the target verifies. Replies may
     come late, twice, out of order or never; the session drops what it no longer waits for.
@@ -22,26 +24,18 @@ class Drafter(Protocol):
 
     @property
     def info(self) -> EngineInfo:
-        """The draft's description from when the connection was made."""
+        """The engine's description from when the connection was made."""
         ...
 
     async def fetch_info(self) -> EngineInfo:
         """Asks again, for the blocks in use now. Raises EngineLostError."""
         ...
 
-    async def speculate(self, items: Sequence[SpeculateItem], released: Sequence[str] = ()) -> None:
-        """Sends one batch; the draft frees the sequences ``released`` before it reads the items.
-
-        Raises:
-            EngineLostError: the connection is gone.
-        """
-        ...
-
     async def release(self, request_ids: Sequence[str]) -> None:
-        """Frees the sequences on the draft; unknown ids are ignored. Raises EngineLostError."""
+        """Frees the sequences on the engine; unknown ids are ignored. Raises EngineLostError."""
         ...
 
-    async def replies(self) -> DraftReplies:
+    async def replies(self) -> RepliesT_co:
         """Waits for the next batch of replies; a wait that is cancelled may end the connection.
 
         Raises:
@@ -54,17 +48,20 @@ class Drafter(Protocol):
         ...
 
 
-class Verifier(Protocol):
-    """A connection to one target group (its leader); the same shape as :class:`Drafter`."""
+class Drafter(EngineConnection[DraftReplies], Protocol):
+    """A connection to one draft."""
 
-    @property
-    def info(self) -> EngineInfo:
-        """The target's description from when the connection was made."""
+    async def speculate(self, items: Sequence[SpeculateItem], released: Sequence[str] = ()) -> None:
+        """Sends one batch; the draft frees the sequences ``released`` first.
+
+        Raises:
+            EngineLostError: the connection is gone.
+        """
         ...
 
-    async def fetch_info(self) -> EngineInfo:
-        """Asks again, for the blocks in use now. Raises EngineLostError."""
-        ...
+
+class Verifier(EngineConnection[TargetReplies], Protocol):
+    """A connection to one target group (its leader)."""
 
     async def verify(self, items: Sequence[VerifyItem], released: Sequence[str] = ()) -> None:
         """Sends one batch: one ragged forward, before which the sequences ``released`` are freed.
@@ -72,22 +69,6 @@ class Verifier(Protocol):
         Raises:
             EngineLostError: the connection is gone.
         """
-        ...
-
-    async def release(self, request_ids: Sequence[str]) -> None:
-        """Frees the sequences on the target; unknown ids are ignored. Raises EngineLostError."""
-        ...
-
-    async def replies(self) -> TargetReplies:
-        """Waits for the next batch of replies; a wait that is cancelled may end the connection.
-
-        Raises:
-            EngineLostError: the connection is gone.
-        """
-        ...
-
-    async def close(self) -> None:
-        """Ends the connection; idempotent. A pending ``replies`` raises EngineLostError."""
         ...
 
 
@@ -167,43 +148,32 @@ class OutputGrammarFactory(Protocol):
     async def __call__(self, grammar: Grammar, stop_token_ids: Sequence[int]) -> OutputGrammar: ...
 
 
-class SyncDraftEngine(Protocol):
-    """The synchronous engine behind a draft worker; one thread calls it."""
+class SyncEngine(Protocol):
+    """The synchronous engine of a worker; one thread calls it."""
 
     @property
     def info(self) -> EngineInfo:
-        """The engine's description as of now. Any thread may read it; all else belongs to the engine's
-        own."""
+        """The engine's description as of now. Any thread may ask; all else is for the engine's own."""
         ...
 
+    def release(self, request_ids: Sequence[str]) -> None: ...
+
+    def check(self) -> None:
+        """Runs a real one-token step; raises when the engine is broken."""
+        ...
+
+
+class SyncDraftEngine(SyncEngine, Protocol):
     def speculate(self, items: Sequence[SpeculateItem]) -> DraftReplies:
         """One batch to completion. Bad items answer ItemFailed or UnknownSequence; never raises for them."""
         ...
 
-    def release(self, request_ids: Sequence[str]) -> None: ...
 
-    def check(self) -> None:
-        """Runs a real one-token step; raises when the engine is broken."""
-        ...
-
-
-class SyncTargetEngine(Protocol):
-    """The synchronous engine behind a target worker (its leader); one thread calls it."""
-
-    @property
-    def info(self) -> EngineInfo:
-        """The engine's description as of now. Any thread may read it; all else belongs to the engine's
-        own."""
-        ...
+class SyncTargetEngine(SyncEngine, Protocol):
+    """The engine of a target's leader."""
 
     def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
         """One ragged forward. Bad items answer ItemFailed or UnknownSequence; never raises for them."""
-        ...
-
-    def release(self, request_ids: Sequence[str]) -> None: ...
-
-    def check(self) -> None:
-        """Runs a real one-token step; raises when the engine is broken."""
         ...
 
 
@@ -237,5 +207,5 @@ class RouterClient(Protocol):
         ...
 
     async def trace_text(self) -> str | None:
-        """The last decisions and messages as JSON lines, oldest first; None: they are not kept."""
+        """The last decisions and messages as JSON lines, oldest first; None: there are none."""
         ...

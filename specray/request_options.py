@@ -67,7 +67,6 @@ def option(
 
 
 def declared_options(owner: type) -> Mapping[str, Option]:
-    """The options that a dataclass declares or inherits, by name."""
     found = {each.name: each.metadata["option"] for each in fields(owner) if "option" in each.metadata}
     return MappingProxyType(
         {name: replace(each, name=name, path=each.path or name) for name, each in found.items()}
@@ -180,5 +179,4 @@ OPTIONS: Final = declared_options(RequestOptions)
 
 
 def given_options(source: RequestOptions) -> dict[str, Any]:
-    """The options of ``source``, by name."""
     return {name: getattr(source, name) for name in OPTIONS}

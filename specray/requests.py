@@ -1,6 +1,6 @@
 """The vocabulary of requests: what the Ingress says to the router, and what it gets back.
 
-The types are plain and frozen, as in ``specray.types``, which has what engines are told of a request.
+The types are plain and frozen, as in ``specray.types``, which has what engines receive.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class SpeculationParams:
     prediction: tuple[int, ...] = ()
     """Token ids of a text that the output is expected to be close to; empty: none."""
     reports_rounds: bool = False
-    """The chunks of the output tell its rounds."""
+    """The chunks of the output report its rounds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceLevel:
-    """Times that a caller wants kept, as far as those without a level, or with room, can give way."""
+    """Times that a caller wants, as far as those without a level, or with room, can give way."""
 
     ttft_ms: float | None = None
     """Milliseconds from arrival to the first token, > 0; None: any."""
@@ -105,7 +105,7 @@ class GenerateRequest:
     """Earlier part of the output; None: the output begins here."""
     text: TextOptions = field(default_factory=TextOptions)
     level: ServiceLevel | None = None
-    """Times that the caller wants kept; None: none."""
+    """Times that the caller wants; None: none."""
 
     @property
     def tenant(self) -> str:

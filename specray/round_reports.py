@@ -1,4 +1,4 @@
-"""What a caller that watches a request is told of each of its rounds.
+"""Reports of a request's rounds for a caller that watches it.
 
 As ``requests``, it crosses boundaries and is plain and frozen.
 """

@@ -29,7 +29,7 @@ PROTOCOL_VERSION: Final = 2
 
 
 class Verification(enum.StrEnum):
-    """How draft tokens are accepted; each keeps the target's output distribution exactly."""
+    """How draft tokens are accepted; the target's output distribution is exactly preserved."""
 
     COUPLED = "coupled"
     """Target and draft draw with shared position-keyed Gumbel noise; greedy at temperature 0."""
@@ -55,9 +55,9 @@ class DraftKind(enum.StrEnum):
     SUFFIX = "suffix"
     """Tokens that followed the last ones most often, there or in the tenant's past outputs; no model."""
     LOOKAHEAD = "lookahead"
-    """N-grams that the target makes of its own guesses beside each step (Jacobi); no model."""
+    """N-grams that the target makes of its own guesses with each step (Jacobi); no model."""
     FEATURES = "features"
-    """A drafter on the target, which reads the target's features."""
+    """A drafter on the target, which uses the target's features."""
 
 
 class GrammarKind(enum.StrEnum):
@@ -104,17 +104,17 @@ class SamplingParams:
     num_prompt_tokens: int = 0
     """Tokens before the output: penalties and min_tokens need their number."""
     num_logprobs: int | None = None
-    """Likeliest tokens whose logprobs are told beside the chosen token's; None: no logprobs."""
+    """Likeliest tokens with logprobs besides the chosen token; None: no logprobs."""
     num_prompt_logprobs: int | None = None
-    """Likeliest tokens whose logprobs are told beside each prompt token's own; None: the prompt has none. The
-    prefix cache is of no use to such a prompt."""
+    """Likeliest tokens with logprobs besides each prompt token; None: the prompt has none. The prefix cache
+    is of no use to such a prompt."""
     verification: Verification = Verification.COUPLED
     grammar: Grammar | None = None
     """Language that the output belongs to, stop tokens aside; None: free text."""
     allowed_token_ids: tuple[int, ...] = ()
     """The only tokens that the output may have; empty: all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that the output must not contain: the last token of one is impossible behind the
+    """Token sequences that the output must not contain: the last token of one is impossible after the
     others, unless that would leave no token at all."""
     cache_salt: str = ""
 
@@ -147,7 +147,7 @@ class SpeculateItem:
     tokens after the committed ones. With them (the proposal now under verification, or empty with a fan-out)
     and a ``fanout`` it answers :class:`Outcomes`: for each number n of accepted tokens, continuations for
     at most ``fanout[n]`` next tokens; in all for the ``max_branches`` outcomes that it finds likeliest. Of a
-    tree, ``fanout[n]`` are those behind its node n - 1.
+    tree, ``fanout[n]`` are those after its node n - 1.
 
     A *prefill chunk* asks for nothing: the draft computes its tokens and answers an empty Proposal.
     """
@@ -173,14 +173,13 @@ class SpeculateItem:
     """Answer a Proposal with a tree, whose paths have at most ``num_speculative_tokens``; None: with a chain,
     as always under rejection."""
     features: FeatureRows | None = None
-    """Features of tokens that the draft holds with this item, if it reads features; None: no new ones."""
+    """Features of tokens that the draft holds with this item, if it uses features; None: no new ones."""
     proposed_parents: tuple[int, ...] | None = None
     """Index of the parent of each proposed token, where they are a tree: as ``DraftTokens`` has them, the
     nodes of the first chain before the others. None: a chain."""
 
     @property
     def proposed(self) -> DraftTokens:
-        """The proposal now under verification."""
         return DraftTokens(self.proposed_token_ids, self.proposed_parents)
 
     def of_first_chain(self) -> SpeculateItem:
@@ -283,13 +282,13 @@ class VerifyItem:
     sampling: SamplingParams | None = None
     """Present when base_len is 0."""
     max_new_tokens: int | None = None
-    """Most tokens that a chunk computes, >= 1; it is cut behind them. Tokens found in the prefix cache do not
+    """Most tokens that a chunk computes, >= 1; it is cut after them. Tokens found in the prefix cache do not
     count. None: all of them."""
     lookahead: LookaheadBudget | None = None
-    """What the target computes beside this step for the Verdict's ``draft``; None: nothing. A chunk has none,
+    """What the target computes with this step for the Verdict's ``draft``; None: nothing. A chunk has none,
     and rows that do not fit are left out."""
     num_next_draft_tokens: int = 0
-    """Most draft tokens that the target's own drafter is asked for behind the verdict, of a tree those of a
+    """Most draft tokens that the target's own drafter is asked for after the verdict, of a tree those of a
     path; 0: none. A target without a drafter drafts nothing."""
     next_min_acceptance: float = 0.0
     """Least chance that all of a chain of the drafter's is accepted, in [0, 1): see ``SpeculateItem``."""
@@ -313,30 +312,30 @@ class VerifyItem:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Target to router: how many draft tokens are kept, and the token that follows them."""
+    """Target to router: how many draft tokens are accepted, and the token that follows them."""
 
     request_id: str
     round_id: int
     base_len: int
     num_accepted_tokens: int
-    """Draft tokens kept: of a chain the first ones, of a tree those of one path."""
+    """Draft tokens accepted: of a chain the first ones, of a tree those of one path."""
     next_token_id: int | None
     """The recovered or bonus token; None for a prefill chunk (``sample`` was False)."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One per committed token (accepted, then next) when the request asks for them."""
     held_len: int | None = None
-    """Tokens held after a chunk, which may have been cut; None: all that the item told."""
+    """Tokens held after a chunk, which may have been cut; None: all of the item."""
     num_cached_tokens: int = 0
     """Tokens of the item that were not computed but found in the prefix cache."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """One per prompt token of the item, when the request asks for them; the first of all has none."""
     last_accepted_node: int | None = None
-    """Index of the last node that is kept of a tree. None: a chain, or the nodes kept are the first of the
+    """Index of the last accepted node of a tree. None: a chain, or the accepted nodes are the first of the
     tree's first chain."""
     draft: DraftTokens = NO_DRAFT
-    """What the target itself proposes behind ``next_token_id``, where the item asked for it."""
+    """What the target itself proposes after ``next_token_id``, where the item asked for it."""
     features: FeatureRows | None = None
-    """Features of kept tokens, from the item's ``first_feature`` on; None: there are none."""
+    """Features of committed tokens, from the item's ``first_feature`` on; None: there are none."""
 
 
 DraftReply = Proposal | Outcomes | UnknownSequence | ItemFailed
@@ -361,7 +360,7 @@ class TargetReplies:
     replies: tuple[TargetReply, ...]
     forward_ns: int
     num_rows: int | None = None
-    """Tokens that were computed; fewer than asked where the prefix cache had them. None: not told."""
+    """Tokens that were computed; fewer than asked where the prefix cache had them. None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,9 +425,9 @@ class EngineInfo:
     """Share of the last seconds that was spent computing, in [0, 1]."""
     grammar: GrammarStats = GrammarStats()
     drafter: str = ""
-    """Target: name of its own drafter, which reads its features; empty: it has none."""
+    """Target: name of its own drafter, which uses its features; empty: it has none."""
     feature_drafter: str = ""
-    """Draft: name of the drafter that it runs, which reads the target's features. Target: name of the drafter
+    """Draft: name of the drafter that it runs, which uses the target's features. Target: name of the drafter
     for which it gives them. Empty: neither; draft and target must agree."""
     feature_size: int = 0
     """Numbers of that drafter's row of features; 0: there is none."""

@@ -142,7 +142,6 @@ class ServeRouterClient:
         self._calls: set[asyncio.Task[None]] = set()
 
     async def complete(self, request: GenerateRequest) -> OutputChunk:
-        """See interfaces.RouterClient."""
         attempts = self._attempts(request)
         while True:
             try:
@@ -152,7 +151,6 @@ class ServeRouterClient:
                 await attempts.renew(error)
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[OutputChunk]:
-        """See interfaces.RouterClient."""
         assert self._mailbox is not None, "a client that streams has a mailbox"
         attempts = self._attempts(request)
         while True:
@@ -191,21 +189,17 @@ class ServeRouterClient:
             delivery.fail(error)
 
     async def service_info(self) -> ServiceInfo:
-        """See interfaces.RouterClient."""
         info: ServiceInfo = await self._call(self._handle.service_info.remote())
         return info
 
     async def check_ready(self) -> None:
-        """See interfaces.RouterClient."""
         await self._call(self._handle.check_ready.remote())
 
     async def metrics_text(self) -> str:
-        """See interfaces.RouterClient."""
         text: str = await self._call(self._handle.metrics_text.remote())
         return text
 
     async def trace_text(self) -> str | None:
-        """See interfaces.RouterClient."""
         text: str | None = await self._call(self._handle.trace_text.remote())
         return text
 

@@ -1,4 +1,4 @@
-"""Live values of one replica: from Serve's ``user_config``, from ``specray reload``, and kept for the next.
+"""Live values of one replica: from Serve's ``user_config``, from ``specray reload``, and stored for the next.
 
 Serve takes a replica whose ``user_config`` changes out of its routing for a moment. So ``specray reload``
 calls the replicas themselves, and leaves the values in the cluster's key-value store, where replicas that
@@ -87,10 +87,8 @@ def read_stored(key: str) -> Values | None:
 
 
 def write_stored(key: str, values: Values) -> None:
-    """Keeps live values for replicas that start later."""
     internal_kv._internal_kv_put(key, json.dumps(values), overwrite=True, namespace=_NAMESPACE)
 
 
 def forget_stored(key: str) -> None:
-    """Removes the values of a service that has ended."""
     internal_kv._internal_kv_del(key, namespace=_NAMESPACE)

@@ -37,7 +37,6 @@ class Mailbox:
         await self._server.start()
 
     async def stop(self) -> None:
-        """Ends the server; idempotent."""
         await self._server.stop()
 
     def open(self, request_id: str) -> Delivery:
@@ -47,7 +46,6 @@ class Mailbox:
         return delivery
 
     def close(self, request_id: str) -> None:
-        """Drops the request's chunks from now on."""
         self._open.pop(request_id, None)
 
     def _put(self, chunks: Sequence[OutputChunk]) -> None:

@@ -91,13 +91,11 @@ class RouterReplica:
         await self._live.reconfigure(user_config)
 
     async def reload(self, values: dict[str, Any]) -> str:
-        """Takes live values and returns their digest. Raises ConfigError; nothing has changed then."""
         return await self._live.take(values)
 
     # Calls of ServeRouterClient: errors for the caller are answers, see ``actors.answers``.
 
     async def complete(self, request: GenerateRequest) -> OutputChunk | SpecrayError:
-        """See interfaces.RouterClient."""
         return await error_as_value(self._on_loop(self._router.complete(request)))
 
     async def deliver(self, request: GenerateRequest, address: str) -> SpecrayError | None:
@@ -111,19 +109,15 @@ class RouterReplica:
         return await error_as_value(self._on_loop(self._deliver(request, address)))
 
     async def service_info(self) -> ServiceInfo | SpecrayError:
-        """See interfaces.RouterClient."""
         return await error_as_value(self._on_loop(self._router.service_info()))
 
     async def check_ready(self) -> SpecrayError | None:
-        """See interfaces.RouterClient."""
         return await error_as_value(self._on_loop(self._router.check_ready()))
 
     async def metrics_text(self) -> str:
-        """Metrics of this replica in Prometheus text format, with its labels."""
         return with_labels(await self._on_loop(self._router.metrics_text()))
 
     async def trace_text(self) -> str | None:
-        """See interfaces.RouterClient."""
         return await self._on_loop(self._router.trace_text())
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
@@ -133,7 +127,7 @@ class RouterReplica:
     async def check_health(self) -> None:
         """Cheap liveness check. Raises EngineLostError when the target is lost for good; Serve replaces both.
 
-        While a target restarts, the replica is healthy: its sessions are kept and continue afterwards.
+        While a target restarts, the replica is healthy: its sessions continue afterwards.
         """
 
         async def failure() -> Exception | None:

@@ -33,7 +33,7 @@ class StreamSinks:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def set_interval(self, interval_s: float) -> None:
-        """Messages to one ingress leave so many seconds apart from now on."""
+        """Sets the minimum seconds between messages to one ingress."""
         self._interval_s = interval_s
         for sink in self._sinks.values():
             sink.set_interval(interval_s)
@@ -49,7 +49,6 @@ class StreamSinks:
         return sink
 
     async def close(self) -> None:
-        """Ends every connection; idempotent."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -40,7 +40,6 @@ def replica_labels() -> dict[str, str]:
 
 
 def begin_logs(config: Config) -> None:
-    """Sets up this replica's logs; called by its constructor."""
     configure_logging(config.logging, context=replica_labels())
 
 
@@ -70,7 +69,6 @@ class SpansElsewhere:
         self._loop = loop
 
     def request_ended(self, life: RequestLife, now: float) -> None:
-        """See interfaces.RequestTracer."""
         self._loop.call_soon_threadsafe(lambda: self._tracing.request_ended(life, time.monotonic()))
 
 

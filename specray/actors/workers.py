@@ -90,7 +90,6 @@ class LeaderWorker:
         self._server.check(timeout_s=CHECK_TIMEOUT_S)
 
     def stop(self) -> None:
-        """Ends the server and releases the followers."""
         self._ended.set()
         self._server.stop()
 
@@ -115,7 +114,6 @@ class FollowerWorker:
         """Does nothing: the leader's step checks followers."""
 
     def stop(self) -> None:
-        """Leaves the group."""
         self._runner.close()
 
     def _follow(self) -> None:
@@ -126,7 +124,6 @@ class FollowerWorker:
 
 
 def engine_config(config: Config, role: RoleName) -> EngineConfig:
-    """Configuration of one engine."""
     return config.draft if role == "draft" else config.target
 
 

@@ -62,7 +62,6 @@ class FakeRouterClient:
         self.aborted_request_ids: list[str] = []
 
     async def complete(self, request: GenerateRequest) -> OutputChunk:
-        """Returns the whole output as one chunk."""
         self._take(request)
         is_done = False
         try:
@@ -74,7 +73,6 @@ class FakeRouterClient:
         return self._chunks(request, size=request.max_tokens)[-1]
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[OutputChunk, None]:
-        """Streams the output in chunks of ``chunk_size`` tokens."""
         self._take(request)
         is_done = False
         try:
@@ -146,7 +144,7 @@ class FakeRouterClient:
 
 
 def _prompt_logprobs(request: GenerateRequest) -> tuple[TokenLogprobs, ...]:
-    """Minus a hundredth of each token's id, beside token 0, which is likelier."""
+    """Minus a hundredth of each token's id, next to token 0, which is likelier."""
     num_top = request.sampling.num_prompt_logprobs
     if num_top is None:
         return ()

@@ -54,7 +54,6 @@ class ReplyQueue(Generic[RepliesT]):
             raise EngineLostError("the fake connection is gone")
 
     def put(self, replies: RepliesT) -> None:
-        """Delivers replies."""
         self._arrived.append(replies)
         self._wake.set()
 
@@ -68,7 +67,6 @@ class ReplyQueue(Generic[RepliesT]):
         return self._arrived.popleft()
 
     def lose(self) -> None:
-        """Ends the connection; whoever waits is told."""
         self.is_lost = True
         self._wake.set()
 
@@ -160,11 +158,9 @@ class _Local(Generic[RepliesT]):
         self._wire.lose()
 
     def lose(self) -> None:
-        """Loses the connection."""
         self._wire.lose()
 
     def hang(self) -> None:
-        """Stops answering."""
         self._wire.is_hanging = True
 
 

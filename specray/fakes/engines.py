@@ -155,7 +155,7 @@ class FakeTarget(_FakeEngine):
         self._known: set[tuple[int, ...]] | None = set() if prefix_cache else None
         self.num_rows = 0
         self.lookaheads: list[LookaheadBudget] = []
-        """Budgets of the items beside which it was to look ahead."""
+        """Budgets of the items that asked it to look ahead."""
 
     def fail_next(self, request_id: str, message: str, *, is_retriable: bool, **over: Any) -> None:
         """Answers the next item of this request with ItemFailed, without applying it."""
@@ -260,7 +260,7 @@ class FakeTarget(_FakeEngine):
         return DraftTokens(tuple(token_ids), tuple(parents))
 
     def _chain_draws(self, sequence: _Sequence, draft_token_ids: Sequence[int]) -> list[int]:
-        """The target's own tokens, as long as draft tokens equal them, and the one behind those."""
+        """The target's own tokens, as long as draft tokens equal them, and the next one."""
         tokens = list(sequence.tokens)
         drawn: list[int] = []
         for draft_token in (*draft_token_ids, None):
@@ -271,7 +271,7 @@ class FakeTarget(_FakeEngine):
         return drawn
 
     def _tree_draws(self, sequence: _Sequence, draft: DraftTokens) -> tuple[list[int], int | None]:
-        """The same along the path that is kept of a tree, and its last node; None: none is kept."""
+        """The same along the accepted path of a tree, and its last node; None: none is accepted."""
 
         @cache
         def own(node: int) -> int:
@@ -326,7 +326,7 @@ class FakeDraft(_FakeEngine):
         return Proposal(item.request_id, item.round_id, item.base_len, draft)
 
     def _proposed(self, tokens: Sequence[int], length: int, noise_key: int) -> DraftTokens:
-        """What is proposed behind some tokens; a draft of another kind proposes something else."""
+        """The proposal after some tokens; a draft of another kind proposes something else."""
         return DraftTokens(self._chain(tokens, length, noise_key))
 
     def _branches(self, item: SpeculateItem, sequence: _Sequence) -> list[Branch]:

@@ -111,7 +111,6 @@ class ChannelOptions:
 
 
 def channel_options(rpc: RpcConfig) -> ChannelOptions:
-    """Options of the streams between router, draft and target."""
     return ChannelOptions(security=PeerSecurity(tls=rpc.tls, secret_file=rpc.secret_file))
 
 

@@ -212,7 +212,6 @@ class GrpcDrafter(EngineConnection[SpeculateItem, DraftReplies]):
     role = DRAFT
 
     async def speculate(self, items: Sequence[SpeculateItem], released: Sequence[str] = ()) -> None:
-        """Sends one batch, as ``send``."""
         await self.send(items, released)
 
 
@@ -222,7 +221,6 @@ class GrpcVerifier(EngineConnection[VerifyItem, TargetReplies]):
     role = TARGET
 
     async def verify(self, items: Sequence[VerifyItem], released: Sequence[str] = ()) -> None:
-        """Sends one batch, which becomes one ragged forward, as ``send``."""
         await self.send(items, released)
 
 

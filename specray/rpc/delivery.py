@@ -61,7 +61,6 @@ class DeliveryServer:
         await server.start()
 
     async def stop(self) -> None:
-        """Ends every stream; idempotent."""
         server, self._server = self._server, None
         if server is not None:
             await server.stop(STOP_GRACE_S)
@@ -118,11 +117,9 @@ class DeliveryConnection:
             await self._stream.write(encode_chunks(chunks))
 
     async def wait_closed(self) -> None:
-        """Waits until either end has ended the stream."""
         await self._stream.code()
 
     async def close(self) -> None:
-        """Ends the stream; idempotent."""
         self._stream.cancel()
         await self._channel.close(None)
 

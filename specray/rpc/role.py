@@ -18,7 +18,7 @@ RoleName = Literal["draft", "target"]
 
 
 class Item(Protocol):
-    """Fields of an item that the transport reads; the rest is between router and engine."""
+    """Fields of an item that the transport uses; the rest is between router and engine."""
 
     @property
     def request_id(self) -> str: ...

@@ -14,7 +14,7 @@ from specray.actors.node import listen_address
 from specray.config import Config, parse_config
 from specray.environment import rank_environment, thread_environment
 from specray.rpc.inference.server import InferenceServer
-from specray.rpc.workers.server import draft_server
+from specray.rpc.workers.server import engine_server
 from tests.rpc.engines import ScriptedDraft, ScriptedHandler
 
 
@@ -47,7 +47,7 @@ async def test_servers_and_the_meeting_of_ranks_listen_on_their_own_address_only
     before = own_listeners()
     assert before <= LOOPBACK
     public = InferenceServer(ScriptedHandler(), "127.0.0.1:0")
-    worker = draft_server(ScriptedDraft, "127.0.0.1:0")
+    worker = engine_server(ScriptedDraft, role="draft", address="127.0.0.1:0")
     await public.start()
     await worker.start()
     try:
@@ -69,7 +69,7 @@ def test_the_check_of_listeners_sees_a_wildcard() -> None:
 async def test_an_open_worker_beyond_the_machine_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     for address, is_warned in (("0.0.0.0:0", True), ("127.0.0.1:0", False)):
         caplog.clear()
-        server = draft_server(ScriptedDraft, address)
+        server = engine_server(ScriptedDraft, role="draft", address=address)
         await server.start()
         await server.stop(0.0)
         assert ("serves whoever reaches it: set rpc.tls" in caplog.text) is is_warned

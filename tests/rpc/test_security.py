@@ -24,7 +24,7 @@ from specray.rpc.channel import ChannelOptions, channel_options
 from specray.rpc.connection import GrpcDrafter
 from specray.rpc.role import DRAFT
 from specray.rpc.security import PeerSecurity, server_credentials
-from specray.rpc.workers.server import draft_server
+from specray.rpc.workers.server import engine_server
 from tests.rpc.engines import ScriptedDraft
 
 pytest.importorskip("cryptography")
@@ -54,7 +54,9 @@ async def serving(
     server_options: ChannelOptions, address: str = "127.0.0.1:0", engine: ScriptedDraft | None = None
 ) -> AsyncIterator[str]:
     """Runs a draft's server on this loop; yields its address."""
-    server = draft_server(lambda: engine or ScriptedDraft(), address, options=server_options)
+    server = engine_server(
+        lambda: engine or ScriptedDraft(), role="draft", address=address, options=server_options
+    )
     await server.start()
     try:
         yield server.address
@@ -189,7 +191,7 @@ async def test_an_unfit_file_is_a_config_error_at_the_start(
         return ScriptedDraft()
 
     with pytest.raises(ConfigError, match=says):
-        await draft_server(load, "127.0.0.1:0", options=options(tls)).start()
+        await engine_server(load, role="draft", address="127.0.0.1:0", options=options(tls)).start()
     assert loaded == []  # Said before anything slow.
 
 

@@ -112,7 +112,6 @@ class DraftReplica:
             task.add_done_callback(self._retiring.discard)
 
     async def reload(self, values: dict[str, Any]) -> str:
-        """Takes live values and returns their digest. Raises ConfigError; nothing has changed then."""
         return await self._live.take(values)
 
     async def lease(self) -> DraftLease:
@@ -133,7 +132,6 @@ class DraftReplica:
         )
 
     async def metrics_text(self) -> str:
-        """Metrics of this replica in Prometheus text format, with its labels."""
         group = self._group
         return with_labels(self._metrics.text(None if group is None else group.server.info))
 

@@ -236,11 +236,6 @@ class TargetGroup:
         return address
 
     async def processes(self) -> list[RankProcess]:
-        """Process of each rank, in rank order; after placement.
-
-        Raises:
-            ray.exceptions.RayError: a rank is gone.
-        """
         return await self._ranks.processes()
 
     async def ended(self) -> str:
@@ -259,12 +254,10 @@ class TargetGroup:
             raise EngineLostError(first_line(error)) from None
 
     def stop(self) -> None:
-        """Kills every rank, even one that hangs; idempotent. Returns once their resources are free."""
         self._ranks.stop()
         self._remove_socket()
 
     async def end(self) -> None:
-        """Ends working ranks in order, see ``PlacedRanks.end``; idempotent."""
         await self._ranks.end()
         self._remove_socket()
 

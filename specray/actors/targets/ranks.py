@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def own_process() -> RankProcess:
-    """This process, as a rank."""
     gpu_ids = tuple(str(gpu_id) for gpu_id in ray.get_gpu_ids())
     return RankProcess(ray.get_runtime_context().get_node_id(), os.getpid(), gpu_ids)
 
@@ -75,7 +74,6 @@ class Rank:
         return self._worker.address
 
     def wait(self) -> str:
-        """Waits until the rank can no longer work; returns the reason."""
         assert self._worker is not None, "wait comes after start"
         return self._worker.wait()
 
@@ -85,7 +83,6 @@ class Rank:
         self._worker.check()
 
     def stop(self) -> None:
-        """Ends the rank; idempotent."""
         if self._worker is not None:
             self._worker.stop()
 

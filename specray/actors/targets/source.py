@@ -15,7 +15,7 @@ from specray.router.transport.clock import SystemClock, within
 logger = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 2.0
-"""Seconds in which a group whose connection was lost must complete a step to be kept."""
+"""Seconds in which a group whose connection was lost must complete a step to stay."""
 
 
 class Group(Protocol):
@@ -89,12 +89,10 @@ class TargetSource:
             raise
 
     def stop(self) -> None:
-        """Kills the group, even if it hangs; idempotent."""
         if (group := self._take()) is not None:
             group.stop()
 
     async def end(self) -> None:
-        """Ends the group in order, when it is no longer needed; idempotent."""
         if (group := self._take()) is not None:
             await group.end()
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from specray.errors import InvalidRequestError
+from specray.request_options import OPTIONS
 from specray.requests import GenerateRequest, SpeculationParams
-from specray.types import MAX_SPECULATIVE_TOKENS, DraftKind, EngineInfo, SamplingParams
+from specray.types import DraftKind, EngineInfo, SamplingParams
 
 
 def check_request(
@@ -20,11 +23,7 @@ def check_request(
         raise InvalidRequestError("request_id is empty", field="request_id")
     if not prompt:
         raise InvalidRequestError("prompt is empty; at least 1 token is needed", field="prompt")
-    if not 0 <= min(prompt) <= max(prompt) < info.vocab_size:
-        wrong = next(token for token in prompt if not 0 <= token < info.vocab_size)
-        raise InvalidRequestError(
-            f"prompt holds token id {wrong}; allowed: 0..{info.vocab_size - 1}", field="prompt"
-        )
+    _check_token_ids("prompt", prompt, info)
     if max_tokens < 1:
         raise InvalidRequestError(f"max_tokens is {max_tokens}; allowed: at least 1", field="max_tokens")
     num_tokens = len(prompt) + max_tokens
@@ -41,16 +40,14 @@ def check_request(
         )
     _check_resumed(request, info)
     _check_prediction(request, info)
-    if request.timeout_s is not None and not request.timeout_s > 0:
-        raise InvalidRequestError(
-            f"timeout_s is {request.timeout_s}; allowed: more than 0", field="timeout_s"
-        )
-    k = request.speculation.num_speculative_tokens
-    if k is not None and not 0 <= k <= MAX_SPECULATIVE_TOKENS:
-        raise InvalidRequestError(
-            f"num_speculative_tokens is {k}; allowed: 0..{MAX_SPECULATIVE_TOKENS}",
-            field="num_speculative_tokens",
-        )
+    ranged = {
+        "timeout_s": request.timeout_s,
+        "num_speculative_tokens": request.speculation.num_speculative_tokens,
+    }
+    for name, value in ranged.items():
+        allowed = OPTIONS[name].allowed
+        if value is not None and allowed is not None and not allowed.contains(value):
+            raise InvalidRequestError(f"{name} is {value}; allowed: {allowed}", field=name)
     if request.speculation.draft is DraftKind.MODEL and not has_draft_model:
         raise InvalidRequestError(
             "draft is 'model', but this service has no draft model; allowed: ngram, suffix, lookahead",
@@ -75,11 +72,7 @@ def _check_resumed(request: GenerateRequest, info: EngineInfo) -> None:
             f"resumed has {len(token_ids)} tokens; allowed: 1..{request.max_tokens}, which is max_tokens",
             field="resumed",
         )
-    if not 0 <= min(token_ids) <= max(token_ids) < info.vocab_size:
-        wrong = next(token for token in token_ids if not 0 <= token < info.vocab_size)
-        raise InvalidRequestError(
-            f"resumed holds token id {wrong}; allowed: 0..{info.vocab_size - 1}", field="resumed"
-        )
+    _check_token_ids("resumed", token_ids, info)
 
 
 def _check_prediction(request: GenerateRequest, info: EngineInfo) -> None:
@@ -89,10 +82,14 @@ def _check_prediction(request: GenerateRequest, info: EngineInfo) -> None:
             f"prediction has {len(token_ids)} tokens; allowed: at most {info.max_model_len}",
             field="prediction",
         )
-    wrong = next((token for token in token_ids if not 0 <= token < info.vocab_size), None)
-    if wrong is not None:
+    _check_token_ids("prediction", token_ids, info)
+
+
+def _check_token_ids(field: str, token_ids: Sequence[int], info: EngineInfo) -> None:
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < info.vocab_size:
+        wrong = next(token for token in token_ids if not 0 <= token < info.vocab_size)
         raise InvalidRequestError(
-            f"prediction holds token id {wrong}; allowed: 0..{info.vocab_size - 1}", field="prediction"
+            f"{field} holds token id {wrong}; allowed: 0..{info.vocab_size - 1}", field=field
         )
 
 

@@ -28,7 +28,6 @@ _STEP = tuple(each.name for each in fields(EngineStep))
 
 
 def encode_chunks(chunks: Sequence[OutputChunk]) -> bytes:
-    """One DeliverRequest."""
     message = delivery_pb2.DeliverRequest()
     for chunk in chunks:
         _encode_chunk(message.chunks.add(), chunk)

@@ -67,7 +67,7 @@ def encode_speculate_request(items: Sequence[SpeculateItem], release_request_ids
 
 
 def _encode_other_nodes(out: draft_pb2.SpeculateItem, item: SpeculateItem) -> None:
-    """Sets what there is beside the first chain of the tree under verification."""
+    """Sets the tree under verification without its first chain."""
     assert item.proposed_parents is not None
     num_chain = len(item.proposed.first_path)
     out.other_token_ids.extend(item.proposed_token_ids[num_chain:])
@@ -129,7 +129,7 @@ def _decode_other_parents(item: draft_pb2.SpeculateItem) -> tuple[int, ...]:
         raise ProtocolError(f"SpeculateItem: {error}") from None
     if tree.parents is None or tree.first_path != tuple(range(num_chain)):
         raise ProtocolError(
-            f"SpeculateItem.other_parents is {list(item.other_parents)} behind {num_chain} proposed tokens; "
+            f"SpeculateItem.other_parents is {list(item.other_parents)} after {num_chain} proposed tokens; "
             "allowed: parents by which these are the first chain"
         )
     return tree.parents

@@ -133,7 +133,6 @@ def encode_grammar(out: types_pb2.Grammar, grammar: Grammar) -> None:
 
 
 def decode_grammar(grammar: types_pb2.Grammar) -> Grammar:
-    """Raises ProtocolError for an unknown kind."""
     for kind, number in _GRAMMAR_KINDS.items():
         if grammar.kind == number:
             return Grammar(kind, grammar.source)
@@ -216,7 +215,6 @@ def encode_features(out: types_pb2.FeatureRows, rows: FeatureRows) -> None:
 
 
 def decode_features(rows: types_pb2.FeatureRows, of: str) -> FeatureRows:
-    """Raises ProtocolError for rows that are none."""
     try:
         return FeatureRows(rows.first, rows.num_rows, rows.data)
     except ValueError as error:

@@ -104,6 +104,5 @@ class SpecrayClient:
 
 
 def _told(params: GenerateParams) -> list[tuple[str, str]]:
-    """Call metadata of a request."""
     values = {"traceparent": params.traceparent, "x-request-id": params.client_request_id}
     return [(name, value) for name, value in values.items() if value]

@@ -52,7 +52,6 @@ class PlainEntry:
     handler: InferenceHandler
 
     async def receive(self, message: Awaitable[bytes], decode: Callable[[bytes], ParamsT]) -> ParamsT:
-        """See types.Entry."""
         return decode(await in_time(message))
 
 

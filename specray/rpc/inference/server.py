@@ -128,7 +128,7 @@ class InferenceServer:
         return self.address
 
     async def set_ready(self, is_ready: bool) -> None:
-        """Sets the health status, for a handler that can tell more than that the port is open."""
+        """Sets the health status, for a handler that knows more than that the port is open."""
         await self._health.set_serving(is_ready)
 
     async def stop(self, grace_s: float = 5.0) -> None:
@@ -141,7 +141,7 @@ class InferenceServer:
 
     def _handlers(self) -> grpc.GenericRpcHandler:
         # No (de)serialisers: messages stay bytes, so that this code answers broken ones. Streams of requests,
-        # though each call has one: gRPC receives the message of a unary call before it tells of the call.
+        # though each call has one: gRPC receives the message of a unary call before it reports the call.
         return grpc.method_handlers_generic_handler(
             INFERENCE_SERVICE,
             {

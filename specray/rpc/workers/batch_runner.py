@@ -190,7 +190,6 @@ class BatchRunner(Generic[ItemT, RepliesT]):
 
 
 def _failed(item: Item, message: str) -> ItemFailed:
-    """The reply to an item that can never be served."""
     return ItemFailed(item.request_id, item.round_id, item.base_len, message, is_retriable=False)
 
 

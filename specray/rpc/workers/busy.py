@@ -28,11 +28,9 @@ class BusyMeter:
         self._state = (0.0, monotonic(), False)
 
     def begin(self) -> None:
-        """Reports the begin of a call."""
         self._advance(is_busy=True)
 
     def end(self) -> None:
-        """Reports the end of the call."""
         self._advance(is_busy=False)
 
     @property

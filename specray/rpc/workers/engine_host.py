@@ -82,11 +82,9 @@ class EngineHost(Generic[ItemT, RepliesT]):
 
     @property
     def busy(self) -> BusyMeter:
-        """Busy meter of the engine's calls."""
         return self._busy
 
     def submit(self, stream: ReplySink[RepliesT], batch: RequestBatch[ItemT]) -> None:
-        """Takes one request of a stream."""
         if self._engine is not None:
             self._queue.put(stream, batch)
             self._schedule()

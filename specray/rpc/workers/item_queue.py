@@ -61,22 +61,18 @@ class ItemQueue(Generic[ItemT, RepliesT]):
         self._streams: OrderedDict[ReplySink[RepliesT], deque[_Waiting[ItemT]]] = OrderedDict()
 
     def __len__(self) -> int:
-        """Number of requests not completely taken."""
         return sum(map(len, self._streams.values()))
 
     def __bool__(self) -> bool:
         return bool(self._streams)
 
     def put(self, stream: ReplySink[RepliesT], batch: RequestBatch[ItemT]) -> None:
-        """Appends a request to a stream."""
         self._streams.setdefault(stream, deque()).append(_Waiting(batch))
 
     def drop(self, stream: ReplySink[RepliesT]) -> None:
-        """Drops all requests of a stream."""
         self._streams.pop(stream, None)
 
     def clear(self) -> None:
-        """Drops all requests."""
         self._streams.clear()
 
     def take(self, budget: int) -> list[Portion[ItemT, RepliesT]]:

@@ -3,11 +3,11 @@
 Between two plain steps of the same sequences lies a message each way and the Router's own work, for which
 the engine would wait. Where the Router says that a plain step follows (``VerifyItem.runs_on``), it is known
 as soon as its token is drawn, and the engine goes on at once. An item that is then asked for is answered from
-what is kept, if it is the very item that was computed; any other is computed as if nothing had been, since
-every item says from which length on it appends. Outputs are thus the same.
+the stored verdict, if it is the very item that was computed; any other is computed as if nothing had been,
+since every item says from which length on it appends. Outputs are thus the same.
 
-A step goes ahead only where all sequences of the last request run on and nothing is kept of the step before:
-sequences that were one step stay one step.
+A step goes ahead only where all sequences of the last request run on and no verdict of the step before is
+left: sequences that were one step stay one step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ class _Kept:
     verdict: Verdict
 
     def answers(self, item: VerifyItem) -> bool:
-        """Whether ``item`` is the one that was computed, whatever its round."""
         return item == replace(self.item, round_id=item.round_id, runs_on=item.runs_on)
 
 
@@ -47,14 +46,13 @@ class RunAhead:
         self._kept: dict[str, _Kept] = {}
         self._kept_ns = 0
         self._num_kept_rows: int | None = 0
-        """Time and rows of the step of the kept verdicts; told with the first of them."""
+        """Time and rows of the step of the stored verdicts; reported with the first of them."""
 
     def bound(self) -> BoundEngine[VerifyItem, TargetReplies]:
-        """This engine in the place of the other."""
         return replace(self._engine, run=self.run, release=self.release, advance=self.advance)
 
     def run(self, items: Sequence[VerifyItem]) -> TargetReplies:
-        """Answers items from what is kept, and the others by a step."""
+        """Answers items from stored verdicts, and the others by a step."""
         answered: dict[str, TargetReply] = {}
         for item in items:
             kept = self._kept.pop(item.request_id, None)
@@ -67,7 +65,7 @@ class RunAhead:
         if rest := [item for item in items if item.request_id not in answered]:
             computed = self._engine.run(rest)
             answered.update((reply.request_id, reply) for reply in computed.replies)
-            # Two steps' time is that of no step: what is told is of the one that was waited for.
+            # Two steps' time is that of no step: the one that was waited for is reported.
             forward_ns, num_rows = computed.forward_ns, computed.num_rows
         self._expect(items, answered)
         replies = tuple(answered[item.request_id] for item in items if item.request_id in answered)

@@ -28,7 +28,6 @@ class SequenceNames(Generic[StreamT]):
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
-        """Number of owned sequences."""
         return len(self._owners)
 
     def use(self, stream: StreamT, request_id: str) -> str | None:
@@ -67,7 +66,6 @@ class SequenceNames(Generic[StreamT]):
             self._by_stream.pop(stream, None)
 
     def remove_stream(self, stream: StreamT) -> list[str]:
-        """Removes all sequences of the stream; returns their names."""
         names = list(self._by_stream.pop(stream, {}).values())
         for name in names:
             del self._owners[name]

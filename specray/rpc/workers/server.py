@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Generic
+from typing import Any, Generic, cast
 
 import grpc
 from grpc import aio
@@ -24,6 +24,7 @@ from specray.rpc.role import (
     EngineRole,
     ItemT,
     RepliesT,
+    RoleName,
     bind_draft,
     bind_target,
 )
@@ -31,22 +32,17 @@ from specray.rpc.workers.busy import BusyMeter
 from specray.rpc.workers.engine_host import EngineHost
 from specray.rpc.workers.router_stream import Ending, RouterStream
 from specray.rpc.workers.run_ahead import RunAhead
-from specray.types import (
-    DraftReplies,
-    EngineInfo,
-    SpeculateItem,
-    TargetReplies,
-    VerifyItem,
-)
+from specray.types import EngineInfo
 
 logger = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.02
+EngineFactory = Callable[[], SyncDraftEngine] | Callable[[], SyncTargetEngine]
 STOPPING = Ending(grpc.StatusCode.UNAVAILABLE, "the worker is stopping", drains=True)
 
 
 class EngineServer(Generic[ItemT, RepliesT]):
-    """Serves one engine to many routers; made by :func:`draft_server` and :func:`target_server`.
+    """Serves one engine to many routers; made by :func:`engine_server`.
 
     The engine runs on the loop's thread, which should do nothing else: see ``worker.EngineServerThread``. A
     draft merges waiting items of all streams, in turn, into one engine call up to its token budget; a target
@@ -92,12 +88,10 @@ class EngineServer(Generic[ItemT, RepliesT]):
 
     @property
     def is_serving(self) -> bool:
-        """Whether the server runs, between ``start`` and ``stop``, and its engine works."""
         return self._health.is_serving
 
     @property
     def num_routers(self) -> int:
-        """Number of open streams."""
         return len(self._streams)
 
     @property
@@ -223,29 +217,25 @@ class EngineServer(Generic[ItemT, RepliesT]):
         task.add_done_callback(self._background.discard)
 
 
-def draft_server(
-    make_engine: Callable[[], SyncDraftEngine],
-    address: str,
+def engine_server(
+    engine_factory: EngineFactory,
     *,
+    role: RoleName,
+    address: str,
     options: ChannelOptions | None = None,
     max_pending: int = 256,
-) -> EngineServer[SpeculateItem, DraftReplies]:
-    """Makes the server of a draft, which ``make_engine`` builds on the loop's thread. Raises ConfigError."""
+) -> EngineServer[Any, Any]:
+    """Makes the server of an engine, which the factory builds on the loop's thread. Raises ConfigError."""
+    if role == "draft":
+        make_draft = cast(Callable[[], SyncDraftEngine], engine_factory)
+        return EngineServer(
+            DRAFT, lambda: bind_draft(make_draft()), address, options=options, max_pending=max_pending
+        )
+    make_target = cast(Callable[[], SyncTargetEngine], engine_factory)
     return EngineServer(
-        DRAFT, lambda: bind_draft(make_engine()), address, options=options, max_pending=max_pending
+        TARGET,
+        lambda: RunAhead(bind_target(make_target())).bound(),
+        address,
+        options=options,
+        max_pending=max_pending,
     )
-
-
-def target_server(
-    make_engine: Callable[[], SyncTargetEngine],
-    address: str,
-    *,
-    options: ChannelOptions | None = None,
-    max_pending: int = 256,
-) -> EngineServer[VerifyItem, TargetReplies]:
-    """Makes the server of a target, which ``make_engine`` builds on the loop's thread. Raises ConfigError."""
-
-    def bound() -> BoundEngine[VerifyItem, TargetReplies]:
-        return RunAhead(bind_target(make_engine())).bound()
-
-    return EngineServer(TARGET, bound, address, options=options, max_pending=max_pending)

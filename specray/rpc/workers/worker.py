@@ -8,38 +8,18 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
 
 from specray.errors import EngineLostError
-from specray.interfaces import SyncDraftEngine, SyncTargetEngine
 from specray.rpc.channel import ChannelOptions
 from specray.rpc.loop_thread import LoopThread, NoAnswerError
 from specray.rpc.role import RoleName
-from specray.rpc.workers.server import EngineServer, draft_server, target_server
+from specray.rpc.workers.server import EngineFactory, engine_server
 from specray.types import EngineInfo
 
 logger = logging.getLogger(__name__)
 
 BROKEN_POLL_S = 0.2
 STOP_TIMEOUT_S = 5.0
-
-EngineFactory = Callable[[], SyncDraftEngine] | Callable[[], SyncTargetEngine]
-
-
-def engine_server(
-    engine_factory: EngineFactory,
-    *,
-    role: RoleName,
-    address: str,
-    options: ChannelOptions | None = None,
-    max_pending: int = 256,
-) -> EngineServer[Any, Any]:
-    """Makes the server of an engine of the given role. Raises ConfigError for a wrong address."""
-    if role == "draft":
-        make_draft = cast(Callable[[], SyncDraftEngine], engine_factory)
-        return draft_server(make_draft, address, options=options, max_pending=max_pending)
-    make_target = cast(Callable[[], SyncTargetEngine], engine_factory)
-    return target_server(make_target, address, options=options, max_pending=max_pending)
 
 
 def serve_engine(
@@ -122,12 +102,10 @@ class EngineServerThread:
 
     @property
     def info(self) -> EngineInfo | None:
-        """Current info of the engine and server; None while there is no engine."""
         return self._server.info
 
     @property
     def num_routers(self) -> int:
-        """Number of open streams."""
         return self._server.num_routers
 
     @property
@@ -181,7 +159,7 @@ class EngineServerThread:
         """Answers pending requests for at most ``grace_s`` seconds, then ends; idempotent.
 
         A draft's routers are served for up to ``drain_s`` seconds more while they look for another draft. An
-        engine that hangs in a call is left behind with its thread.
+        engine that hangs in a call stays, with its thread.
         """
         thread, self._loop_thread = self._loop_thread, None
         if thread is None:

@@ -15,7 +15,7 @@ from specray.actors.drafts.source import ServeDrafterSource
 from specray.errors import EngineLostError
 from specray.interfaces import DrafterPool
 from specray.rpc.connection import GrpcDrafter
-from specray.rpc.workers.server import draft_server
+from specray.rpc.workers.server import engine_server
 from tests.rpc.engines import ScriptedDraft
 
 DEADLINE_S = 10.0
@@ -58,7 +58,9 @@ def source(*answers: Answer, timeout_s: float = DEADLINE_S) -> tuple[ServeDrafte
 
 @asynccontextmanager
 async def drafts(address: str, count: int = 2) -> AsyncIterator[list[str]]:
-    servers = [draft_server(ScriptedDraft, f"{address}.{number}") for number in range(count)]
+    servers = [
+        engine_server(ScriptedDraft, role="draft", address=f"{address}.{number}") for number in range(count)
+    ]
     addresses = [await server.start() for server in servers]
     try:
         yield addresses

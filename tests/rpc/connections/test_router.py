@@ -16,7 +16,7 @@ from specray.interfaces import Drafter
 from specray.requests import GenerateRequest
 from specray.router import Router
 from specray.rpc.connection import GrpcDrafter, GrpcVerifier
-from specray.rpc.workers.server import draft_server, target_server
+from specray.rpc.workers.server import engine_server
 from specray.types import Overlap, SamplingParams, TargetReplies, VerifyItem
 from tests.rpc.engines import eventually
 
@@ -45,8 +45,8 @@ async def test_router_over_grpc_gives_the_targets_own_tokens(
 ) -> None:
     target = FakeTarget()
     draft = FakeDraft(NoisyGuesser(target.model, 0.6))
-    verify_server = target_server(lambda: target, address + ".t")
-    speculate_server = draft_server(lambda: draft, address + ".d")
+    verify_server = engine_server(lambda: target, role="target", address=address + ".t")
+    speculate_server = engine_server(lambda: draft, role="draft", address=address + ".d")
     await verify_server.start()
     await speculate_server.start()
     leases = Leases(address + ".d")
@@ -96,7 +96,7 @@ async def test_the_router_learns_what_a_step_took_by_the_rows_that_the_engine_co
     monkeypatch.setattr(
         TargetTimes, "add", lambda times, num_rows, seconds, **others: learnt.append(num_rows)
     )
-    server = target_server(SevenRows, address)
+    server = engine_server(SevenRows, role="target", address=address)
     await server.start()
     verifier = await GrpcVerifier.connect(address, timeout_s=DEADLINE_S)
     router = Router(verifier, None, speculation=SpeculationConfig())

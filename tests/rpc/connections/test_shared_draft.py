@@ -18,7 +18,7 @@ from specray.interfaces import Drafter, SyncDraftEngine
 from specray.requests import GenerateRequest
 from specray.router import Router
 from specray.rpc.connection import GrpcDrafter, GrpcVerifier
-from specray.rpc.workers.server import EngineServer, draft_server, target_server
+from specray.rpc.workers.server import EngineServer, engine_server
 from specray.types import (
     DraftReplies,
     DraftReply,
@@ -38,7 +38,7 @@ NUM_TOKENS = 120
 async def serving(
     engine: SyncDraftEngine, address: str, num_routers: int = 2
 ) -> AsyncIterator[tuple[EngineServer[SpeculateItem, DraftReplies], list[GrpcDrafter]]]:
-    server = draft_server(lambda: engine, address)
+    server = engine_server(lambda: engine, role="draft", address=address)
     await server.start()
     async with AsyncExitStack() as stack:
         stack.push_async_callback(server.stop, 0.5)
@@ -167,7 +167,7 @@ class Leases:
 
 @asynccontextmanager
 async def router(target: FakeTarget, address: str, leases: Leases) -> AsyncIterator[Router]:
-    server = target_server(lambda: target, address)
+    server = engine_server(lambda: target, role="target", address=address)
     await server.start()
     verifier = await GrpcVerifier.connect(address, timeout_s=DEADLINE_S)
     speculation = SpeculationConfig.model_validate({"num_speculative_tokens": 3, "fallback": "none"})

@@ -15,7 +15,7 @@ from specray.errors import ConfigError, EngineLostError, ProtocolError
 from specray.rpc.channel import ChannelOptions
 from specray.rpc.codec import draft as draft_codec
 from specray.rpc.connection import GrpcDrafter, GrpcVerifier
-from specray.rpc.workers.server import draft_server
+from specray.rpc.workers.server import engine_server
 from specray.types import Proposal
 from tests.rpc.engines import (
     DRAFT_INFO,
@@ -137,7 +137,7 @@ async def test_wrong_version_and_wrong_role_are_refused(address: str) -> None:
             await GrpcDrafter.connect(address, timeout_s=DEADLINE_S)
         with pytest.raises(ConfigError, match=r"serves no specray\.v1\.TargetService"):
             await GrpcVerifier.connect(address, timeout_s=DEADLINE_S)
-    server = draft_server(lambda: ScriptedDraft(TARGET_INFO), address)
+    server = engine_server(lambda: ScriptedDraft(TARGET_INFO), role="draft", address=address)
     with pytest.raises(ConfigError, match="the engine is a 'target'; needed: 'draft'"):
         await server.start()
 

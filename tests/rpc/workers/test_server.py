@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specray.draft_tokens import DraftTokens
 from specray.errors import ConfigError, EngineLostError
-from specray.rpc.workers.server import draft_server
+from specray.rpc.workers.server import engine_server
 from specray.types import Proposal
 from tests.rpc.engines import ScriptedDraft, ScriptedTarget, eventually, is_there, speculate
 from tests.rpc.workers.harness import (
@@ -64,7 +64,7 @@ async def test_check_of_a_hanging_engine_ends_at_its_deadline(address: str) -> N
 
 async def test_health_is_per_service_and_not_serving_on_stop(address: str, socket_path: Path) -> None:
     engine = ScriptedDraft()
-    server = draft_server(lambda: engine, address)
+    server = engine_server(lambda: engine, role="draft", address=address)
     await server.start()
     assert await health(address, "") == SERVING
     assert await health(address, "specray.v1.DraftService") == SERVING
@@ -100,7 +100,7 @@ async def test_an_engine_that_cannot_be_built_is_the_error_of_start(address: str
     def fail() -> ScriptedDraft:
         raise ConfigError("target.model is 'nowhere'; no such directory")
 
-    server = draft_server(fail, address)
+    server = engine_server(fail, role="draft", address=address)
     with pytest.raises(ConfigError, match="nowhere"):
         await server.start()
     assert not is_there(socket_path)
