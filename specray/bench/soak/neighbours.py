@@ -28,6 +28,7 @@ END_TIMEOUT_S = 60.0
 REFUSAL_TIMEOUT_S = 60.0
 END_CODE: Final = 1
 REFUSED_CODE: Final = 2
+TAKEN: Final = "Address already in use"
 HEAD_TIMEOUT_S = 20.0
 MAX_HEAD_BYTES = 4 * 1024 * 1024
 """Bytes of a head that may be on their way in buffers of both ends when it is refused."""
@@ -44,10 +45,7 @@ async def lose_ray(program: str, directory: Path) -> str:
     Raises:
         EngineLostError: it did not start, did not end by itself with code 1, or left a process.
     """
-    arguments = ("--set", "draft.enabled=false", "--port", str(free_port()), "--grpc-port", "0")
-    log = directory / "ray-lost.log"
-    async with _serving(arguments, log) as process:
-        await _wait_ready(process, log)
+    async with _ready(directory / "ray-lost.log") as process:
         pids = descendants(process.pid)
         victims = [pid for pid in pids if _program(pid) == program]
         if not victims:
@@ -71,7 +69,7 @@ async def start_on_taken_ports(bed: Bed) -> str:
     async with _serving(ports, log, prefix=bed.prefix) as process:
         code = await _end(process, REFUSAL_TIMEOUT_S)
     said = _last_line(log)
-    if code != REFUSED_CODE or "Address already in use" not in said:
+    if code != REFUSED_CODE or TAKEN not in said:
         raise EngineLostError(f"a second service on the same ports ended with {code}: {said}")
     return f"another service: {said}"
 
@@ -128,6 +126,22 @@ async def _serving(
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             await process.wait()
+
+
+@asynccontextmanager
+async def _ready(log: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A service that is ready, on a port that was free and that no other process has taken meanwhile."""
+    for is_last in (False, False, True):
+        arguments = ("--set", "draft.enabled=false", "--port", str(free_port()), "--grpc-port", "0")
+        async with _serving(arguments, log) as process:
+            try:
+                await _wait_ready(process, log)
+            except EngineLostError:
+                if is_last or TAKEN not in _last_line(log):
+                    raise
+                continue
+            yield process
+            return
 
 
 async def _wait_ready(process: asyncio.subprocess.Process, log: Path) -> None:

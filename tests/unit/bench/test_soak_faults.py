@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specray.bench.soak import neighbours
 from specray.bench.soak.cases import Way, make_cases
 from specray.bench.soak.clients import CaseSender
 from specray.bench.soak.faults import inject
 from specray.bench.soak.ledger import End
-from specray.bench.soak.neighbours import MAX_HEAD_BYTES, send_endless_head
+from specray.bench.soak.neighbours import MAX_HEAD_BYTES, lose_ray, send_endless_head
 from specray.bench.soak.run import Fault, SoakPlan, _Soak
 from specray.bench.soak.schedule import FaultKind, PlannedFault
 from specray.bench.soak.watch import Whole
@@ -27,6 +29,19 @@ from specray.errors import EngineLostError
 from specray.fakes import VirtualClock
 
 DEADLINE_S = 30.0
+
+
+SERVICE = """
+import pathlib, subprocess, sys
+starts = pathlib.Path({starts!r})
+starts.write_text(starts.read_text() + "x")
+if len(starts.read_text()) <= {num_taken}:
+    sys.exit("http.port: cannot listen on 127.0.0.1:1: Address already in use")
+print("Ctrl-C stops every process.", flush=True)
+subprocess.run(["sleep", "60"])
+sys.exit(1)
+"""
+"""A service whose port is taken at its first starts, and which ends with 1 when its part ``sleep`` does."""
 
 
 class FakeNodes:
@@ -224,3 +239,19 @@ async def test_an_answer_that_came_too_late_is_not_taken_for_the_next_one(tmp_pa
     finally:
         process.send_signal(signal.SIGKILL)
         await process.wait()
+
+
+@pytest.mark.parametrize("num_taken", [2, 3])
+async def test_neighbour_whose_port_was_taken_meanwhile_is_started_on_another_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_taken: int
+) -> None:
+    starts = tmp_path / "starts"
+    starts.touch()
+    service = SERVICE.format(starts=str(starts), num_taken=num_taken)
+    monkeypatch.setattr(neighbours, "SERVE_COMMAND", (sys.executable, "-c", service))
+    if num_taken < 3:
+        assert "another service without its sleep ended after" in await lose_ray("sleep", tmp_path)
+    else:
+        with pytest.raises(EngineLostError, match=r"did not start: .*Address already in use"):
+            await lose_ray("sleep", tmp_path)
+    assert starts.read_text() == "xxx"
