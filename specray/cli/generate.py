@@ -8,17 +8,17 @@ import signal
 import sys
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specray.cli import options
+from specray.cli.options import option
 from specray.requests import SpeculationStats
 
 if TYPE_CHECKING:
     from specray.config import Config
-    from specray.serving.validation import GenerationOptions
 
 EXIT_TERMINATED = 143
 
@@ -34,60 +34,50 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling options of the command line."""
+    """How the output is drawn."""
 
-    max_tokens: int
-    temperature: float
-    top_p: float
-    seed: int | None
-    stop: tuple[str, ...]
-    is_speculating: bool
+    max_tokens: int = option(128, "Maximum output tokens.")
+    temperature: float = option(0.0, "Sampling temperature; 0 is greedy.")
+    top_p: float = option(1.0, "Nucleus sampling: share of probability, in (0, 1].")
+    seed: int | None = option(None, "Seed of sampling; default: random.")
+    stop: list[str] | None = option(None, "String that ends the output; may be repeated.")
+    speculation: bool = option(True, "Use the draft, or let the target decode alone.")
 
 
+@dataclass(frozen=True, slots=True)
+class PairOptions:
+    """The pair that is started for the prompt, see ``settings.pair_options``."""
+
+    target: options.TargetModel = None
+    draft: options.Draft = None
+    drafter: options.Drafter = None
+    dtype: options.Dtype = None
+    device: options.Device = None
+    num_speculative_tokens: options.NumSpeculativeTokens = None
+    verification: options.Verification = None
+    overlap: options.OverlapMode = None
+    tree: options.Tree = None
+
+
+@options.flattened
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.")],
+    pair: PairOptions,
+    sampling: Sampling,
     server: Annotated[
         str | None, typer.Option(help="URL of a running server; default: start a pair for this prompt.")
     ] = None,
     config: options.ConfigPath = None,
-    target: options.TargetModel = None,
-    draft: options.Draft = None,
-    drafter: options.Drafter = None,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
-    max_tokens: Annotated[int, typer.Option(help="Maximum output tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus sampling: share of probability, in (0, 1].")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Seed of sampling; default: random.")] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="String that ends the output; may be repeated.")
-    ] = None,
-    speculation: Annotated[bool, typer.Option(help="Use the draft, or let the target decode alone.")] = True,
-    num_speculative_tokens: options.NumSpeculativeTokens = None,
-    verification: options.Verification = None,
-    overlap: options.OverlapMode = None,
-    tree: options.Tree = None,
     settings: options.Settings = None,
 ) -> None:
     """Print the continuation of a prompt as it is generated, and what speculation did (on stderr)."""
     from specray.cli.settings import build_config, pair_options
 
     text = sys.stdin.read() if prompt == "-" else prompt
-    sampling = Sampling(max_tokens, temperature, top_p, seed, tuple(stop or ()), speculation)
     if server is not None:
         pieces = _from_server(server, text, sampling)
     else:
-        values = pair_options(
-            target=target,
-            draft=draft,
-            drafter=drafter,
-            dtype=dtype,
-            device=device,
-            num_speculative_tokens=num_speculative_tokens,
-            verification=verification,
-            overlap=overlap,
-            tree=tree,
-        )
+        values = pair_options(**asdict(pair))
         pieces = _from_own_pair(build_config(config, values, settings or []), text, sampling)
 
     from specray.rpc.event_loop import new_event_loop
@@ -134,6 +124,7 @@ async def _from_own_pair(config: Config, prompt: str, sampling: Sampling) -> Asy
     from specray.serving.calls.prompts import encode_prompts, parse_prompt
     from specray.serving.generation import stream
     from specray.serving.local.pair import local_router
+    from specray.serving.validation import GenerationOptions
     from specray.tokenization import load_tokenizer, make_stop_matcher
 
     prompts = parse_prompt(prompt)
@@ -141,7 +132,14 @@ async def _from_own_pair(config: Config, prompt: str, sampling: Sampling) -> Asy
     async with local_router(config, stop_matchers=make_stop_matcher(tokenizer)) as router:
         requests = to_generate_requests(
             encode_prompts(prompts, tokenizer),
-            _options(sampling),
+            GenerationOptions(
+                max_tokens=sampling.max_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                seed=sampling.seed,
+                stop=tuple(sampling.stop or ()),
+                speculation_enabled=sampling.speculation,
+            ),
             limits=await ServiceLimits(router, tokenizer, config).get(),
             request_id="generate",
         )
@@ -153,31 +151,15 @@ async def _from_own_pair(config: Config, prompt: str, sampling: Sampling) -> Asy
             yield Piece(delta.text, num_output_tokens if is_last else None, delta.stats)
 
 
-def _options(sampling: Sampling) -> GenerationOptions:
-    from specray.serving.validation import GenerationOptions
-
-    return GenerationOptions(
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        seed=sampling.seed,
-        stop=sampling.stop,
-        speculation_enabled=sampling.is_speculating,
-    )
-
-
 async def _from_server(url: str, prompt: str, sampling: Sampling) -> AsyncGenerator[Piece, None]:
     from specray.bench.load.client import ServerClient
     from specray.environment import api_key
 
     body: dict[str, Any] = {
         "prompt": prompt,
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "seed": sampling.seed,
-        "stop": list(sampling.stop),
-        "speculation": {"enabled": sampling.is_speculating},
+        **asdict(sampling),
+        "stop": sampling.stop or [],
+        "speculation": {"enabled": sampling.speculation},
         "stream_options": {"include_usage": True},
         "return_speculation_metrics": True,
     }
@@ -194,9 +176,6 @@ def _stats(metrics: dict[str, Any] | None) -> SpeculationStats | None:
     if metrics is None:
         return None
     fields = metrics["speculative_decoding"]
-    return SpeculationStats(
-        num_spec_steps=fields["num_spec_steps"],
-        num_draft_tokens=fields["num_draft_tokens"],
-        num_accepted_draft_tokens=fields["num_accepted_draft_tokens"],
-        acceptance_histogram=tuple(fields["acceptance_histogram"]),
-    )
+    names = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+    counts = {name: fields[name] for name in names}
+    return SpeculationStats(**counts, acceptance_histogram=tuple(fields["acceptance_histogram"]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import is_dataclass
+from dataclasses import field, fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -69,8 +69,6 @@ NumThreads = Annotated[
     int | None, typer.Option(help="CPU threads per engine; default: by cores and model size.")
 ]
 MaxModelLen = Annotated[int | None, typer.Option(help="Maximum tokens of a sequence.")]
-TensorParallelSize = Annotated[int | None, typer.Option(help="Tensor-parallel ranks of the target.")]
-NumDraftReplicas = Annotated[int | None, typer.Option(help="Number of draft actors.")]
 
 # How the pair speculates.
 NumSpeculativeTokens = Annotated[
@@ -108,9 +106,6 @@ ServerUrl = Annotated[str, typer.Option(help="URL of the running server.")]
 # What is measured, and where the results go.
 Concurrency = Annotated[int, typer.Option(min=1, help="Requests at a time.")]
 NumSequences = Annotated[list[int] | None, typer.Option(min=1, help="Sequences per batch; may be repeated.")]
-NumPasses = Annotated[
-    int, typer.Option(min=1, max=50, help="Passes over all loads; for each size the median counts.")
-]
 JsonPath = Annotated[Path | None, typer.Option("--json", help="File for the results (JSON).")]
 ReportPath = Annotated[
     Path | None,
@@ -118,28 +113,44 @@ ReportPath = Annotated[
 ]
 
 
+def option(default: Any, help: str, *names: str, **limits: Any) -> Any:
+    """A field of a data class that is an option of each command with that class, see ``flattened``.
+
+    Args:
+        help: its text under ``--help``.
+        names: in place of one that is made of the field's.
+        limits: further arguments of ``typer.Option``.
+    """
+    return field(default=default, metadata={"option": typer.Option(*names, help=help, **limits)})
+
+
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
     """The command with the fields of each parameter that is a data class in that parameter's place.
 
-    A field's annotation is that of an option of typer; so a command's options are declared once, and commands
-    share those of one class.
+    A field is an ``option``, or has the annotation of one; so a command's options are declared once, and
+    commands share those of one class.
     """
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
-    fields_of: dict[str, list[str]] = {}
+    grouped: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
     for parameter in inspect.signature(command).parameters.values():
-        own, types = [parameter], hints
-        if is_dataclass(kind := hints[parameter.name]):
-            own, types = (
-                list(inspect.signature(kind).parameters.values()),
-                get_type_hints(kind, include_extras=True),
+        if (kind := grouped.get(parameter.name)) is None:
+            parameters.append(
+                parameter.replace(annotation=hints[parameter.name], kind=parameter.KEYWORD_ONLY)
             )
-            fields_of[parameter.name] = [field.name for field in own]
-        parameters += [one.replace(annotation=types[one.name], kind=one.KEYWORD_ONLY) for one in own]
+            continue
+        types = get_type_hints(kind, include_extras=True)
+        for one in fields(kind):
+            declared = one.metadata.get("option")
+            annotation = types[one.name] if declared is None else Annotated[types[one.name], declared]
+            own = inspect.Parameter(
+                one.name, parameter.KEYWORD_ONLY, default=one.default, annotation=annotation
+            )
+            parameters.append(own)
 
     def run(**values: Any) -> None:
-        for name, fields in fields_of.items():
-            values[name] = hints[name](**{field: values.pop(field) for field in fields})
+        for name, kind in grouped.items():
+            values[name] = kind(**{one.name: values.pop(one.name) for one in fields(kind)})
         command(**values)
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +15,7 @@ import typer
 
 from specray.bench.load.prompts import Dataset
 from specray.cli import options
+from specray.cli.options import option
 from specray.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,80 +28,84 @@ MAX_RATIO = 8
 """Largest number of drafts per target group that is tried."""
 DEFAULT_RATIOS = "0,0.25,0.5,1"
 
-ConfigPath = Annotated[
-    Path | None,
-    typer.Argument(metavar="[CONFIG.yaml]", help="Configuration whose speculation and router are simulated."),
-]
-ProfilePaths = Annotated[
-    list[Path] | None,
-    typer.Option(help="Profile that `specray profile` wrote; repeat it to choose between kinds of hardware."),
-]
-Rate = Annotated[float | None, typer.Option(min=0.001, help="Requests per second.")]
-PromptLength = Annotated[
-    str, typer.Option(help="Prompt tokens: a number, lognormal:MEAN,P95, or @FILE with one number per line.")
-]
-OutputLength = Annotated[str, typer.Option(help="Output tokens, in the same form.")]
-SloTtft = Annotated[float | None, typer.Option(min=0.001, help="Target for the time to first token, in ms.")]
-SloItl = Annotated[
-    float | None, typer.Option(min=0.001, help="Target for a request's mean inter-token latency, in ms.")
-]
-SloShare = Annotated[
-    float, typer.Option(min=0.01, max=1, help="Share of the requests that must meet both targets.")
-]
-Ratios = Annotated[
-    str,
-    typer.Option(help="Drafts per target group to try: numbers or fractions with commas; 0 is no draft."),
-]
-MaxGroups = Annotated[int, typer.Option(min=1, max=4096, help="Maximum number of target groups.")]
-Costs = Annotated[
-    list[str] | None,
-    typer.Option(help="NAME=USD_PER_HOUR of one device; NAME is a part of its name. May be repeated."),
-]
-NetworkMs = Annotated[
-    float, typer.Option(min=0, help="Round trip between router and draft in ms, on top of the measured one.")
-]
-NumRequests = Annotated[
-    int, typer.Option(min=20, max=100_000, help="Approximate number of requests in a simulation.")
-]
-Check = Annotated[
-    bool,
-    typer.Option(
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The load, and what is to hold for it."""
+
+    profile: list[Path] | None = option(
+        None, "Profile that `specray profile` wrote; repeat it to choose between kinds of hardware."
+    )
+    rate: float | None = option(None, "Requests per second.", min=0.001)
+    prompt: str = option(
+        "512", "Prompt tokens: a number, lognormal:MEAN,P95, or @FILE with one number per line."
+    )
+    output: str = option("128", "Output tokens, in the same form.")
+    temperature: options.Temperature = 0.0
+    slo_ttft_ms: float | None = option(None, "Target for the time to first token, in ms.", min=0.001)
+    slo_itl_ms: float | None = option(
+        None, "Target for a request's mean inter-token latency, in ms.", min=0.001
+    )
+    slo_share: float = option(0.95, "Share of the requests that must meet both targets.", min=0.01, max=1)
+    drafts_per_group: str = option(
+        DEFAULT_RATIOS, "Drafts per target group to try: numbers or fractions with commas; 0 is no draft."
+    )
+    max_groups: int = option(256, "Maximum number of target groups.", min=1, max=4096)
+    cost: list[str] | None = option(
+        None, "NAME=USD_PER_HOUR of one device; NAME is a part of its name. May be repeated."
+    )
+    network_ms: float = option(
+        0.0, "Round trip between router and draft in ms, on top of the measured one.", min=0
+    )
+    seed: options.Seed = 0
+    num_requests: int = option(200, "Approximate number of requests in a simulation.", min=20, max=100_000)
+
+    def demand(self) -> Demand:
+        """Raises ConfigError where something is missing, or a length is none."""
+        from specray.planning.load import OpenLoad, parse_lengths
+        from specray.planning.search import Demand
+        from specray.planning.simulation.results import Slo
+
+        if not self.profile:
+            raise ConfigError("--profile is missing; allowed: a file that `specray profile` wrote")
+        if self.rate is None:
+            raise ConfigError("--rate is missing; allowed: requests per second, more than 0")
+        lengths = parse_lengths(self.prompt, "prompt"), parse_lengths(self.output, "output")
+        return Demand(
+            OpenLoad(self.rate, *lengths, self.temperature),
+            Slo(self.slo_ttft_ms, self.slo_itl_ms, self.slo_share),
+            max_groups=self.max_groups,
+            seed=self.seed,
+            num_requests=self.num_requests,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CheckOptions:
+    """How the configured pair is loaded, and compared with the prediction."""
+
+    check: bool = option(
+        False,
+        "Start the configured pair here, load it, and compare with the prediction; without "
+        "--profile, measure its profile too.",
         "--check",
-        help="Start the configured pair here, load it, and compare with the prediction; without --profile, "
-        "measure its profile too.",
-    ),
-]
-Concurrencies = Annotated[
-    list[int] | None, typer.Option(min=1, help="With --check: requests at a time; may be repeated.")
-]
-NumPasses = Annotated[
-    int, typer.Option(min=1, max=50, help="With --check: passes over all loads; the median counts.")
-]
-PromptSource = Annotated[Dataset, typer.Option(help="With --check: source of the prompts.")]
-PromptPath = Annotated[Path | None, typer.Option(help="With --check: file of the data set.")]
+    )
+    concurrency: list[int] | None = option(None, "With --check: requests at a time; may be repeated.", min=1)
+    num_passes: int = option(3, "With --check: passes over all loads; the median counts.", min=1, max=50)
+    dataset: Dataset = option(Dataset.BUILTIN, "With --check: source of the prompts.")
+    dataset_path: Path | None = option(None, "With --check: file of the data set.")
 
 
+@options.flattened
 def plan(
-    config_path: ConfigPath = None,
-    profile: ProfilePaths = None,
-    rate: Rate = None,
-    prompt: PromptLength = "512",
-    output: OutputLength = "128",
-    temperature: options.Temperature = 0.0,
-    slo_ttft_ms: SloTtft = None,
-    slo_itl_ms: SloItl = None,
-    slo_share: SloShare = 0.95,
-    drafts_per_group: Ratios = DEFAULT_RATIOS,
-    max_groups: MaxGroups = 256,
-    cost: Costs = None,
-    network_ms: NetworkMs = 0.0,
-    seed: options.Seed = 0,
-    num_requests: NumRequests = 200,
-    check: Check = False,
-    concurrency: Concurrencies = None,
-    num_passes: NumPasses = 3,
-    dataset: PromptSource = Dataset.BUILTIN,
-    dataset_path: PromptPath = None,
+    load: Load,
+    checked: CheckOptions,
+    config_path: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[CONFIG.yaml]", help="Configuration whose speculation and router are simulated."
+        ),
+    ] = None,
     settings: options.Settings = None,
     json_path: options.JsonPath = None,
 ) -> None:
@@ -110,30 +115,14 @@ def plan(
     started here, loaded, and compared with what the first profile predicts.
     """
     from specray.cli.settings import build_config
-    from specray.planning.load import OpenLoad, parse_lengths
     from specray.planning.profile import load_profile
-    from specray.planning.search import Demand
-    from specray.planning.simulation.results import Slo
 
     config = build_config(config_path, {}, settings or [])
-    profiles = [load_profile(path) for path in profile or ()]
-    lengths = parse_lengths(prompt, "prompt"), parse_lengths(output, "output")
-    if check:
-        known = profiles[0] if profiles else None
-        _check(config, known, output, temperature, concurrency, num_passes, dataset, dataset_path, json_path)
-        return
-    if not profiles:
-        raise ConfigError("--profile is missing; allowed: a file that `specray profile` wrote")
-    if rate is None:
-        raise ConfigError("--rate is missing; allowed: requests per second, more than 0")
-    demand = Demand(
-        OpenLoad(rate, *lengths, temperature),
-        Slo(slo_ttft_ms, slo_itl_ms, slo_share),
-        max_groups=max_groups,
-        seed=seed,
-        num_requests=num_requests,
-    )
-    _plan(config, profiles, demand, parse_ratios(drafts_per_group), cost or (), network_ms / 1e3, json_path)
+    profiles = [load_profile(path) for path in load.profile or ()]
+    if checked.check:
+        _check(config, profiles[0] if profiles else None, load, checked, json_path)
+    else:
+        _plan(config, profiles, load, json_path)
 
 
 def parse_ratios(text: str) -> list[Fraction]:
@@ -150,15 +139,7 @@ def parse_ratios(text: str) -> list[Fraction]:
     return ratios
 
 
-def _plan(
-    config: Config,
-    profiles: list[Profile],
-    demand: Demand,
-    ratios: list[Fraction],
-    costs: Sequence[str],
-    network_s: float,
-    json_path: Path | None,
-) -> None:
+def _plan(config: Config, profiles: list[Profile], load: Load, json_path: Path | None) -> None:
     from rich.console import Console
 
     from specray.cli.output import write_json
@@ -166,14 +147,14 @@ def _plan(
     from specray.planning.report import plan_json, plan_table, recommendation
     from specray.planning.search import make_plan
 
-    prices = parse_costs(costs)
+    demand, ratios, prices = load.demand(), parse_ratios(load.drafts_per_group), parse_costs(load.cost or ())
     offers = make_offers(
         profiles,
         prices,
-        temperature=demand.load.temperature,
+        temperature=load.temperature,
         speculation=config.speculation,
         router_config=config.router,
-        network_s=network_s,
+        network_s=load.network_ms / 1e3,
     )
     with _routers_silent(), Console(stderr=True).status("simulating") as status:
         made = make_plan(offers, ratios, demand, progress=status.update)
@@ -197,15 +178,7 @@ def _routers_silent() -> Iterator[None]:
 
 
 def _check(
-    config: Config,
-    profile: Profile | None,
-    output: str,
-    temperature: float,
-    concurrency: list[int] | None,
-    num_passes: int,
-    dataset: Dataset,
-    dataset_path: Path | None,
-    json_path: Path | None,
+    config: Config, profile: Profile | None, load: Load, checked: CheckOptions, json_path: Path | None
 ) -> None:
     from rich.console import Console
 
@@ -215,34 +188,34 @@ def _check(
     from specray.planning.report import check_table
     from specray.planning.simulation.fleet import Kit
 
-    if not output.isdecimal():
-        raise ConfigError(f"--output is {output!r}; allowed with --check: a number of tokens")
+    if not load.output.isdecimal():
+        raise ConfigError(f"--output is {load.output!r}; allowed with --check: a number of tokens")
     if profile is not None and config.draft.has_model != (profile.draft is not None):
         raise ConfigError(
             f"the configuration has {'a' if config.draft.has_model else 'no'} draft model and the profile"
             f" {'none' if profile.draft is None else 'one'}; allowed with --check: a profile of this pair"
         )
     # The prompts on which `specray profile` measures acceptance.
-    prompts = load_prompts(dataset, dataset_path, options.NUM_PROFILE_PROMPTS)
+    prompts = load_prompts(checked.dataset, checked.dataset_path, options.NUM_PROFILE_PROMPTS)
     with Console(stderr=True).status("starting the pair") as status:
         runner = LoadRunner(
             config,
             prompts,
-            concurrency=concurrency or (1, 4, 8),
-            max_tokens=int(output),
-            temperature=temperature,
+            concurrency=checked.concurrency or (1, 4, 8),
+            max_tokens=int(load.output),
+            temperature=load.temperature,
             progress=status.update,
         )
         if profile is None:
             profile = asyncio.run(
-                _profile_in_turn(config, prompts, runner, temperature, num_passes, status.update)
+                _profile_in_turn(config, prompts, runner, load.temperature, checked.num_passes, status.update)
             )
         else:
-            asyncio.run(measure_loads(runner, config, num_passes=num_passes))
+            asyncio.run(measure_loads(runner, config, num_passes=checked.num_passes))
     kit = Kit(
         profile.target,
         profile.draft,
-        profile.acceptance_at(temperature),
+        profile.acceptance_at(load.temperature),
         profile.router,
         shares_hardware=True,
         is_replay=True,
@@ -250,7 +223,7 @@ def _check(
         speculation=config.speculation,
     )
     rows = compare(kit, runner.measured)
-    Console().print(check_table(rows, temperature=temperature))
+    Console().print(check_table(rows, temperature=load.temperature))
     write_json([asdict(row) | {"error": row.error} for row in rows], json_path)
 
 

@@ -23,6 +23,26 @@ from specray.errors import ConfigError
 from specray.models.catalogue import find_known, known_names
 
 NO_DRAFT = "none"
+_KEYS = {
+    "target": ("target.model",),
+    "draft": ("draft.model",),
+    "drafter": ("target.drafter",),
+    **{
+        name: (f"target.{name}", f"draft.{name}")
+        for name in ("dtype", "device", "max_model_len", "num_threads")
+    },
+    **{
+        name: (f"speculation.{name}",)
+        for name in ("num_speculative_tokens", "verification", "overlap", "tree")
+    },
+    "tensor_parallel_size": ("target.tensor_parallel_size",),
+    "num_draft_replicas": ("draft.num_replicas",),
+    "served_model_name": ("served_model_name",),
+    "host": ("http.host", "grpc.host"),
+    "port": ("http.port",),
+    "grpc_port": ("grpc.port",),
+}
+"""Keys of the configuration that options of commands set, by the option's name."""
 
 
 def build_config(
@@ -68,51 +88,22 @@ def changed_config(values: dict[str, Any], assignments: Sequence[str]) -> Config
     return parse_config(values)
 
 
-def pair_options(
-    *,
-    target: str | None = None,
-    draft: str | None = None,
-    drafter: str | None = None,
-    dtype: str | None = None,
-    device: str | None = None,
-    max_model_len: int | None = None,
-    num_threads: int | None = None,
-    num_speculative_tokens: str | None = None,
-    verification: str | None = None,
-    overlap: str | None = None,
-    tree: str | None = None,
-) -> dict[str, object]:
-    """Translates the options about the pair, and how it speculates, to dotted keys of the configuration."""
-    has_no_draft = draft == NO_DRAFT
-    return {
-        "target.model": target,
-        "target.drafter": drafter,
-        "draft.model": None if has_no_draft else draft,
-        "draft.enabled": False if has_no_draft else None,
-        **{
-            f"{role}.{key}": value
-            for role in ("target", "draft")
-            for key, value in {
-                "dtype": dtype,
-                "device": device,
-                "max_model_len": max_model_len,
-                "num_threads": num_threads,
-            }.items()
-        },
-        "speculation.num_speculative_tokens": _number(num_speculative_tokens),
-        "speculation.verification": verification,
-        "speculation.overlap": overlap,
-        "speculation.tree": tree,
-    }
+def pair_options(**options: str | int | None) -> dict[str, object]:
+    """Translates options of commands to dotted keys of the configuration, each by its name."""
+    values: dict[str, object] = {key: options.get(name) for name, keys in _KEYS.items() for key in keys}
+    values["draft.enabled"] = None
+    if options.get("draft") == NO_DRAFT:
+        values |= {"draft.model": None, "draft.enabled": False}
+    count = options.get("num_speculative_tokens")
+    if isinstance(count, str) and count.isdecimal():
+        values["speculation.num_speculative_tokens"] = int(count)
+    assert options.keys() <= _KEYS.keys(), options
+    return values
 
 
 def write_config(config: Config, path: Path) -> None:
     """Writes a configuration that ``read_config_file`` reads back."""
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
-
-
-def _number(text: str | None) -> int | str | None:
-    return int(text) if text is not None and text.isdecimal() else text
 
 
 def _parse_assignment(assignment: str) -> tuple[str, object]:

@@ -3,48 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from specray.bench.load.prompts import Dataset
 from specray.bench.verify.tasks import TaskKind
 from specray.cli import options
-
-Exact = Annotated[
-    bool, typer.Option("--exact", help="Take one other token for a fault: for a service in float32.")
-]
-NumSamples = Annotated[
-    int, typer.Option(min=0, help="Outputs of each prompt under rejection, for each way; 0: none.")
-]
-
-Tasks = Annotated[TaskKind, typer.Option(help="How the tasks of --tasks-path are scored.")]
-TasksPath = Annotated[
-    Path | None,
-    typer.Option(
-        dir_okay=False, help="Tasks to solve with and without drafts; humaneval runs what the model writes."
-    ),
-]
-NumTasks = Annotated[int, typer.Option(min=1, help="Tasks, the first of the file.")]
+from specray.cli.options import option
 
 
-def verify(
-    url: options.ServerUrl = options.DEFAULT_URL,
-    dataset: options.PromptSource = Dataset.BUILTIN,
-    dataset_path: options.PromptPath = None,
-    num_prompts: options.NumPrompts = 12,
-    max_tokens: options.MaxTokens = 48,
-    concurrency: options.Concurrency = 4,
-    seed: options.Seed = 0,
-    num_samples: NumSamples = 8,
-    exact: Exact = False,
-    tasks: Tasks = TaskKind.HUMANEVAL,
-    tasks_path: TasksPath = None,
-    num_tasks: NumTasks = 40,
-    timeout_s: options.RequestTimeout = 600.0,
-    json_path: options.JsonPath = None,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    """What is compared."""
+
+    url: options.ServerUrl = options.DEFAULT_URL
+    dataset: options.PromptSource = Dataset.BUILTIN
+    dataset_path: options.PromptPath = None
+    num_prompts: options.NumPrompts = 12
+    max_tokens: options.MaxTokens = 48
+    concurrency: options.Concurrency = 4
+    seed: options.Seed = 0
+    num_samples: int = option(8, "Outputs of each prompt under rejection, for each way; 0: none.", min=0)
+    exact: bool = option(False, "Take one other token for a fault: for a service in float32.", "--exact")
+    tasks: TaskKind = option(TaskKind.HUMANEVAL, "How the tasks of --tasks-path are scored.")
+    tasks_path: Path | None = option(
+        None, "Tasks to solve with and without drafts; humaneval runs what the model writes.", dir_okay=False
+    )
+    num_tasks: int = option(40, "Tasks, the first of the file.", min=1)
+    timeout_s: options.RequestTimeout = 600.0
+
+
+@options.flattened
+def verify(given: VerifyOptions, json_path: options.JsonPath = None) -> None:
     """Compare a running service with itself without drafts: tokens, logprobs and sampled distributions."""
     from specray.bench.load.prompts import load_prompts
     from specray.bench.verify.plan import VerifyPlan
@@ -53,16 +45,17 @@ def verify(
     from specray.bench.verify.tasks import load_tasks
     from specray.cli.output import counted_progress, wide_console, write_json
 
+    tasks = () if given.tasks_path is None else load_tasks(given.tasks, given.tasks_path, given.num_tasks)
     plan = VerifyPlan(
-        url=url,
-        prompts=load_prompts(dataset, dataset_path, num_prompts),
-        max_tokens=max_tokens,
-        concurrency=concurrency,
-        seed=seed,
-        is_exact=exact,
-        num_samples=num_samples,
-        tasks=() if tasks_path is None else load_tasks(tasks, tasks_path, num_tasks),
-        timeout_s=timeout_s,
+        url=given.url,
+        prompts=load_prompts(given.dataset, given.dataset_path, given.num_prompts),
+        max_tokens=given.max_tokens,
+        concurrency=given.concurrency,
+        seed=given.seed,
+        is_exact=given.exact,
+        num_samples=given.num_samples,
+        tasks=tasks,
+        timeout_s=given.timeout_s,
     )
     with counted_progress("verifying") as show:
         result = asyncio.run(run_plan(plan, show))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from specray.bench.advise.candidate import short_names, split_keys
 from specray.bench.advise.domains import read_domain
-from specray.bench.load.prompts import Dataset, load_labelled_prompts
+from specray.bench.load.prompts import load_labelled_prompts
 from specray.bench.methods.prompts import LabelledPrompt, tokenized
 from specray.cli.settings import build_config, pair_options
 from specray.config import EMBEDDED, Config
@@ -15,62 +15,48 @@ from specray.models.drafts import compact_draft
 from specray.tokenization import load_tokenizer
 from specray.types import DraftKind
 
+if TYPE_CHECKING:
+    from specray.cli.advise.app import Asked, Candidates
+
 OWN_DRAFT = "own"
 """Candidate that the package brings for a known target."""
 
 
-def pairs_of(
-    target: str | None,
-    drafts: list[str] | None,
-    drafters: list[str] | None,
-    dtype: str | None,
-    max_model_len: int | None,
-    settings: list[str],
-) -> dict[str, Config]:
+def pairs_of(given: Candidates) -> dict[str, Config]:
     """The configuration of each candidate, by its name. Raises ConfigError."""
+    drafts = given.draft
     if drafts is None:
-        drafts = [
-            *_own_drafts(target),
-            *(kind.value for kind in (DraftKind.NGRAM, DraftKind.SUFFIX, DraftKind.LOOKAHEAD)),
-        ]
+        kinds = (DraftKind.NGRAM, DraftKind.SUFFIX, DraftKind.LOOKAHEAD)
+        drafts = [*_own_drafts(given.target), *(kind.value for kind in kinds)]
+    drafters = given.drafter or []
     found = {}
     for name, one in zip(short_names(drafts), drafts, strict=True):
         model, keys = split_keys(one)
-        values = pair_options(
-            target=target,
-            draft=None if model == OWN_DRAFT else model,
-            dtype=dtype,
-            max_model_len=max_model_len,
-        )
-        found[name] = build_config(None, values, [*settings, *(f"draft.{key}" for key in keys)])
-    for name, one in zip(short_names(drafters or []), drafters or [], strict=True):
-        values = pair_options(
-            target=target,
-            draft=DraftKind.FEATURES.value,
-            drafter=one,
-            dtype=dtype,
-            max_model_len=max_model_len,
-        )
-        found[name] = build_config(None, values, settings)
+        found[name] = _pair(given, [f"draft.{key}" for key in keys], None if model == OWN_DRAFT else model)
+    for name, one in zip(short_names(drafters), drafters, strict=True):
+        found[name] = _pair(given, [], DraftKind.FEATURES.value, one)
     return found
 
 
-def prompts_of(
-    config: Config,
-    files: list[str] | None,
-    dataset: Dataset,
-    dataset_path: Path | None,
-    num_prompts: int,
-    *,
-    is_chat: bool,
-) -> list[LabelledPrompt]:
+def _pair(given: Candidates, keys: list[str], draft: str | None, drafter: str | None = None) -> Config:
+    values = pair_options(
+        target=given.target,
+        draft=draft,
+        drafter=drafter,
+        dtype=given.dtype,
+        max_model_len=given.max_model_len,
+    )
+    return build_config(None, values, [*(given.settings or []), *keys])
+
+
+def prompts_of(config: Config, asked: Asked) -> list[LabelledPrompt]:
     """The prompts as tokens of the target, each with its domain. Raises ConfigError."""
     loaded = (
-        [prompt for each in files for prompt in read_domain(each, num_prompts)]
-        if files
-        else load_labelled_prompts(dataset, dataset_path, num_prompts)
+        [prompt for each in asked.prompts for prompt in read_domain(each, asked.num_prompts)]
+        if asked.prompts
+        else load_labelled_prompts(asked.dataset, asked.dataset_path, asked.num_prompts)
     )
-    return tokenized(load_tokenizer(config.target.model), loaded, is_chat=is_chat)
+    return tokenized(load_tokenizer(config.target.model), loaded, is_chat=asked.chat)
 
 
 def _own_drafts(target: str | None) -> list[str]:

@@ -33,11 +33,9 @@ class QuietListener:
         self._is_said = False
 
     def notice(self, line: str) -> None:
-        """See Listener."""
         print(f"specray: {line}", file=sys.stderr, flush=True)
 
     def progress(self, what: str, done: int = 0, total: int | None = None) -> None:
-        """See Listener."""
         if not self._is_said:
             self._is_said = True
             self.notice(what)
@@ -52,14 +50,12 @@ class BarListener:
         self._what: str | None = None
 
     def notice(self, line: str) -> None:
-        """See Listener."""
         if self._bars is None:
             print(f"specray: {line}", file=sys.stderr, flush=True)
         else:
             self._bars.console.print(f"specray: {line}", markup=False, highlight=False, soft_wrap=True)
 
     def progress(self, what: str, done: int = 0, total: int | None = None) -> None:
-        """See Listener."""
         self._bars = self._bars or _new_bars()
         if what != self._what or self._task is None:
             self._finish()

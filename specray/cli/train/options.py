@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
+from specray.cli.options import option
 from specray.train.draft.loss_kind import LossKind
 
 if TYPE_CHECKING:
@@ -23,54 +22,39 @@ _TIME_BUDGET_S = 4800.0
 class RunOptions:
     """Where a run is, its text, its end, and its steps."""
 
-    work_dir: Annotated[
-        Path,
-        typer.Option(
-            help="Directory of the run; the same command again goes on from there. Methods may share one, "
-            "and then its text."
-        ),
-    ] = Path("specray-train")
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu"
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            help="Prompts that the target answers: JSON lines with 'prompt', and 'domain' if they have one. "
-            "Default: it begins all text itself."
-        ),
-    ] = None
-    mix: Annotated[
-        str | None,
-        typer.Option(
-            help="Shares of domains, such as code=0.5,chat=0.5: those of --prompts, and open, first-words, "
-            "task and text, which need none. Default: as the prompts are spread."
-        ),
-    ] = None
-    chat: Annotated[
-        bool, typer.Option(help="Ask in the target's chat template, where it has one, or for continuations.")
-    ] = True
-    writing_budget: Annotated[float, typer.Option(min=1, help="Seconds in which the target writes.")] = 1800
-    time_budget: Annotated[
-        float | None,
-        typer.Option(
-            min=1, help=f"Seconds of training; default: {_TIME_BUDGET_S:.0f}, unless --steps is given."
-        ),
-    ] = None
-    steps: Annotated[int | None, typer.Option(min=1, help="Training steps, instead of a time.")] = None
-    num_rows: Annotated[int, typer.Option(min=2, help="Rows of text, at most.")] = 100_000
-    rows_per_batch: Annotated[int, typer.Option(min=1, help="Rows that are written side by side.")] = 32
-    rows_per_step: Annotated[int, typer.Option(min=1, help="Rows of a training step.")] = 16
-    rows_per_forward: Annotated[
-        int | None, typer.Option(min=1, help="Rows of a forward; default: as the method.")
-    ] = None
-    row_len: Annotated[int, typer.Option(min=32, help="Tokens of a row.")] = 768
-    loss: Annotated[
-        LossKind,
-        typer.Option(
-            help="Divergence from the target's distribution; with the total variation distance in the last "
-            "two fifths of the run; or turning into it as more is accepted (LK)."
-        ),
-    ] = LossKind.KL_TV
-    seed: Annotated[int, typer.Option(help="Seed of weights, texts and their order.")] = 0
+    work_dir: Path = option(
+        Path("specray-train"),
+        "Directory of the run; the same command again goes on from there. Methods may share one, "
+        "and then its text.",
+    )
+    device: str = option("cpu", "cpu or cuda.")
+    prompts: Path | None = option(
+        None,
+        "Prompts that the target answers: JSON lines with 'prompt', and 'domain' if they have one. "
+        "Default: it begins all text itself.",
+    )
+    mix: str | None = option(
+        None,
+        "Shares of domains, such as code=0.5,chat=0.5: those of --prompts, and open, first-words, "
+        "task and text, which need none. Default: as the prompts are spread.",
+    )
+    chat: bool = option(True, "Ask in the target's chat template, where it has one, or for continuations.")
+    writing_budget: float = option(1800, "Seconds in which the target writes.", min=1)
+    time_budget: float | None = option(
+        None, f"Seconds of training; default: {_TIME_BUDGET_S:.0f}, unless --steps is given.", min=1
+    )
+    steps: int | None = option(None, "Training steps, instead of a time.", min=1)
+    num_rows: int = option(100_000, "Rows of text, at most.", min=2)
+    rows_per_batch: int = option(32, "Rows that are written side by side.", min=1)
+    rows_per_step: int = option(16, "Rows of a training step.", min=1)
+    rows_per_forward: int | None = option(None, "Rows of a forward; default: as the method.", min=1)
+    row_len: int = option(768, "Tokens of a row.", min=32)
+    loss: LossKind = option(
+        LossKind.KL_TV,
+        "Divergence from the target's distribution; with the total variation distance in the last "
+        "two fifths of the run; or turning into it as more is accepted (LK).",
+    )
+    seed: int = option(0, "Seed of weights, texts and their order.")
 
     def limit(self) -> RunLimit:
         """The run's end. Raises ConfigError where both are given."""
@@ -105,13 +89,9 @@ class RunOptions:
 class HeadOptions(RunOptions):
     """And when it is evaluated, and what is kept of the target."""
 
-    evaluate_every: Annotated[
-        float,
-        typer.Option(min=1, help="Seconds between two evaluations; what is trained is written each time."),
-    ] = 600
-    readings_gib: Annotated[
-        float,
-        typer.Option(
-            min=0, help="GiB of memory for what is read of the target, so that it runs once over a row."
-        ),
-    ] = 4.0
+    evaluate_every: float = option(
+        600, "Seconds between two evaluations; what is trained is written each time.", min=1
+    )
+    readings_gib: float = option(
+        4.0, "GiB of memory for what is read of the target, so that it runs once over a row.", min=0
+    )

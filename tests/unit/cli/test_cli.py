@@ -223,7 +223,7 @@ def test_bench_of_a_missing_data_set_ends_with_2(capsys: pytest.CaptureFixture[s
 
 async def test_generate_from_a_server_prints_text_and_stats(capsys: pytest.CaptureFixture[str]) -> None:
     router = say(REPLY)
-    sampling = Sampling(max_tokens=8, temperature=0.5, top_p=1.0, seed=3, stop=("zzz",), is_speculating=True)
+    sampling = Sampling(max_tokens=8, temperature=0.5, top_p=1.0, seed=3, stop=["zzz"], speculation=True)
     async with serving(router) as service:
         await _print_all(_from_server(service.url, "def", sampling))
     captured = capsys.readouterr()
@@ -237,7 +237,7 @@ async def test_generate_from_a_server_prints_text_and_stats(capsys: pytest.Captu
 
 async def test_generate_from_a_server_can_be_plain(capsys: pytest.CaptureFixture[str]) -> None:
     router = FakeRouterClient(info=INFO)
-    sampling = Sampling(max_tokens=2, temperature=0, top_p=1, seed=None, stop=(), is_speculating=False)
+    sampling = Sampling(max_tokens=2, temperature=0, top_p=1, seed=None, stop=[], speculation=False)
     async with serving(router) as service:
         await _print_all(_from_server(service.url, "a", sampling))
     assert capsys.readouterr().out == "aa\n"

@@ -196,7 +196,7 @@ async def test_without_keys_in_the_configuration_everybody_is_let_in() -> None:
 
 
 async def test_generate_and_bench_send_the_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampling = Sampling(max_tokens=8, temperature=0, top_p=1.0, seed=3, stop=(), is_speculating=True)
+    sampling = Sampling(max_tokens=8, temperature=0, top_p=1.0, seed=3, stop=[], speculation=True)
     async with serving(say(REPLY), config=config_with(key_entry())) as service:
         monkeypatch.delenv("SPECRAY_API_KEY", raising=False)
         with pytest.raises(InvalidRequestError, match="answers 401: an API key is missing"):

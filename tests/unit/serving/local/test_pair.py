@@ -108,7 +108,7 @@ async def test_generate_from_its_own_pair_prints_the_targets_text(
     monkeypatch.setattr("specray.serving.local.pair.local_router", with_fakes)
     path = str(write_tiny_tokenizer(tmp_path))
     config = parse_config({"target": {"model": path}, "draft": {"model": path}})
-    sampling = Sampling(max_tokens=8, temperature=0, top_p=1, seed=0, stop=(), is_speculating=True)
+    sampling = Sampling(max_tokens=8, temperature=0, top_p=1, seed=0, stop=[], speculation=True)
     await _print_all(_from_own_pair(config, "def", sampling))
     output = ToyModel(vocab_size=264).generate(TOKENIZER.encode("def"), 8)
     assert EOS not in output
