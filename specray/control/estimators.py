@@ -156,7 +156,7 @@ class TimeTable:
             return None
         (first, less), (last, more) = self._points[0], self._points[-1]
         if size <= last or first == last:
-            return self.load_factor * _interpolate(self._points, size_of(size))
+            return self.load_factor * interpolate(self._points, size_of(size))
         return self.load_factor * (more + max(0.0, more - less) / (last - first) * (size - last))
 
     def least(self, size: int) -> float | None:
@@ -190,10 +190,11 @@ class TimeTable:
         """Points to predict from: trusted sizes, else expected ones, else whatever was measured."""
         if not self._trusted and not self._expected:
             return self._all()
-        trusted = _ascending([(size, self._value(size)) for size in self._trusted])
+        rising = isotonic([(self._value(size), 1.0) for size in self._trusted])
+        trusted = list(zip(self._trusted, rising, strict=True))
         if not self._expected:
             return trusted
-        expected = [(size, value, _interpolate(self._expected, size)) for size, value in trusted]
+        expected = [(size, value, interpolate(self._expected, size)) for size, value in trusted]
         factors = [(size, value / seconds) for size, value, seconds in expected]
         more = [(size, max(0.0, value - seconds)) for size, value, seconds in expected]
         known = {
@@ -229,17 +230,16 @@ _Curve = list[tuple[int, float]]
 """(size, seconds) pairs by increasing size."""
 
 
-def _ascending(curve: _Curve) -> _Curve:
-    """Isotonic regression: neighbours that fall are pooled (Ayer et al. 1955)."""
-    pools: list[tuple[float, int]] = []
-    for _, seconds in curve:
-        total, count = seconds, 1
-        while pools and pools[-1][0] * count >= total * pools[-1][1]:
-            before, number = pools.pop()
-            total, count = total + before, count + number
-        pools.append((total, count))
-    means = (total / count for total, count in pools for _ in range(count))
-    return [(size, mean) for (size, _), mean in zip(curve, means, strict=True)]
+def isotonic(values: Sequence[tuple[float, float]]) -> list[float]:
+    """Isotonic regression of (value, weight) pairs: neighbours that fall are pooled (Ayer et al. 1955)."""
+    pools: list[tuple[float, float, int]] = []
+    for value, weight in values:
+        total, mass, count = value * weight, weight, 1
+        while pools and pools[-1][0] * mass >= total * pools[-1][1]:
+            before, more, number = pools.pop()
+            total, mass, count = total + before, mass + more, count + number
+        pools.append((total, mass, count))
+    return [total / mass for total, mass, count in pools for _ in range(count)]
 
 
 def _raised(curve: _Curve, trusted: Mapping[int, float]) -> _Curve:
@@ -257,7 +257,7 @@ def _raised(curve: _Curve, trusted: Mapping[int, float]) -> _Curve:
     return raised
 
 
-def _interpolate(curve: _Curve, size: int) -> float:
+def interpolate(curve: Sequence[tuple[float, float]], size: float) -> float:
     """Returns the value between the two neighbours of ``size``; flat outside."""
     index = bisect_left(curve, size, key=itemgetter(0))
     if index == len(curve):
@@ -273,7 +273,7 @@ def _near(values: _Curve, size: int, otherwise: float) -> float:
     """Interpolates values of sizes within _REACH; ``otherwise`` if there are none."""
     first = bisect_left(values, size / _REACH, key=itemgetter(0))
     last = bisect_right(values, _REACH * size, key=itemgetter(0))
-    return _interpolate(values[first:last], size) if first < last else otherwise
+    return interpolate(values[first:last], size) if first < last else otherwise
 
 
 def size_of(size: int) -> int:
@@ -325,7 +325,7 @@ class OutcomesTime:
         """Cost in steps of one sequence."""
         last = self._widths[-1]
         if num_branches <= last[0]:
-            return 1 + num_tokens * _interpolate(self._widths, num_branches)
+            return 1 + num_tokens * interpolate(self._widths, num_branches)
         before = self._widths[-2]
         slope = max(0.0, (last[1] - before[1]) / (last[0] - before[0]))
         return 1 + num_tokens * (last[1] + slope * (num_branches - last[0]))

@@ -9,8 +9,20 @@ from dataclasses import dataclass, field
 from statistics import mean, median
 from typing import Any, TypeVar
 
-from specray.planning.curves import Surface, interpolate
+from specray.planning.curves import (
+    MAX_JUMP,
+    Point,
+    Surface,
+    average,
+    cell_of,
+    cell_points,
+    fit_linear,
+    interpolate,
+    line_through,
+    rising,
+)
 from specray.planning.profile import (
+    INFO_FIELDS,
     AcceptanceProfile,
     ContextPoint,
     DraftProfile,
@@ -26,16 +38,6 @@ from specray.planning.profile import (
     VerifyPoint,
 )
 from specray.planning.samples import DraftSample, Samples, TargetSample
-from specray.planning.smooth import (
-    MAX_JUMP,
-    Point,
-    average,
-    cell_of,
-    cell_points,
-    fit_linear,
-    line_through,
-    rising,
-)
 from specray.types import EngineInfo
 
 _MIN_SAMPLES = 3
@@ -358,18 +360,10 @@ def _is_plain(step: DraftSample) -> bool:
 
 def _common(info: EngineInfo, hardware: str) -> dict[str, Any]:
     return {
-        "model": info.model,
+        **{name: getattr(info, name) for name in INFO_FIELDS},
         "hardware": hardware,
         "num_devices": info.tensor_parallel_size,
-        "vocab_size": info.vocab_size,
-        "max_model_len": info.max_model_len,
-        "max_num_seqs": info.max_num_seqs,
-        "max_num_batched_tokens": info.max_num_batched_tokens,
-        "block_size": info.block_size,
-        "num_blocks": info.num_blocks,
-        "dtype": info.dtype,
         "step_times": tuple(
-            StepTimePoint(num_rows=entry.num_rows, seconds=entry.seconds) for entry in info.step_times
+            StepTimePoint(num_rows=one.num_rows, seconds=one.seconds) for one in info.step_times
         ),
-        "context_token_s": info.context_token_s,
     }

@@ -16,6 +16,18 @@ from specray.errors import ConfigError
 from specray.types import PROTOCOL_VERSION, EngineInfo, StepTime
 
 SCHEMA_VERSION: Final = 2
+INFO_FIELDS: Final = (
+    "model",
+    "vocab_size",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "num_blocks",
+    "dtype",
+    "context_token_s",
+)
+"""What an engine says of itself, and its profile has under the same name."""
 
 
 class _Part(BaseModel):
@@ -114,19 +126,11 @@ class EngineProfile(_Part):
         """Returns the info of a simulated engine of this kind."""
         return EngineInfo(
             role=role,
-            model=self.model,
-            vocab_size=self.vocab_size,
             tokenizer_fingerprint="simulated",
-            block_size=self.block_size,
-            num_blocks=self.num_blocks,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
             protocol_version=PROTOCOL_VERSION,
-            dtype=self.dtype,
             tensor_parallel_size=self.num_devices,
             step_times=tuple(StepTime(point.num_rows, point.seconds) for point in self.step_times),
-            context_token_s=self.context_token_s,
+            **{name: getattr(self, name) for name in INFO_FIELDS},
         )
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from specray.types import EngineInfo
 
 _LEAST_S = 1e-6
 """Shortest delay in seconds that is made up for."""
@@ -63,3 +67,39 @@ class SharedStep:
         own.extend(lost_s)
         self.seconds += lost_s
         return lost_s
+
+
+class SimulatedEngine:
+    """What a simulated target and a simulated draft share.
+
+    Args:
+        info: limits.
+    """
+
+    def __init__(self, info: EngineInfo) -> None:
+        self.info = info
+        self.busy = Busy()
+        self.beside: Busy | None = None
+        """Working time of the other engine on this hardware; None: there is none."""
+
+    def run_step(
+        self, start_s: float, seconds: float, slowdown: float, on_end: Callable[[float], None]
+    ) -> None:
+        """Works from ``start_s`` on; at the end calls ``on_end`` with the seconds that the step has taken.
+
+        Args:
+            seconds: of the step alone; it takes longer where the other engine works meanwhile.
+            slowdown: factor by which it is slower then.
+        """
+        loop = asyncio.get_running_loop()
+        self.busy.work(start_s, start_s + seconds)
+        worked_s = 0.0 if self.beside is None else self.beside.worked_s(loop.time())
+        shared = SharedStep(seconds, worked_s, slowdown)
+
+        def end() -> None:
+            if self.beside and (lost_s := shared.make_up(self.busy, self.beside, loop.time())):
+                loop.call_later(lost_s, end)
+            else:
+                on_end(shared.seconds)
+
+        loop.call_at(start_s + seconds, end)

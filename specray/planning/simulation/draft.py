@@ -1,6 +1,6 @@
 """A simulated draft, which only takes time: interfaces.Drafter with times from a profile.
 
-It keeps the lengths of sequences as the protocol says, and answers *unknown sequence* where a real engine
+It stores the lengths of sequences as the protocol says, and answers *unknown sequence* where a real engine
 would. All times are on the running loop's clock, which is virtual in a plan.
 
 A draft is one server with one queue: what several routers ask meanwhile goes into its next step.
@@ -18,7 +18,7 @@ from specray.draft_tokens import DraftTokens
 from specray.errors import EngineLostError
 from specray.fakes import ReplyQueue
 from specray.planning.profile import RouterProfile
-from specray.planning.simulation.busy import Busy, SharedStep
+from specray.planning.simulation.busy import SimulatedEngine
 from specray.planning.simulation.scripts import Scripts
 from specray.planning.simulation.times import DraftTimes, drawn
 from specray.types import (
@@ -39,14 +39,6 @@ class _Question:
 
 
 @dataclass(slots=True)
-class _Step:
-    """A step under way."""
-
-    replies: dict[SimulatedDrafter, list[DraftReply]]
-    shared: SharedStep
-
-
-@dataclass(slots=True)
 class _Held:
     """Tokens of one sequence."""
 
@@ -54,7 +46,7 @@ class _Held:
     num_prompt: int
 
 
-class SimulatedDraft:
+class SimulatedDraft(SimulatedEngine):
     """One draft replica: takes everything that waits into its next step.
 
     Args:
@@ -74,10 +66,7 @@ class SimulatedDraft:
         scripts: Scripts,
         seed: int | str = 0,
     ) -> None:
-        self.info = info
-        self.busy = Busy()
-        self.beside: Busy | None = None
-        """Working time of the target that shares the hardware; None: none does."""
+        super().__init__(info)
         self.num_connections = 0
         self.times = times
         self.router = router
@@ -88,12 +77,10 @@ class SimulatedDraft:
         self._held: OrderedDict[tuple[SimulatedDrafter, str], _Held] = OrderedDict()
 
     def connect(self) -> SimulatedDrafter:
-        """Connects one more router."""
         self.num_connections += 1
         return SimulatedDrafter(self)
 
     def ask(self, connection: SimulatedDrafter, items: Sequence[SpeculateItem]) -> None:
-        """Takes items that have arrived."""
         self._waiting += [_Question(item, connection) for item in items]
         if not self._is_working:
             self._work()
@@ -113,8 +100,6 @@ class SimulatedDraft:
         if not self._waiting:
             return
         questions, self._waiting = self._waiting, []
-        loop = asyncio.get_running_loop()
-        start_s = loop.time()
         replies: dict[SimulatedDrafter, list[DraftReply]] = {}
         answered: list[tuple[SpeculateItem, DraftReply]] = []
         for question in questions:
@@ -124,24 +109,16 @@ class SimulatedDraft:
                 answered.append((question.item, reply))
         seconds = self.times.step_s(answered) * drawn(self._rng, self.times.step_spread)
         self._is_working = True
-        self.busy.work(start_s, start_s + seconds)
-        shared = SharedStep(seconds)
-        if self.beside is not None:
-            shared = SharedStep(seconds, self.beside.worked_s(start_s), self.times.slowdown)
-        loop.call_at(start_s + seconds, self._end, _Step(replies, shared))
 
-    def _end(self, step: _Step) -> None:
-        loop = asyncio.get_running_loop()
-        if self.beside is not None and (lost_s := step.shared.make_up(self.busy, self.beside, loop.time())):
-            loop.call_later(lost_s, self._end, step)
-            return
-        self._is_working = False
-        for connection, own in step.replies.items():
-            connection.answer(DraftReplies(tuple(own), round(1e9 * step.shared.seconds)))
-        self._work()
+        def end(took_s: float) -> None:
+            self._is_working = False
+            for connection, own in replies.items():
+                connection.answer(DraftReplies(tuple(own), round(1e9 * took_s)))
+            self._work()
+
+        self.run_step(asyncio.get_running_loop().time(), seconds, self.times.slowdown, end)
 
     def transport_s(self, num_items: int) -> float:
-        """Returns the seconds of one round trip."""
         return self.times.transport.of(num_items) * drawn(self._rng, self.times.transport_spread)
 
     def _answer(self, question: _Question) -> DraftReply:
@@ -198,7 +175,6 @@ class SimulatedDrafter:
             self._replies.lose()
 
     def answer(self, replies: DraftReplies) -> None:
-        """Sends the replies of a step that has ended."""
         way_s = self._draft.transport_s(len(replies.replies)) / 2
         asyncio.get_running_loop().call_later(way_s, self._replies.put, replies)
 

@@ -1,6 +1,6 @@
 """A simulated target group, which only takes time: interfaces.Verifier with times from a profile.
 
-It keeps the lengths of sequences as the protocol says, and answers *unknown sequence* or *no room* where a
+It stores the lengths of sequences as the protocol says, and answers *unknown sequence* or *no room* where a
 real engine would; its verdicts come from a script (``scripts``). All times are on the running loop's clock,
 which is virtual in a plan.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from specray.fakes import ReplyQueue
 from specray.planning.profile import RouterProfile
-from specray.planning.simulation.busy import Busy, SharedStep
+from specray.planning.simulation.busy import SimulatedEngine
 from specray.planning.simulation.scripts import Scripts
 from specray.planning.simulation.times import StepSize, TargetTimes, drawn
 from specray.types import (
@@ -48,18 +48,6 @@ class RequestTimes:
 
 
 @dataclass(slots=True)
-class _Step:
-    """A step under way."""
-
-    replies: tuple[TargetReply, ...]
-    commits: Sequence[tuple[str, int]]
-    """Pairs (request id, tokens)."""
-    num_rows: int
-    shared: SharedStep
-    way_back_s: float
-
-
-@dataclass(slots=True)
 class _Held:
     """One sequence, in tokens and blocks."""
 
@@ -70,7 +58,7 @@ class _Held:
     """Draft tokens that were accepted in the last step, and so are computed already."""
 
 
-class SimulatedTarget:
+class SimulatedTarget(SimulatedEngine):
     """interfaces.Verifier over one target group.
 
     Args:
@@ -79,7 +67,7 @@ class SimulatedTarget:
         router: the router's own time, which passes before a step.
         scripts: source of its verdicts.
         rng: source of the draws.
-        requests: records of requests by id, which are told every commit.
+        requests: records of requests by id, which receive every commit.
     """
 
     def __init__(
@@ -92,10 +80,7 @@ class SimulatedTarget:
         rng: random.Random,
         requests: dict[str, RequestTimes],
     ) -> None:
-        self.info = info
-        self.busy = Busy()
-        self.beside: Busy | None = None
-        """Working time of the draft that shares the hardware; None: none does."""
+        super().__init__(info)
         self._times = times
         self._router = router
         self._scripts = scripts
@@ -139,13 +124,15 @@ class SimulatedTarget:
         own_s = own.of(len(items)) + (self._times.prompt_wait_s if size.prompts else 0.0)
         start_s = max(loop.time() + own_s + transport_s / 2, self.busy.until_s)
         seconds = self._times.seconds(size) * drawn(self._rng, self._times.step_spread)
-        end_s = start_s + seconds
-        self.busy.work(start_s, end_s)
-        shared = SharedStep(seconds)
-        if self.beside is not None:
-            slowdown = self._times.prompt_slowdown if size.prompts else self._times.slowdown
-            shared = SharedStep(seconds, self.beside.worked_s(loop.time()), slowdown)
-        loop.call_at(end_s, self._end, _Step(tuple(replies), commits, num_rows, shared, transport_s / 2))
+        slowdown = self._times.prompt_slowdown if size.prompts else self._times.slowdown
+
+        def arrive(took_s: float) -> None:
+            self._commit(commits)
+            self._replies.put(TargetReplies(tuple(replies), round(1e9 * took_s), num_rows))
+
+        self.run_step(
+            start_s, seconds, slowdown, lambda took_s: loop.call_later(transport_s / 2, arrive, took_s)
+        )
 
     async def release(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
@@ -158,20 +145,13 @@ class SimulatedTarget:
     async def close(self) -> None:
         self._replies.lose()
 
-    def _end(self, step: _Step) -> None:
-        loop = asyncio.get_running_loop()
-        if self.beside is not None and (lost_s := step.shared.make_up(self.busy, self.beside, loop.time())):
-            loop.call_later(lost_s, self._end, step)
-            return
-        loop.call_later(step.way_back_s, self._arrive, step)
-
-    def _arrive(self, step: _Step) -> None:
+    def _commit(self, commits: Sequence[tuple[str, int]]) -> None:
+        """Notes when tokens arrive, by (request id, tokens) pairs."""
         now = asyncio.get_running_loop().time()
-        for request_id, num_tokens in step.commits:
+        for request_id, num_tokens in commits:
             times = self._requests.get(request_id)
             if times is not None:
                 times.commit(now, num_tokens)
-        self._replies.put(TargetReplies(step.replies, round(1e9 * step.shared.seconds), step.num_rows))
 
     def _apply(self, item: VerifyItem) -> tuple[TargetReply, int]:
         """Returns the reply, and how many of the item's tokens are computed."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from specray.control.estimators import isotonic
+from specray.planning.curves import Point, average, cell_points, fit_linear, rising
 from specray.planning.profile import LinearTime
-from specray.planning.smooth import Point, average, cell_points, fit_linear, isotonic, rising
 
 
 def test_average_counts_a_hiccup_for_three_times_the_median() -> None:
