@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from specray.cli import options
-from specray.config import EMBEDDED
+
+EMBEDDED = "embedded"
+"""As ``specray.config`` has it, which is slow to import."""
 
 app = typer.Typer(
     no_args_is_help=True,
