@@ -83,7 +83,7 @@ class SimulatedEngine:
         """Working time of the other engine on this hardware; None: there is none."""
 
     def run_step(
-        self, start_s: float, seconds: float, slowdown: float, on_end: Callable[[float], None]
+        self, start_s: float, seconds: float, slowdown: float, on_end: Callable[[float], object]
     ) -> None:
         """Works from ``start_s`` on; at the end calls ``on_end`` with the seconds that the step has taken.
 
