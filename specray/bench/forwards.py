@@ -21,7 +21,7 @@ from specray.bench.core.turns import medians_ms
 from specray.engine.inputs import SequenceInput
 from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.linear import Weights
-from specray.engine.runner.runner import ModelRunner
+from specray.engine.runner.runner import ModelRunner, RunnerInfo
 from specray.errors import ConfigError
 from specray.interfaces import SyncDraftEngine
 from specray.types import SamplingParams, SpeculateItem
@@ -154,11 +154,8 @@ class _Measured:
         """A forward of so many rows per sequence, and its linear layers alone."""
         info = self.runner.info
         step = [SequenceInput([2] * num_rows, self._context_len, ids, num_rows) for ids in self._blocks]
-        inputs = [
-            torch.ones(self._num_sequences * num_rows, x.in_features, dtype=info.dtype, device=info.device)
-            for x in self.linears
-        ]
-        return partial(self.runner.run, step), partial(_run_linears, self.linears, inputs)
+        inputs = inputs_of(self.linears, self._num_sequences * num_rows, info)
+        return partial(self.runner.run, step), partial(run_linears, self.linears, inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +244,14 @@ def wait_for(device: torch.device) -> Callable[[], None]:
     return partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
 
 
+def inputs_of(linears: Sequence[Weights], num_rows: int, info: RunnerInfo) -> list[torch.Tensor]:
+    """Rows for each of the linear layers."""
+    return [torch.ones(num_rows, x.in_features, dtype=info.dtype, device=info.device) for x in linears]
+
+
 @torch.inference_mode()
-def _run_linears(linears: Sequence[Weights], inputs: Sequence[torch.Tensor]) -> None:
+def run_linears(linears: Sequence[Weights], inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Runs the linear layers alone; returns the last one's output."""
     for linear, rows in zip(linears, inputs, strict=True):
-        linear(rows)
+        output = linear(rows)
+    return output

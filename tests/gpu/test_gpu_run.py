@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from specray.bench.gpu import __main__ as script
+from specray.bench.gpu import run as runs
 from specray.bench.gpu import stage
-from specray.bench.gpu.options import parse_options
 from specray.bench.gpu.pair import Agreement, arms_of, compare, num_compared
 from specray.bench.gpu.report import problems, write_report
+from specray.cli.app import run
 from specray.config import EMBEDDED
 from specray.errors import ConfigError
 from specray.serving.local import pair as pair_module
@@ -27,7 +27,7 @@ from tests.unit.engine.processes import forked_worker
 
 def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "specray.bench.gpu", *arguments],
+        [sys.executable, "-m", "specray.cli", "bench", "gpu", *arguments],
         capture_output=True,
         text=True,
         timeout=110,
@@ -44,7 +44,7 @@ class StagesHere:
 
     def run(self, label: str, name: str, **arguments: Any) -> dict[str, Any]:
         result: dict[str, Any] = json.loads(
-            json.dumps(stage._STAGES[name](**json.loads(json.dumps(arguments))))
+            json.dumps(stage.run_stage(name, json.loads(json.dumps(arguments))))
         )
         return result
 
@@ -60,14 +60,13 @@ def run_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    monkeypatch.setattr(script, "Stages", StagesHere)
+    monkeypatch.setattr(runs, "Stages", StagesHere)
     monkeypatch.setattr(pair_module, "_worker", worker)
 
-    def run(*arguments: str) -> None:
-        monkeypatch.setattr(sys, "argv", ["gpu", *arguments])
-        assert script.main() == 0
+    def run_all(*arguments: str) -> None:
+        assert run(["bench", "gpu", *arguments]) == 0
 
-    yield run
+    yield run_all
     torch.set_num_threads(before)
 
 
@@ -154,12 +153,12 @@ def test_without_a_device_the_message_says_so_and_the_report_has_it(tmp_path: Pa
         ("sampling", {"is_tiny": True}),
         ("attention", {"is_tiny": True}),
         ("proposals", {"path": EMBEDDED, "dtype": "float32", "is_tiny": True}),
-        ("models", {"shape": "tiny", "directory": "unused"}),
+        ("models", {"size": "tiny", "directory": "unused"}),
     ],
 )
 def test_every_stage_that_comes_first_asks_for_the_device(name: str, arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="--device is 'cuda', but torch sees no CUDA device"):
-        stage._STAGES[name](device="cuda", **arguments)
+        stage.run_stage(name, {"device": "cuda", **arguments})
 
 
 def test_a_stage_that_takes_too_long_is_ended_and_the_report_is_written(tmp_path: Path) -> None:
@@ -181,25 +180,31 @@ def test_a_stage_that_takes_too_long_is_ended_and_the_report_is_written(tmp_path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--num-prompts", "0"], "0 is not allowed; allowed: 1 or more"),
-        (["--k", "33"], "--k is 33; allowed: 1..32"),
-        (["--stage-timeout", "nan"], "nan is not allowed; allowed: more than 0"),
-        (["--shape", "70b"], "invalid choice: '70b'"),
+        (["--num-prompts", "0"], "0 is not in the range x>=1"),
+        (["--k", "33"], "33 is not in the range 1<=x<=32"),
+        (["--stage-timeout", "nan"], "--stage-timeout is nan; allowed: more than 0"),
+        (["--shape", "70b"], "'70b' is not one of"),
     ],
 )
 def test_wrong_option_is_refused_at_once(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        parse_options([*arguments, "--report", "x"])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+    assert run(["bench", "gpu", *arguments, "--report", "x"]) == 2
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
-def test_default_options_measure_everything_on_one_device() -> None:
-    options = parse_options(["--report", "x"])
-    assert options.stages == ("sampling", "attention", "proposals", "forwards", "pair", "transformers")
-    assert (options.shapes, options.device, options.draft_device) == (("1b", "8b"), "cuda", "cuda")
+def test_default_options_measure_everything_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[runs.GpuPlan] = []
+
+    def measure(plan: runs.GpuPlan) -> list[str]:
+        plans.append(plan)
+        return []
+
+    monkeypatch.setattr(runs, "measure_gpu", measure)
+    assert run(["bench", "gpu", "--report", "x"]) == 0
+    (plan,) = plans
+    assert plan.stages == ("sampling", "attention", "proposals", "forwards", "pair", "transformers")
+    assert (plan.shapes, plan.device, plan.draft_device) == (("1b", "8b"), "cuda", "cuda")
 
 
 def test_divergence_counts_tokens_up_to_the_first_difference() -> None:

@@ -252,7 +252,6 @@ def test_benchmarks_has_every_measurement() -> None:
     names = [" ".join(names) for names in all_commands() if names[:1] == ("bench",) and len(names) > 1]
     assert len(names) >= 11
     assert [name for name in names if f"[`specray {name}`](" not in text] == []
-    assert "[`python -m specray.bench.gpu`](" in text
 
 
 def quick_call(start: str) -> Call:

@@ -6,14 +6,15 @@ that the device's matrix products really reach. A plain copy is measured beside 
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from specray.bench.core.turns import medians_ms
+from specray.bench.forwards import inputs_of, run_linears, wait_for
 from specray.bench.gpu.verifies import measure_verifies, verify_step
 from specray.config import EngineConfig
 from specray.engine.attention.paged import PagedAttention
@@ -133,14 +134,10 @@ def _measure_backend(
         for batch in workload.batches:
             for width in workload.widths:
                 step = _step(runner, batch, width, workload.context_len)
-                forward_ms = _median_ms(_run_of(own, step), runner.info.device, workload.num_repeats)
+                forward_ms = _median_ms(partial(own.run, step), runner.info.device, workload.num_repeats)
                 bound_ms = bounds[batch * width]
                 times.append(ForwardTime(name, is_captured, batch, width, forward_ms, bound_ms))
     return times
-
-
-def _run_of(runner: ModelRunner, step: Sequence[SequenceInput]) -> Callable[[], object]:
-    return lambda: runner.run(step)
 
 
 def _step(runner: ModelRunner, batch: int, width: int, context_len: int) -> list[SequenceInput]:
@@ -163,15 +160,10 @@ def bounds_ms(forward: DecoderForward, runner: ModelRunner, workload: Workload) 
     linears: list[Weights] = forward.linears()
     device, bounds = runner.info.device, {}
     for num_rows in sorted({1, *(b * w for b in workload.batches for w in workload.widths)}):
-        inputs = [
-            torch.ones(num_rows, linear.in_features, dtype=runner.info.dtype, device=device)
-            for linear in linears
-        ]
+        inputs = inputs_of(linears, num_rows, runner.info)
 
         def work(inputs: list[torch.Tensor] = inputs) -> ForwardOutput:
-            for linear, rows in zip(linears, inputs, strict=True):
-                output = linear(rows)
-            return ForwardOutput(output)
+            return ForwardOutput(run_linears(linears, inputs))
 
         bounds[num_rows] = _median_ms(_capture(device)(work), device, workload.num_repeats)
     return bounds
@@ -186,12 +178,4 @@ def _copy_gb_per_s(device: torch.device, workload: Workload) -> float:
 
 
 def _median_ms(call: Callable[[], object], device: torch.device, num_repeats: int) -> float:
-    durations = []
-    for repeat in range(-3, num_repeats):
-        began = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if repeat >= 0:
-            durations.append((time.perf_counter() - began) * 1e3)
-    return statistics.median(durations)
+    return medians_ms([call], num_repeats, num_warmup=3, wait=wait_for(device))[0]

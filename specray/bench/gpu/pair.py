@@ -16,7 +16,6 @@ from specray.serving.local.pair import local_pair
 from specray.tokenization import load_tokenizer
 from specray.types import Overlap
 
-WORKER_COMMAND = (sys.executable, "-m", "specray.bench.gpu.worker")
 PLAIN = overlap_arm(0, Overlap.SERIAL)
 Outputs = dict[tuple[str, float, int], tuple[int, ...]]
 """Token ids by arm, temperature and prompt."""
@@ -70,7 +69,7 @@ def measure(
         outputs.setdefault((arm.name, temperature, index), tuple(output))
 
     async def run() -> list[dict[str, Any]]:
-        async with local_pair(config, worker_command=WORKER_COMMAND) as pair:
+        async with local_pair(config) as pair:
             results = await measure_arms(
                 config,
                 pair,

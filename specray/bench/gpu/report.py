@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from specray.bench.core.report import DASH, markdown_table, number, table_of
+
 Report = dict[str, Any]
+Row = dict[str, Any]
+Column = str | tuple[str, int] | Callable[[Row], object]
+"""A field of a row, a field with its digits, or what is made of a row."""
 
 
 def write_report(report: Report, directory: Path) -> None:
     """Writes ``report.json`` and ``report.md``."""
     (directory / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    (directory / "report.md").write_text("\n".join(_markdown(report)) + "\n", encoding="utf-8")
+    (directory / "report.md").write_text("\n\n".join(_parts(report)) + "\n", encoding="utf-8")
 
 
 def problems(report: Report) -> list[str]:
@@ -24,29 +30,26 @@ def problems(report: Report) -> list[str]:
     for name, state in report.get("attention", {}).get("kernels", {}).items():
         if "numbers are off" in state:
             found.append(f"attention, {name}: {state.splitlines()[0]}")
-    proposals = [
-        report.get("proposals", {}),
-        *(each.get("proposals", {}) for each in report["shapes"].values()),
-    ]
-    for time in (time for each in proposals for time in each.get("times", ())):
+    if report["options"].get("dtype") == "float32":
         # With fewer bits two ways to the same logits may differ.
-        if report["options"].get("dtype") == "float32" and time["num_equal"] < time["num_proposals"]:
-            found.append(
-                f"proposals, {time['sampling']}, {time['num_sequences']} sequences, {time['num_tokens']} "
-                f"draft tokens: {time['num_equal']} of {time['num_proposals']} of the loop equal those of "
-                "steps"
-            )
+        of_all = [report, *report["shapes"].values()]
+        found += [
+            f"proposals, {time['sampling']}, {time['num_sequences']} sequences, {time['num_tokens']} draft "
+            f"tokens: {time['num_equal']} of {time['num_proposals']} of the loop equal those of steps"
+            for each in of_all
+            for time in each.get("proposals", {}).get("times", ())
+            if time["num_equal"] < time["num_proposals"]
+        ]
     for shape, results in report["shapes"].items():
-        pair = results.get("pair float32")
+        pair, peer = results.get("pair float32"), results.get("transformers float32")
         if pair is None:
             continue
-        for entry in pair["agreements"]:
-            if entry["num_equal"] != entry["num_outputs"]:
-                found.append(
-                    f"{shape}, float32, temperature {entry['temperature']:g}: {entry['arm']} gives "
-                    f"{entry['num_equal']} of {entry['num_outputs']} outputs of plain decoding"
-                )
-        peer = results.get("transformers float32")
+        found += [
+            f"{shape}, float32, temperature {entry['temperature']:g}: {entry['arm']} gives "
+            f"{entry['num_equal']} of {entry['num_outputs']} outputs of plain decoding"
+            for entry in pair["agreements"]
+            if entry["num_equal"] != entry["num_outputs"]
+        ]
         if peer is not None and (equal := _num_equal(pair, peer)) < len(peer["greedy"]):
             found.append(
                 f"{shape}, float32: {equal} of {len(peer['greedy'])} greedy outputs equal transformers'"
@@ -54,26 +57,25 @@ def problems(report: Report) -> list[str]:
     return found
 
 
-def _num_equal(pair: dict[str, Any], peer: dict[str, Any]) -> int:
+def _num_equal(pair: Row, peer: Row) -> int:
     return sum(ours == theirs for ours, theirs in zip(pair["greedy"], peer["greedy"], strict=True))
 
 
-def _markdown(report: Report) -> Iterator[str]:
+def _parts(report: Report) -> Iterator[str]:
+    """Headings, paragraphs and tables."""
     options = report["options"]
     yield "# specray on an accelerator"
-    yield ""
     yield f"`{json.dumps(options)}`"
-    if "sampling" in report:
-        yield from _sampling(report["sampling"])
-    if "attention" in report:
-        yield from _attention(report["attention"])
-    if "proposals" in report:
-        yield from _proposals(report["proposals"])
+    for name, parts in (("sampling", _sampling), ("attention", _attention), ("proposals", _proposals)):
+        if name in report:
+            yield from parts(report[name])
     for shape, results in report["shapes"].items():
-        yield ""
         yield f"## {shape}"
-        yield from _checkpoint(results)
-        yield from _summary(results, options.get("dtype"))
+        if made := results.get("checkpoint"):
+            cuda = "" if made["cuda"] is None else f", CUDA {made['cuda']}"
+            yield f"{made['device']}; torch {made['torch']}{cuda}, transformers {made['transformers']}."
+        if summary := list(_summary(results, options.get("dtype"))):
+            yield "\n".join(summary)
         if "forwards" in results:
             yield from _forwards(results["forwards"])
         if "proposals" in results:
@@ -81,127 +83,82 @@ def _markdown(report: Report) -> Iterator[str]:
         for dtype in ("float32", "bfloat16"):
             yield from _pair(dtype, results.get(f"pair {dtype}"), results.get(f"transformers {dtype}"))
     if report["failures"]:
-        yield ""
         yield "## Failed"
-        yield ""
-        for failure in report["failures"]:
-            yield f"- {failure['stage']}: {failure['reason'].splitlines()[-1]}"
+        lines = (f"- {each['stage']}: {each['reason'].splitlines()[-1]}" for each in report["failures"])
+        yield "\n".join(lines)
 
 
-def _sampling(sampling: dict[str, Any]) -> Iterator[str]:
+def _sampling(sampling: Row) -> Iterator[str]:
     num_equal = sampling["num_kinds"] - len(sampling["differing"])
-    yield ""
     yield "## Sampling"
-    yield ""
     yield (
         f"Vocabulary of {sampling['vocab_size']}, {sampling['num_drafts']} draft tokens, "
         f"`{sampling['kernels']}`. Tokens equal a CPU's in {num_equal} of {sampling['num_kinds']} kinds."
     )
-    yield ""
-    yield from _table(
-        ("step", "sampling", "sequences", "rows", "ms"),
-        [
-            (
-                time["kind"],
-                time["sampling"],
-                str(time["num_sequences"]),
-                str(time["num_rows"]),
-                f"{time['ms']:.3f}",
-            )
-            for time in sampling["times"]
-        ],
-    )
-    yield ""
-    yield from _table(
-        ("kernel", "rows", "ms"),
-        [(time["kernel"], str(time["num_rows"]), f"{time['ms']:.3f}") for time in sampling["kernel_times"]],
-    )
+    steps: dict[str, Column] = {"step": "kind", "sampling": "sampling", "sequences": "num_sequences"}
+    yield _table({**steps, "rows": "num_rows", "ms": ("ms", 3)}, sampling["times"])
+    yield _table({"kernel": "kernel", "rows": "num_rows", "ms": ("ms", 3)}, sampling["kernel_times"])
 
 
-def _attention(attention: dict[str, Any]) -> Iterator[str]:
+def _attention(attention: Row) -> Iterator[str]:
     heads = attention["heads"]
-    yield ""
     yield "## Attention"
-    yield ""
     yield (
         f"One layer of {heads['num_heads']} query and {heads['num_kv_heads']} kv heads of "
         f"{heads['head_dim']} numbers. The bound is a copy of as many bytes as K/V have."
     )
-    for name, state in attention["kernels"].items():
-        if state != "equal":
-            yield ""
-            yield f"`{name}` was not measured: {state.splitlines()[0]}"
+    yield from _left_out(attention["kernels"], "equal")
     if attention["chosen"]:
         chosen = ", ".join(f"{shape} {name}" for shape, name in attention["chosen"].items())
-        yield ""
         yield f"Chosen at a start, by sequences x rows: {chosen}."
-    yield ""
-    yield from _table(
-        ("kernel", "sequences", "rows each", "tokens before", "us", "bound us"),
-        [
-            (
-                time["kernel"],
-                str(time["num_sequences"]),
-                f"{time['num_rows']}{' (tree)' * time['is_tree']}",
-                str(time["context_len"]),
-                f"{time['us']:.1f}",
-                f"{time['bound_us']:.1f}",
-            )
-            for time in attention["times"]
-        ],
-    )
+    columns: dict[str, Column] = {
+        "kernel": "kernel",
+        "sequences": "num_sequences",
+        "rows each": lambda time: f"{time['num_rows']}{' (tree)' * time['is_tree']}",
+        "tokens before": "context_len",
+        "us": ("us", 1),
+        "bound us": ("bound_us", 1),
+    }
+    yield _table(columns, attention["times"])
 
 
-def _proposals(proposals: dict[str, Any]) -> Iterator[str]:
-    yield ""
+def _left_out(states: Mapping[str, str], usual: str) -> Iterator[str]:
+    for name, state in states.items():
+        if state != usual:
+            yield f"`{name}` was not measured: {state.splitlines()[0]}"
+
+
+def _proposals(proposals: Row) -> Iterator[str]:
     yield "## Proposals"
-    yield ""
     yield (
-        f"Draft `{proposals['model']}`: told step by step, and as one piece of captured work. The bound is "
-        "its linear layers alone."
+        f"Draft `{proposals['model']}`: step by step, and as one piece of captured work. The bound is its "
+        "linear layers alone."
     )
     if captures := proposals.get("captures"):
-        yield ""
         yield (
             f"{captures['num_captured']} of {captures['num_shapes']} shapes captured in "
             f"{captures['seconds']:.1f} s; an engine takes at most {captures['limit_s']:g} s at its start."
         )
-    yield ""
-    yield from _table(
-        ("sampling", "sequences", "draft tokens", "steps ms", "loop ms", "bound ms", "bound share", "equal"),
-        [
-            (
-                time["sampling"],
-                str(time["num_sequences"]),
-                str(time["num_tokens"]),
-                f"{time['steps_ms']:.3f}",
-                f"{time['loop_ms']:.3f}",
-                f"{time['bound_ms']:.3f}",
-                f"{time['bound_ms'] / time['loop_ms']:.2f}",
-                f"{time['num_equal']} of {time['num_proposals']}",
-            )
-            for time in proposals["times"]
-        ],
-    )
+    columns: dict[str, Column] = {
+        "sampling": "sampling",
+        "sequences": "num_sequences",
+        "draft tokens": "num_tokens",
+        "steps ms": ("steps_ms", 3),
+        "loop ms": ("loop_ms", 3),
+        "bound ms": ("bound_ms", 3),
+        "bound share": lambda time: number(time["bound_ms"] / time["loop_ms"]),
+        "equal": lambda time: f"{time['num_equal']} of {time['num_proposals']}",
+    }
+    yield _table(columns, proposals["times"])
 
 
-def _checkpoint(results: dict[str, Any]) -> Iterator[str]:
-    made = results.get("checkpoint")
-    if made is None:
-        return
-    cuda = "" if made["cuda"] is None else f", CUDA {made['cuda']}"
-    yield ""
-    yield f"{made['device']}; torch {made['torch']}{cuda}, transformers {made['transformers']}."
-
-
-def _summary(results: dict[str, Any], dtype: str | None) -> Iterator[str]:
-    """Summarizes greedy decoding of one request: against the bound, plain decoding and transformers."""
+def _summary(results: Row, dtype: str | None) -> Iterator[str]:
+    """Greedy decoding of one request, against the bound, plain decoding and transformers."""
     pair, peer = results.get(f"pair {dtype}"), results.get(f"transformers {dtype}")
     if pair is None:
         return
     greedy = {arm["arm"]: arm["tokens_per_s"] for arm in pair["arms"] if arm["temperature"] == 0}
     plain = greedy["off"]
-    yield ""
     if "forwards" in results:
         bound = 1e3 / next(
             time["bound_ms"]
@@ -217,113 +174,87 @@ def _summary(results: dict[str, Any], dtype: str | None) -> Iterator[str]:
         if arms:
             name = max(arms, key=arms.__getitem__)
             yield f"- {name}: {arms[name]:.1f} tokens/s, {arms[name] / plain:.2f} times plain"
-    if peer is not None:
-        for arm in peer["arms"]:
-            yield (
-                f"- transformers, {arm['arm']}: {arm['tokens_per_s']:.1f} tokens/s; specray's best is "
-                f"{max(greedy.values()) / arm['tokens_per_s']:.2f} times that"
-            )
+    for arm in [] if peer is None else peer["arms"]:
+        yield (
+            f"- transformers, {arm['arm']}: {arm['tokens_per_s']:.1f} tokens/s; specray's best is "
+            f"{max(greedy.values()) / arm['tokens_per_s']:.2f} times that"
+        )
 
 
-def _forwards(forwards: dict[str, Any]) -> Iterator[str]:
-    yield ""
+def _forwards(forwards: Row) -> Iterator[str]:
     yield (
         f"Weights: {forwards['weight_bytes'] / 1e9:.2f} GB, read by the linear layers alone at "
         f"{forwards['weights_gb_per_s']:.0f} GB/s; a copy moves {forwards['copy_gb_per_s']:.0f} GB/s. "
         f"Blocks of {forwards['block_size']} tokens; attention by default: {forwards['default_attention']}."
     )
-    for name, state in forwards["attentions"].items():
-        if state != "measured":
-            yield ""
-            yield f"`{name}` was not measured: {state.splitlines()[0]}"
-    yield ""
-    rows = [
-        (
-            time["attention"],
-            "captured" if time["is_captured"] else "as it is",
-            str(time["num_sequences"]),
-            str(time["width"]),
-            f"{time['forward_ms']:.3f}",
-            f"{time['bound_ms']:.3f}",
-            f"{time['share']:.2f}",
-        )
-        for time in forwards["times"]
-    ]
-    headings = ("attention", "forward", "sequences", "rows each", "ms", "bound ms", "bound share")
-    yield from _table(headings, rows)
-    yield ""
+    yield from _left_out(forwards["attentions"], "measured")
+    columns: dict[str, Column] = {
+        "attention": "attention",
+        "forward": lambda time: "captured" if time["is_captured"] else "as it is",
+        "sequences": "num_sequences",
+        "rows each": "width",
+        "ms": ("forward_ms", 3),
+        "bound ms": ("bound_ms", 3),
+        "bound share": "share",
+    }
+    yield _table(columns, forwards["times"])
     first = forwards["verifies"][0]
     yield (
         f"What verdicts over a vocabulary of {first['vocab_size']} add to a forward with "
         f"{first['num_drafts']} draft tokens a sequence:"
     )
-    yield ""
-    added = [
-        (
-            time["sampling"],
-            str(time["num_sequences"]),
-            f"{time['forward_ms']:.3f}",
-            f"{time['verify_ms']:.3f}",
-            f"{time['added_share']:+.1%}",
-        )
-        for time in forwards["verifies"]
-    ]
-    yield from _table(("sampling", "sequences", "forward ms", "with verdicts ms", "added"), added)
+    added: dict[str, Column] = {
+        "sampling": "sampling",
+        "sequences": "num_sequences",
+        "forward ms": ("forward_ms", 3),
+        "with verdicts ms": ("verify_ms", 3),
+        "added": lambda time: f"{time['added_share']:+.1%}",
+    }
+    yield _table(added, forwards["verifies"])
 
 
-def _pair(dtype: str, pair: dict[str, Any] | None, peer: dict[str, Any] | None) -> Iterator[str]:
+def _pair(dtype: str, pair: Row | None, peer: Row | None) -> Iterator[str]:
     if pair is not None:
-        yield ""
         yield f"### Draft and target over gRPC, {dtype}"
-        yield ""
         agreements = {(entry["arm"], entry["temperature"]): entry for entry in pair["agreements"]}
         plain = {arm["temperature"]: arm["tokens_per_s"] for arm in pair["arms"] if arm["arm"] == "off"}
-        rows = [
-            (
-                arm["arm"],
-                f"{arm['temperature']:g}",
-                f"{arm['tokens_per_s']:.1f}",
-                f"{arm['tokens_per_s'] / plain[arm['temperature']]:.2f}",
-                _number(arm["acceptance_rate"]),
-                _number(arm["hit_rate"]),
-                _number(arm["verify_ms"]),
-                _number(arm["draft_ms"]),
-                *_agreement(agreements.get((arm["arm"], arm["temperature"]))),
-            )
-            for arm in pair["arms"]
-        ]
-        headings = ("arm", "temp.", "tokens/s", "of plain", "accepted", "hits", "verify ms", "draft ms")
-        yield from _table((*headings, "equal outputs", "divergences per token"), rows)
+
+        def agreement(arm: Row, text: str) -> str:
+            entry = agreements.get((arm["arm"], arm["temperature"]))
+            return DASH if entry is None else text.format(**entry)
+
+        columns: dict[str, Column] = {
+            "arm": "arm",
+            "temp.": lambda arm: f"{arm['temperature']:g}",
+            "tokens/s": ("tokens_per_s", 1),
+            "of plain": lambda arm: number(arm["tokens_per_s"] / plain[arm["temperature"]]),
+            "accepted": "acceptance_rate",
+            "hits": "hit_rate",
+            "verify ms": "verify_ms",
+            "draft ms": "draft_ms",
+            "equal outputs": partial(agreement, text="{num_equal} of {num_outputs}"),
+            "divergences per token": partial(agreement, text="{divergence_rate:.5f}"),
+        }
+        yield _table(columns, pair["arms"])
         for arm in pair["arms"]:
             if "auto" in arm["arm"]:
                 chosen = ", ".join(f"{plan} {share:.0%}" for plan, share in arm["plans"].items())
-                yield f"\nPlans of {arm['arm']} at temperature {arm['temperature']:g}: {chosen}."
+                yield f"Plans of {arm['arm']} at temperature {arm['temperature']:g}: {chosen}."
     if peer is not None:
-        yield ""
         yield f"### transformers, {dtype}"
-        yield ""
-        yield from _table(
-            ("arm", "tokens/s"), [(arm["arm"], f"{arm['tokens_per_s']:.1f}") for arm in peer["arms"]]
-        )
+        yield _table({"arm": "arm", "tokens/s": ("tokens_per_s", 1)}, peer["arms"])
         if pair is not None:
-            yield ""
-            equal = _num_equal(pair, peer)
-            total = len(pair["greedy"])
+            equal, total = _num_equal(pair, peer), len(pair["greedy"])
             yield f"Outputs of plain decoding equal to transformers', greedy: {equal} of {total}."
 
 
-def _agreement(entry: dict[str, Any] | None) -> tuple[str, str]:
-    if entry is None:
-        return "–", "–"
-    return f"{entry['num_equal']} of {entry['num_outputs']}", f"{entry['divergence_rate']:.5f}"
+def _table(columns: Mapping[str, Column], rows: Iterable[Row]) -> str:
+    made = {heading: partial(_cell, column=column) for heading, column in columns.items()}
+    return markdown_table(table_of("", made, rows))
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield "| " + " | ".join(headings) + " |"
-    yield "|" + "---|" * len(headings)
-    for row in rows:
-        yield "| " + " | ".join(row) + " |"
+def _cell(row: Row, column: Column) -> object:
+    if callable(column):
+        return column(row)
+    key, digits = column if isinstance(column, tuple) else (column, None)
+    return row[key] if digits is None else number(row[key], digits)

@@ -5,7 +5,6 @@ Every kind of step is first compared with what a CPU draws from the same logits.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -14,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specray.bench.core.turns import medians_ms
+from specray.bench.forwards import wait_for
 from specray.draft_tokens import SparseProbs
 from specray.engine.sampling.device.kernels import Kernels, Residuals
 from specray.engine.sampling.device.rows import Cut, RowTable, key_words
@@ -127,11 +128,15 @@ def _step_times(
     rounds = rounds_of(name, count, workload.num_drafts)
     groups = [item.group for item in rounds_of(name, count, 0)]
     logits = logits_of(count * (1 + workload.num_drafts), workload.vocab_size, device)
-    repeats = workload.num_repeats
-    return [
-        ("verify", _median_ms(lambda: sampler.verify(logits, rounds), device, repeats)),
-        ("draw", _median_ms(lambda: sampler.draw(logits[:count], groups, is_judged=True), device, repeats)),
+    calls = {
+        "verify": lambda: sampler.verify(logits, rounds),
+        "draw": lambda: sampler.draw(logits[:count], groups, is_judged=True),
+    }
+    medians = [
+        medians_ms([call], workload.num_repeats, num_warmup=2, wait=wait_for(device))[0]
+        for call in calls.values()
     ]
+    return list(zip(calls, medians, strict=True))
 
 
 def _kernel_times(
@@ -178,27 +183,13 @@ def _table(num_rows: int, device: torch.device, top_k: int, top_p: float) -> Row
     )
 
 
-def _median_ms(call: Callable[[], object], device: torch.device, num_repeats: int) -> float:
-    durations = []
-    for repeat in range(-2, num_repeats):
-        _wait(device)
-        began = time.perf_counter()
-        call()
-        if repeat >= 0:
-            durations.append((time.perf_counter() - began) * 1e3)
-    return statistics.median(durations)
-
-
 def _mean_ms(call: Callable[[], object], device: torch.device, num_repeats: int) -> float:
+    """Milliseconds of a call among others, between which nothing waits for the device."""
+    wait = wait_for(device)
     call()
-    _wait(device)
+    wait()
     began = time.perf_counter()
     for _ in range(num_repeats):
         call()
-    _wait(device)
+    wait()
     return (time.perf_counter() - began) * 1e3 / num_repeats
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

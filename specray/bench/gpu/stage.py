@@ -19,16 +19,15 @@ _NUM_SEQUENCES: Final = 16
 _CACHE_GIB: Final = 8.0
 
 
-def models(shape: str, directory: str, device: str) -> dict[str, Any]:
-    """Makes the checkpoint of a shape, and describes the device."""
+def models(size: str, directory: str, device: str) -> dict[str, Any]:
+    """Makes the checkpoint of a size, and describes the device."""
     import torch
     import transformers
 
     from specray.bench.gpu.models import make_checkpoint
 
-    _check_device(device)
     began = time.perf_counter()
-    path = make_checkpoint(shape, Path(directory), device)
+    path = make_checkpoint(size, Path(directory), device)
     is_cuda = device == "cuda"
     return {
         "path": str(path),
@@ -55,7 +54,6 @@ def sampling(device: str, is_tiny: bool) -> dict[str, Any]:
 
     from specray.bench.gpu.sampling import TINY, Workload, measure
 
-    _check_device(device)
     return measure(torch.device(device), TINY if is_tiny else Workload())
 
 
@@ -65,7 +63,6 @@ def attention(device: str, is_tiny: bool) -> dict[str, Any]:
 
     from specray.bench.gpu.attention import TINY, Workload, measure
 
-    _check_device(device)
     return measure(torch.device(device), TINY if is_tiny else Workload())
 
 
@@ -73,55 +70,25 @@ def proposals(path: str, device: str, dtype: str, is_tiny: bool) -> dict[str, An
     """Times the proposals of a draft in this process."""
     from specray.bench.gpu.proposals import LARGE, TINY, Workload, measure
 
-    _check_device(device)
     values = {**_engine(path, device, dtype), "max_num_seqs": 2 * _NUM_SEQUENCES}
     workload = TINY if is_tiny else Workload() if path == EMBEDDED else LARGE
     return measure(EngineConfig.model_validate(values), workload)
 
 
-def pair(
-    path: str,
-    device: str,
-    draft_device: str,
-    dtype: str,
-    num_prompts: int,
-    max_tokens: int,
-    num_repeats: int,
-    ks: list[int],
-    with_auto: bool,
-) -> dict[str, Any]:
+def pair(path: str, device: str, draft_device: str, dtype: str, **load: Any) -> dict[str, Any]:
     """Serves prompts with draft and target as processes of their own."""
     from specray.bench.gpu.pair import measure
 
-    config = pair_config(path, device, draft_device, dtype)
-    return measure(
-        config,
-        num_prompts=num_prompts,
-        max_tokens=max_tokens,
-        num_repeats=num_repeats,
-        ks=ks,
-        with_auto=with_auto,
-    )
+    return measure(pair_config(path, device, draft_device, dtype), **load)
 
 
-def peer(
-    path: str, device: str, dtype: str, num_prompts: int, max_tokens: int, num_repeats: int, ks: list[int]
-) -> dict[str, Any]:
+def peer(path: str, num_prompts: int, **load: Any) -> dict[str, Any]:
     """Generates with transformers."""
     from specray.bench.gpu.pair import encoded_prompts
     from specray.bench.gpu.peer import measure
     from specray.demo.paths import demo_draft_path
 
-    return measure(
-        path,
-        str(demo_draft_path()),
-        encoded_prompts(path, num_prompts),
-        device=device,
-        dtype=dtype,
-        max_tokens=max_tokens,
-        num_repeats=num_repeats,
-        ks=ks,
-    )
+    return measure(path, str(demo_draft_path()), encoded_prompts(path, num_prompts), **load)
 
 
 def pair_config(path: str, device: str, draft_device: str, dtype: str) -> Config:
@@ -129,13 +96,6 @@ def pair_config(path: str, device: str, draft_device: str, dtype: str) -> Config
     target = {**_engine(path, device, dtype), "max_num_seqs": _NUM_SEQUENCES}
     draft = {**_engine(EMBEDDED, draft_device, dtype), "max_num_seqs": _NUM_SEQUENCES}
     return parse_config({"target": target, "draft": draft})
-
-
-def _check_device(device: str) -> None:
-    import torch
-
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device is 'cuda', but torch sees no CUDA device; allowed here: cpu")
 
 
 def _engine(path: str, device: str, dtype: str) -> dict[str, Any]:
@@ -156,12 +116,22 @@ _STAGES: Final[dict[str, Callable[..., dict[str, Any]]]] = {
 }
 
 
+def run_stage(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the stage's part of the report. Raises SpecrayError."""
+    if arguments["device"] == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError("--device is 'cuda', but torch sees no CUDA device; allowed here: cpu")
+    return _STAGES[name](**arguments)
+
+
 def main() -> int:
     """Runs ``stage.py NAME RESULT``; returns 0 if there is a result."""
     name, result = sys.argv[1:]
     apply_thread_environment()
     try:
-        value = _STAGES[name](**json.load(sys.stdin))
+        value = run_stage(name, json.load(sys.stdin))
     except SpecrayError as error:
         print(f"specray: {error}", file=sys.stderr)
         return 1

@@ -6,14 +6,13 @@ plans the sampling while the device still computes, so less is added than sampli
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
-import torch
-
+from specray.bench.core.turns import medians_ms
+from specray.bench.forwards import wait_for
 from specray.bench.gpu.sampling import SAMPLINGS, logits_of, rounds_of
 from specray.engine.inputs import SequenceInput
 from specray.engine.runner.runner import ModelRunner
@@ -67,11 +66,8 @@ def measure_verifies(
                 runner.run(step)
                 sampler.verify(logits, rounds)
 
-            forward_ms, verify_ms = _in_turns(
-                (lambda step=step: runner.run(step), verify),  # type: ignore[misc]
-                device,
-                num_repeats,
-            )
+            calls = (partial(runner.run, step), verify)
+            forward_ms, verify_ms = medians_ms(calls, num_repeats, num_warmup=2, wait=wait_for(device))
             entry = VerifyTime(name, count, forward_ms, verify_ms)
             shape = {"vocab_size": vocab_size, "num_drafts": _NUM_DRAFTS}
             times.append({**asdict(entry), "added_share": entry.added_share, **shape})
@@ -86,23 +82,3 @@ def verify_step(sequences: int, context_len: int, block_size: int) -> list[Seque
         SequenceInput([2] * width, context_len, range(index * num_blocks, (index + 1) * num_blocks), width)
         for index in range(sequences)
     ]
-
-
-def _in_turns(
-    calls: Sequence[Callable[[], object]], device: torch.device, num_repeats: int
-) -> Sequence[float]:
-    durations: list[list[float]] = [[] for _ in calls]
-    for repeat in range(-2, num_repeats):
-        for call, own in zip(calls, durations, strict=True):
-            _wait(device)
-            began = time.perf_counter()
-            call()
-            _wait(device)
-            if repeat >= 0:
-                own.append((time.perf_counter() - began) * 1e3)
-    return [statistics.median(own) for own in durations]
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

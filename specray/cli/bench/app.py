@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from specray.cli.bench.compare import compare
+from specray.cli.bench.gpu import gpu
 from specray.cli.bench.methods import methods
 from specray.cli.bench.overlap import overlap
 from specray.cli.bench.overload import overload
@@ -36,7 +37,7 @@ class _ServeByDefault(TyperGroup):
 app = typer.Typer(cls=_ServeByDefault, help=_HELP)
 _COMMANDS = (
     *(serve, compare, methods, overlap, trace, soak, overload, plain, prediction, structured),
-    *(forwards, quantization, drafting, router, rpc),
+    *(forwards, quantization, drafting, router, rpc, gpu),
 )
 for command in _COMMANDS:
     app.command()(command)

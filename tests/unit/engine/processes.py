@@ -15,7 +15,6 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-from specray.bench.gpu.pair import WORKER_COMMAND as GPU_WORKER_COMMAND
 from specray.config import EngineConfig
 from specray.engine.runner.gpu_claim import claim_gpu
 
@@ -116,22 +115,11 @@ async def forked_worker(
     """A pair's worker, in place of its ``_worker``, where a program of its own is of no matter."""
     log = config_path.with_name(f"{log_name or role}.log")
     arguments = [role, f"--config={config_path}", f"--listen={address}"]
-    if tuple(command) == GPU_WORKER_COMMAND:
-        worker = ForkedCommand(arguments, log, _gpu_worker)
-    else:
-        worker = ForkedCommand(["worker", *arguments], log)
+    worker = ForkedCommand(["worker", *arguments], log)
     try:
         yield worker
     finally:
         await worker.end()
-
-
-def _gpu_worker() -> int:
-    """What runs the engines of ``specray.bench.gpu``; its parent is the process that forks."""
-    from specray.bench.gpu.worker import main
-
-    sys.argv.append(f"--parent-pid={os.getppid()}")
-    return main()
 
 
 class _ForkedRank(subprocess.Popen[bytes]):
