@@ -240,7 +240,7 @@ def fit_acceptance(sweep: Sweep) -> tuple[AcceptanceProfile, ...]:
 
 
 def rates_by_position(rounds: Iterable[tuple[int, int]]) -> tuple[float, ...]:
-    """Returns for each i the share of rounds that kept draft token i, among those that came so far."""
+    """Returns for each i the share of rounds that accepted draft token i, among those that reached it."""
     tried: defaultdict[int, int] = defaultdict(int)
     kept: defaultdict[int, int] = defaultdict(int)
     for num_drafts, num_accepted in rounds:
@@ -321,7 +321,7 @@ def _context_points(
 def _slowdown(steps: Sequence[SampleT], expected_s: Callable[[SampleT], float]) -> float:
     """Returns the factor by which a step slows down while the other engine works, too.
 
-    A second beside the other engine is worth 1 / slowdown; the rest is what the step took longer.
+    A second while the other engine works is worth 1 / slowdown; the rest is what the step took longer.
     """
     lost = [(step.forward_s - expected_s(step)) / step.beside_s for step in steps if step.is_beside]
     if len(lost) < _MIN_SAMPLES:

@@ -33,7 +33,6 @@ class Offer:
         return num_groups * self.target_price + num_drafts * self.draft_price
 
     def without_draft(self) -> Offer:
-        """Returns the same targets without drafts."""
         return replace(self, kit=replace(self.kit, draft=None, acceptance=None), draft_price=0.0)
 
 

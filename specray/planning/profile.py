@@ -1,7 +1,7 @@
 """The profile of a pair: one JSON file that `specray profile` measures and `specray plan` simulates from.
 
 All times are in seconds. An engine's times are those it reports of its steps; transport and the router's own
-work are kept apart, so that engines of several profiles can be combined.
+work are separate, so that engines of several profiles can be combined.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class MeasuredOutput(_Part):
     """An output of the target, and what the draft would have proposed at each place of it.
 
     Tokens are numbered from 1 in the order in which they first appear in prompt and output: only their
-    equality is kept.
+    equality counts.
     """
 
     prompt: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1)

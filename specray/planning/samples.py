@@ -100,7 +100,6 @@ class Samples:
     """Pairs (draft tokens, accepted tokens) of the rounds that verified a draft model's tokens."""
 
     def extend(self, other: Samples) -> None:
-        """Adds the samples of another trace."""
         self.target += other.target
         self.draft += other.draft
         self.rounds += other.rounds
@@ -238,7 +237,7 @@ class _Reader:
 
 
 def _mark_overlaps(samples: Samples) -> None:
-    """Computes how long the other engine worked beside each step."""
+    """Computes how long the other engine worked during each step."""
     drafts = [(step.replied_s - step.forward_s, step.replied_s) for step in samples.draft]
     targets = [
         (step.first_reply_s - step.forward_s, step.first_reply_s)

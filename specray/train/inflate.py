@@ -56,12 +56,21 @@ class HeadLayout:
 
 
 def inflate_checkpoint(
-    source: Path, destination: Path, shape: InflatedShape, *, dtype: str | None = None, seed: int = 0
+    source: Path,
+    destination: Path,
+    shape: InflatedShape,
+    *,
+    dtype: str | None = None,
+    seed: int = 0,
+    device: str = "cpu",
 ) -> Path:
     """Writes at `destination` a checkpoint of `shape` with the logits of the Llama checkpoint `source`.
 
     In float32 the logits agree to 1e-4. In a shorter `dtype` (default: the source's own) the scaled norm
     weights are rounded once more, which is exact only where `hidden_size` grows by a power of four.
+
+    Args:
+        device: draws random numbers and rounds weights; billions of them take minutes on a CPU.
 
     Raises:
         ConfigError: `source` is no Llama checkpoint, `shape` cannot hold it, `dtype` is unknown, or
@@ -73,8 +82,9 @@ def inflate_checkpoint(
         raise ConfigError(f"dtype: {dtype!r} is not one of {', '.join(sorted(DTYPES))}")
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ConfigError(f"destination: {destination} already exists and is not an empty directory")
-    small = LlamaForCausalLM.from_pretrained(source, dtype="auto", local_files_only=True)
-    big = inflate_model(small, shape, dtype=DTYPES[dtype] if dtype else small.dtype, seed=seed)
+    small: Any = LlamaForCausalLM.from_pretrained(source, dtype="auto", local_files_only=True)
+    with torch.device(device):
+        big = inflate_model(small.to(device), shape, dtype=DTYPES[dtype] if dtype else small.dtype, seed=seed)
     partial = destination.with_name(destination.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     big.save_pretrained(partial)

@@ -1,7 +1,7 @@
 """Measures forwards of one engine in this process: each attention path, eager and captured, against a bound.
 
 The bound is the decoder's linear layers alone, in the same process: reading every weight once, at the speed
-that the device's matrix products really reach. A plain copy is measured beside it.
+that the device's matrix products really reach. A plain copy is measured, too.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ class ForwardTime:
 
     @property
     def share(self) -> float:
-        """Bound over forward."""
         return self.bound_ms / self.forward_ms
 
 

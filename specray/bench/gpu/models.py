@@ -6,12 +6,9 @@ import shutil
 from pathlib import Path
 from typing import Final
 
-import torch
-from transformers import LlamaForCausalLM
-
 from specray.demo.paths import demo_target_path
 from specray.errors import ConfigError
-from specray.train.inflate import InflatedShape, inflate_model
+from specray.train.inflate import InflatedShape, inflate_checkpoint
 
 # Additional layers make up for the embedded pair's small vocabulary; a head has 64 dimensions, as in the
 # embedded target.
@@ -23,13 +20,10 @@ _SHAPES: Final = {
         hidden_size=4096, num_layers=36, intermediate_size=14336, num_heads=64, num_kv_heads=16
     ),
 }
-_WEIGHT_FILES: Final = (".safetensors", ".safetensors.index.json")
 
 
 def make_checkpoint(shape: str, directory: Path, device: str) -> Path:
     """Makes the checkpoint of a shape in bfloat16 below ``directory``, unless it is there.
-
-    Random numbers are drawn, and weights rounded, on ``device``: on a CPU that takes minutes for ``8b``.
 
     Raises:
         ConfigError: there is too little disk.
@@ -41,18 +35,7 @@ def make_checkpoint(shape: str, directory: Path, device: str) -> Path:
         return destination
     sizes = _SHAPES[shape]
     _check_disk(directory, sizes)
-    source = demo_target_path()
-    small = LlamaForCausalLM.from_pretrained(source, dtype="auto", local_files_only=True)
-    with torch.device(device):
-        big = inflate_model(small.to(device), sizes, dtype=torch.bfloat16)  # type: ignore[arg-type]
-    partial = directory / f"{shape}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    big.save_pretrained(partial)
-    for file in source.iterdir():
-        if file.is_file() and not file.name.endswith(_WEIGHT_FILES) and not (partial / file.name).exists():
-            shutil.copyfile(file, partial / file.name)
-    partial.rename(destination)
-    return destination
+    return inflate_checkpoint(demo_target_path(), destination, sizes, dtype="bfloat16", device=device)
 
 
 def num_weights(shape: InflatedShape) -> int:

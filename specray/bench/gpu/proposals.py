@@ -1,4 +1,4 @@
-"""Measures a draft engine's proposals: told step by step, and as one piece of captured work.
+"""Measures a draft engine's proposals: step by step, and as one piece of captured work.
 
 The bound is the draft's linear layers alone, once for each draft token.
 """
@@ -51,7 +51,7 @@ class ProposalTime:
     num_tokens: int
     """Draft tokens of each sequence."""
     steps_ms: float
-    """Milliseconds where every forward and draw is told from the host."""
+    """Milliseconds where the host starts every forward and draw."""
     loop_ms: float
     """Milliseconds as one piece of captured work."""
     bound_ms: float
@@ -175,7 +175,7 @@ def _run(
     source = random.Random(0)
     # What follows is the same for both ways, so that their proposals can be compared.
     texts = [[source.randrange(2, 200) for _ in range(workload.prompt_len)] for _ in range(count)]
-    told = [0] * count
+    sent = [0] * count
     proposed: list[tuple[int, ...]] = []
     durations = []
     for number in range(workload.num_rounds):
@@ -183,14 +183,14 @@ def _run(
             SpeculateItem(
                 f"r{index}",
                 number + 1,
-                told[index],
-                tuple(text[told[index] :]),
+                sent[index],
+                tuple(text[sent[index] :]),
                 num_tokens,
-                sampling=None if told[index] else sampling,
+                sampling=None if sent[index] else sampling,
             )
             for index, text in enumerate(texts)
         ]
-        told = [len(text) for text in texts]
+        sent = [len(text) for text in texts]
         began = time.perf_counter()
         replies = engine.speculate(items).replies
         durations.append(1e3 * (time.perf_counter() - began))

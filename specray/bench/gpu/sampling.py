@@ -1,4 +1,4 @@
-"""Measures sampling alone: verdicts and draft tokens from logits on the device, and the kernels behind them.
+"""Measures sampling alone: verdicts and draft tokens from logits on the device, and their kernels.
 
 Every kind of step is first compared with what a CPU draws from the same logits.
 """
@@ -142,7 +142,7 @@ def _step_times(
 def _kernel_times(
     kernels: Kernels, device: torch.device, num_rows: int, workload: Workload
 ) -> list[tuple[str, float]]:
-    """Each kernel many times behind itself, so that what the host does between two is hidden if it can be."""
+    """Each kernel many times in a row, which hides what the host does between two where it can."""
     logits = logits_of(num_rows, workload.vocab_size, device)
     plain, top_p, top_k = (_table(num_rows, device, k, p) for k, p in ((0, 1.0), (0, 0.9), (50, 1.0)))
     cut = kernels.cut(logits, top_p)

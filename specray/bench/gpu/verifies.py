@@ -1,6 +1,6 @@
 """Measures what verification adds to a forward: both as an engine runs them, in turns with the forward alone.
 
-Logits of a large vocabulary are verified behind the model's own, whose vocabulary may be small. The host
+Logits of a large vocabulary are verified after the model's own, whose vocabulary may be small. The host
 plans the sampling while the device still computes, so less is added than sampling takes alone (``sampling``).
 """
 
@@ -45,10 +45,10 @@ class VerifyTime:
 def measure_verifies(
     runner: ModelRunner, steps: Sequence[Sequence[SequenceInput]], *, num_repeats: int, is_tiny: bool
 ) -> list[dict[str, Any]]:
-    """Measures every kind of sampling behind each step.
+    """Measures every kind of sampling after each step.
 
     Args:
-        steps: of so many sequences each, with ``_NUM_DRAFTS`` draft tokens and the one before them.
+        steps: each of some sequences, with ``_NUM_DRAFTS`` draft tokens and the one before them.
     """
     device = runner.info.device
     vocab_size = _TINY_VOCAB_SIZE if is_tiny else _VOCAB_SIZE
@@ -75,7 +75,7 @@ def measure_verifies(
 
 
 def verify_step(sequences: int, context_len: int, block_size: int) -> list[SequenceInput]:
-    """A step of so many sequences, with draft tokens."""
+    """A step of sequences with draft tokens."""
     width = 1 + _NUM_DRAFTS
     num_blocks = -(-(context_len + width) // block_size)
     return [

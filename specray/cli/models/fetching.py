@@ -64,7 +64,6 @@ class BarListener:
         self._bars.update(self._task, completed=done, total=total, size=size)
 
     def close(self) -> None:
-        """Leaves the bars as they are."""
         if self._bars is not None:
             self._finish()
             self._bars.stop()

@@ -64,7 +64,6 @@ class RunOptions:
         return RunLimit(self.steps, _TIME_BUDGET_S if is_default else self.time_budget)
 
     def text(self) -> TextConfig:
-        """The run's text."""
         from specray.train.draft.text import TextConfig
 
         return TextConfig(
@@ -79,7 +78,6 @@ class RunOptions:
         )
 
     def loss_config(self) -> LossConfig:
-        """The run's loss."""
         from specray.train.draft.loss import LossConfig
 
         return LossConfig(self.loss)
@@ -87,7 +85,7 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class HeadOptions(RunOptions):
-    """And when it is evaluated, and what is kept of the target."""
+    """Options of head training."""
 
     evaluate_every: float = option(
         600, "Seconds between two evaluations; what is trained is written each time.", min=1

@@ -32,21 +32,20 @@ class Busy:
         return self.seconds - max(0.0, self.until_s - max(now, self.since_s))
 
     def lost_s(self, since_s: float, now: float, slowdown: float) -> float:
-        """Returns the seconds that another engine on the same hardware is behind.
+        """Returns the seconds that another engine on the same hardware has lost.
 
-        This engine had worked ``since_s`` seconds then; beside it the other is ``slowdown`` times slower.
+        This engine had worked ``since_s`` seconds then; meanwhile the other is ``slowdown`` times slower.
         """
         return (self.worked_s(now) - since_s) * (1 - 1 / slowdown)
 
     def extend(self, seconds: float) -> None:
-        """Makes the last step longer by this many seconds."""
         self.seconds += seconds
         self.until_s += seconds
 
 
 @dataclass(slots=True)
 class SharedStep:
-    """A step that may run beside another engine's step, on the same hardware."""
+    """A step during which another engine on the same hardware may work."""
 
     seconds: float
     """Seconds of the step, as far as is known."""

@@ -102,7 +102,6 @@ class ReplayedScript:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the measured prompt."""
         return len(self._output.prompt)
 
     def prompt(self, num_tokens: int) -> tuple[int, ...]:

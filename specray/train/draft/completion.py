@@ -1,4 +1,4 @@
-"""Completes a compact draft beside its target to an ordinary checkpoint, without transformers."""
+"""Makes an ordinary checkpoint of a compact draft and its target, without transformers."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class LossWeights:
     argmax: float = 0.0
     """Weight of the cross-entropy on the target's most likely token."""
     distance: float = 0.0
-    """Weight of the total variation distance beside the divergence."""
+    """Weight of the total variation distance, next to the divergence."""
     is_adaptive: bool = False
     """Divergence and distance share a weight of one, as the acceptance has it."""
 
@@ -118,7 +118,7 @@ def view_loss(
 
     Divergence: Zhou et al., *DistillSpec*, arXiv 2310.08461. The distance is one minus the acceptance, which
     is what speculation needs, but has hardly a gradient while both are far apart. So it joins late, or its
-    share follows the mean acceptance: the divergence keeps ``exp(-3 acceptance)`` (*LK losses*, arXiv
+    share follows the mean acceptance: the divergence has ``exp(-3 acceptance)`` (*LK losses*, arXiv
     2602.23881).
 
     Args:
@@ -129,11 +129,11 @@ def view_loss(
     logits = draft_logits.float()
     log_total = logits.logsumexp(-1)
     probs = view.log_probs.exp()
-    # sum(p * (log p - log q)), without a tensor of all log q to be kept for the gradient.
+    # sum(p * (log p - log q)), without storing a tensor of all log q for the gradient.
     entropy = (probs * view.log_probs).sum(-1)
     divergence = entropy - (probs * logits).sum(-1) + probs.sum(-1) * log_total
     surprise = (log_total - logits.gather(1, view.column[:, None])[:, 0]) * view.is_known
-    # The overlap is always told, and has a gradient only where it is part of the loss.
+    # The overlap is always returned, and has a gradient only where it is part of the loss.
     with torch.set_grad_enabled(torch.is_grad_enabled() and (parts.distance > 0 or parts.is_adaptive)):
         overlap = torch.minimum(probs, (logits - log_total[:, None]).exp()).sum(-1)
     overlaps = overlap.detach()

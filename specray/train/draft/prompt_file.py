@@ -1,4 +1,4 @@
-"""Reads prompts of a file, each with its domain, and keeps some of each domain for the evaluation."""
+"""Reads prompts of a file, each with its domain, and holds out some of each domain for the evaluation."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Makes the beginnings from which a target writes the text that its draft learns from.
 
 Either prompts of a file, or four kinds, so that the draft meets what a chat model is asked: the user's turn
-left to the model behind the template's marker alone (Xu et al., *Magpie*, arXiv 2406.08464) or behind a few
+left to the model after the template's marker alone (Xu et al., *Magpie*, arXiv 2406.08464) or after a few
 first words, a task over a passage, and plain text or code that goes on. Passages are cut from the Python
 files that are installed here: their code, and the prose of their docstrings. No benchmark's questions are
 used.

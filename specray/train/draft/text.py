@@ -1,4 +1,4 @@
-"""The text of a run: rows that the target writes, kept as files so that an interrupted run goes on."""
+"""The text of a run: rows that the target writes, stored as files so that an interrupted run goes on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from specray.train.loop import progress_bar
 _log = logging.getLogger(__name__)
 
 _COMPARED_NUMBERS = 1024
-"""Numbers of each parameter by which a target is told from others."""
+"""Numbers of each parameter by which targets are told apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class TextConfig:
 def written_text(
     model: Any, tokenizer: Any, work_dir: Path, config: TextConfig, markers: TurnMarkers | None
 ) -> Written:
-    """All that the target writes; batches are kept as files in ``work_dir/written``.
+    """All that the target writes; batches are stored as files in ``work_dir/written``.
 
     Args:
         markers: of the target's chat template; None: it has none, and writes plain text alone.
@@ -96,7 +96,7 @@ def written_text(
 
 
 def end_ids(model: Any, tokenizer: Any) -> set[int]:
-    """Tokens behind which a server stops."""
+    """Tokens after which a server stops."""
     settings = getattr(model, "generation_config", None)
     ends = getattr(settings, "eos_token_id", None)
     found = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
@@ -121,7 +121,6 @@ class _Spent:
         return self._before + time.monotonic() - self._began
 
     def note(self) -> None:
-        """Keeps them for further calls."""
         partial = self._file.with_suffix(".partial")
         partial.write_text(json.dumps(round(self.seconds, 1)), "utf-8")
         partial.replace(self._file)

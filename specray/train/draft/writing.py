@@ -38,7 +38,6 @@ class Written:
     """Rows that are evaluated on, and never trained on."""
 
     def __getitem__(self, rows: npt.NDArray[np.bool_]) -> Written:
-        """Some of the rows."""
         return Written(self.token_ids[rows], self.is_answer[rows], self.domains[rows], self.is_held_out[rows])
 
 
@@ -63,7 +62,7 @@ def write_rows(
         markers: what stands around turns; None: no beginning has turns.
         row_len: tokens of a row, with what it begins with, which is cut to that.
         first_place: rows that were written before.
-        end_ids: tokens behind which a server stops. They end a turn as the template's own does; what follows
+        end_ids: tokens after which a server stops. They end a turn as the template's own does; what follows
             one in plain text is no answer.
     """
     device, num_rows = model.device, len(beginnings)

@@ -1,4 +1,4 @@
-"""Acceptance by depth on text that the target has written: what greedy verification would have kept."""
+"""Acceptance by depth on text that the target has written: what greedy verification would have accepted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 NUM_RANKS = 8
-"""Ranks of a head's tokens that are told apart."""
+"""Ranks of a head's tokens that are counted apart."""
 
 
 @dataclass(slots=True)
@@ -21,7 +21,6 @@ class DepthCounts:
     """Those whose draft token at this depth is right, too."""
 
     def add(self, other: DepthCounts) -> None:
-        """Counts the other's anchors, too."""
         self.num_reached += other.num_reached
         self.num_accepted += other.num_accepted
 
@@ -84,7 +83,7 @@ def rank_rates(counts: torch.Tensor) -> list[list[float]]:
 
 
 def places_of(follows: torch.Tensor, is_counted: torch.Tensor, num_depths: int) -> list[torch.Tensor]:
-    """Anchors of each depth behind which a greedy target would have gone on as the text did.
+    """Anchors of each depth after which a greedy target would have gone on as the text did.
 
     Args:
         follows, is_counted: as ``count_accepted`` takes them.

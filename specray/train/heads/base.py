@@ -23,7 +23,7 @@ class DraftRows(NamedTuple):
 class Head(Protocol):
     """A head in training. An anchor q is a token; features of tokens 0..q are known, and tokens 0..q + 1.
 
-    Depth s drafts token q + 2 + s, behind the tokens of the text that lie between.
+    Depth s drafts token q + 2 + s, after the tokens of the text between them.
     """
 
     name: str
@@ -76,7 +76,6 @@ class Head(Protocol):
 
 
 def all_anchors(num_tokens: int, num_depths: int) -> list[torch.Tensor]:
-    """All anchors of each depth."""
     return [torch.arange(max(num_tokens - 1 - depth, 0)) for depth in range(num_depths)]
 
 

@@ -1,4 +1,4 @@
-"""A block drafter in training: masks behind the last token, over the target's features as context.
+"""A block drafter in training: masks after the last token, over the target's features as context.
 
 Chen et al., *DFlash*, arXiv 2602.06036. Joined residuals of the target give keys and values to every layer;
 queries are of the block alone, whose rows see each other in both directions. Blocks are trained at some
@@ -153,7 +153,7 @@ class BlockHead(nn.Module):
         }
 
     def _blocks(self, context: torch.Tensor, token_ids: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
-        """Rows behind the final norm, ``[num_rows, num_anchors, block_size, hidden_size]``."""
+        """Outputs of the final norm, ``[num_rows, num_anchors, block_size, hidden_size]``."""
         num_rows, num_context = context.shape[:2]
         ids = torch.full((num_rows, len(anchors), self.block_size), self._mask_id, device=token_ids.device)
         ids[:, :, 0] = token_ids[:, anchors + 1]

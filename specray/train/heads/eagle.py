@@ -1,9 +1,9 @@
-"""An EAGLE-3 head in training: one layer behind joined features, unrolled on its own outputs.
+"""An EAGLE-3 head in training: one layer over joined features, unrolled on its own outputs.
 
 Li et al., *EAGLE-3*, arXiv 2503.01840: at depth s the feature of the last token is what the head itself gave
 at depth s - 1 (training-time test). A row of depth s belongs to an anchor q, and stands for token q + 1 + s.
 It sees the first depth's rows of anchors up to q, which are made of true features, and of each later depth
-the row of its own anchor alone: a chain that was drafted behind q.
+the row of its own anchor alone: a chain that was drafted after q.
 
 ::
 
@@ -73,7 +73,6 @@ class EagleHead(nn.Module):
         return self
 
     def trained_anchors(self, num_tokens: int, generator: torch.Generator) -> Sequence[torch.Tensor]:
-        """All of them."""
         return all_anchors(num_tokens, self.num_depths)
 
     def unroll(

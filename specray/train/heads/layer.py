@@ -68,7 +68,7 @@ class Layer(nn.Module):
 
     Args:
         width: numbers that queries, keys and values are made of.
-        has_hidden_norm: features have a norm of their own beside the embedding's (EAGLE-3).
+        has_hidden_norm: features have their own norm, besides the embedding's (EAGLE-3).
         has_head_norms: heads of queries and keys have norms (Qwen3).
     """
 

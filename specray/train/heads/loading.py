@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 OFFSETS = "d2t"
 """Name of the tensor of a trimmed head: token id minus row, for each row."""
 _MEMBERS = "t2d"
-"""Name of the tensor beside it that says which ids have a row; it is not needed."""
+"""Name of the tensor that marks ids with a row; it is not needed."""
 _HEAD = "lm_head.weight"
 
 

@@ -50,7 +50,6 @@ class MedusaHeads(nn.Module):
         return self
 
     def trained_anchors(self, num_tokens: int, generator: torch.Generator) -> Sequence[torch.Tensor]:
-        """All of them."""
         return all_anchors(num_tokens, self.num_depths)
 
     def unroll(

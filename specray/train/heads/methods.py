@@ -32,7 +32,7 @@ _TUNED = OptimizerConfig(matrix_learning_rate=1e-3, learning_rate=3e-4, weight_d
 """Learning rates of a model that was trained before."""
 
 _NUM_SIZED_ROWS = 8
-"""Rows of text over which the sizes of features are told."""
+"""Rows of text over which the sizes of features are measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +102,9 @@ class PEagle(Eagle3):
     title: ClassVar[str] = "An EAGLE-3 head that predicts all draft tokens at once (P-EAGLE)"
     rows_per_forward: ClassVar[int] = 1
     keep_rate: float = 0.7
-    """Share of the masks of a depth that the next one keeps."""
+    """Share of the masks of a depth that the next one retains."""
     min_kept: float = 0.2
-    """Least share of a row's tokens behind which a depth is trained."""
+    """Least share of a row's tokens after which a depth is trained."""
 
     def make(self, target: Target) -> Head:
         head = ParallelEagleHead(
@@ -150,7 +150,7 @@ class Block:
     num_layers: int = 2
     has_confidence: bool = False
     anchor_share: float = 0.125
-    """Share of a row's tokens behind which a step trains a block."""
+    """Share of a row's tokens after which a step trains a block."""
     mask_token: int | None = None
     """Token that stands for one to be drafted; None: one that is not written."""
 
@@ -182,9 +182,9 @@ class Pard:
     """Checkpoint that it begins as."""
     num_depths: int = 8
     keep_rate: float = 0.7
-    """Share of the masks of a depth that the next one keeps."""
+    """Share of the masks of a depth that the next one retains."""
     min_kept: float = 0.2
-    """Least share of a row's tokens behind which a depth is trained."""
+    """Least share of a row's tokens after which a depth is trained."""
     mask_token: int | None = None
     """Token that stands for one to be drafted; None: one that is not written."""
 

@@ -1,14 +1,14 @@
-"""A draft model in training to predict all draft tokens in one forward, behind masks.
+"""A draft model in training to predict all draft tokens in one forward, at masks.
 
 An et al., *PARD*, arXiv 2504.18583. Behind the last token of a prefix stand masks, at the positions of the
 tokens that they are to predict from. All prefixes of a row are trained in one forward: its tokens, and masks
-behind some of them. A mask sees the tokens of its prefix and the masks before it in its own chain::
+after some of them. A mask sees the tokens of its prefix and the masks before it in its own chain::
 
     tokens           t0   t1   ...  ta   t(a+1) ...     causal, as ever
-    masks behind ta                      m1  m2 ...     see t0..ta and m1, m2 ... up to themselves
+    masks after ta                       m1  m2 ...     see t0..ta and m1, m2 ... up to themselves
 
 Of each depth but the first only some masks are computed, and none without those before it (conditional drop):
-depth s keeps ``keep_rate ** s`` of all prefixes, at least ``min_kept``.
+depth s retains ``keep_rate ** s`` of all prefixes, at least ``min_kept``.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class PardDraft:
         vocab_size: of the target.
         num_depths: tokens that are drafted in one forward.
         mask_id: token of the draft that stands for one to be drafted.
-        keep_rate: share of the masks of a depth that the next one keeps, in (0, 1].
-        min_kept: least share of all prefixes that a depth keeps.
+        keep_rate: share of the masks of a depth that the next one retains, in (0, 1].
+        min_kept: least share of all prefixes that a depth retains.
         row_len: tokens of a row.
         token_ids: of the rows of its head, ascending; None: all.
 
@@ -104,7 +104,7 @@ class PardDraft:
     ) -> Sequence[DraftRows]:
         """The first depth is drafted by the tokens themselves."""
         parts = [self._forward(token_ids, group) for group in anchor_groups(anchors)]
-        # Token q + 1 drafts what comes behind it.
+        # Token q + 1 drafts what comes after it.
         tokens = parts[0][0][:, 1:]
         first = tokens[:, : len(anchors[0])] if is_range(anchors[0]) else tokens[:, anchors[0]]
         later = [torch.cat(rows, 1) for rows in zip(*(masks for _, masks in parts), strict=True)]
@@ -132,7 +132,7 @@ class PardDraft:
         """
         num_rows, num_tokens = token_ids.shape
         device, counts = token_ids.device, [len(own) for own in anchors]
-        # A token is the end of its own prefix, and a mask of the prefix that it stands behind.
+        # A token is the end of its own prefix, and a mask of the prefix that it follows.
         ends = torch.cat((torch.arange(num_tokens, device=device), *(own + 1 for own in anchors)))
         depths = torch.repeat_interleave(
             torch.arange(len(counts) + 1, device=device),
@@ -154,7 +154,7 @@ def chain_mask(ends: torch.Tensor, depths: torch.Tensor, dtype: torch.dtype) -> 
 
     Args:
         ends: ``[size]``: the last token that each row sees.
-        depths: ``[size]``: 0 of a token, s of the mask number s behind one.
+        depths: ``[size]``: 0 of a token, s of the mask number s after one.
     """
     is_token = depths == 0
     sees_token = is_token & (ends <= ends[:, None])

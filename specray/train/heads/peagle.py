@@ -1,4 +1,4 @@
-"""An EAGLE-3 head in training that draws all its tokens in one forward, behind masks.
+"""An EAGLE-3 head in training that draws all its tokens in one forward, at masks.
 
 *P-EAGLE*, arXiv 2602.01469. Behind the entry of the last token stand masks: one token's embedding, with a
 feature that is learned in the place of the target's. Masks see and are dropped as those of ``pard`` do.
@@ -26,8 +26,8 @@ class ParallelEagleHead(EagleHead):
         model, draft_ids, feature_layers, seed, sizes: as ``EagleHead`` takes them.
         num_depths: tokens that are drafted in one forward.
         mask_id: token of the target that stands for one to be drafted.
-        keep_rate: share of the masks of a depth that the next one keeps, in (0, 1].
-        min_kept: least share of all prefixes that a depth keeps.
+        keep_rate: share of the masks of a depth that the next one retains, in (0, 1].
+        min_kept: least share of all prefixes that a depth retains.
     """
 
     name = "peagle"

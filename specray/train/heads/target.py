@@ -1,6 +1,6 @@
 """Reads a target as its heads see it: residuals of some layers, what its own head reads, and logits.
 
-A run sees its text several times, and the target says the same of it each time: what was read is kept, so
+A run sees its text several times, and its features are the same each time: they are stored, so
 that the target runs once.
 """
 
@@ -39,7 +39,7 @@ class FeatureReader:
     """A target and the layers that are read.
 
     Layers are numbered as ``output_hidden_states`` does: 0 is the embedding, k what enters layer k. The
-    number of layers is what leaves the last one, before the final norm, and one more is behind that norm.
+    number of layers is what leaves the last one, before the final norm, and one more is that norm's output.
 
     Args:
         model: any causal language model of transformers.
@@ -115,7 +115,7 @@ class ReadRows:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What the target says of a row; what is kept is in memory of the CPU."""
+    """Features and logits of a row, in memory of the CPU."""
 
     features: dict[int, torch.Tensor]
     said: torch.Tensor
@@ -130,7 +130,7 @@ class _Row:
         return sum(each.nbytes for each in self._tensors())
 
     def on_cpu(self) -> _Row:
-        """A copy that keeps nothing else alive; what the head reads twice is copied once."""
+        """A copy without references to other rows; a layer that the head uses twice is copied once."""
         copies = {id(each): each.to("cpu", copy=True) for each in self._tensors()}
         return _Row(
             {layer: copies[id(each)] for layer, each in self.features.items()},
@@ -150,7 +150,7 @@ class TargetReadings:
     Args:
         reader: reads the head's layers.
         draft_ids: the target's ids that the head can propose, ascending.
-        max_bytes: memory for what is kept; rows beyond it are read again each time.
+        max_bytes: memory for stored rows; rows beyond it are computed again each time.
     """
 
     def __init__(self, reader: FeatureReader, draft_ids: torch.Tensor, *, max_bytes: int) -> None:
@@ -199,7 +199,7 @@ class TargetReadings:
         )
         if row.num_bytes <= self._room:
             self._room -= row.num_bytes
-            # Rows that are not kept stay where they are.
+            # Rows that are not stored stay where they are.
             self._kept[key] = row = row.on_cpu()
         return row
 

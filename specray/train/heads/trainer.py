@@ -267,7 +267,7 @@ class _Places:
         return values[:, self._rows]
 
     def view(self, views: Sequence[TargetView]) -> TargetView:
-        """These rows of all views, one behind the other."""
+        """These rows of all views, concatenated."""
         rows = self._rows
         return _joined_view(
             [TargetView(view.log_probs[rows], view.column[rows], view.is_known[rows]) for view in views]

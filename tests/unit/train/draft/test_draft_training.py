@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,6 @@ from specray.train.loop import RunLimit
 from tests.unit.train.toys import save_model, save_toy_tokenizer, toy_llama
 
 SHAPE = DraftShape(hidden_size=16, num_layers=1, intermediate_size=16, num_heads=2, num_kv_heads=1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads of so small products wait for each other longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

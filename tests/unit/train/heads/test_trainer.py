@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,15 +21,6 @@ from specray.train.optim import MasterOptimizer, OptimizerConfig
 from tests.unit.train.heads.runs import varied_model
 
 IDS = torch.tensor([[1, 40, 50, 60, 70, 80, 90, 91]])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads of so small products wait for each other longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Oracle(nn.Module):

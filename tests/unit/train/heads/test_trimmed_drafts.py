@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,15 +28,6 @@ IDS = [258, *range(255, 30, -2), 4, 2]
 """Token ids of the head, in no order; the mask is none of them."""
 PROMPT = [1, 60, 70, 80, 90, 100, 110, 61, 62, 63]
 NUM_DEPTHS, NUM_STEPS = 3, 8
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads of so small products wait for each other longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
