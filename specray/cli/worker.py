@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -33,15 +34,23 @@ Meeting = Annotated[
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Keys of the engine's section of the configuration."""
+
+    model: str | None = options.option(None, "Model: path, hub id, or embedded.")
+    dtype: options.Dtype = None
+    device: options.Device = None
+    max_model_len: options.MaxModelLen = None
+    num_threads: options.NumThreads = None
+
+
+@options.flattened
 def worker(
     role: Annotated[options.EngineRole, typer.Argument(help="Engine to serve.")],
+    engine: EngineOptions,
     listen: Listen = None,
     config: options.ConfigPath = None,
-    model: Annotated[str | None, typer.Option(help="Model: path, hub id, or embedded.")] = None,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
-    max_model_len: options.MaxModelLen = None,
-    num_threads: options.NumThreads = None,
     settings: options.Settings = None,
     parent_pid: ParentPid = None,
     rank: Rank = 0,
@@ -56,14 +65,7 @@ def worker(
 
     apply_thread_environment()
 
-    values = {
-        "model": model,
-        "dtype": dtype,
-        "device": device,
-        "max_model_len": max_model_len,
-        "num_threads": num_threads,
-    }
-    own = {f"{role}.{key}": value for key, value in values.items()}
+    own = {f"{role}.{key}": value for key, value in asdict(engine).items()}
     # Without a configuration, this process knows one engine of the pair only.
     other: dict[str, object] = (
         {"draft.enabled": False} if role is options.EngineRole.TARGET and config is None else {}

@@ -75,6 +75,20 @@ class Head(Protocol):
         ...
 
 
+class HeadModule(nn.Module):
+    """What heads that are modules do alike: all anchors are trained at each depth."""
+
+    num_depths: int
+    rank_acceptance: list[list[float]] | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        return self
+
+    def trained_anchors(self, num_tokens: int, generator: torch.Generator) -> Sequence[torch.Tensor]:
+        return all_anchors(num_tokens, self.num_depths)
+
+
 def all_anchors(num_tokens: int, num_depths: int) -> list[torch.Tensor]:
     return [torch.arange(max(num_tokens - 1 - depth, 0)) for depth in range(num_depths)]
 

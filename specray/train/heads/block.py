@@ -20,14 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from specray.train.heads.base import DraftRows, text_section, whole_number
+from specray.train.heads.base import DraftRows, HeadModule, text_section, whole_number
 from specray.train.heads.layer import FeatureEntry, Layer, final_norm, layer_shape, rotary, rotated
 
 _MAX_ROWS = 2048
 """Rows of blocks that are computed at once."""
 
 
-class BlockHead(nn.Module):
+class BlockHead(HeadModule):
     """Implements ``base.Head``.
 
     Args:
@@ -42,7 +42,6 @@ class BlockHead(nn.Module):
     """
 
     name = "block"
-    rank_acceptance: list[list[float]] | None = None
     output: torch.Tensor
     draft_ids: torch.Tensor
 
@@ -84,10 +83,6 @@ class BlockHead(nn.Module):
         # Not the table alone: some targets scale what they look up. A method is no part of this module.
         self._embed = embedding.forward
         self.register_buffer("draft_ids", torch.arange(len(output), device=output.device), persistent=False)
-
-    @property
-    def module(self) -> nn.Module:
-        return self
 
     def trained_anchors(self, num_tokens: int, generator: torch.Generator) -> Sequence[torch.Tensor]:
         """A share of the first depth's, and of these all that later depths have."""

@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from specray.train.heads.base import DraftRows, all_anchors
+from specray.train.heads.base import DraftRows, HeadModule
 from specray.train.heads.layer import FeatureEntry, Layer, final_norm, layer_shape, rotary, rotated
 
 
-class EagleHead(nn.Module):
+class EagleHead(HeadModule):
     """Implements ``base.Head``.
 
     Args:
@@ -37,7 +37,6 @@ class EagleHead(nn.Module):
     """
 
     name = "eagle3"
-    rank_acceptance: list[list[float]] | None = None
     target_embedding: torch.Tensor
     draft_ids: torch.Tensor
 
@@ -67,13 +66,6 @@ class EagleHead(nn.Module):
             "target_embedding", model.get_input_embeddings().weight.detach(), persistent=False
         )
         self.register_buffer("draft_ids", draft_ids, persistent=False)
-
-    @property
-    def module(self) -> nn.Module:
-        return self
-
-    def trained_anchors(self, num_tokens: int, generator: torch.Generator) -> Sequence[torch.Tensor]:
-        return all_anchors(num_tokens, self.num_depths)
 
     def unroll(
         self,

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from specray.train.heads.base import DraftRows, all_anchors, is_range, text_section, whole_number
+from specray.train.heads.base import DraftRows, HeadModule, is_range, text_section, whole_number
 
 RANK_ACCEPTANCE = "medusa_rank_acceptance"
 """Key of the configuration for the chance of each rank of each head, by which the engine chooses nodes."""
 
 
-class MedusaHeads(nn.Module):
+class MedusaHeads(HeadModule):
     """Implements ``base.Head``.
 
     Args:
@@ -37,20 +37,13 @@ class MedusaHeads(nn.Module):
         hidden = whole_number(section, "hidden_size")
         self.feature_layers: tuple[int, ...] = (whole_number(section, "num_hidden_layers") + 1,)
         self.num_depths = num_depths
-        self.rank_acceptance: list[list[float]] | None = []
+        self.rank_acceptance = []
         self.blocks = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(num_depths))
         for parameter in self.blocks.parameters():
             nn.init.zeros_(parameter)
         output = model.get_output_embeddings().weight.detach()
         self.register_buffer("output", output, persistent=False)
         self.register_buffer("draft_ids", torch.arange(len(output), device=output.device), persistent=False)
-
-    @property
-    def module(self) -> nn.Module:
-        return self
-
-    def trained_anchors(self, num_tokens: int, generator: torch.Generator) -> Sequence[torch.Tensor]:
-        return all_anchors(num_tokens, self.num_depths)
 
     def unroll(
         self,
