@@ -96,8 +96,9 @@ def advise(
     measured: Measured,
     json_path: options.JsonPath = None,
     plot: Annotated[Path | None, typer.Option(help="File for the chart (SVG).")] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="File for the configuration that serves the winner (YAML).")
+    config_out: Annotated[
+        Path | None,
+        typer.Option("--config", help="File for the configuration that serves the winner (YAML)."),
     ] = None,
     report: options.ReportPath = None,
 ) -> None:
@@ -141,8 +142,8 @@ def advise(
         found, plain, most = asyncio.run(measure(own, given, plan, show))
         speedups = asyncio.run(measured_speedups(own, given, plan, show)) if measured.check else {}
     advice = ranked(found, plain, temperature=plan.temperatures[0], concurrencies=wanted, most_sequences=most)
-    if config is not None:
-        write_text(config, advice_config(advice, own), "--config")
+    if config_out is not None:
+        write_text(config_out, advice_config(advice, own), "--config")
     console = wide_console()
     tables = [*advice_tables(advice), *([check_table(advice, speedups)] if speedups else [])]
     for table in tables:
