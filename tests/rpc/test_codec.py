@@ -34,10 +34,9 @@ from specray.types import (
     TargetReplies,
     UnknownSequence,
     Verdict,
-    Verification,
     VerifyItem,
 )
-from tests.rpc.strategies import F32, IDS, TEXT, U32, U64, token_logprobs, tuples_of
+from tests.rpc.strategies import F32, IDS, TEXT, U32, U64, built, token_logprobs, tuples_of
 
 HEAD = (TEXT, U64, U32)
 MANY_ITEMS = settings(max_examples=40)
@@ -60,30 +59,7 @@ def draft_tokens(draw: st.DrawFn) -> DraftTokens:
     return DraftTokens(token_ids, parents, probs)
 
 
-SAMPLING = st.builds(
-    SamplingParams,
-    temperature=F32,
-    top_k=U32,
-    top_p=F32,
-    min_p=F32,
-    repetition_penalty=F32,
-    presence_penalty=F32,
-    frequency_penalty=F32,
-    logit_bias=tuples_of(st.tuples(U32, F32)),
-    seed=U64,
-    min_tokens=U32,
-    stop_token_ids=IDS,
-    num_prompt_tokens=U32,
-    num_logprobs=st.none() | U32,
-    num_prompt_logprobs=st.none() | U32,
-    verification=st.sampled_from(Verification),
-    grammar=st.none() | st.builds(Grammar, st.sampled_from(GrammarKind), TEXT),
-    allowed_token_ids=IDS,
-    bad_words=tuples_of(IDS),
-    cache_salt=TEXT,
-)
-
-
+SAMPLING = built(SamplingParams, seed=U64)
 TREES = st.builds(
     TreeBudget, st.integers(1, 64), tuples_of(st.integers(1, 64)), st.floats(0, 1, exclude_max=True)
 )
@@ -155,20 +131,12 @@ VERDICTS = st.builds(
     draft=draft_tokens(),
     features=st.none() | feature_rows(),
 )
-INFOS = st.builds(
+INFOS = built(
     EngineInfo,
-    *(TEXT, TEXT, U32, TEXT, U32, U32, U32, U32, U32, U32),
-    dtype=TEXT,
-    tensor_parallel_size=U32,
-    num_blocks_in_use=U32,
     num_prefix_cache_queries=U64,
     num_prefix_cache_hits=U64,
-    step_times=tuples_of(st.builds(StepTime, U32, st.floats(allow_nan=False))),
-    context_token_s=st.floats(allow_nan=False),
-    drafter=TEXT,
-    feature_drafter=TEXT,
-    feature_size=U32,
-    grammar=st.builds(GrammarStats, st.floats(allow_nan=False), st.floats(allow_nan=False), U64, U64, U64),
+    step_times=tuples_of(built(StepTime)),
+    grammar=built(GrammarStats),
 )
 
 
@@ -295,7 +263,7 @@ UNPAIRED_LOGPROBS = types_pb2.TokenLogprobs(top_token_ids=[1], top_logprobs=[-0.
                 other_parents=[-1, 1],
                 other_fanout=[1, 1],
             ),
-            "SpeculateItem.other_parents is [-1, 1] behind 2 proposed tokens; allowed: parents by which",
+            "SpeculateItem.other_parents is [-1, 1] after 2 proposed tokens; allowed: parents by which",
         ),
         (
             draft_codec.decode_speculate_request,

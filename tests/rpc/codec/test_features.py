@@ -7,8 +7,7 @@ from dataclasses import replace
 from specray.feature_rows import MAX_FEATURE_BYTES, FeatureRows, max_rows
 from specray.rpc.codec import draft as draft_codec
 from specray.rpc.codec import target as target_codec
-from specray.rpc.pb import target_pb2
-from specray.types import SpeculateItem, TargetReplies, Verdict, VerifyItem
+from specray.types import SpeculateItem, TargetReplies, Verdict
 
 
 def test_features_cost_their_bytes_and_a_few_more() -> None:
@@ -37,22 +36,3 @@ def test_rows_are_cut_and_joined_by_their_tokens() -> None:
     assert rows.within(7, 9) is None and rows.within(0, 4) is None
     first, last = rows.within(4, 5), rows.within(5, 7)
     assert first is not None and last is not None and first.followed_by(last) == rows
-
-
-def test_peers_that_know_no_features_understand_and_are_understood() -> None:
-    """Without features the bytes are those of before; what a peer does not know it skips."""
-    item = VerifyItem("a", 1, 4, (9,))
-    known = target_pb2.VerifyRequest(
-        items=[target_pb2.VerifyItem(request_id="a", round_id=1, base_len=4, token_ids=[9], sample=True)]
-    ).SerializeToString()
-    message = target_pb2.VerifyRequest.FromString(
-        target_codec.encode_verify_request([replace(item, num_features=3, first_feature=4)], ())
-    )
-    for name in ("num_features", "first_feature"):
-        message.items[0].ClearField(name)
-    assert message.SerializeToString() == known == target_codec.encode_verify_request([item], ())
-    plain = target_pb2.Verdict(request_id="a", round_id=1, base_len=4, next_token_id=7)
-    response = target_pb2.VerifyResponse(replies=[target_pb2.TargetReply(verdict=plain)])
-    assert target_codec.decode_target_replies(response.SerializeToString()).replies == (
-        Verdict("a", 1, 4, 0, 7),
-    )

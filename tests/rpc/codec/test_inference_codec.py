@@ -10,51 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specray.errors import InvalidRequestError
+from specray.request_options import OPTIONS
 from specray.requests import FinishReason, ServiceInfo, SpeculationStats
 from specray.rpc.codec import inference as inference_codec
 from specray.rpc.inference.server import GenerateEvent, GenerateParams, Usage
 from specray.rpc.inference.types import Message
 from specray.rpc.pb import inference_pb2, types_pb2
-from specray.types import DraftKind, Grammar, GrammarKind, Verification
-from tests.rpc.strategies import F32, IDS, TEXT, U32, U64, token_logprobs, tuples_of
+from specray.types import DraftKind
+from tests.rpc.strategies import IDS, TEXT, U32, U64, built, token_logprobs, tuples_of
 
-PARAMS = st.builds(
+PARAMS = built(
     GenerateParams,
-    model=TEXT,
-    max_tokens=st.none() | U32,
-    min_tokens=st.none() | U32,
-    temperature=st.none() | F32,
-    top_k=st.none() | U32,
-    top_p=st.none() | F32,
-    min_p=st.none() | F32,
-    repetition_penalty=st.none() | F32,
-    presence_penalty=st.none() | F32,
-    frequency_penalty=st.none() | F32,
-    logit_bias=tuples_of(st.tuples(U32, F32)),
+    [*(each.name for each in OPTIONS.values() if each.on_wire), "tools", "chat_template_kwargs", "model"],
     seed=st.none() | U64,
-    stop=tuples_of(TEXT),
-    stop_token_ids=IDS,
-    ignore_eos=st.booleans(),
-    logprobs=st.none() | U32,
-    speculation_enabled=st.none() | st.booleans(),
-    num_speculative_tokens=st.none() | U32,
-    verification=st.none() | st.sampled_from(Verification),
-    draft=st.none() | st.sampled_from(DraftKind),
-    tenant=TEXT,
-    prediction=TEXT,
-    grammar=st.none() | st.builds(Grammar, st.sampled_from(GrammarKind), TEXT),
-    allowed_token_ids=st.none() | IDS.filter(bool),
-    bad_words=tuples_of(TEXT),
-    skip_special_tokens=st.none() | st.booleans(),
-    include_stop_str_in_output=st.booleans(),
     truncate_prompt_tokens=st.none() | st.integers(-(2**31), 2**31 - 1),
-    cache_salt=TEXT,
-    ttft_ms=st.none() | st.floats(0, 1e6),
-    itl_ms=st.none() | st.floats(0, 1e6),
-    tools=TEXT,
-    chat_template_kwargs=TEXT,
+    allowed_token_ids=st.none() | IDS.filter(bool),
 )
-MESSAGE = st.builds(Message, TEXT, st.none() | TEXT, TEXT, TEXT, TEXT, TEXT)
+MESSAGE = built(Message)
 PROMPTS = st.one_of(
     st.tuples(TEXT, st.none(), st.just(())),
     st.tuples(st.none(), IDS, st.just(())),
@@ -78,8 +50,8 @@ EVENTS = st.builds(
     IDS,
     tuples_of(token_logprobs()),
     st.none() | st.sampled_from([FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT]),
-    st.none() | st.builds(Usage, U32, U32),
-    st.none() | st.builds(SpeculationStats, U32, U32, U32, IDS, U32, U32),
+    st.none() | built(Usage),
+    st.none() | built(SpeculationStats),
 )
 
 

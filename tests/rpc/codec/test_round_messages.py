@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from specray.draft_tokens import NO_DRAFT, DraftTokens, TreeBudget
+from specray.draft_tokens import DraftTokens, TreeBudget
 from specray.rpc.codec import draft as draft_codec
 from specray.rpc.codec import target as target_codec
 from specray.rpc.pb import draft_pb2, target_pb2
@@ -82,26 +83,32 @@ def test_draft_that_knows_no_other_nodes_is_asked_for_the_first_chain() -> None:
     assert draft_codec.encode_speculate_request([item.of_first_chain()], ()) == message.SerializeToString()
 
 
-def test_peers_that_know_no_drafter_understand_and_are_understood() -> None:
-    """Without a drafter the bytes are those of before; what a peer does not know it skips."""
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"num_next_draft_tokens": 3, "next_min_acceptance": 0.25, "next_tree": TreeBudget(5, (2, 1), 0.125)},
+        {"num_features": 3, "first_feature": 4},
+    ],
+    ids=["drafter", "features"],
+)
+def test_peers_that_do_not_know_a_field_understand_and_are_understood(asked: dict[str, Any]) -> None:
+    """Without it the bytes are those of before; what a peer does not know it skips."""
     item = VerifyItem("a", 1, 4, (9,))
-    asking = replace(
-        item, num_next_draft_tokens=3, next_min_acceptance=0.25, next_tree=TreeBudget(5, (2, 1), 0.125)
-    )
+    asking = replace(item, **asked)
     known = verify_item(request_id="a", round_id=1, base_len=4, token_ids=[9], sample=True)
     assert target_codec.encode_verify_request([item], ()) == known
     message = target_pb2.VerifyRequest.FromString(target_codec.encode_verify_request([asking], ()))
     assert target_codec.decode_verify_request(message.SerializeToString()).items == (asking,)
-    for name in ("num_next_draft_tokens", "next_min_acceptance", "next_tree"):
+    for name in asked:
         message.items[0].ClearField(name)
     assert message.SerializeToString() == known
-    verdict = Verdict("a", 1, 4, 0, 7, draft=DraftTokens((5, 6)))
-    known_verdict = target_pb2.Verdict(request_id="a", round_id=1, base_len=4, next_token_id=7)
-    replies = target_pb2.VerifyResponse(replies=[target_pb2.TargetReply(verdict=known_verdict)])
-    plain = replies.SerializeToString()
-    assert target_codec.decode_target_replies(plain).replies == (replace(verdict, draft=NO_DRAFT),)
-    data = target_codec.encode_target_replies(TargetReplies((verdict,), 0))
-    assert target_codec.decode_target_replies(data).replies == (verdict,)
+
+
+def test_verdict_of_a_peer_that_knows_neither_drafts_nor_features_is_one_without() -> None:
+    known = target_pb2.Verdict(request_id="a", round_id=1, base_len=4, next_token_id=7)
+    replies = target_pb2.VerifyResponse(replies=[target_pb2.TargetReply(verdict=known)])
+    decoded = target_codec.decode_target_replies(replies.SerializeToString()).replies
+    assert decoded == (Verdict("a", 1, 4, 0, 7),)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 8])
