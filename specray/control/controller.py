@@ -13,11 +13,10 @@ from collections.abc import Sequence
 
 from specray.config import SpeculationConfig
 from specray.control.cost_model import CostModel
-from specray.control.draft_length import DECAY, DraftLength
+from specray.control.draft_length import DECAY, PRIOR_ACCEPTANCE, DraftLength
 from specray.control.experiments import Experiments, Exploration
 from specray.control.goodput import ANY_K
 from specray.control.mode import ModeController
-from specray.control.service_rates import PRIOR_ACCEPTANCE
 from specray.control.state import OFF, OFF_BY_REASON, Observer, Plan, Reason, SessionStats
 from specray.types import MAX_SPECULATIVE_TOKENS, DraftKind, Overlap
 
@@ -29,10 +28,6 @@ REFUSED_REST_ROUNDS = 16
 
 class Controller(DraftLength):
     """Chooses plans of a draft model, and knows what other sources choose theirs from; one per Router.
-
-    Args:
-        config: the ``speculation`` section.
-        observer: receives plans, decisions and results of experiments; None: nobody does.
 
     Attributes:
         cost_model: receives the measured times of both engines.

@@ -28,21 +28,13 @@ PRIOR_DRAFT_SHARE = 0.15
 UNMEASURED_SLOWDOWN = 1.1
 """Ratio of a target step next to a working draft to one alone, before one was measured: engines often share
 cores or memory. On two shared cores it is 1.25."""
-_MIN_ROWS_SHARE = 0.1
-"""Least share of a target step that is credited to its rows, whatever its context is predicted to take."""
-_CONTEXT_WEIGHT = 0.1
-"""Weight of a step in the average length of a sequence."""
 _FADING = 0.97
 """Forgetting factor of the draft's fit, per answer; a hundred answers are some seconds."""
 _PRIOR_WEIGHT = 0.1
 """Weight, in answers, of the fit's prior: factor 1 and overhead 0."""
 _MIN_FACTOR = 0.1
-_FURTHER_ROW_SHARE = 0.5
-"""Cost of a further row of the same proposal's first step: it shares the context of the first row."""
 _MAX_SURPRISE = 3.0
 """Longest answer that the fit takes, as a multiple of its prediction."""
-_MAX_ITEM_TOKENS = 64
-"""Largest new tokens of an item whose step is measured: items with more are prefills."""
 
 
 @dataclass(slots=True)
@@ -80,11 +72,13 @@ class TargetTimes:
             num_context_tokens: that all its sequences hold together, with its rows.
         """
         if num_sequences and not has_prompt:
-            weight = _CONTEXT_WEIGHT if self.context_len else 1.0
+            # Of the last ten steps or so.
+            weight = 0.1 if self.context_len else 1.0
             self.context_len += weight * (num_context_tokens / num_sequences - self.context_len)
         times = self.prompts if has_prompt else self.rounds[is_overlapped]
         context_s = times.load_factor * self.context_token_s * num_context_tokens
-        times.add(num_rows, max(_MIN_ROWS_SHARE * seconds, seconds - context_s))
+        # Rows take a tenth of a step at least, whatever the engine says of its context.
+        times.add(num_rows, max(0.1 * seconds, seconds - context_s))
         if not has_prompt:
             self.load_factor = times.load_factor
 
@@ -252,9 +246,8 @@ class CostModel:
         """
         items = [item for item, _ in answered]
         kinds = {bool(item.fanout) for item in items}
-        if len(kinds) != 1 or any(
-            item.is_prefill_chunk or len(item.token_ids) > _MAX_ITEM_TOKENS for item in items
-        ):
+        # More than 64 new tokens are a prefill.
+        if len(kinds) != 1 or any(item.is_prefill_chunk or len(item.token_ids) > 64 for item in items):
             return
         num_steps = [num_draft_steps(*answer) for answer in answered]
         if not items[0].fanout:
@@ -336,7 +329,8 @@ class CostModel:
 
 def first_rows(num_proposals: int, num_tokens: float) -> int:
     """Equivalent rows of a first draft step in which each proposal reads ``num_tokens``."""
-    return round(num_proposals * (1 + _FURTHER_ROW_SHARE * max(0.0, num_tokens - 1)))
+    # A further row shares the context of its proposal's first.
+    return round(num_proposals * (1 + 0.5 * max(0.0, num_tokens - 1)))
 
 
 def num_draft_steps(item: SpeculateItem, reply: DraftReply) -> int:

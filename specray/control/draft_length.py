@@ -12,23 +12,93 @@ from dataclasses import dataclass, replace
 
 from specray.config import SpeculationConfig
 from specray.control.cost_model import CostModel
+from specray.control.estimators import Rate, chain_trials
 from specray.control.experiments import EXPLORATION_INTERVAL_ROUNDS, EXPLORATION_ROUNDS
 from specray.control.goodput import ANY_K, HYSTERESIS, GoodputModel
-from specray.control.service_rates import ServiceRates
 from specray.control.state import (
     OFF,
     OFF_BY_REASON,
     OFF_REPLAN_ROUNDS,
     REPLAN_ROUNDS,
+    BoundedProposalStats,
     Observer,
     Plan,
     Reason,
     SessionStats,
+    TreeStats,
     TreeVerdict,
 )
 from specray.control.trees import PRIORS_BY_KIND, TreeChoice
 from specray.requests import GenerateRequest
 from specray.types import DraftKind
+
+PRIOR_ACCEPTANCE = 0.7
+"""Acceptance per draft token before any was verified."""
+PRIOR_WEIGHT = 4.0
+"""Weight of a prior, in trials."""
+
+
+class ServiceRates:
+    """Takes each measurement for its session and for the service.
+
+    Args:
+        prior_acceptance: per token, until some have been verified; in (0, 1).
+        prior_gain, prior_growth: of trees, until some have been verified: see ``TreeStats``.
+
+    Attributes:
+        acceptance: P(a draft token is accepted), given that those before it are.
+    """
+
+    def __init__(self, prior_acceptance: float, prior_gain: float, prior_growth: float) -> None:
+        self.acceptance = _service_rate(prior_acceptance)
+        self._tree = TreeStats(_service_rate(prior_gain), _service_rate(prior_growth))
+        # Before any proposal; of one that only the draft ends, 8 tokens, 4 of them accepted.
+        self._continuation = _service_rate(0.95)
+        self._bounded = BoundedProposalStats(_service_rate(8.0), _service_rate(4.0))
+
+    def start_session(self, request: GenerateRequest, fixed_k: int | None) -> SessionStats:
+        """Statistics of a new session; these rates are its prior.
+
+        Args:
+            fixed_k: K that is set for it; None: it is chosen by measurement.
+        """
+        return SessionStats(
+            Rate(self.acceptance.value, PRIOR_WEIGHT),
+            Rate(self._continuation.value, PRIOR_WEIGHT),
+            self._bounded.start(PRIOR_WEIGHT),
+            self._tree.start(16.0),
+            request.request_id,
+            fixed_k,
+            draft_knows_acceptance=not request.sampling.draws_by_rejection,
+        )
+
+    def observe_verdict(self, stats: SessionStats, num_drafts: int, num_accepted: int) -> None:
+        """Takes a verdict on draft tokens of a session."""
+        trials = chain_trials(num_drafts, num_accepted)
+        stats.acceptance.add(num_accepted, trials)
+        self.acceptance.add(num_accepted, trials)
+        if stats.num_asked == ANY_K:
+            stats.bounded.add(num_drafts, num_accepted)
+            self._bounded.add(num_drafts, num_accepted)
+        stats.num_asked = 0
+
+    def observe_tree(self, stats: SessionStats, verdict: TreeVerdict) -> None:
+        stats.tree.add(verdict)
+        self._tree.add(verdict)
+
+    def observe_proposal(self, stats: SessionStats, num_asked: int, num_drafts: int) -> None:
+        """Takes the length of a proposal under a bound, for which ``num_asked`` tokens were asked at most."""
+        stats.num_asked = num_asked
+        num_further = max(0, num_drafts - 1)
+        num_trials = num_further + (0 < num_drafts < num_asked)
+        for rate in (stats.continuation, self._continuation):
+            rate.add(num_further, num_trials)
+
+
+def _service_rate(prior: float) -> Rate:
+    # Per round: no single session makes the rates that new ones start from.
+    return Rate(prior, PRIOR_WEIGHT, fading=0.998)
+
 
 DECAY = 0.05
 """Share of measurements forgotten in the time in which one session is re-planned once, however many are:
@@ -39,11 +109,7 @@ class DraftLength:
     """Chooses plans of one source for all sessions. Holds no session.
 
     Args:
-        config: the ``speculation`` section.
-        source: what drafts.
-        cost_model: predicts seconds; shared with whoever measures them.
         prior_acceptance: per token, until some have been verified; in (0, 1).
-        observer: receives new plans; None: nobody does.
     """
 
     def __init__(

@@ -13,8 +13,6 @@ _WEIGHT = 0.1
 """Weight of a sample in a settled average."""
 _MAX_JUMP = 3.0
 """Largest sample that a settled average takes, as a multiple of it."""
-_MAX_SETTLING_JUMP = 1.5
-"""Largest sample that an average takes while it settles, as a multiple of it."""
 _EXACT_ROWS = 64
 """Largest size with an average of its own; larger sizes share buckets."""
 _BUCKET_ROWS = 32
@@ -23,8 +21,6 @@ _NUM_TRUSTED = 3
 """Samples from which on a size's average is trusted."""
 _GROWTH = 4
 """Extrapolation limit, as a multiple of the largest known size."""
-_BRANCH_SHARE = 0.5
-"""Cost of a further branch as a share of a further sequence's: it shares its sequence's context."""
 _REACH = 4
 """Ratio of sizes up to which a measured size corrects the expectation of another."""
 _OWN_SHARE = 0.05
@@ -64,7 +60,7 @@ class Average:
             self.value = min(self.value, sample)
         else:
             weight = 1 / (self.count - _NUM_WARMUP + 2)
-            jump = _MAX_JUMP if weight <= _WEIGHT else _MAX_SETTLING_JUMP
+            jump = _MAX_JUMP if weight <= _WEIGHT else 1.5
             self.value += max(_WEIGHT, weight) * (min(sample, jump * self.value) - self.value)
 
     def follow(self, ratio: float) -> None:
@@ -309,7 +305,7 @@ class OutcomesTime:
         """
         if len(step_s) >= 2:
             first = step_s[0][1]
-            self._widths = [(lines, 1 + _BRANCH_SHARE * (seconds / first - 1)) for lines, seconds in step_s]
+            self._widths = [(lines, 1 + 0.5 * (seconds / first - 1)) for lines, seconds in step_s]
 
     def predict(self, num_tokens: int, num_branches: int, *, step_s: float) -> float:
         """Seconds of ``num_branches`` branches of ``num_tokens`` each."""

@@ -9,8 +9,6 @@ from typing import NamedTuple
 MISSES_BY_WIDTH = (1.0, 0.5, 0.3)
 """P(miss) of 1, 2 or 3 branches per number of accepted tokens, relative to the draft's first guess alone,
 before it is measured. Measured on the embedded pair."""
-_MIN_CHANCE = 0.01
-"""Least probability of a draft step that is counted."""
 
 
 class ExpectedRound(NamedTuple):
@@ -58,7 +56,7 @@ def expected_steps(num_drafts: int, continuations: Sequence[float], num_proposal
     for _ in range(num_drafts - 1):
         # The step after token i is taken when one proposal at least has token i.
         taken = 1 - math.prod(1 - chance for chance in chances) ** share
-        if taken < _MIN_CHANCE:
+        if taken < 0.01:
             break
         steps.append(DraftStep(taken, max(1.0, share * sum(chances) / taken)))
         chances = [chance * more for chance, more in zip(chances, continuations, strict=True)]

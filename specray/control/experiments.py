@@ -32,18 +32,12 @@ PLAIN_INTERVAL_STEPS, MAX_INTERVAL_STEPS = 256, 8192
 """Minimum interval in steps while plain; maximum interval."""
 LARGE_SPEEDUP = 2.0
 """Predicted speedup from which on LARGE_SPEEDUP_INTERVAL_STEPS holds."""
-_PRIOR_EXPERIMENTS = 0.25
-"""Weight of a prediction, in experiments."""
-_MEMORY_EXPERIMENTS = 8.0
-"""Number of past experiments that a calibration averages."""
 _MAX_SURPRISE = 3.0
 """Longest step that a window takes, as a multiple of its average step: something else disturbed it."""
 _MAX_ERROR = math.log(8.0)
 """Largest log ratio of measured to predicted speedup."""
 _HALF_LIFE_STEPS = 2048
 """Steps at another mode after which a calibration weighs half."""
-_PATIENCE = 6
-"""Steps after which an experiment is given up, as a multiple of its windows."""
 EXPLORATION_INTERVAL_ROUNDS = 256
 """Rounds between explorations while speculation is off."""
 EXPLORATION_ROUNDS = 2
@@ -54,7 +48,7 @@ MAX_EXPLORATION_SHARE = 0.005
 
 
 @dataclass(slots=True)
-class Window:
+class StepWindow:
     """The last steps at one mode, at most ``num_steps``."""
 
     num_steps: int
@@ -93,9 +87,9 @@ class Experiment:
     tried: Mode
     predicted_speedup: float
     """Predicted tokens per second of the speculating mode, as a multiple of plain decoding."""
-    before: Window
-    during: Window
-    after: Window
+    before: StepWindow
+    during: StepWindow
+    after: StepWindow
     num_left: int
     """Steps that may still show nothing, until it is given up."""
 
@@ -133,14 +127,16 @@ class _Calibration:
 
     def add(self, measured: float, predicted: float) -> None:
         error = max(-_MAX_ERROR, min(_MAX_ERROR, math.log(measured / predicted)))
-        self.weight = min(self.weight, _MEMORY_EXPERIMENTS - 1) + 1
+        # The mean of some eight experiments.
+        self.weight = min(self.weight, 7.0) + 1
         self.error += (error - self.error) / self.weight
 
     @property
     def factor(self) -> float:
         """Factor of a predicted speedup now."""
         weight = self._weight
-        return math.exp(self.error * weight / (weight + _PRIOR_EXPERIMENTS))
+        # A prediction counts as a quarter of an experiment.
+        return math.exp(self.error * weight / (weight + 0.25))
 
     def put_off(self, num_steps: int, interval: int) -> None:
         """Counts from step ``num_steps`` on; the next experiment is ``interval`` steps away."""
@@ -156,9 +152,6 @@ class _Calibration:
 class Experiments:
     """Runs one experiment at a time, and calibrates predictions by mode and number of sessions.
 
-    Args:
-        observer: receives each experiment that ends; None: nobody does.
-
     Attributes:
         running: the experiment that goes on; None: there is none.
     """
@@ -170,7 +163,7 @@ class Experiments:
         self._num_steps = 0
         self._size = 0
         self._mode: Mode | None = None
-        self._window = Window(0)
+        self._window = StepWindow(0)
 
     @property
     def tried(self) -> Mode | None:
@@ -204,7 +197,7 @@ class Experiments:
         if experiment is None:
             if (mode, size) != (self._mode, self._size):
                 self._mode, self._size = mode, size
-                self._window = Window(num_window_steps(mode, num_running))
+                self._window = StepWindow(num_window_steps(mode, num_running))
             self._window.add(tokens, seconds)
             return False
         if size != self._size:
@@ -268,9 +261,9 @@ class Experiments:
             tried,
             predicted[speculating],
             self._window,
-            Window(sizes[0]),
-            Window(sizes[1]),
-            num_left=_PATIENCE * sum(sizes),
+            StepWindow(sizes[0]),
+            StepWindow(sizes[1]),
+            num_left=6 * sum(sizes),
         )
         return tried
 

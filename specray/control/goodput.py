@@ -38,8 +38,6 @@ AUTO_K = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 """K of the plans that ``num_speculative_tokens: auto`` compares, besides 0 and ANY_K."""
 ANY_K = MAX_SPECULATIVE_TOKENS
 """K of a plan whose proposals only the draft ends."""
-FIRST_K = 3
-"""K of the first plan, before the target is measured."""
 MAX_ACCEPTANCE = 0.99
 """Largest acceptance that predictions use: a session that accepted everything so far need not go on so."""
 MAX_BOUND = 0.9
@@ -73,13 +71,7 @@ _UNKNOWN_S = 1e-3
 
 
 class GoodputModel:
-    """Plans and their goodput. Keeps no state of its own.
-
-    Args:
-        config: the ``speculation`` section.
-        source: what drafts under the plans.
-        cost_model: predicts seconds.
-    """
+    """Plans and their goodput. Keeps no state of its own."""
 
     def __init__(self, config: SpeculationConfig, source: str, cost_model: CostModel) -> None:
         auto = config.overlap == "auto"
@@ -112,7 +104,7 @@ class GoodputModel:
     def best(self, plans: Sequence[Plan], stats: SessionStats, num_running: int) -> Plan:
         """The plan with the highest goodput; OFF if it gains less than MIN_SPEEDUP."""
         if self._cost.verify_s(num_running, num_running) is None:
-            first = [plan for plan in plans if plan.num_speculative_tokens == FIRST_K] or plans
+            first = [plan for plan in plans if plan.num_speculative_tokens == 3] or plans
             return first[-1]
         return max(
             plans,

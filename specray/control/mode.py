@@ -18,22 +18,18 @@ FIRST_DECISION_STEPS = 4
 """Steps for which a decision holds after a change of mode or of the number of sessions."""
 DECISION_STEPS = 16
 """Steps for which a decision with the model holds at most; twice as many as the one before."""
-OFF_DECISION_STEPS, OFF_DECISION_GROWTH = 128, 4
-"""Steps for which a decision without the model holds at most, and their growth: until a session explores it,
-nothing is measured of the model, and where steps are short a decision is part of one."""
-MAX_SAMPLE = 8
-"""Sessions that stand for all when their plan is chosen."""
+OFF_DECISION_STEPS = 128
+"""Steps for which a decision without the model holds at most; four times as many as the one before: until a
+session explores it, nothing is measured of the model, and where steps are short a decision is part of one."""
 KEEP_SPEEDUP = 1.03
 """Least calibrated speedup at which the model stays on; MIN_SPEEDUP switches it on."""
 NGRAM_MIN_SPEEDUP, NGRAM_KEEP_SPEEDUP = 1.03, 1.0
 """Least speedups at which the n-gram fallback alone is switched on, and stays on. They are measured by
 experiments; nothing predicts them."""
-_UNSETTLED_STEPS = 2
-"""Steps after a change that count for neither mode: the draft reads what it has missed."""
 
 
 @dataclass(slots=True)
-class _Step:
+class _StepCounts:
     """Counts of sessions over the verdicts of a step."""
 
     num_joining: int = 0
@@ -74,7 +70,7 @@ class ModeController:
     _is_experiment_due: bool = False
     _num_steps: int = FIRST_DECISION_STEPS
     """Steps for which the last decision holds."""
-    _step: _Step = field(default_factory=_Step)
+    _step: _StepCounts = field(default_factory=_StepCounts)
     _num_unsettled: int = 0
 
     @property
@@ -129,7 +125,7 @@ class ModeController:
             num_running: sessions, in the step or waiting for the next.
             num_tokens: that were committed.
         """
-        step, self._step = self._step, _Step()
+        step, self._step = self._step, _StepCounts()
         if self.mode is None:
             return
         is_seen = seconds is not None and seconds > 0 and self._is_alike(step, num_sessions)
@@ -153,7 +149,7 @@ class ModeController:
             # Decisions are rare where little changes, and a burst may be over before the next one.
             self._is_experiment_due = self.experiments.is_due(self.mode, self._predicted, num_running)
 
-    def _is_alike(self, step: _Step, num_sessions: int) -> bool:
+    def _is_alike(self, step: _StepCounts, num_sessions: int) -> bool:
         if step.num_joining == 0 or step.num_joining < num_sessions or step.has_exploration:
             return False
         if self.is_plain:
@@ -165,7 +161,8 @@ class ModeController:
 
     def _change(self) -> None:
         self.num_changes += 1
-        self._num_unsettled = _UNSETTLED_STEPS
+        # They count for neither mode: the draft catches up with what it has missed.
+        self._num_unsettled = 2
 
     def is_due(self, num_running: int) -> bool:
         """A decision is due."""
@@ -178,7 +175,7 @@ class ModeController:
         if self._sessions:
             sessions = list(self._sessions.values())
             self._last = mean_of(sessions)
-            self.sample = sessions[:: -(-len(sessions) // MAX_SAMPLE)]
+            self.sample = sessions[:: -(-len(sessions) // 8)]
             self._sessions.clear()
             self._num_rounds = 0
         return self._last or new
@@ -204,7 +201,7 @@ class ModeController:
         if is_change or is_another:
             self._num_steps = FIRST_DECISION_STEPS
         else:
-            growth = 2 if mode is Mode.MODEL else OFF_DECISION_GROWTH
+            growth = 2 if mode is Mode.MODEL else 4
             self._num_steps = min(most, growth * max(1, self._num_steps))
         self.mode, self._num_running, self._is_experiment_due = mode, num_running, False
         if is_change or tried is not None:

@@ -12,7 +12,6 @@ from specray.control.estimators import Rate
 from specray.draft_tokens import TreeBudget
 from specray.types import MAX_SPECULATIVE_TOKENS, Overlap
 
-FIRST_REPLAN_ROUNDS = 4
 REPLAN_ROUNDS = 16
 """Rounds for which a plan holds; the first plans hold for fewer, each twice as long as the one before."""
 PRIOR_GAIN, PRIOR_GROWTH = 1.3, 3.0
@@ -208,7 +207,7 @@ class SessionStats:
     num_asked: int = 0
     """Most draft tokens of the proposal that is verified next, if it has a bound; else 0."""
     rounds_to_replan: int = 0
-    replan_rounds: int = FIRST_REPLAN_ROUNDS
+    replan_rounds: int = 4
     """Rounds for which the next plan will hold."""
     rounds_off: int = 0
     """Rounds since the session last had draft tokens."""
@@ -232,11 +231,9 @@ class Observer(Protocol):
         num_running: int,
         predict: Callable[[], Mapping[str, float]],
     ) -> None:
-        """A session has a new plan.
+        """A session has a new plan; ``source`` drafts under it.
 
-        Args:
-            source: what drafts under the plan.
-            predict: tokens per second of the best plan by overlap label; empty before anything is measured.
+        ``predict`` gives tokens per second of the best plan by overlap label; empty while unmeasured.
         """
 
     def decided(
@@ -248,13 +245,9 @@ class Observer(Protocol):
         calibrated_speedup: float,
         num_running: int,
     ) -> None:
-        """All sessions have decided their mode, the same as before or another.
+        """All sessions have decided their mode; ``tried``: of the experiment that begins, if one does.
 
-        Args:
-            tried: mode of the experiment that begins with the decision; None: none begins.
-            predicted_speedup: tokens per second with the draft model, as a multiple of plain decoding.
-            calibrated_speedup: the same, corrected by what experiments measured.
-            num_running: sessions, >= 1.
+        Speedups of the draft model are multiples of plain decoding; experiments correct the calibrated one.
         """
 
     def experiment_ended(
@@ -266,11 +259,7 @@ class Observer(Protocol):
         predicted_speedup: float,
         measured_speedup: float | None,
     ) -> None:
-        """An A/B experiment has ended.
+        """An A/B experiment has ended; ``speculating``: the one of both modes that does more of it.
 
-        Args:
-            base: mode that was decided for.
-            speculating: the one of both modes that speculates more.
-            predicted_speedup: of that mode over plain decoding.
-            measured_speedup: of that mode over the other; None: the experiment was given up.
+        Speedups are of that mode over the other; the measured one is None if the experiment was given up.
         """

@@ -32,8 +32,6 @@ MIN_CHANCE: Final = 0.02
 """Least ``TreeBudget.min_chance``: rows never cost nothing, whatever was measured."""
 EXTRA_NODES: Final = (16, 12, 8, 4, 2)
 """Nodes besides the chain of a draft that takes no time."""
-HALF_GAIN_NODES = 4
-"""Nodes besides the chain that bring half of what many bring; twice as many bring three quarters."""
 _SAMPLED: Final = (DraftKind.MODEL.value, DraftKind.FEATURES.value)
 """Sources that sample their tokens under rejection."""
 PRIORS_BY_KIND: Final[Mapping[bool, tuple[float, float]]] = MappingProxyType(
@@ -46,9 +44,6 @@ class TreeChoice:
     """Chooses between chain and tree for a plan. Keeps no state of its own.
 
     Args:
-        config: the ``speculation`` section.
-        goodput: compares plans.
-        cost_model: predicts seconds.
         source: what proposes; anything but a draft model takes no time.
     """
 
@@ -122,7 +117,8 @@ class TreeChoice:
         best: tuple[TreeBudget | None, float] = (None, 0.0)
         for extra in EXTRA_NODES:
             num_nodes = k + extra
-            tokens = most - (most - chain) * 0.5 ** (extra / HALF_GAIN_NODES)
+            # Four nodes bring half of what many bring, eight three quarters.
+            tokens = most - (most - chain) * 0.5 ** (extra / 4)
             goodput = self._goodput.lone_goodput(num_nodes, tokens, num_running)
             if goodput > best[1]:
                 best = TreeBudget(num_nodes), goodput

@@ -4,10 +4,9 @@ They run synchronously in the router's process, in microseconds per call. Each s
 verifies every proposal, so a bad one costs time but never correctness.
 """
 
-from specray.drafting.lookahead import LookaheadProposer
 from specray.drafting.ngram import LONG_MATCH_LEN, NgramProposer
 from specray.drafting.prediction import PredictionProposer
-from specray.drafting.proposer import SessionProposer, make_proposer
+from specray.drafting.proposer import LookaheadProposer, SessionProposer, make_proposer
 from specray.drafting.store import OutputStore, OutputStores
 from specray.drafting.suffix import SuffixProposer
 from specray.drafting.suffix_index import SuffixIndex

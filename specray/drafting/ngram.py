@@ -13,7 +13,6 @@ from typing import NamedTuple
 from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.drafting.trie import grow
 
-MIN_MATCH_LEN = 2
 MAX_MATCH_LEN = 4
 LONG_MATCH_LEN = 8
 """Match length in tokens that counts as a repetition. On HumanEval at temperature 0, 85 % of the fallback's
@@ -38,7 +37,7 @@ class NgramProposer:
         max_len: longest n-gram in tokens, >= min_len.
     """
 
-    def __init__(self, *, min_len: int = MIN_MATCH_LEN, max_len: int = MAX_MATCH_LEN) -> None:
+    def __init__(self, *, min_len: int = 2, max_len: int = MAX_MATCH_LEN) -> None:
         assert 1 <= min_len <= max_len, (min_len, max_len)
         self._tokens: list[int] = []
         # For each length: n-gram -> end of its latest occurrence, where its continuation begins.
@@ -140,7 +139,7 @@ class NgramProposer:
 
 
 class _Occurrence(NamedTuple):
-    """Implements ``trie.Expert``: an earlier place in the session's own tokens."""
+    """Implements ``trie.Continuation``: an earlier place in the session's own tokens."""
 
     tokens: list[int]
     place: int
@@ -148,7 +147,7 @@ class _Occurrence(NamedTuple):
     weight: float
 
     def next(self) -> Iterable[tuple[int, _Occurrence]]:
-        """See Expert: one token, or none at the session's end."""
+        """See Continuation: one token, or none at the session's end."""
         if self.place < len(self.tokens):
             following = _Occurrence(self.tokens, self.place + 1, TOKEN_CHANCE * self.weight)
             yield self.tokens[self.place], following

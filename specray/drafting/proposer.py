@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens
-from specray.drafting.lookahead import LookaheadProposer
 from specray.drafting.ngram import NgramProposer
 from specray.drafting.store import OutputStore
 from specray.drafting.suffix import SuffixProposer
@@ -67,3 +66,29 @@ def make_proposer(kind: DraftKind | None, store: OutputStore | None = None) -> S
     if kind is DraftKind.LOOKAHEAD:
         return LookaheadProposer()
     return NgramProposer() if kind is DraftKind.NGRAM else SuffixProposer(store=store)
+
+
+class LookaheadProposer:
+    """Implements ``SessionProposer`` for lookahead decoding, whose window and n-grams the target keeps."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        """Number of tokens given so far."""
+        self._offered = NO_DRAFT
+        self._offered_at = 0
+
+    @property
+    def match_len(self) -> int:
+        """See SessionProposer: one token, the n-grams' first, if there are any."""
+        return 1 if self._offered and self._offered_at == self.num_tokens else 0
+
+    def offer(self, draft: DraftTokens, num_tokens: int) -> None:
+        """Takes what the target offers to follow the first ``num_tokens``."""
+        self._offered, self._offered_at = draft, num_tokens
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        self.num_tokens += len(token_ids)
+
+    def propose(self, k: int, num_nodes: int = 0) -> DraftTokens:
+        """See SessionProposer; a tree whatever ``num_nodes``, since n-grams are few for their window."""
+        return self._offered.within(k) if self.match_len and k > 0 else NO_DRAFT

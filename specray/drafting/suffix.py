@@ -23,8 +23,6 @@ MIN_PROB = 0.1
 """Minimum estimated probability that a whole path is accepted."""
 SPEC_FACTOR = 1.0
 """Maximum proposed tokens per token of the match."""
-MAX_CHILDREN = 4
-"""Most continuations of one match that are looked at, at each node of a tree."""
 LENGTH_WEIGHT = 2.0
 """Factor on a match's weight for each further token of it."""
 
@@ -147,7 +145,7 @@ class SuffixProposer:
 
 
 class _Expert(NamedTuple):
-    """Implements ``trie.Expert``: a match, and tokens after it that were followed."""
+    """Implements ``trie.Continuation``: a match, and tokens after it that were followed."""
 
     texts: SuffixIndex
     state: int
@@ -156,12 +154,12 @@ class _Expert(NamedTuple):
     """Tokens for which it may still be followed."""
 
     def next(self) -> Iterable[tuple[int, _Expert]]:
-        """See Expert: tokens by how often they followed."""
+        """See Continuation: tokens by how often they followed."""
         if self.num_left <= 0:
             return
         texts = self.texts
         count = texts.count(self.state)
-        for token_id, following in texts.likely(self.state, MAX_CHILDREN):
+        for token_id, following in texts.likely(self.state, 4):
             share = self.weight * texts.count(following) / count
             yield token_id, _Expert(texts, following, share, self.num_left - 1)
 

@@ -23,14 +23,7 @@ from specray.types import DraftReplies
 
 
 class ProposerChoice:
-    """Decides what every session verifies next, and passes each verdict to its proposers.
-
-    Args:
-        model: the draft model.
-        sessions: who runs, and who leaves draft tokens to others.
-        controller: of the draft model.
-        later: work that waits until the messages of a step have left.
-    """
+    """Decides what every session verifies next, and passes each verdict to its proposers."""
 
     def __init__(
         self, model: ModelProposer, sessions: Sessions, controller: Controller, later: Later

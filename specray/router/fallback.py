@@ -19,12 +19,7 @@ from specray.types import Overlap
 
 
 class NgramFallback:
-    """Decides where a session's local proposer goes before its draft model.
-
-    Args:
-        running: the running sessions, shared with their owner.
-        controller: of the draft model, with which the local proposer is compared.
-    """
+    """Decides where a session's local proposer goes before its draft model."""
 
     def __init__(self, running: Mapping[str, LiveSession], controller: Controller) -> None:
         self._running = running

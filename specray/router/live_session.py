@@ -14,9 +14,6 @@ from specray.router.proposers.prediction import SessionPrediction
 from specray.router.session.session import Session
 from specray.router.session.values import RoundTimer
 
-_PACE_TOKENS = 16
-"""Output tokens over which a session's pace is averaged."""
-
 
 @dataclass(slots=True, eq=False)
 class LiveSession:
@@ -71,7 +68,7 @@ class LiveSession:
     def pace(self, num_tokens: int, seconds: float) -> None:
         """Takes the seconds that the last tokens took; some sixteen tokens are remembered."""
         each_s = seconds / num_tokens
-        weight = min(1.0, num_tokens / _PACE_TOKENS)
+        weight = min(1.0, num_tokens / 16)
         self.pace_s = each_s if self.pace_s is None else self.pace_s + weight * (each_s - self.pace_s)
 
     @property

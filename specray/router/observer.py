@@ -10,12 +10,7 @@ from specray.telemetry.metrics import RouterMetrics
 
 
 class ControlObserver:
-    """A router's ``control.state.Observer``.
-
-    Args:
-        metrics: None: none are kept.
-        trace: None: nothing is traced.
-    """
+    """A router's ``control.state.Observer``."""
 
     def __init__(self, metrics: RouterMetrics | None = None, trace: Trace | None = None) -> None:
         self._metrics = metrics

@@ -18,13 +18,7 @@ _LOOK_S = 0.01
 
 
 class Readiness:
-    """Sees to it that the target has something to do, and that it does it.
-
-    Args:
-        complete: answers a probe, among the requests of others.
-        clock: of deadlines.
-        timeout_s: for a step.
-    """
+    """Sees to it that the target has something to do, and that it does it."""
 
     def __init__(
         self, complete: Callable[[GenerateRequest], Awaitable[OutputChunk]], clock: Clock, timeout_s: float

@@ -59,20 +59,7 @@ class VerifyInFlight:
 
 
 class Rounds:
-    """Everything that both loops do; synchronous, between two looks into the inbox.
-
-    Args:
-        sessions: who runs.
-        proposers: propose draft tokens.
-        controller: learns target times.
-        inbox: what happened.
-        settings: budgets and deadlines.
-        clock: of deadlines and measurements.
-        metrics: of rounds.
-        later: what is counted when the messages of a step have left; shared with ``proposers``.
-        trace: receives items and verdicts.
-        on_target_lost: decides what becomes of the sessions.
-    """
+    """Everything that both loops do; synchronous, between two looks into the inbox."""
 
     def __init__(
         self,

@@ -7,12 +7,7 @@ from specray.types import Overlap
 
 
 class Settings:
-    """Sections of the configuration in force; its readers keep the holder, not what it holds.
-
-    Args:
-        router: queues, budgets and deadlines.
-        speculation: how draft and target work together.
-    """
+    """Sections of the configuration in force; its readers keep the holder, not what it holds."""
 
     def __init__(self, router: RouterConfig, speculation: SpeculationConfig) -> None:
         self._sections = router, speculation

@@ -8,11 +8,12 @@ and no events to keep, a hook is two comparisons.
 from __future__ import annotations
 
 import json
+import re
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, get_args
 from weakref import WeakValueDictionary
 
 from specray.control.state import Plan
@@ -185,18 +186,9 @@ TraceEvent = (
     | LookedUp
 )
 _NAMES: Final[Mapping[str, type[TraceEvent]]] = MappingProxyType(
-    {
-        "planned": Planned,
-        "decided": Decided,
-        "experiment_ended": ExperimentEnded,
-        "draft_asked": DraftAsked,
-        "draft_replied": DraftReplied,
-        "draft_skipped": DraftSkipped,
-        "verify_sent": VerifySent,
-        "verdict_received": VerdictReceived,
-        "looked_up": LookedUp,
-    }
+    {re.sub("(?<!^)(?=[A-Z])", "_", kind.__name__).lower(): kind for kind in get_args(TraceEvent)}
 )
+"""Kinds of events by the names that a trace has for them: ``DraftAsked`` is ``draft_asked``."""
 _BY_TYPE: Final[Mapping[type[TraceEvent], str]] = MappingProxyType(
     {kind: name for name, kind in _NAMES.items()}
 )
@@ -206,7 +198,6 @@ class Trace:
     """The last ``max_events`` events, oldest first, and the watches of requests.
 
     Args:
-        clock: the router's clock.
         max_events: most events; the oldest are forgotten. 0: none are kept.
     """
 

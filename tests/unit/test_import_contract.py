@@ -78,7 +78,7 @@ FLOORS: dict[str, list[list[str]]] = {
         ["__init__"],
     ],
     "router": [
-        ["settings", "deferred", "first_tokens", "batch"],
+        ["settings", "deferred", "first_tokens"],
         ["session", "transport"],
         ["output"],
         ["trace", "observer"],

@@ -16,8 +16,6 @@ __all__ = ["AdmissionQueue", "Waiting", "WaitingT"]
 _MIN_RETRY_S = 1.0
 _MAX_RETRY_S = 60.0
 """Bounds of the advice to refused callers, in seconds."""
-_MAX_RETRY_SPREAD = 1.5
-"""Largest random factor of the advice."""
 
 
 class RetryAdvice:
@@ -39,7 +37,7 @@ class RetryAdvice:
         """Seconds until ``num_requests`` should have ended, or up to half that time more, in [1, 60]."""
         expected = max(_MIN_RETRY_S, (self._service_s or 0.0) * num_requests)
         if self._rng is not None:
-            expected *= self._rng.uniform(1.0, _MAX_RETRY_SPREAD)
+            expected *= self._rng.uniform(1.0, 1.5)
         return min(_MAX_RETRY_S, expected)
 
 
@@ -54,9 +52,7 @@ class AdmissionQueue(Generic[WaitingT]):
     Requests that find a free place at once do not count as waiting.
 
     Args:
-        max_requests: most waiting requests.
         max_tokens: most prompt tokens of waiting requests; one request alone is always let in.
-        rng: spreads the advice to refused callers, see RetryAdvice; None: it is not spread.
     """
 
     def __init__(self, *, max_requests: int, max_tokens: int, rng: random.Random | None = None) -> None:

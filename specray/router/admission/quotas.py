@@ -11,7 +11,7 @@ _RETRY_AFTER_S = 1.0
 
 
 @dataclass(slots=True)
-class _Held:
+class _KeyUsage:
     num_requests: int = 0
     num_queued_tokens: int = 0
 
@@ -20,7 +20,7 @@ class Quotas:
     """Counts requests from arrival to end, and their prompt tokens until they are let in, by key."""
 
     def __init__(self) -> None:
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _KeyUsage] = {}
         """Held requests and tokens of the keys that have a quota and hold something."""
 
     def __len__(self) -> int:
@@ -31,7 +31,7 @@ class Quotas:
         quota = request.quota
         if quota is None:
             return
-        held = self._held.get(quota.name, _Held())
+        held = self._held.get(quota.name, _KeyUsage())
         if quota.max_requests is not None and held.num_requests >= quota.max_requests:
             reason = f"{held.num_requests} requests in hand; allowed: {quota.max_requests}"
             raise OverloadedError(f"key {quota.name!r} has {reason}", _RETRY_AFTER_S)
@@ -45,7 +45,7 @@ class Quotas:
     def take(self, request: GenerateRequest) -> None:
         """The request waits; it has been checked."""
         if request.quota is not None:
-            held = self._held.setdefault(request.quota.name, _Held())
+            held = self._held.setdefault(request.quota.name, _KeyUsage())
             held.num_requests += 1
             held.num_queued_tokens += len(request.prompt_token_ids)
 

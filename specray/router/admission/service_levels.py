@@ -27,12 +27,7 @@ LOWER_STEPS = 32
 
 
 class ServiceLevels:
-    """Watches the levels of the running sessions.
-
-    Args:
-        running: the sessions, shared with their owner.
-        on_change: receives the degree when it changes.
-    """
+    """Watches the levels of the running sessions."""
 
     def __init__(
         self, running: Mapping[str, LiveSession], *, on_change: Callable[[int], None] = lambda degree: None

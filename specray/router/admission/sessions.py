@@ -21,19 +21,10 @@ logger = logging.getLogger(__name__)
 RETRY_S = 0.1
 """Seconds after which a session that found no room on an idle target tries again."""
 MAX_TARGET_LOSSES = 3
-_MIN_HEAP_SIZE = 64
 
 
 class Sessions:
-    """All requests between arrival and end. Ending one is one call, wherever it stands.
-
-    Args:
-        queue: of those that wait.
-        metrics: counts ends and shows who is where.
-        release: frees a session on both engines.
-        later: callers are woken when the messages of the step have left.
-        tracer: receives traced requests when they end; None: nobody does.
-    """
+    """All requests between arrival and end. Ending one is one call, wherever it stands."""
 
     def __init__(
         self,
@@ -250,7 +241,7 @@ class Sessions:
 
     def _remember_deadline(self, live: LiveSession) -> None:
         heapq.heappush(self._by_deadline, (live.deadline_s, live.request_id))
-        if len(self._by_deadline) > max(_MIN_HEAP_SIZE, 2 * len(self._all)):
+        if len(self._by_deadline) > max(64, 2 * len(self._all)):
             # Long deadlines of requests that ended soon would pile up.
             self._by_deadline = [(other.deadline_s, name) for name, other in self._all.items()]
             heapq.heapify(self._by_deadline)

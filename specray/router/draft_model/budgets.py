@@ -13,17 +13,10 @@ MIN_DRAFT_PREFILL_TOKENS = 64
 """Tokens that the draft prefills at once, whatever they cost; the tokens of a round or two are fewer."""
 PATIENCE_FACTOR = 4.0
 """Longest wait for the draft, as a multiple of its usual time."""
-MIN_PATIENCE_S = 0.05
-"""Least wait for the draft, in seconds."""
 
 
 class Budgets:
-    """Limits that follow from what engines are measured to take.
-
-    Args:
-        cost_model: predicts seconds.
-        max_k: largest number of draft tokens in a proposal, now.
-    """
+    """Limits that follow from what engines are measured to take."""
 
     def __init__(self, cost_model: CostModel, *, max_k: Callable[[], int]) -> None:
         self._cost = cost_model
@@ -36,7 +29,7 @@ class Budgets:
             return None
         proposal_s = self._max_k() * cost.draft_step_s(1, 0.0)
         slowest_s = max(proposal_s, cost.slowest_outcomes_s)
-        return max(MIN_PATIENCE_S, PATIENCE_FACTOR * (slowest_s + cost.round_trip_s))
+        return max(0.05, PATIENCE_FACTOR * (slowest_s + cost.round_trip_s))
 
     def prefill_tokens(self, num_rows: int, most: int, *, max_slowdown: float, num_running: int = 0) -> int:
         """Prompt tokens that may share a target step with the running sessions.

@@ -26,11 +26,7 @@ class DraftPrefill:
     """Shares out the tokens that the draft prefills at once.
 
     Args:
-        running: the sessions, in the order of their arrival; shared with their owner.
-        budgets: know how many tokens the draft prefills in the time of a target step.
         max_tokens: tokens at once now, also while nobody waits for the draft.
-        patience_s: seconds for which a round waits for the draft.
-        is_draft_idle: nobody is asked to draft for now, whoever could be.
     """
 
     def __init__(

@@ -59,13 +59,6 @@ class ModelProposer:
 
     Args:
         leases: hold the link; None: nothing is ever drafted.
-        running: the sessions, shared with their owner.
-        controller: chooses K and fan-out, and learns from what is measured.
-        metrics: of lookups and draft steps.
-        later: what is counted when the messages of a step have left.
-        settings: time after which a silent draft is lost, tokens that it is given to prefill at once, and
-            whether both engines take turns.
-        trace: receives questions and answers.
     """
 
     def __init__(

@@ -16,7 +16,6 @@ class Delivery:
     """Collects committed tokens; the caller takes them all at the end, or as chunks of a stream.
 
     Args:
-        request_id: id that the chunks carry.
         is_stream: True if the caller takes chunks; False: it is woken once, at the end.
         on_change: called, before the caller is woken, when there is something to take.
     """

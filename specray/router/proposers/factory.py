@@ -52,13 +52,7 @@ of 64, whose looks take a few thousandths of a small target's step."""
 
 
 class ProposerFactory:
-    """Makes each session's local proposer and the proposer of its prediction.
-
-    Args:
-        controller: of the draft model; knows the target's times.
-        settings: the ``speculation`` section in force, which each new session goes by.
-        has_model: there is a draft model, which the fallback stands in for.
-    """
+    """Makes each session's local proposer and the proposer of its prediction."""
 
     def __init__(self, controller: Controller, settings: Settings, *, has_model: bool) -> None:
         self._controller = controller

@@ -23,12 +23,7 @@ TRIAL_ROUNDS: Final = 24
 
 
 class LookaheadControl:
-    """Chooses, for each round of a session, whether the target looks ahead.
-
-    Args:
-        cost_model: the target's measured steps.
-        budget: what is asked for.
-    """
+    """Chooses, for each round of a session, whether the target looks ahead."""
 
     def __init__(self, cost_model: CostModel, budget: LookaheadBudget) -> None:
         self.budget = budget

@@ -16,7 +16,7 @@ Outcome = tuple[int, int]
 """The last node accepted (-1: none), and the token after it."""
 
 
-class Found(NamedTuple):
+class BranchLookup(NamedTuple):
     """What was known of an outcome."""
 
     draft: DraftTokens | None
@@ -72,7 +72,7 @@ class Branches:
             draft = DraftTokens(drafted.token_ids[rest:], probs=drafted.probs[rest:])
             self._by_outcome[common, drafted.token_ids[rest - 1]] = draft
 
-    def look_up(self, outcome: Outcome, *, is_asked: bool, has_fanout: bool) -> Found:
+    def look_up(self, outcome: Outcome, *, is_asked: bool, has_fanout: bool) -> BranchLookup:
         """What follows a verdict; the branches belong to the round that it ends, and are forgotten.
 
         Args:
@@ -91,9 +91,9 @@ class Branches:
         else:
             lookup = Lookup.MISS_TOKEN
         self._by_outcome.clear()
-        return Found(draft, lookup)
+        return BranchLookup(draft, lookup)
 
-    def settle(self) -> Found | None:
+    def settle(self) -> BranchLookup | None:
         """The draft has answered: settles the verdict that waited for it. None: none did. The first answer
         decides."""
         if self._open is None:
@@ -101,7 +101,7 @@ class Branches:
             return None
         draft, self._open = self._by_outcome.get(self._open), None
         self._by_outcome.clear()
-        return Found(draft, Lookup.MISS_TOKEN if draft is None else Lookup.HIT)
+        return BranchLookup(draft, Lookup.MISS_TOKEN if draft is None else Lookup.HIT)
 
     def give_up(self) -> None:
         self._open = None

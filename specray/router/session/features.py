@@ -15,9 +15,6 @@ from dataclasses import dataclass
 
 from specray.feature_rows import ITEM_BYTES, FeatureRows, max_rows
 
-_MAX_MESSAGES = 2
-"""Messages' worth of features that wait, at most."""
-
 
 @dataclass(slots=True)
 class FeatureQueue:
@@ -45,7 +42,7 @@ class FeatureQueue:
         if self.feature_size == 0:
             return 0
         most, num_waiting = max_rows(self.feature_size), self.end - self.num_held
-        return max(0, min(most, _MAX_MESSAGES * most - num_waiting))
+        return max(0, min(most, 2 * most - num_waiting))
 
     def add(self, rows: FeatureRows) -> None:
         """Takes what came with a verdict; not what comes after a gap, is of another size, or has no room."""

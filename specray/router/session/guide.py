@@ -7,12 +7,7 @@ from specray.interfaces import OutputGrammar
 
 
 class Guide:
-    """Guides what is drafted for one session; without a grammar it changes nothing.
-
-    Args:
-        committed: the session's tokens, which grow.
-        num_prompt_tokens: number of those before the output.
-    """
+    """Guides what is drafted for one session; without a grammar it changes nothing."""
 
     def __init__(self, committed: list[int], num_prompt_tokens: int) -> None:
         self.grammar: OutputGrammar | None = None

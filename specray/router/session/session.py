@@ -26,12 +26,12 @@ from specray.router.session.stops import StopConditions
 from specray.router.session.values import (
     NOTHING_NEXT,
     Commit,
-    DraftView,
+    DraftSync,
     Lookup,
     NextDraft,
     PromptScores,
-    Tally,
-    TargetView,
+    RequestCounts,
+    TargetSync,
     fitting_draft,
     kept_of,
     usable_draft,
@@ -54,8 +54,6 @@ class Session:
     """Committed tokens of one request, and the round in flight.
 
     Args:
-        request: checked by the ingress and by the router.
-        matcher: for its stop strings; None when it has none.
         vocab_size: draft tokens outside of it are cut off, they must not reach the target.
     """
 
@@ -64,8 +62,8 @@ class Session:
         self.request_id = request.request_id
         self.committed: list[int] = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.committed)
-        self.target = TargetView()
-        self.draft = DraftView()
+        self.target = TargetSync()
+        self.draft = DraftSync()
         self.features = FeatureQueue()
         """Features for a draft that reads them."""
         self.drafted: DraftTokens | None = None
@@ -77,7 +75,7 @@ class Session:
         """What the caller gets in place of an end; only with finish_reason ``error``."""
         self.num_cached_tokens = 0
         """Prompt tokens that the target did not compute but found in its prefix cache."""
-        self.tally = Tally()
+        self.tally = RequestCounts()
         self.guide = Guide(self.committed, self.num_prompt_tokens)
         self.prompt_scores = PromptScores()
         self._stops = StopConditions(request, matcher)

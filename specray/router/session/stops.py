@@ -9,7 +9,7 @@ from specray.interfaces import StopMatcher
 from specray.requests import FinishReason, GenerateRequest
 
 
-class Cut(NamedTuple):
+class OutputCut(NamedTuple):
     """What is left of newly verified tokens."""
 
     num_kept: int
@@ -31,22 +31,22 @@ class StopConditions:
         self._max_tokens = request.max_tokens
         self._matcher = matcher if request.stop else None
 
-    def cut(self, token_ids: Sequence[int], num_output_tokens: int) -> Cut:
+    def cut(self, token_ids: Sequence[int], num_output_tokens: int) -> OutputCut:
         """How many of ``token_ids`` are kept after ``num_output_tokens`` earlier ones. Call once for each."""
         if self._matcher is None and self._stop_token_ids.isdisjoint(token_ids):
             remaining = self._max_tokens - num_output_tokens
             if len(token_ids) < remaining:
-                return Cut(len(token_ids))
-            return Cut(remaining, FinishReason.LENGTH)
+                return OutputCut(len(token_ids))
+            return OutputCut(remaining, FinishReason.LENGTH)
         for num_kept, token_id in enumerate(token_ids, start=1):
             num_output_tokens += 1
             matched = self._matcher.push((token_id,)) if self._matcher is not None else None
             if num_output_tokens > self._min_tokens:
                 if token_id in self._stop_token_ids:
                     stop_reason = None if token_id in self._eos_token_ids else token_id
-                    return Cut(num_kept, FinishReason.STOP, stop_reason)
+                    return OutputCut(num_kept, FinishReason.STOP, stop_reason)
                 if matched is not None:
-                    return Cut(num_kept, FinishReason.STOP, matched)
+                    return OutputCut(num_kept, FinishReason.STOP, matched)
             if num_output_tokens >= self._max_tokens:
-                return Cut(num_kept, FinishReason.LENGTH)
-        return Cut(len(token_ids))
+                return OutputCut(num_kept, FinishReason.LENGTH)
+        return OutputCut(len(token_ids))

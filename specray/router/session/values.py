@@ -149,7 +149,7 @@ class Commit(NamedTuple):
 
 
 @dataclass(slots=True)
-class EngineView(Generic[ItemT]):
+class EngineSync(Generic[ItemT]):
     """What one engine was sent of a session."""
 
     round_id: int = 0
@@ -174,14 +174,14 @@ class EngineView(Generic[ItemT]):
 
 
 @dataclass(slots=True)
-class TargetView(EngineView[VerifyItem]):
+class TargetSync(EngineSync[VerifyItem]):
     """What the target was sent of a session."""
 
     lookahead: LookaheadBudget | None = None
     """What it computes with the next round to look ahead; None: nothing."""
 
 
-class DraftView(EngineView[SpeculateItem]):
+class DraftSync(EngineSync[SpeculateItem]):
     """What the draft was sent of a session."""
 
     __slots__ = ()
@@ -199,7 +199,7 @@ class DraftView(EngineView[SpeculateItem]):
 
 
 @dataclass(slots=True)
-class Tally:
+class RequestCounts:
     """Counters of one request.
 
     While it runs, ``num_verified_tokens == num_accepted_tokens + num_rounds``. The last round verifies more

@@ -44,12 +44,7 @@ async def within(clock: Clock, seconds: float, awaitable: Awaitable[T]) -> T:
 
 
 class Alarm:
-    """Wakes its owner at or before each time that was asked for; spurious calls are normal.
-
-    Args:
-        clock: times are on it.
-        ring: called when the time has come.
-    """
+    """Wakes its owner at or before each time that was asked for; spurious calls are normal."""
 
     def __init__(self, clock: Clock, ring: Callable[[], None]) -> None:
         self._clock = clock

@@ -31,12 +31,6 @@ class DraftLeases:
     Args:
         source: gives drafts. An interfaces.DrafterPool is also asked from time to time for a draft that fewer
             routers share.
-        target_info: the target's description, with which a draft must agree.
-        inbox: the loop's inbox, which is woken when a draft has come.
-        clock: the clock for deadlines and backoff.
-        metrics: counters of leases and losses.
-        rng: source of jitter, so that many routers do not ask at once.
-        controller: takes the step times that a new draft reports.
         on_demand: True: ask for a draft only while some session wants one, so that drafts may scale to none.
     """
 

@@ -29,11 +29,9 @@ CLOSE_TIMEOUT_S = 2.0
 """Seconds within which a connection sends what is left and closes."""
 INFO_TIMEOUT_S = 2.0
 """Seconds within which an engine must describe itself."""
-_NUM_ROUND_TRIPS = 3
-"""Short calls of which the fastest counts as the round trip."""
 
 
-class Connection(Protocol[RepliesT_co]):
+class LinkedConnection(Protocol[RepliesT_co]):
     """The common part of Drafter and Verifier."""
 
     @property
@@ -119,7 +117,7 @@ class Link(Generic[ItemT, RepliesT]):
 
     def __init__(
         self,
-        connection: Connection[RepliesT],
+        connection: LinkedConnection[RepliesT],
         send: Callable[[Sequence[ItemT], Sequence[str]], Awaitable[None]],
         on_replies: Callable[[RepliesT], None],
         on_lost: Callable[[Exception], None],
@@ -263,7 +261,7 @@ def _in_known_ids(item: SpeculateItem, num_ids: int) -> SpeculateItem:
     return replace(item, token_ids=sent, proposed_token_ids=proposed)
 
 
-async def close_unused(connection: Connection[Any], clock: Clock) -> None:
+async def close_unused(connection: LinkedConnection[Any], clock: Clock) -> None:
     """Ends a connection that has no link, within CLOSE_TIMEOUT_S; errors are only logged."""
     try:
         await within(clock, CLOSE_TIMEOUT_S, connection.close())
@@ -289,7 +287,7 @@ async def measure_round_trip(fetch_info: Callable[[], Awaitable[EngineInfo]], cl
     """Returns the seconds of the fastest of a few short calls to an engine; 0 if it does not answer."""
     trips: list[float] = []
     try:
-        for _ in range(_NUM_ROUND_TRIPS):
+        for _ in range(3):
             started_s = clock.monotonic()
             await within(clock, INFO_TIMEOUT_S, fetch_info())
             trips.append(clock.monotonic() - started_s)

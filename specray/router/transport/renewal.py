@@ -28,13 +28,6 @@ class TargetRenewal:
 
     Args:
         source: a connection, or a factory that makes the first one and another after each loss.
-        inbox: the inbox into which the links put replies.
-        clock: the clock for deadlines and backoff.
-        config: its start_timeout_s limits every search.
-        controller: takes the step times that a new target reports.
-        rng: source of jitter for the waits between attempts.
-        on_found: called with the link that replaces a lost one.
-        on_given_up: called with the error when no target will come.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specray.control.controller import REFUSED_REST_ROUNDS, Controller
-from specray.control.experiments import EXPLORATION_INTERVAL_ROUNDS, Experiment, Window
+from specray.control.experiments import EXPLORATION_INTERVAL_ROUNDS, Experiment, StepWindow
 from specray.control.state import OFF_BY_REASON, Mode, Plan, Reason, SessionStats
 from specray.requests import SpeculationParams
 from tests.unit.router.harness import request, speculation_config
@@ -86,7 +86,7 @@ def test_a_session_that_several_drafts_were_lost_with_rests_for_good() -> None:
 
 
 def running(base: Mode, tried: Mode) -> Experiment:
-    return Experiment(base, tried, 1.5, Window(8), Window(8), Window(8), num_left=99)
+    return Experiment(base, tried, 1.5, StepWindow(8), StepWindow(8), StepWindow(8), num_left=99)
 
 
 def test_an_experiment_with_plain_decoding_sets_plans_aside() -> None:

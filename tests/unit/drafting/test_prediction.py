@@ -8,8 +8,15 @@ from collections.abc import Sequence
 import pytest
 
 from specray.drafting import PredictionProposer
-from specray.drafting.edits import MAX_EDITS, Edit, Edits
-from specray.drafting.prediction import FIRST_PROPOSAL_LEN, MAX_NEEDED, REACH, UNSURE_PROPOSAL_LEN
+from specray.drafting.prediction import (
+    FIRST_PROPOSAL_LEN,
+    MAX_EDITS,
+    MAX_NEEDED,
+    REACH,
+    UNSURE_PROPOSAL_LEN,
+    Edit,
+    Edits,
+)
 
 TEXT = tuple(range(100, 160))
 

@@ -12,38 +12,13 @@ from specray.control.experiments import (
     FIRST_INTERVAL_STEPS,
     PLAIN_STEPS,
     Experiment,
-    Window,
+    StepWindow,
     num_window_steps,
 )
 from specray.control.mode import FIRST_DECISION_STEPS, OFF_DECISION_STEPS, ModeController
 from specray.control.state import OFF, Mode, Plan, SessionStats
 from tests.unit.control.experiments.harness import NUM_RUNNING, sessions_of, step_of
 from tests.unit.router.harness import request, speculation_config
-
-
-@pytest.mark.parametrize(
-    ("now", "fallback", "model", "mode"),
-    [
-        (None, 1.0, 1.079, Mode.NGRAM),
-        (None, 1.0, 1.08, Mode.MODEL),
-        (Mode.MODEL, 1.0, 1.03, Mode.MODEL),
-        (Mode.MODEL, 1.0, 1.029, Mode.NGRAM),
-        (Mode.MODEL, 0.99, 1.029, Mode.PLAIN),
-        (Mode.MODEL, 1.2, 1.17, Mode.MODEL),
-        (Mode.MODEL, 1.21, 1.17, Mode.NGRAM),
-        (Mode.NGRAM, 1.2, 1.23, Mode.NGRAM),
-        (Mode.NGRAM, 1.2, 1.24, Mode.MODEL),
-        (Mode.NGRAM, 0.99, 1.07, Mode.PLAIN),
-        (Mode.PLAIN, 1.029, 1.07, Mode.PLAIN),
-        (Mode.PLAIN, 1.03, 1.07, Mode.NGRAM),
-        (Mode.PLAIN, 1.0, 1.08, Mode.MODEL),
-    ],
-)
-def test_what_is_at_work_is_left_only_for_what_brings_a_little_more(
-    now: Mode | None, fallback: float, model: float, mode: Mode
-) -> None:
-    calibrated = {Mode.NGRAM: fallback, Mode.MODEL: model}
-    assert ModeController(mode=now)._choose(calibrated) is mode
 
 
 def test_a_decision_turns_begins_experiments_and_ends_those_of_other_numbers() -> None:
@@ -73,7 +48,7 @@ def test_a_decision_turns_begins_experiments_and_ends_those_of_other_numbers() -
     # What was tried is weighed at once.
     assert modes.is_due(NUM_RUNNING)
     modes.experiments.running = Experiment(
-        Mode.MODEL, Mode.PLAIN, 1.5, Window(8), Window(8), Window(8), num_left=9
+        Mode.MODEL, Mode.PLAIN, 1.5, StepWindow(8), StepWindow(8), StepWindow(8), num_left=9
     )
     modes.decide(1.5, NUM_RUNNING // 2)
     assert modes.experiments.running is None
@@ -196,7 +171,7 @@ def test_plans_stand_while_none_is_tried_and_are_chosen_anew_when_the_model_is()
     modes.decide(1.5, 8)
     num_changes = modes.num_changes
     modes.experiments.running = Experiment(
-        Mode.MODEL, Mode.PLAIN, 1.5, Window(8), Window(8), Window(8), num_left=9
+        Mode.MODEL, Mode.PLAIN, 1.5, StepWindow(8), StepWindow(8), StepWindow(8), num_left=9
     )
     assert modes.uses_model and modes.is_plain and modes.is_trying_plain
     # Nothing is decided meanwhile, unless about half as many run.
@@ -205,7 +180,7 @@ def test_plans_stand_while_none_is_tried_and_are_chosen_anew_when_the_model_is()
     assert modes.is_due(4)
     modes.mode = Mode.PLAIN
     modes.experiments.running = Experiment(
-        Mode.PLAIN, Mode.MODEL, 1.5, Window(8), Window(8), Window(8), num_left=9
+        Mode.PLAIN, Mode.MODEL, 1.5, StepWindow(8), StepWindow(8), StepWindow(8), num_left=9
     )
     assert modes.uses_model and not modes.is_plain and not modes.is_trying_plain
     assert modes.num_changes == num_changes

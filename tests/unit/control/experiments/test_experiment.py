@@ -17,7 +17,7 @@ from specray.control.experiments import (
     SPECULATED_ROUNDS,
     Experiment,
     Experiments,
-    Window,
+    StepWindow,
     num_window_steps,
     size_class,
 )
@@ -27,8 +27,8 @@ from tests.unit.control.experiments.harness import NUM_RUNNING, PROMISES, steps,
 # Windows and what is concluded from them
 
 
-def window(*steps: tuple[float, float], num_steps: int = 4) -> Window:
-    made = Window(num_steps)
+def window(*steps: tuple[float, float], num_steps: int = 4) -> StepWindow:
+    made = StepWindow(num_steps)
     for tokens, seconds in steps:
         made.add(tokens, seconds)
     return made
@@ -39,7 +39,7 @@ def test_a_window_holds_the_last_steps() -> None:
     assert made.is_full and made.tokens_per_s == pytest.approx(6 / 4)
     made.add(2, 2.0)
     assert made.tokens_per_s == pytest.approx(7 / 5)
-    assert not Window(1).is_full and Window(1).tokens_per_s == 0.0
+    assert not StepWindow(1).is_full and StepWindow(1).tokens_per_s == 0.0
 
 
 def test_a_step_that_was_disturbed_counts_as_three_ordinary_ones() -> None:
@@ -58,7 +58,7 @@ def test_a_gain_is_that_of_whoever_speculates_over_what_lies_on_both_sides(
     )
     assert experiment.speculating is Mode.MODEL
     assert experiment.measured_speedup == pytest.approx(speedup)
-    assert replace(experiment, after=Window(1)).measured_speedup is None
+    assert replace(experiment, after=StepWindow(1)).measured_speedup is None
 
 
 def test_plain_steps_tell_as_much_as_many_rounds_with_drafts() -> None:

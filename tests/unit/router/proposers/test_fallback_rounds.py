@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specray.control.controller import Controller
-from specray.control.service_rates import PRIOR_ACCEPTANCE
+from specray.control.draft_length import PRIOR_ACCEPTANCE
 from specray.draft_tokens import DraftTokens
 from specray.errors import EngineLostError
 from specray.fakes import FakeDraft, LocalDrafter, NoisyGuesser, PerfectGuesser, ToyModel, VirtualClock

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from specray.router.batch import BatchLimits, Share, form_batch
+from specray.router.scheduler import BatchLimits, Share, form_batch
 
 
 @dataclass(frozen=True)
