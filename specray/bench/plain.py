@@ -6,22 +6,26 @@ bound is measured in this process. They take turns, so that a busy machine slows
 
 from __future__ import annotations
 
+import itertools
 import statistics
+import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
 
 from rich.table import Table
 
+from specray.bench.core.report import grid_of, number, values_of
+from specray.bench.core.turns import in_turns
 from specray.bench.forwards import ForwardCost
 from specray.bench.load.client import ServerClient
 from specray.bench.load.run import run_pass, send
-from specray.bench.load.serve import ServeArm, ServePlan, request_body
+from specray.bench.load.serve import PLAIN, request_body
 from specray.bench.load.stats import Pass, RequestRecord
+from specray.bench.plans import PlainPlan, ServePlan
 from specray.environment import api_key
 from specray.errors import ConfigError, SpecrayError
 
-PLAIN: Final = ServeArm("plain", {"enabled": False})
 ROWS: Final = (1, 6)
 """Rows of the forwards: a token of plain decoding, and a round of speculation with K = 5."""
 STREAM_OPTIONS: Final = {"include_usage": True, "continuous_usage_stats": True}
@@ -29,7 +33,7 @@ STREAM_OPTIONS: Final = {"include_usage": True, "continuous_usage_stats": True}
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class PlainTurn:
     """One pass over the prompts, and the forwards measured before it."""
 
     tokens_per_s: float
@@ -58,10 +62,10 @@ class Turn:
 class PlainResult:
     """Results of a whole run."""
 
-    plan: ServePlan
+    plan: PlainPlan
     model: str
     """Name of the model at the server."""
-    turns: tuple[Turn, ...]
+    turns: tuple[PlainTurn, ...]
     errors: tuple[str, ...]
     """Reasons why requests failed, which are not counted otherwise."""
 
@@ -71,16 +75,19 @@ class PlainResult:
         names = self.turns[0].figures
         return {name: statistics.median(turn.figures[name] for turn in self.turns) for name in names}
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns everything but the prompts, for ``--json``."""
-        plan = {key: value for key, value in asdict(self.plan).items() if key not in ("prompts", "arms")}
-        return {
-            "model": self.model,
-            "plan": {**plan, "num_prompts": len(self.plan.prompts)},
-            "turns": [{**turn.figures, "forwards": _forwards(turn)} for turn in self.turns],
-            "medians": self.medians,
-            "errors": list(self.errors),
-        }
+
+def plain_json(result: PlainResult) -> dict[str, Any]:
+    """Everything but the prompts, for ``--json``."""
+    return {
+        "model": result.model,
+        "plan": values_of(result.plan),
+        "turns": [
+            {**turn.figures, "forwards": [values_of(cost) for cost in (turn.one_row, turn.six_rows)]}
+            for turn in result.turns
+        ],
+        "medians": result.medians,
+        "errors": list(result.errors),
+    }
 
 
 def token_ms(record: RequestRecord) -> float:
@@ -106,11 +113,11 @@ def token_ms(record: RequestRecord) -> float:
     return 1e3 * (record.ended_s - record.event_times_s[0]) / num_tokens
 
 
-def make_turn(one: Pass, costs: Sequence[ForwardCost]) -> Turn:
+def make_turn(one: Pass, costs: Sequence[ForwardCost]) -> PlainTurn:
     """Combines a pass with the forwards of ``ROWS``. Raises like ``token_ms``."""
     one_row, six_rows = costs
     num_tokens = sum(record.num_output_tokens for record in one.records)
-    return Turn(
+    return PlainTurn(
         tokens_per_s=num_tokens / one.duration_s,
         token_ms=statistics.median(token_ms(record) for record in one.records),
         one_row=one_row,
@@ -137,7 +144,8 @@ async def served_model(url: str) -> str:
 
 
 async def measure_plain(
-    plan: ServePlan,
+    plan: PlainPlan,
+    prompts: Sequence[str],
     model: str,
     measure_forwards: Callable[[], Sequence[ForwardCost]],
     on_progress: Callable[[str, int, int], None],
@@ -145,7 +153,6 @@ async def measure_plain(
     """Runs the plan's passes, one request at a time, each after a measurement of the target's forwards.
 
     Args:
-        plan: the requests; its arms and concurrency are ignored.
         model: name of the model at the server.
         measure_forwards: measures forwards of ``ROWS`` in this process, while the server is idle.
         on_progress: called before each part with its name, and how many parts of how many are done.
@@ -156,60 +163,53 @@ async def measure_plain(
         EngineLostError: the server is away.
         SpecrayError: no request of a turn was answered.
     """
-    turns: list[Turn] = []
+    turns: list[PlainTurn] = []
     errors: list[str] = []
-    num_all = plan.num_repeats * (1 + len(plan.prompts))
-    for turn in range(plan.num_repeats):
-        num_done = turn * (1 + len(plan.prompts))
-        on_progress("forwards", num_done, num_all)
+    num_parts = 1 + len(prompts)
+    asked = ServePlan(max_tokens=plan.max_tokens)
+    run_id = uuid.uuid4().hex
+
+    def bodies(label: str) -> list[dict[str, Any]]:
+        own = {"model": model, "stream_options": STREAM_OPTIONS}
+        return [request_body(asked, PLAIN, prompt, f"{run_id}, {label}") | own for prompt in prompts]
+
+    def show(name: str, num_done: int) -> None:
+        on_progress(name, num_done, plan.num_turns * num_parts)
+
+    for index, _, _ in in_turns([PLAIN], plan.num_turns):
+        turn = index + 1
+        parts = itertools.count((turn - 1) * num_parts + 1)
+        show("forwards", (turn - 1) * num_parts)
         # Measured first: a wrong context length or checkpoint shows here.
         costs = measure_forwards()
-
-        def advance() -> None:
-            nonlocal num_done
-            num_done += 1
-            on_progress("over HTTP", num_done, num_all)
-
-        advance()
-        one, failures = await _run_pass(plan, model, turn, advance)
-        errors += failures
-        turns.append(make_turn(one, costs))
+        show("over HTTP", next(parts))
+        # A new connection: servers close those that were idle during the forwards.
+        async with ServerClient(plan.url, timeout_s=plan.timeout_s, key=api_key()) as client:
+            for body in bodies(f"turn {turn}, warm-up")[: plan.num_warmup]:
+                await send(client, body)
+            one = await run_pass(
+                client,
+                bodies(f"turn {turn}"),
+                concurrency=1,
+                on_done=lambda parts=parts: show("over HTTP", next(parts)),  # type: ignore[misc]
+            )
+        if not one.measured.records:
+            raise SpecrayError(f"no request of turn {turn} was answered: {one.errors[0]}")
+        errors += one.errors
+        turns.append(make_turn(one.measured, costs))
     return PlainResult(plan, model, tuple(turns), tuple(errors))
 
 
 def plain_table(result: PlainResult, *, title: str) -> Table:
     """Makes a table with one column per turn, and their medians."""
-    table = Table(title=title, caption="bound: the linear layers alone at one row, in this process, in turns")
-    table.add_column("")
-    for turn in range(len(result.turns)):
-        table.add_column(f"turn {turn + 1}", justify="right")
-    table.add_column("median", justify="right")
+    headings = ["", *(f"turn {turn + 1}" for turn in range(len(result.turns))), "median"]
     columns = [*(turn.figures for turn in result.turns), result.medians]
-    for name, (heading, digits) in _HEADINGS.items():
-        table.add_row(heading, *(f"{figures[name]:.{digits}f}" for figures in columns))
-    return table
-
-
-async def _run_pass(
-    plan: ServePlan, model: str, turn: int, advance: Callable[[], None]
-) -> tuple[Pass, Sequence[str]]:
-    """Runs one pass on a new connection: servers close those that were idle during the forwards."""
-    async with ServerClient(plan.url, timeout_s=plan.timeout_s, key=api_key()) as client:
-        for prompt in plan.prompts[: plan.num_warmup]:
-            await send(client, _body(plan, model, prompt, f"turn {turn + 1}, warm-up"))
-        bodies = [_body(plan, model, prompt, f"turn {turn + 1}") for prompt in plan.prompts]
-        one = await run_pass(client, bodies, concurrency=1, on_done=advance)
-    if not one.measured.records:
-        raise SpecrayError(f"no request of turn {turn + 1} was answered: {one.errors[0]}")
-    return one.measured, one.errors
-
-
-def _body(plan: ServePlan, model: str, prompt: str, label: str) -> dict[str, Any]:
-    return {**request_body(plan, PLAIN, prompt, label), "model": model, "stream_options": STREAM_OPTIONS}
-
-
-def _forwards(turn: Turn) -> list[Mapping[str, Any]]:
-    return [asdict(cost) for cost in (turn.one_row, turn.six_rows)]
+    rows = [
+        (heading, *(number(figures[name], digits) for figures in columns))
+        for name, (heading, digits) in _HEADINGS.items()
+    ]
+    caption = "bound: the linear layers alone at one row, in this process, in turns"
+    return grid_of(title, headings, rows, caption=caption)
 
 
 _HEADINGS: Final[Mapping[str, tuple[str, int]]] = {

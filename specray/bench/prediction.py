@@ -12,15 +12,19 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from specray.bench.core.figures import Tally
 from specray.bench.core.service import ask_all, request_of, running, timed
 from specray.bench.core.turns import in_turns
+from specray.bench.load.prompts import load_prompts
 from specray.config import Config
 from specray.requests import SpeculationParams
 from specray.serving.local.pair import local_pair
-from specray.tokenization import Tokenizer
+from specray.tokenization import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from specray.bench.plans import PredictionPlan
 
 PLAIN: Final = "plain"
 DRAFT: Final = "draft"
@@ -68,29 +72,22 @@ class PredictionRow:
 
 
 async def measure_prediction(
-    config: Config,
-    prompts: Sequence[tuple[int, ...]],
-    tokenizer: Tokenizer,
-    *,
-    max_tokens: int,
-    num_repeats: int,
-    seed: int,
-    on_progress: Callable[[str], None],
+    config: Config, plan: PredictionPlan, on_progress: Callable[[str], None]
 ) -> list[PredictionRow]:
-    """Runs all arms over one pair.
+    """Runs all arms over one pair; the output of another prompt is the unrelated prediction.
 
     Args:
         config: of the pair; a draft is optional.
-        prompts: at least two, since the output of another is the unrelated prediction.
-        num_repeats: turns, in each of which every arm asks for every output.
-        seed: of the edits.
-        on_progress: told what begins.
+        on_progress: called with what begins.
 
     Raises:
         ConfigError, EngineLostError: see ``local_pair``.
         SpecrayError: a request failed.
     """
-    assert len(prompts) >= 2, "another prompt's output is the unrelated prediction"
+    tokenizer = load_tokenizer(config.target.model)
+    texts = load_prompts(plan.dataset, plan.dataset_path, plan.num_prompts)
+    prompts = [tokenizer.encode(text) for text in texts]
+    num_repeats, max_tokens = plan.num_repeats, plan.max_tokens
     arms = (PLAIN, *([DRAFT] if config.draft.has_model else []), *PREDICTIONS)
     tallies = {arm: Tally() for arm in arms}
     async with local_pair(config) as pair, running(pair, config) as router:
@@ -100,7 +97,7 @@ async def measure_prediction(
             for place, prompt in enumerate(prompts)
         ]
         outputs = [output.token_ids for output in await ask_all(router, requests, concurrency=1)]
-        predictions = _predictions(outputs, tokenizer, seed)
+        predictions = _predictions(outputs, tokenizer, plan.seed)
         for turn in in_turns(arms, num_repeats, num_places=len(prompts), is_rotated=True):
             arm, place, tally = turn.arm, turn.place, tallies[turn.arm]
             on_progress(f"turn {turn.number + 1} of {num_repeats}, prompt {place + 1}, {arm}")

@@ -23,7 +23,7 @@ BOUNDS: Final = (0.05, 0.12, 0.25, 0.45, 0.7, 0.9)
 """Bounds of acceptance at which the draft is asked; lengths are interpolated between them."""
 LONGEST: Final = ANY_K
 _SIDE_BY_SIDE = 16
-_ANSWER_TIMEOUT_S = 30.0
+_ANSWER_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +102,30 @@ async def read_proposals(drafter: Drafter, outputs: Sequence[WrittenOutput]) -> 
 
 async def _read(drafter: Drafter, readings: list[_Reading]) -> list[_Reading]:
     while still := {one.request_id: one for one in readings if one.is_open}:
-        await drafter.speculate([one.item() for one in still.values()])
-        try:
-            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-                while still:
-                    for reply in (await drafter.replies()).replies:
-                        if not isinstance(reply, Proposal):
-                            raise EngineLostError(f"the draft refused to propose: {type(reply).__name__}")
-                        still.pop(reply.request_id).take(reply.draft.token_ids)
-        except TimeoutError:
-            raise EngineLostError(f"the draft was silent for {_ANSWER_TIMEOUT_S:g} s") from None
+        for proposal in await asked(drafter, [one.item() for one in still.values()]):
+            still[proposal.request_id].take(proposal.draft.token_ids)
     await drafter.release([one.request_id for one in readings])
     return readings
+
+
+async def asked(drafter: Drafter, items: Sequence[SpeculateItem]) -> list[Proposal]:
+    """Returns a proposal for each item, in the order of the answers.
+
+    Raises:
+        EngineLostError: the draft was lost, took too long, or refused a question.
+    """
+    await drafter.speculate(items)
+    proposals: list[Proposal] = []
+    try:
+        async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+            while len(proposals) < len(items):
+                for reply in (await drafter.replies()).replies:
+                    if not isinstance(reply, Proposal):
+                        raise EngineLostError(f"the draft refused to propose: {type(reply).__name__}")
+                    proposals.append(reply)
+    except TimeoutError:
+        raise EngineLostError(f"the draft was silent for {_ANSWER_TIMEOUT_S:g} s") from None
+    return proposals
 
 
 def _measured(readings: Sequence[_Reading]) -> MeasuredOutput:

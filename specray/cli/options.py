@@ -11,10 +11,17 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from specray.bench.load.prompts import Dataset
+from specray.bench.core.options import DEFAULT_URL as DEFAULT_URL
+from specray.bench.core.options import IsChat as IsChat
+from specray.bench.core.options import MaxTokens as MaxTokens
+from specray.bench.core.options import NumPrompts as NumPrompts
+from specray.bench.core.options import PromptPath as PromptPath
+from specray.bench.core.options import PromptSource as PromptSource
+from specray.bench.core.options import Seed as Seed
+from specray.bench.core.options import Temperature as Temperature
+from specray.bench.core.options import Temperatures as Temperatures
 from specray.types import MAX_SPECULATIVE_TOKENS
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 NUM_PROFILE_PROMPTS = 48
 """Number of prompts on which ``profile``, and ``plan --check``, measure acceptance."""
 
@@ -89,22 +96,7 @@ Tree = Annotated[
     ),
 ]
 
-# The requests.
-PromptSource = Annotated[Dataset, typer.Option(help="Source of the prompts.")]
-PromptPath = Annotated[Path | None, typer.Option(help="File of the data set: JSON lines, plain or gzip.")]
-NumPrompts = Annotated[int, typer.Option(min=1, help="Number of different prompts.")]
-MaxTokens = Annotated[int, typer.Option(min=1, help="Output tokens per prompt.")]
-Temperature = Annotated[float, typer.Option(min=0, max=2, help="Sampling temperature; 0 is greedy.")]
-Temperatures = Annotated[
-    list[float] | None,
-    typer.Option(min=0, max=2, help="Sampling temperature; 0 is greedy. May be repeated."),
-]
-Seed = Annotated[int, typer.Option(help="Seed of all random draws.")]
-RequestTimeout = Annotated[float, typer.Option(min=1, help="Seconds allowed for one request.")]
-ServerUrl = Annotated[str, typer.Option(help="URL of the running server.")]
-
 # What is measured, and where the results go.
-Concurrency = Annotated[int, typer.Option(min=1, help="Requests at a time.")]
 NumSequences = Annotated[list[int] | None, typer.Option(min=1, help="Sequences per batch; may be repeated.")]
 JsonPath = Annotated[Path | None, typer.Option("--json", help="File for the results (JSON).")]
 ReportPath = Annotated[

@@ -135,7 +135,7 @@ OWNERS: dict[str, set[str]] = {
     "gguf": {"models"},
     "fastapi": {"serving"},
     "starlette": {"serving"},
-    "typer": {"cli"},
+    "typer": {"cli", "bench"},
     "prometheus_client": {"telemetry", "serving"},
     "opentelemetry": {"telemetry"},
 }

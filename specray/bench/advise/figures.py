@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from operator import mul
 from statistics import fmean, median
 
-from specray.bench.methods.method import Tally, by_depth
+from specray.bench.core.figures import Tally
 from specray.control.cost_model import CostModel
 from specray.types import StepTime
 
@@ -41,17 +41,14 @@ class Likeness:
     @classmethod
     def of(cls, temperature: float, domain: str, k: int, tally: Tally) -> Likeness:
         """The figures of a tally with at least one round."""
-        rates = by_depth(tally.histogram)
-        reached = [sum(tally.histogram[count:]) for count in range(len(tally.histogram))]
-        num_tests = sum(here for here, _ in pairwise(reached))
         return cls(
             temperature,
             domain,
             k,
-            sum(tally.num_tokens) / tally.num_rounds,
+            tally.tokens_per_round,
             tally.num_drafts / tally.num_rounds,
-            tally.num_accepted / num_tests if num_tests else 0.0,
-            rates,
+            tally.acceptance,
+            tally.by_depth,
             tally.num_rounds,
         )
 
@@ -73,10 +70,6 @@ class Likeness:
         # The rates by depth are of rounds with draft tokens; what such rounds commit beyond one token grows.
         grown = (then - 1) / (now - 1) if now > 1 else 1.0
         return 1 + (self.tokens_per_round - 1) * grown
-
-    def acceptance_with(self, rejections: float) -> float:
-        """Acceptance, if only a share of the rejections were left."""
-        return 1 - rejections * (1 - self.acceptance)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,27 +7,28 @@ times come from short loads through real routers, in turns, read from their trac
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 from specray.bench.advise.advice import Measured
 from specray.bench.advise.candidate import Candidate, on_targets, processes_of, without_draft
 from specray.bench.advise.figures import Likeness, ProposeTime, Times, VerifyTime
+from specray.bench.core.arm import changed
+from specray.bench.core.figures import Tally
+from specray.bench.core.service import MAX_TRACE_EVENTS, ask_all, request_of, running, trace_of
+from specray.bench.core.turns import in_turns
 from specray.bench.methods.along import walk_along
-from specray.bench.methods.method import ALL, IN_TARGET, PLAIN, Method, Tally
+from specray.bench.methods.method import ALL, IN_TARGET, PLAIN, Method
 from specray.bench.methods.prompts import LabelledPrompt
-from specray.bench.methods.run import started, written_outputs
+from specray.bench.methods.run import written_outputs
 from specray.bench.proposals import WrittenOutput
-from specray.config import Config, parse_config
+from specray.config import Config
 from specray.planning.samples import Samples, read_samples
 from specray.requests import GenerateRequest, SpeculationParams
-from specray.router.trace import decode_trace
 from specray.serving.local.pair import WORKER_COMMAND, LocalPair, PeerDrafterSource, local_pair
-from specray.types import DraftKind, SamplingParams, StepTime, Verification
+from specray.types import DraftKind, StepTime, Verification
 
 TIMED_KS = (1, 3, 7)
 """K of the loads that time steps, as far as K goes."""
@@ -37,7 +38,6 @@ _NUM_STEPS = 24
 """Approximate target steps of such a load; a round commits more than one token."""
 _SIDE_BY_SIDE = 8
 """Requests at a time where a draft is served to see what is accepted."""
-_MAX_TRACE_EVENTS = 1_000_000
 
 Show = Callable[[str, int, int], None]
 
@@ -195,8 +195,7 @@ class _Bench:
             await self._load(pair, None, 0, 1)
             for temperature in self._plan.temperatures:
                 await self._likeness(pair, temperature)
-            for _ in range(self._plan.num_passes):
-                await self._pass(pair)
+            await self._step_times(pair)
 
     # Likeness
 
@@ -244,30 +243,17 @@ class _Bench:
     ) -> list[Tally]:
         """Serves every prompt; a tally for each."""
         tallies: list[Tally] = []
-        prompts, plan = self._plan.prompts, self._plan
-        async with AsyncExitStack() as stack:
-            method = one.method(self._process(one))
-            router = await started(method.config(self._config), pair.with_draft(method.process), stack)
-            for start in range(0, len(prompts), _SIDE_BY_SIDE):
-                requests = [
-                    self._request(prompt.token_ids, one.kind, k, plan.max_tokens, sampling)
-                    for seed, prompt in enumerate(prompts[start : start + _SIDE_BY_SIDE], start)
-                    for sampling in [
-                        SamplingParams(
-                            temperature=temperature,
-                            seed=seed,
-                            num_prompt_tokens=len(prompt.token_ids),
-                            verification=verification,
-                        )
-                    ]
-                ]
-                for output in await asyncio.gather(*(router.complete(each) for each in requests)):
-                    assert output.stats is not None, "the last chunk has them"
-                    tally = Tally()
-                    tally.begin_turn()
-                    num_tokens = len(output.token_ids)
-                    tally.add(output.stats, num_tokens=num_tokens, seconds=0.0, draft_s=0.0, is_equal=True)
-                    tallies.append(tally)
+        prompts, method = self._plan.prompts, one.method(self._process(one))
+        requests = [
+            self._request(
+                prompt.token_ids, one.kind, k, self._plan.max_tokens, temperature, seed, verification
+            )
+            for seed, prompt in enumerate(prompts)
+        ]
+        async with running(pair.with_draft(method.process), method.config(self._config)) as router:
+            for start in range(0, len(requests), _SIDE_BY_SIDE):
+                outputs = await ask_all(router, requests[start : start + _SIDE_BY_SIDE])
+                tallies += [Tally.of(output, is_equal=True) for output in outputs]
         return tallies
 
     def _by_domain(self, temperature: float, k: int, tallies: Sequence[Tally]) -> list[Likeness]:
@@ -282,22 +268,23 @@ class _Bench:
 
     # Step times
 
-    async def _pass(self, pair: LocalPair) -> None:
-        """Every load once, in turns: what else the machine does is in all of them."""
+    async def _step_times(self, pair: LocalPair) -> None:
+        """All loads in turns: what else the machine does is in all of them."""
         plan = self._plan
         chains = {one.timed_as: one for one in self._candidates}
-        for count in plan.concurrencies:
-            for one in (*([None] if self._has_plain else []), *chains.values()):
-                name = PLAIN if one is None else one.timed_as
-                self._clock.begin(f"step times, {count} at a time, {name}")
-                found = self.plain if one is None else self._found[name]
-                if found.verify and self._clock.loads_s > plan.max_seconds:
-                    continue
-                ks = [k for k in TIMED_KS if k <= plan.ks[-1]] or [plan.ks[-1]]
-                started_s = time.monotonic()
-                for k in [0] if one is None else ks:
-                    _add(found, await self._load(pair, one, k, count))
-                self._clock.loads_s += time.monotonic() - started_s
+        sources = [*([None] if self._has_plain else []), *chains.values()]
+        for turn in in_turns(sources, plan.num_passes, num_places=len(plan.concurrencies)):
+            one, count = turn.arm, plan.concurrencies[turn.place]
+            name = PLAIN if one is None else one.timed_as
+            self._clock.begin(f"step times, {count} at a time, {name}")
+            found = self.plain if one is None else self._found[name]
+            if found.verify and self._clock.loads_s > plan.max_seconds:
+                continue
+            ks = [k for k in TIMED_KS if k <= plan.ks[-1]] or [plan.ks[-1]]
+            started_s = time.monotonic()
+            for k in [0] if one is None else ks:
+                _add(found, await self._load(pair, one, k, count))
+            self._clock.loads_s += time.monotonic() - started_s
 
     async def _load(self, pair: LocalPair, one: Candidate | None, k: int, count: int) -> Samples:
         """Serves some short prompts at once, and returns what its steps took."""
@@ -306,26 +293,25 @@ class _Bench:
         else:
             tree = one.tree if one.timed_as == one.name else "off"
             method = Method(one.timed_as, one.kind, tree, self._process(one))
-        values = method.config(self._config).model_dump(mode="json")
-        values["router"]["trace_events"] = _MAX_TRACE_EVENTS
+        traced = changed(method.config(self._config), {"router": {"trace_events": MAX_TRACE_EVENTS}})
         max_tokens = min(self._plan.max_tokens, _NUM_STEPS * (1 if k == 0 else 2 if k < 6 else 3))
         prompts = itertools.islice(itertools.cycle(self._plan.prompts), count)
-        temperature = self._plan.temperatures[0]
-        async with AsyncExitStack() as stack:
-            router = await started(parse_config(values), pair.with_draft(method.process), stack)
-            requests = [
-                self._request(
-                    short,
-                    method.draft,
-                    k,
-                    max_tokens,
-                    SamplingParams(temperature=temperature, seed=seed, num_prompt_tokens=len(short)),
-                )
-                for seed, prompt in enumerate(prompts)
-                for short in [prompt.token_ids[:_SHORT_PROMPT]]
-            ]
-            await asyncio.gather(*(router.complete(request) for request in requests))
-            return read_samples(decode_trace(await router.trace_text() or ""))
+        async with running(pair.with_draft(method.process), traced) as router:
+            await ask_all(
+                router,
+                (
+                    self._request(
+                        prompt.token_ids[:_SHORT_PROMPT],
+                        method.draft,
+                        k,
+                        max_tokens,
+                        self._plan.temperatures[0],
+                        seed,
+                    )
+                    for seed, prompt in enumerate(prompts)
+                ),
+            )
+            return read_samples(await trace_of(router))
 
     def _request(
         self,
@@ -333,11 +319,19 @@ class _Bench:
         kind: DraftKind | None,
         k: int,
         max_tokens: int,
-        sampling: SamplingParams,
+        temperature: float,
+        seed: int,
+        verification: Verification = Verification.COUPLED,
     ) -> GenerateRequest:
-        speculation = SpeculationParams(enabled=k > 0, num_speculative_tokens=k, draft=kind)
-        name = f"advise-{next(self._names)}"
-        return GenerateRequest(name, prompt, sampling, max_tokens, speculation=speculation)
+        return request_of(
+            f"advise-{next(self._names)}",
+            prompt,
+            max_tokens,
+            temperature=temperature,
+            seed=seed,
+            speculation=SpeculationParams(enabled=k > 0, num_speculative_tokens=k, draft=kind),
+            verification=verification,
+        )
 
     def _process(self, one: Candidate) -> str:
         return self._processes.get(one.timed_as, "")

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specray.bench.compare.journal import PassRow
 from specray.bench.compare.peers.base import PLAIN
 from specray.bench.core.chart import Panel, Series, draw
+from specray.bench.core.report import DASH, grid_of, markdown_table, number, values_of
 
 OWN = "specray"
-_DASH = "–"
+
+
+_SUMMED = ("num_failed", "num_short")
+_MEDIANS = ("tokens_per_s", "ttft_ms", "itl_ms", "tpot_ms", "acceptance_rate", "mean_acceptance_length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class CompareReport:
     """A comparison, as far as it has come."""
 
     title: str
@@ -57,23 +61,12 @@ class Report:
             groups.setdefault((row.arm, row.temperature, row.concurrency), []).append(row)
         return [_cell(group) for group in groups.values()]
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns everything, single passes included."""
-        return {
-            "title": self.title,
-            "conditions": dict(self.conditions),
-            "cells": [asdict(cell) for cell in self.cells],
-            "passes": [asdict(row) for row in self.rows],
-            "absent": dict(self.absent),
-            "failed": dict(self.failed),
-        }
 
-
-def write_report(report: Report, directory: Path) -> None:
+def write_report(report: CompareReport, directory: Path) -> None:
     """Writes report.md, report.json, throughput.svg and latency.svg."""
     files = {
         "report.md": markdown(report),
-        "report.json": json.dumps(report.as_json(), indent=2) + "\n",
+        "report.json": json.dumps(report_json(report), indent=2) + "\n",
         "throughput.svg": throughput_chart(report),
         "latency.svg": latency_chart(report),
     }
@@ -81,7 +74,13 @@ def write_report(report: Report, directory: Path) -> None:
         (directory / name).write_text(text, encoding="utf-8")
 
 
-def markdown(report: Report) -> str:
+def report_json(report: CompareReport) -> dict[str, Any]:
+    """Everything, single passes included."""
+    values = values_of(report)
+    return {**values, "cells": [values_of(cell) for cell in report.cells], "passes": values.pop("rows")}
+
+
+def markdown(report: CompareReport) -> str:
     """Returns tables of throughput, best modes against each peer's, latency and acceptance."""
     cells = report.cells
     parts = [f"# {report.title}", _conditions(report)]
@@ -101,13 +100,13 @@ def markdown(report: Report) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def throughput_chart(report: Report) -> str:
+def throughput_chart(report: CompareReport) -> str:
     """Plots tokens/s over concurrency, one panel per temperature."""
     panels = _panels(report, "tokens/s", lambda cell: cell.tokens_per_s)
     return draw(f"{report.title}: tokens/s", panels, num_columns=max(1, len(panels)))
 
 
-def latency_chart(report: Report) -> str:
+def latency_chart(report: CompareReport) -> str:
     """Plots mean TTFT and mean time per output token over concurrency, one column per temperature."""
     rows = (
         _panels(report, "mean TTFT, ms", lambda cell: cell.ttft_ms, is_log=True),
@@ -117,29 +116,18 @@ def latency_chart(report: Report) -> str:
 
 
 def _cell(group: Sequence[PassRow]) -> Cell:
-    def median(name: str) -> float | None:
-        values = [value for row in group if (value := getattr(row, name)) is not None]
-        return statistics.median(values) if values else None
+    def known(name: str) -> list[Any]:
+        return [value for row in group if (value := getattr(row, name)) is not None]
 
     first = group[0]
-    return Cell(
-        system=first.system,
-        arm=first.arm,
-        temperature=first.temperature,
-        concurrency=first.concurrency,
-        num_turns=len(group),
-        tokens_per_s=statistics.median(row.tokens_per_s for row in group),
-        ttft_ms=median("ttft_ms"),
-        itl_ms=median("itl_ms"),
-        tpot_ms=median("tpot_ms"),
-        acceptance_rate=median("acceptance_rate"),
-        mean_acceptance_length=median("mean_acceptance_length"),
-        num_failed=sum(row.num_failed for row in group),
-        num_short=sum(row.num_short for row in group),
-    )
+    medians: dict[str, Any] = {
+        name: statistics.median(known(name)) if known(name) else None for name in _MEDIANS
+    }
+    sums: dict[str, Any] = {name: sum(known(name)) for name in _SUMMED}
+    return Cell(first.system, first.arm, first.temperature, first.concurrency, len(group), **medians, **sums)
 
 
-def _conditions(report: Report) -> str:
+def _conditions(report: CompareReport) -> str:
     return "\n".join(f"- {name}: {value}" for name, value in report.conditions.items())
 
 
@@ -155,11 +143,11 @@ def _table(cells: Sequence[Cell], text: Callable[[Cell], str]) -> str:
     """Makes a table with one line per arm and one column per concurrency."""
     columns = _concurrencies(cells)
     by_key = {(cell.arm, cell.concurrency): text(cell) for cell in cells}
-    lines = [
+    rows = [
         [arm, *(by_key.get((arm, column), "") for column in columns)]
         for arm in dict.fromkeys(cell.arm for cell in cells)
     ]
-    return _markdown_table(["", *map(str, columns)], lines)
+    return markdown_table(grid_of("", ["", *map(str, columns)], rows))
 
 
 def _best_table(cells: Sequence[Cell]) -> str:
@@ -174,11 +162,11 @@ def _best_table(cells: Sequence[Cell]) -> str:
         for column in columns
         if (fitting := [cell for cell in cells if (cell.system, cell.concurrency) == (system, column)])
     }
-    lines = [
+    rows = [
         [system, *(_versus(best.get((system, column)), best.get((OWN, column))) for column in columns)]
         for system in systems
     ]
-    return _markdown_table(["", *map(str, columns)], lines)
+    return markdown_table(grid_of("", ["", *map(str, columns)], rows))
 
 
 def _versus(cell: Cell | None, own: Cell | None) -> str:
@@ -192,25 +180,16 @@ def _versus(cell: Cell | None, own: Cell | None) -> str:
 
 
 def _latency(cell: Cell) -> str:
-    return f"{_number(cell.ttft_ms, 1)} / {_number(cell.tpot_ms, 2)}"
+    return f"{number(cell.ttft_ms, 1)} / {number(cell.tpot_ms, 2)}"
 
 
 def _acceptance(cell: Cell) -> str:
     if cell.acceptance_rate is None:
-        return _DASH
-    return f"{cell.acceptance_rate:.2f} / {_number(cell.mean_acceptance_length, 2)}"
+        return DASH
+    return f"{cell.acceptance_rate:.2f} / {number(cell.mean_acceptance_length, 2)}"
 
 
-def _number(value: float | None, digits: int) -> str:
-    return _DASH if value is None else f"{value:.{digits}f}"
-
-
-def _markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [head, rule, *lines])
-
-
-def _notes(report: Report, cells: Sequence[Cell]) -> list[str]:
+def _notes(report: CompareReport, cells: Sequence[Cell]) -> list[str]:
     notes = [f"{system} is absent: {reason}" for system, reason in report.absent.items()]
     notes += [f"{arm} failed: {reason}" for arm, reason in report.failed.items()]
     for cell in cells:
@@ -231,7 +210,7 @@ _OTHER_COLORS = ("#9467bd", "#c5b0d5", "#5e3c99")
 
 
 def _panels(
-    report: Report, y_label: str, value: Callable[[Cell], float | None], *, is_log: bool = False
+    report: CompareReport, y_label: str, value: Callable[[Cell], float | None], *, is_log: bool = False
 ) -> list[Panel]:
     cells = report.cells
     styles = _styles(cells)

@@ -8,22 +8,31 @@ once would disturb the measured one and not fit into a small machine.
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from specray.bench.compare.journal import Journal, PassRow
-from specray.bench.compare.peers import PeerArm, Setup, System, running
+from specray.bench.compare.peers import PeerArm, Setup, System, parse_arm, running
+from specray.bench.compare.peers.llama_cpp import LlamaCpp
+from specray.bench.compare.peers.own import Specray
 from specray.bench.compare.peers.process import free_port
+from specray.bench.compare.peers.transformers import Transformers
+from specray.bench.compare.peers.vllm import Vllm
+from specray.bench.compare.plan import COMPARE_ARMS, ComparePlan
 from specray.bench.core.figures import Percentiles
+from specray.bench.core.turns import in_turns
 from specray.bench.load.client import ServerClient
 from specray.bench.load.prompts import Prompt
 from specray.bench.load.run import MAX_KEPT_ERRORS, run_pass
 from specray.bench.load.stats import summarize
 from specray.bench.methods.prompts import tokenized
+from specray.config import EMBEDDED
+from specray.demo.paths import demo_draft_path, demo_target_path
 from specray.errors import ConfigError, SpecrayError
 from specray.tokenization import Tokenizer, load_tokenizer
 
@@ -33,37 +42,77 @@ WARMUP_LABEL = "warm-up"
 
 
 @dataclass(frozen=True, slots=True)
-class ComparePlan:
-    """The arms, prompts and loads of a comparison."""
+class Run:
+    """The systems and arms of a plan, as far as they are installed."""
 
-    arms: tuple[PeerArm, ...]
-    prompts: Sequence[str]
-    """Prompts; at least as many as the highest concurrency."""
-    concurrencies: tuple[int, ...] = (1, 4, 8, 16, 32)
-    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
-    num_turns: int = 2
-    num_prompts: int = 4
-    """Requests per pass; at least the pass's concurrency are sent."""
-    max_tokens: int = 128
-    num_warmup: int = 2
-    """Uncounted requests after each start, one at a time; a short burst follows them."""
-    has_fresh_prompts: bool = True
-    """True: no prompt comes twice to a server. False: every pass repeats them, so that prefix caches know
-    them."""
-    is_chat: bool = False
-    """Prompts are asked in the target's chat template, where it has one."""
-    start_timeout_s: float = 600.0
-    request_timeout_s: float = 600.0
+    systems: Mapping[str, System]
+    arms: Sequence[PeerArm]
+    setup: Setup
+    absent: Mapping[str, str]
+    """Reasons why systems cannot be measured, by system."""
 
-    def cells(self, system: System) -> list[tuple[float, int]]:
-        """Returns (temperature, concurrency) of the passes in one turn of this system."""
-        limit = system.max_concurrency
-        return [
-            (temperature, concurrency)
-            for temperature in self.temperatures
-            for concurrency in self.concurrencies
-            if limit is None or concurrency <= limit
-        ]
+    def convert(self) -> None:
+        """Makes what the systems need next to the checkpoints. Raises ConfigError."""
+        for name in dict.fromkeys(arm.system for arm in self.arms):
+            self.systems[name].prepare(self.setup, [arm for arm in self.arms if arm.system == name])
+
+
+def systems_of(plan: ComparePlan) -> dict[str, System]:
+    """All systems that can be compared, by name."""
+    systems: Sequence[System] = (
+        Specray(),
+        Transformers(),
+        Vllm(plan.vllm_python),
+        LlamaCpp(plan.llama_cpp, plan.gguf),
+    )
+    return {system.name: system for system in systems}
+
+
+def prepared(plan: ComparePlan, systems: Mapping[str, System], work_dir: Path) -> Run:
+    """What a plan comes to on this machine. Raises ConfigError."""
+    arms = dict.fromkeys(parse_arm(text, systems) for text in plan.arm or COMPARE_ARMS)
+    names = dict.fromkeys(arm.system for arm in arms)
+    absent = {name: reason for name in names if (reason := systems[name].absence()) is not None}
+    setup = Setup(
+        target=_checkpoint(plan.target, "--target"),
+        draft=_checkpoint(plan.draft, "--draft"),
+        num_threads=plan.num_threads,
+        max_model_len=plan.max_model_len,
+        max_num_seqs=max(plan.concurrencies),
+        work_dir=work_dir,
+    )
+    return Run(systems, [arm for arm in arms if arm.system not in absent], setup, absent)
+
+
+def _checkpoint(name: str, option: str) -> Path:
+    """Finds the checkpoint's directory. A hub id is refused: the other servers read the files themselves.
+
+    Raises:
+        ConfigError: the directory has no config.json.
+    """
+    if name == EMBEDDED:
+        return demo_target_path() if option == "--target" else demo_draft_path()
+    path = Path(name).absolute()
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{option} {name}: there is no config.json; allowed: a checkpoint's directory")
+    return path
+
+
+def conditions_of(plan: ComparePlan, setup: Setup) -> dict[str, object]:
+    """Collects what all passes of a run have in common, for the journal and the report."""
+    parts = [plan.dataset.value, *(["chats"] if plan.chat else [])]
+    files = {"target": setup.target, "draft": setup.draft, **({"GGUF file": plan.gguf} if plan.gguf else {})}
+    return {
+        **{name: f"{path.name} {checkpoint_digest(path)}" for name, path in files.items()},
+        "dtype": "bfloat16",
+        "cores": os.cpu_count(),
+        "threads": setup.num_threads,
+        "prompts": ", ".join([*parts, "new ones in every pass" if plan.fresh_prompts else "repeated"]),
+        "least requests of a pass": plan.num_prompts,
+        "new tokens per prompt": plan.max_tokens,
+        "most tokens of a sequence": setup.max_model_len,
+        "most requests at a time": setup.max_num_seqs,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,59 +124,76 @@ class Progress:
     """Reasons why arms could not be measured, by arm."""
 
 
+def cells_of(plan: ComparePlan, system: System) -> list[tuple[float, int]]:
+    """Returns (temperature, concurrency) of the passes in one turn of a system."""
+    limit = system.max_concurrency or max(plan.concurrencies)
+    return [cell for cell in product(plan.temperatures, plan.concurrencies) if cell[1] <= limit]
+
+
 async def compare(
     plan: ComparePlan,
-    systems: Mapping[str, System],
-    setup: Setup,
+    run: Run,
+    prompts: Sequence[str],
     journal: Journal,
     *,
     on_progress: Callable[[str], None] = lambda text: None,
-    time_limit_s: float = float("inf"),
 ) -> Progress:
     """Measures the passes that are not in the journal yet.
 
     Args:
-        systems: systems of the plan's arms by name, all installed.
+        prompts: at least as many as the highest concurrency.
         on_progress: called with a line of text.
-        time_limit_s: seconds after which no server is started any more; the next run goes on from there.
 
     Raises:
         ConfigError: a prompt with its output is longer than a sequence may be.
     """
-    ends_at_s = time.monotonic() + time_limit_s
-    tokenizer = load_tokenizer(setup.target)
-    _check_lengths(plan, tokenizer, setup.max_model_len)
+    ends_at_s = time.monotonic() + plan.time_limit_s
+    asked = _Prompts(plan, prompts, load_tokenizer(run.setup.target))
+    asked.check_lengths()
     failed: dict[str, str] = {}
-    for turn in range(plan.num_turns):
-        for arm in plan.arms:
-            missing = [
-                cell for cell in plan.cells(systems[arm.system]) if not journal.has(turn, arm.name, *cell)
-            ]
-            if not missing or arm.name in failed:
-                continue
-            if time.monotonic() >= ends_at_s:
-                return Progress(False, failed)
-            on_progress(f"turn {turn + 1} of {plan.num_turns}: {arm.name}")
-            try:
-                await _run_turn(plan, systems[arm.system], arm, setup, tokenizer, journal, turn, missing)
-            except SpecrayError as error:
-                failed[arm.name] = str(error)
-                on_progress(f"{arm.name} was not measured: {error}")
+    for number, _, arm in in_turns(run.arms, plan.num_turns):
+        system = run.systems[arm.system]
+        missing = [cell for cell in cells_of(plan, system) if not journal.has(number, arm.name, *cell)]
+        if not missing or arm.name in failed:
+            continue
+        if time.monotonic() >= ends_at_s:
+            return Progress(False, failed)
+        on_progress(f"turn {number + 1} of {plan.num_turns}: {arm.name}")
+        try:
+            await _run_turn(plan, system, arm, run.setup, asked, journal, number, missing)
+        except SpecrayError as error:
+            failed[arm.name] = str(error)
+            on_progress(f"{arm.name} was not measured: {error}")
     return Progress(True, failed)
 
 
-def _check_lengths(plan: ComparePlan, tokenizer: Tokenizer, max_model_len: int) -> None:
-    """Refuses prompts that no server would take, before one is started."""
-    count = max(*plan.concurrencies, plan.num_prompts, plan.num_warmup)
-    pairs = product(plan.temperatures, plan.concurrencies)
-    labels = (WARMUP_LABEL, *(_label(temperature, concurrency) for temperature, concurrency in pairs))
-    prompts = chain.from_iterable(cell_prompts(plan, tokenizer, label, count) for label in labels)
-    longest = max(map(len, prompts)) + plan.max_tokens
-    if longest > max_model_len:
-        raise ConfigError(
-            f"--max-model-len is {max_model_len}; allowed: {longest} or more, "
-            "the longest prompt with its output"
-        )
+class _Prompts:
+    """The prompts of each pass as token ids, so that every system reads the same.
+
+    Fresh ones begin with a comment line that no other pass of the same server has: prompts that a prefix
+    cache knew from an earlier pass would hide what a prompt costs.
+    """
+
+    def __init__(self, plan: ComparePlan, texts: Sequence[str], tokenizer: Tokenizer) -> None:
+        self._plan, self._texts, self._tokenizer = plan, texts, tokenizer
+
+    def of(self, label: str, concurrency: int) -> list[list[int]]:
+        count = max(self._plan.num_prompts, concurrency)
+        first_line = f"# {label}\n" if self._plan.fresh_prompts else ""
+        prompts = [Prompt(first_line + text) for text in self._texts[:count]]
+        return [list(one.token_ids) for one in tokenized(self._tokenizer, prompts, is_chat=self._plan.chat)]
+
+    def check_lengths(self) -> None:
+        """Refuses prompts that no server would take, before one is started."""
+        plan = self._plan
+        count = max(*plan.concurrencies, plan.num_prompts, plan.num_warmup)
+        labels = [WARMUP_LABEL, *(_label(*cell) for cell in product(plan.temperatures, plan.concurrencies))]
+        longest = max(len(prompt) for label in labels for prompt in self.of(label, count)) + plan.max_tokens
+        if longest > plan.max_model_len:
+            raise ConfigError(
+                f"--max-model-len is {plan.max_model_len}; allowed: {longest} or more, "
+                "the longest prompt with its output"
+            )
 
 
 async def _run_turn(
@@ -135,7 +201,7 @@ async def _run_turn(
     system: System,
     arm: PeerArm,
     setup: Setup,
-    tokenizer: Tokenizer,
+    prompts: _Prompts,
     journal: Journal,
     turn: int,
     cells: Sequence[tuple[float, int]],
@@ -145,25 +211,25 @@ async def _run_turn(
     async with (
         running(launch, log_path, start_timeout_s=plan.start_timeout_s) as url,
         # llama.cpp's server closes a connection after a stream without saying so.
-        ServerClient(url, timeout_s=plan.request_timeout_s, keep_alive=False) as client,
+        ServerClient(url, timeout_s=plan.timeout_s, keep_alive=False) as client,
     ):
         fields = {"model": await client.model(), "ignore_eos": True, "max_tokens": plan.max_tokens}
-        await _warm_up(client, plan, fields, tokenizer, system)
+        await _warm_up(client, plan, fields, prompts, system)
         for temperature, concurrency in cells:
-            prompts = cell_prompts(plan, tokenizer, _label(temperature, concurrency), concurrency)
+            own = prompts.of(_label(temperature, concurrency), concurrency)
             sampling = {"temperature": temperature, **system.request_fields(temperature)}
-            bodies = [{**fields, **sampling, "prompt": prompt} for prompt in prompts]
+            bodies = [{**fields, **sampling, "prompt": prompt} for prompt in own]
             journal.add(await _measure(client, plan, arm, bodies, (turn, temperature, concurrency)))
 
 
 async def _warm_up(
-    client: ServerClient, plan: ComparePlan, fields: dict[str, Any], tokenizer: Tokenizer, system: System
+    client: ServerClient, plan: ComparePlan, fields: dict[str, Any], asked: _Prompts, system: System
 ) -> None:
     """Warms up at the first temperature; a server that cannot answer fails here. Raises SpecrayError."""
     temperature = plan.temperatures[0]
     body = {**fields, "temperature": temperature, **system.request_fields(temperature)}
-    most = max(concurrency for _, concurrency in plan.cells(system))
-    prompts = cell_prompts(plan, tokenizer, WARMUP_LABEL, max(most, plan.num_warmup))
+    most = max(concurrency for _, concurrency in cells_of(plan, system))
+    prompts = asked.of(WARMUP_LABEL, max(most, plan.num_warmup))
     single = await run_pass(
         client, [{**body, "prompt": prompt} for prompt in prompts[: plan.num_warmup]], concurrency=1
     )
@@ -175,18 +241,6 @@ async def _warm_up(
 
 def _label(temperature: float, concurrency: int) -> str:
     return f"{temperature:g} {concurrency}"
-
-
-def cell_prompts(plan: ComparePlan, tokenizer: Tokenizer, label: str, concurrency: int) -> list[list[int]]:
-    """The prompts of a pass as token ids, so that every system reads the same.
-
-    Fresh ones begin with a comment line that no other pass of the same server has: prompts that a prefix
-    cache knew from an earlier pass would hide what a prompt costs.
-    """
-    count = max(plan.num_prompts, concurrency)
-    first_line = f"# {label}\n" if plan.has_fresh_prompts else ""
-    prompts = [Prompt(first_line + prompt) for prompt in plan.prompts[:count]]
-    return [list(one.token_ids) for one in tokenized(tokenizer, prompts, is_chat=plan.is_chat)]
 
 
 async def _measure(

@@ -15,14 +15,15 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final
+from dataclasses import dataclass, field, replace
+from typing import Final
 from urllib.parse import urlsplit
 
 from specray.bench.core.figures import Percentiles, gaps_ms, percentiles
 from specray.bench.load.client import ServerClient, key_header
 from specray.bench.load.memory import ProcessMemory, read_memory, service_pids
 from specray.bench.load.raw_http import RawAnswer, RawClient
+from specray.bench.plans import OverloadPlan
 from specray.environment import api_key
 from specray.errors import SpecrayError
 
@@ -33,42 +34,9 @@ WITHOUT_LEVEL: Final = "without"
 REFUSAL_GOAL_S: Final = 0.1
 SETTLE_S: Final = 2.0
 """Seconds between the last answer and the last reading of the service's memory."""
+MAX_IN_FLIGHT = 4096
+"""Largest number of requests under way; an arrival beyond it is counted, but not sent."""
 _MAX_KINDS = 20
-
-
-@dataclass(frozen=True, slots=True)
-class OverloadPlan:
-    """The two loads and their requests."""
-
-    url: str
-    prompts: Sequence[str]
-    concurrency: int = 64
-    """Requests at a time in the closed loop that measures capacity."""
-    warmup_s: float = 20.0
-    """Seconds of that loop before it is measured: a service that has just started has yet to learn what
-    pays."""
-    capacity_duration_s: float = 20.0
-    rate_per_s: float | None = None
-    """Capacity in requests/s if it is known; the closed loop then only measures latencies."""
-    factor: float = 10.0
-    duration_s: float = 60.0
-    max_requests: int = 100_000
-    """Largest number of requests during the overload."""
-    max_in_flight: int = 4096
-    """Largest number of requests under way; an arrival beyond it is counted, but not sent."""
-    max_tokens: int = 128
-    temperature: float = 0.0
-    slo: Mapping[str, float] = field(default_factory=dict)
-    """Service level (``ttft_ms``, ``itl_ms``) of a share of the requests; empty: none has one."""
-    slo_share: float = 0.25
-    """Share of the requests that have it, evenly spread."""
-    sends_slo: bool = True
-    """False: the service is not told of it; so the figures are what there is without levels."""
-    tenants: Sequence[str] = ()
-    """Tenants to which the requests belong in turn; empty: none."""
-    seed: int = 0
-    timeout_s: float = 120.0
-    """Seconds allowed for one request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +107,10 @@ class OverloadResult:
     def tpot_ratio(self) -> float | None:
         return _ratio(self.overload.tpot_ms, self.capacity.tpot_ms)
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns everything but the prompts, for ``--output``."""
-        values = asdict(self)
-        values["plan"]["num_prompts"] = len(values["plan"].pop("prompts"))
-        return {**values, "itl_ratio": self.itl_ratio, "tpot_ratio": self.tpot_ratio}
 
-
-async def measure_overload(plan: OverloadPlan, on_progress: Callable[[str, float], None]) -> OverloadResult:
+async def measure_overload(
+    plan: OverloadPlan, prompts: Sequence[str], on_progress: Callable[[str, float], None]
+) -> OverloadResult:
     """Runs both phases, after a warm-up.
 
     Args:
@@ -159,20 +123,20 @@ async def measure_overload(plan: OverloadPlan, on_progress: Callable[[str, float
     async with ServerClient(plan.url, key=api_key()) as server:
         model = await server.model()
     client = RawClient(plan.url, PATH, headers=key_header(api_key()), timeout_s=plan.timeout_s)
-    bodies = _bodies(plan)
+    bodies = _bodies(plan, prompts)
     try:
-        if plan.warmup_s > 0:
-            await _closed_loop(plan, client, bodies, "warm-up", plan.warmup_s, on_progress)
+        if plan.warmup > 0:
+            await _closed_loop(plan, client, bodies, "warm-up", plan.warmup, on_progress)
         started_s = time.monotonic()
-        answers = await _closed_loop(plan, client, bodies, "capacity", plan.capacity_duration_s, on_progress)
+        answers = await _closed_loop(plan, client, bodies, "capacity", plan.capacity_duration, on_progress)
         capacity = _phase(plan, answers, time.monotonic() - started_s)
         if capacity.latency_ms is None:
             raise SpecrayError(f"no request was answered at capacity: {capacity.errors or 'all refused'}")
         # Little's law: requests under way divided by the mean time that each takes.
-        rate_per_s = plan.rate_per_s or 1e3 * plan.concurrency / capacity.latency_ms.mean
+        rate_per_s = plan.rate or 1e3 * plan.concurrency / capacity.latency_ms.mean
         pids = service_pids(urlsplit(plan.url).port or 80)
         before = read_memory(pids)
-        early = asyncio.create_task(_read_later(pids, plan.duration_s / 4))
+        early = asyncio.create_task(_read_later(pids, plan.duration / 4))
         overload = await _open_loop(plan, client, bodies, plan.factor * rate_per_s, on_progress)
         await asyncio.sleep(SETTLE_S)
         after = read_memory(pids)
@@ -207,12 +171,12 @@ def arrivals(rate_per_s: float, duration_s: float, max_requests: int, seed: int)
         yield now_s
 
 
-def _bodies(plan: OverloadPlan) -> Iterator[tuple[bytes, str]]:
+def _bodies(plan: OverloadPlan, prompts: Sequence[str]) -> Iterator[tuple[bytes, str]]:
     """Yields requests without end, with their class; no prompt comes twice, so that no cache knows it."""
     index = 0
     while True:
-        for prompt in plan.prompts:
-            tenant = plan.tenants[index % len(plan.tenants)] if plan.tenants else ""
+        for prompt in prompts:
+            tenant = plan.tenant[index % len(plan.tenant)] if plan.tenant else ""
             has_level = bool(plan.slo) and int((index + 1) * plan.slo_share) > int(index * plan.slo_share)
             body = json.dumps(
                 {
@@ -223,7 +187,7 @@ def _bodies(plan: OverloadPlan) -> Iterator[tuple[bytes, str]]:
                     "ignore_eos": True,
                     "stream": True,
                     **({"speculation": {"tenant": tenant}} if tenant else {}),
-                    **({"slo": dict(plan.slo)} if has_level and plan.sends_slo else {}),
+                    **({"slo": plan.slo} if has_level and plan.send_slo else {}),
                 }
             ).encode()
             yield body, WITH_LEVEL if has_level else WITHOUT_LEVEL
@@ -275,13 +239,13 @@ async def _open_loop(
         answers.append(await _post(client, bodies))
 
     started_s = time.monotonic()
-    for due_s in arrivals(rate_per_s, plan.duration_s, plan.max_requests, plan.seed):
+    for due_s in arrivals(rate_per_s, plan.duration, plan.max_requests, plan.seed):
         wait_s = started_s + due_s - time.monotonic()
         if wait_s > 0:
             await asyncio.sleep(wait_s)
         latest_s = max(latest_s, time.monotonic() - started_s - due_s)
-        on_progress("overload", due_s / plan.duration_s)
-        if len(under_way) >= plan.max_in_flight:
+        on_progress("overload", due_s / plan.duration)
+        if len(under_way) >= MAX_IN_FLIGHT:
             num_not_sent += 1
             continue
         task = asyncio.create_task(send())

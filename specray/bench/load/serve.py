@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
+from specray.bench.core.arm import Arm
 from specray.bench.core.samples import (
     Samples,
     difference,
@@ -18,48 +19,13 @@ from specray.bench.core.samples import (
     mean_ms,
     parse_samples,
 )
+from specray.bench.core.turns import in_turns
 from specray.bench.load.client import ServerClient
+from specray.bench.load.prompts import Prompt
 from specray.bench.load.run import MAX_KEPT_ERRORS, run_pass, send
 from specray.bench.load.stats import ArmSummary, Pass, summarize
+from specray.bench.plans import ServePlan
 from specray.environment import api_key
-
-
-@dataclass(frozen=True, slots=True)
-class ServeArm:
-    """One way to serve the same prompts."""
-
-    name: str
-    speculation: dict[str, Any]
-    """``speculation`` object of the request."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServePlan:
-    """The arms, prompts and load of a run."""
-
-    url: str
-    prompts: Sequence[str]
-    arms: Sequence[ServeArm]
-    num_repeats: int = 2
-    concurrency: int = 1
-    max_tokens: int = 128
-    temperature: float = 0.0
-    seed: int = 0
-    ignore_eos: bool = True
-    """True if all outputs have max_tokens tokens, so that the arms do equal work."""
-    is_stream: bool = True
-    """False: one response per request, and no time to the first token."""
-    num_warmup: int = 2
-    """Uncounted requests per arm before the first pass."""
-    has_fresh_prompts: bool = True
-    """True if each pass has a part of the prefix cache of its own: sharing would favour the later arms."""
-    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Name that no other run has."""
-    is_chat: bool = False
-    """True if each prompt is a user's message behind the model's chat template."""
-    categories: Sequence[str] = ()
-    """Names of the prompts' kinds, one for each; empty: none."""
-    timeout_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +56,7 @@ def server_stats(samples: Samples) -> ServerStats:
 class ArmResult:
     """Results of one arm's passes."""
 
-    arm: ServeArm
+    arm: Arm
     passes: list[Pass] = field(default_factory=list)
     server: list[ServerStats] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -115,99 +81,88 @@ class ServeResult:
     """Results of a whole run."""
 
     plan: ServePlan
+    num_prompts: int
     model: str
     arms: tuple[ArmResult, ...]
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns everything but the prompts, for ``--json``."""
-        plan = {
-            key: value
-            for key, value in asdict(self.plan).items()
-            if key not in ("prompts", "arms", "categories", "run_id")
-        }
-        return {
-            "model": self.model,
-            "plan": {**plan, "num_prompts": len(self.plan.prompts)},
-            "arms": [
-                {
-                    **asdict(result.summary),
-                    "speculation": result.arm.speculation,
-                    "server": [asdict(stats) for stats in result.server],
-                    "errors": result.errors,
-                    "categories": {name: asdict(one) for name, one in result.categories.items()},
-                }
-                for result in self.arms
-            ],
-        }
 
-
-def default_arms(num_speculative_tokens: Sequence[int] = ()) -> list[ServeArm]:
+def default_arms(num_speculative_tokens: Sequence[int] = ()) -> list[Arm]:
     """Returns the arms: speculation off, as the server chooses, and with each given K."""
     return [
-        ServeArm("off", {"enabled": False}),
-        ServeArm("on", {"enabled": True}),
-        *(ServeArm(f"K={k}", {"enabled": True, "num_speculative_tokens": k}) for k in num_speculative_tokens),
+        PLAIN,
+        serve_arm("on", enabled=True),
+        *(serve_arm(f"K={k}", enabled=True, num_speculative_tokens=k) for k in num_speculative_tokens),
     ]
 
 
-async def measure(plan: ServePlan, on_progress: Callable[[str, int, int], None]) -> ServeResult:
+def serve_arm(name: str, **speculation: Any) -> Arm:
+    """An arm that changes the ``speculation`` of a request."""
+    return Arm(name, {"speculation": speculation})
+
+
+PLAIN = serve_arm("off", enabled=False)
+
+
+async def measure(
+    plan: ServePlan,
+    prompts: Sequence[Prompt],
+    arms: Sequence[Arm],
+    on_progress: Callable[[str, int, int], None],
+    *,
+    run_id: str | None = None,
+) -> ServeResult:
     """Runs the plan.
 
     Args:
         on_progress: called after each request with the arm's name, requests done and requests in all.
+        run_id: name that no other run has; None: a random one.
 
     Raises:
         EngineLostError: there is no server.
     """
-    results = tuple(ArmResult(arm) for arm in plan.arms)
-    num_done, num_all = 0, len(plan.prompts) * len(results) * plan.num_repeats
+    results = {arm.name: ArmResult(arm) for arm in arms}
+    num_done, num_all = 0, len(prompts) * len(arms) * plan.num_repeats
+    name = uuid.uuid4().hex if run_id is None else run_id
+
+    async def run_arm(client: ServerClient, result: ArmResult, label: str) -> None:
+        def advance() -> None:
+            nonlocal num_done
+            num_done += 1
+            on_progress(f"speculation {result.arm.name}", num_done, num_all)
+
+        before = parse_samples(await client.metrics_text())
+        one = await run_pass(
+            client,
+            [request_body(plan, result.arm, prompt.text, f"{name}, {label}") for prompt in prompts],
+            concurrency=plan.concurrency,
+            labels=[prompt.category for prompt in prompts],
+            is_stream=plan.stream,
+            on_done=advance,
+        )
+        result.passes.append(one.measured)
+        result.errors.extend(one.errors[: MAX_KEPT_ERRORS - len(result.errors)])
+        result.server.append(server_stats(difference(before, parse_samples(await client.metrics_text()))))
+
     async with ServerClient(plan.url, timeout_s=plan.timeout_s, key=api_key()) as client:
         model = await client.model()
-        for arm in plan.arms:
-            for prompt in plan.prompts[: plan.num_warmup]:
-                await send(client, request_body(plan, arm, prompt, "warm-up"), is_stream=plan.is_stream)
-        for repeat in range(plan.num_repeats):
-            for result in results:
-
-                def advance(name: str = result.arm.name) -> None:
-                    nonlocal num_done
-                    num_done += 1
-                    on_progress(name, num_done, num_all)
-
-                await _run_pass(client, plan, result, f"pass {repeat + 1}", advance)
-    return ServeResult(plan, model, results)
+        for arm in arms:
+            for prompt in prompts[: plan.num_warmup]:
+                body = request_body(plan, arm, prompt.text, f"{name}, {arm.name}, warm-up")
+                await send(client, body, is_stream=plan.stream)
+        for turn in in_turns(arms, plan.num_repeats):
+            await run_arm(client, results[turn.arm.name], f"{turn.arm.name}, pass {turn.number + 1}")
+    return ServeResult(plan, len(prompts), model, tuple(results.values()))
 
 
-async def _run_pass(
-    client: ServerClient, plan: ServePlan, result: ArmResult, label: str, advance: Callable[[], None]
-) -> None:
-    before = parse_samples(await client.metrics_text())
-    one = await run_pass(
-        client,
-        [request_body(plan, result.arm, prompt, label) for prompt in plan.prompts],
-        concurrency=plan.concurrency,
-        labels=plan.categories,
-        is_stream=plan.is_stream,
-        on_done=advance,
-    )
-    result.passes.append(one.measured)
-    result.errors.extend(one.errors[: MAX_KEPT_ERRORS - len(result.errors)])
-    result.server.append(server_stats(difference(before, parse_samples(await client.metrics_text()))))
-
-
-def request_body(plan: ServePlan, arm: ServeArm, prompt: str, label: str) -> dict[str, Any]:
-    """Makes the body for one prompt; with fresh prompts, ``label`` tells the passes of an arm apart."""
-    asked: dict[str, Any] = {"prompt": prompt}
-    if plan.is_chat:
-        asked = {"messages": [{"role": "user", "content": prompt}]}
-    if plan.has_fresh_prompts:
-        asked["cache_salt"] = f"{plan.run_id}, {arm.name}, {label}"
+def request_body(plan: ServePlan, arm: Arm, prompt: str, label: str) -> dict[str, Any]:
+    """Makes the body for one prompt; with fresh prompts, ``label`` names a part of the prefix cache."""
     return {
-        **asked,
+        **({"messages": [{"role": "user", "content": prompt}]} if plan.chat else {"prompt": prompt}),
+        **({"cache_salt": label} if plan.fresh_prompts else {}),
         "max_tokens": plan.max_tokens,
         "temperature": plan.temperature,
         "seed": plan.seed,
         "ignore_eos": plan.ignore_eos,
-        "speculation": arm.speculation,
+        "speculation": arm.changes["speculation"],
         "return_speculation_metrics": True,
     }

@@ -8,21 +8,20 @@ nothing of it depends on how busy the machine is. It says nothing about tokens p
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from specray.bench.methods.method import ALL, Method, MethodRow, Tally
-from specray.bench.proposals import WrittenOutput
+from specray.bench.core.figures import Tally
+from specray.bench.methods.method import ALL, Method, MethodRow
+from specray.bench.proposals import WrittenOutput, asked
 from specray.draft_tokens import DraftTokens, TreeBudget
 from specray.drafting import SessionProposer, make_proposer
-from specray.errors import ConfigError, EngineLostError
+from specray.errors import ConfigError
 from specray.interfaces import Drafter
 from specray.requests import SpeculationStats
-from specray.types import DraftKind, Proposal, SpeculateItem
+from specray.types import DraftKind, SpeculateItem
 
 _SIDE_BY_SIDE = 16
-_ANSWER_TIMEOUT_S = 60.0
 
 
 @dataclass(slots=True)
@@ -34,8 +33,8 @@ class _Walk:
     tally: Tally
     place: int = 0
     """Output tokens committed."""
-    num_told: int = 0
-    """Tokens, with the prompt, that the draft was told."""
+    num_sent: int = 0
+    """Tokens, with the prompt, that the draft has received."""
     proposer: SessionProposer | None = None
     """Proposes without a model; None: the draft model does."""
 
@@ -49,14 +48,14 @@ class _Walk:
         return len(self.output.tokens) - self.place - 1
 
     def new_tokens(self) -> tuple[int, ...]:
-        """Committed tokens that the draft has not been told; it is now."""
+        """Committed tokens that the draft has not received; they are sent now."""
         committed = (*self.output.prompt, *self.output.tokens[: self.place])
-        new = committed[self.num_told :]
-        self.num_told = len(committed)
+        new = committed[self.num_sent :]
+        self.num_sent = len(committed)
         return new
 
     def take(self, draft: DraftTokens) -> None:
-        """A round: what the output has of the draft tokens, and the token behind them."""
+        """A round: accepts what the output has of the draft tokens, and one token more."""
         draft = draft.within(max(0, self.depth))
         num_accepted = len(draft.path(draft.common(self.output.tokens[self.place :])))
         histogram = [0] * (draft.depth + 1)
@@ -64,7 +63,7 @@ class _Walk:
         stats = (
             SpeculationStats(1, len(draft), num_accepted, tuple(histogram)) if draft else SpeculationStats()
         )
-        self.tally.add(stats, num_tokens=num_accepted + 1, seconds=0.0, draft_s=0.0, is_equal=True)
+        self.tally.add(stats, num_tokens=num_accepted + 1)
         self.place += num_accepted + 1
 
 
@@ -124,25 +123,17 @@ def _walk_alone(walk: _Walk, tree: TreeBudget | None, k: int) -> None:
 async def _walk_with_model(drafter: Drafter, walks: Sequence[_Walk], tree: TreeBudget | None, k: int) -> None:
     by_id = {walk.request_id: walk for walk in walks}
     for round_id in range(1, max(len(walk.output.tokens) for walk in walks) + 1):
-        asked = {walk.request_id for walk in walks if walk.is_open}
-        if not asked:
+        still = sorted(walk.request_id for walk in walks if walk.is_open)
+        if not still:
             break
-        await drafter.speculate([_item(by_id[name], round_id, tree, k) for name in sorted(asked)])
-        try:
-            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-                while asked:
-                    for reply in (await drafter.replies()).replies:
-                        if not isinstance(reply, Proposal):
-                            raise EngineLostError(f"the draft refused to propose: {type(reply).__name__}")
-                        asked.discard(reply.request_id)
-                        by_id[reply.request_id].take(reply.draft)
-        except TimeoutError:
-            raise EngineLostError(f"the draft was silent for {_ANSWER_TIMEOUT_S:g} s") from None
+        items = [_item(by_id[name], round_id, tree, k) for name in still]
+        for proposal in await asked(drafter, items):
+            by_id[proposal.request_id].take(proposal.draft)
     await drafter.release(list(by_id))
 
 
 def _item(walk: _Walk, round_id: int, tree: TreeBudget | None, k: int) -> SpeculateItem:
-    base_len = walk.num_told
+    base_len = walk.num_sent
     sampling = walk.output.sampling if base_len == 0 else None
     item = SpeculateItem(walk.request_id, round_id, base_len, walk.new_tokens(), max(1, min(k, walk.depth)))
     return replace(item, sampling=sampling, tree=tree)

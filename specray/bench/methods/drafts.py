@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from specray.bench.methods.method import CASCADE, PARD, Method
+from specray.bench.methods.method import CASCADE, PARD, PLAIN, Method
+from specray.bench.plans import METHODS
 from specray.config import Config
 from specray.errors import ConfigError
 from specray.types import DraftKind
+
+if TYPE_CHECKING:
+    from specray.bench.plans import MethodsPlan
+
+
+def methods_of(plan: MethodsPlan, pard: str | None, drafter: str | None) -> list[Method]:
+    """What is compared, plain decoding first if it is not named. Raises ConfigError."""
+    names = plan.method or [
+        *METHODS,
+        *([PARD] if pard else []),
+        *(["features", "features:16"] if drafter else []),
+    ]
+    methods = [Method.parse(name) for name in names]
+    has_plain = any(method.draft is None for method in methods)
+    return methods if has_plain else [Method.parse(PLAIN), *methods]
 
 
 def drafts_of(

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Mapping
+from dataclasses import dataclass
 from statistics import median
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from specray.bench.core.arm import changed
+from specray.bench.core.figures import Tally
+from specray.config import Config, parse_config
 from specray.draft_tokens import TreeBudget
 from specray.errors import ConfigError
-from specray.requests import SpeculationStats
 from specray.types import DraftKind
-
-if TYPE_CHECKING:
-    from specray.config import Config
 
 PLAIN: Final = "plain"
 ALL: Final = "all"
 """Category of all prompts together."""
-DEFAULT_METHODS: Final = (
-    *(PLAIN, "model", "model:auto", "model:16"),
-    *("cascade", "ngram", "ngram:16", "suffix", "suffix:16", "lookahead"),
-)
 CASCADE: Final = "cascade"
 """The draft model with a draft of its own."""
 PARD: Final = "pard"
@@ -67,8 +61,6 @@ class Method:
     @property
     def budget(self) -> TreeBudget | None:
         """The tree that is set; None: a chain, or one that is chosen. Raises ConfigError."""
-        from specray.config import parse_config
-
         return self.config(parse_config({})).speculation.tree_budget
 
     def config(self, config: Config) -> Config:
@@ -78,86 +70,7 @@ class Method:
             ConfigError: the tree is none.
         """
         # Here, since the command line's help names the methods, and pydantic takes half a second to import.
-        from specray.config import parse_config
-
-        values = config.model_dump(mode="json")
-        values["speculation"] |= {"tree": self.tree, "fallback": "none"}
-        return parse_config(values)
-
-
-@dataclass(slots=True)
-class Tally:
-    """Sums over the outputs of one method, temperature and category."""
-
-    seconds: list[float] = field(default_factory=list)
-    """By turn."""
-    num_tokens: list[int] = field(default_factory=list)
-    """By turn."""
-    draft_s: float = 0.0
-    num_rounds: int = 0
-    num_spec_steps: int = 0
-    num_drafts: int = 0
-    num_accepted: int = 0
-    histogram: list[int] = field(default_factory=list)
-    num_equal: int = 0
-    num_outputs: int = 0
-
-    def begin_turn(self) -> None:
-        """All outputs are asked for once more."""
-        self.seconds.append(0.0)
-        self.num_tokens.append(0)
-
-    def add(
-        self, stats: SpeculationStats, *, num_tokens: int, seconds: float, draft_s: float, is_equal: bool
-    ) -> None:
-        """Takes an output.
-
-        Args:
-            draft_s: seconds of the draft model's steps.
-            is_equal: it is plain decoding's.
-        """
-        self.seconds[-1] += seconds
-        self.num_tokens[-1] += num_tokens
-        self.draft_s += draft_s
-        self.num_rounds += num_tokens - stats.num_accepted_draft_tokens
-        self._count(
-            stats.num_spec_steps,
-            stats.num_draft_tokens,
-            stats.num_accepted_draft_tokens,
-            stats.acceptance_histogram,
-        )
-        self.num_equal += is_equal
-        self.num_outputs += 1
-
-    @classmethod
-    def merged(cls, tallies: Iterable[Tally]) -> Tally:
-        """All of some tallies, in one turn."""
-        total = cls()
-        total.begin_turn()
-        for one in tallies:
-            total.seconds[0] += sum(one.seconds)
-            total.num_tokens[0] += sum(one.num_tokens)
-            total.draft_s += one.draft_s
-            total.num_rounds += one.num_rounds
-            total.num_equal += one.num_equal
-            total.num_outputs += one.num_outputs
-            total._count(one.num_spec_steps, one.num_drafts, one.num_accepted, one.histogram)
-        return total
-
-    def _count(
-        self, num_spec_steps: int, num_drafts: int, num_accepted: int, histogram: Sequence[int]
-    ) -> None:
-        self.num_spec_steps += num_spec_steps
-        self.num_drafts += num_drafts
-        self.num_accepted += num_accepted
-        self.histogram += [0] * (len(histogram) - len(self.histogram))
-        for index, count in enumerate(histogram):
-            self.histogram[index] += count
-
-    @property
-    def rates(self) -> list[float]:
-        """Tokens per second, by turn."""
-        return [tokens / seconds for tokens, seconds in zip(self.num_tokens, self.seconds, strict=True)]
+        return changed(config, {"speculation": {"tree": self.tree, "fallback": "none"}})
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,21 +108,13 @@ class MethodRow:
             temperature,
             category,
             method,
-            None if plain is None else median(tally.rates),
-            None
-            if plain is None
-            else median(rate / base for rate, base in zip(tally.rates, plain.rates, strict=True)),
-            sum(tally.num_tokens) / tally.num_rounds,
+            None if plain is None else tally.tokens_per_s,
+            None if plain is None else median(tally.speedups(plain)),
+            tally.tokens_per_round,
             1 + tally.num_accepted / steps if steps else None,
-            by_depth(tally.histogram),
+            tally.by_depth,
             tally.num_drafts / steps if steps else None,
             1e3 * tally.draft_s / tally.num_rounds,
             tally.num_equal,
             tally.num_outputs,
         )
-
-
-def by_depth(histogram: list[int]) -> tuple[float, ...]:
-    """P(one more is accepted | so many are), from the steps by their number of accepted tokens."""
-    reached = [sum(histogram[count:]) for count in range(len(histogram))]
-    return tuple(more / here for here, more in pairwise(reached) if here)

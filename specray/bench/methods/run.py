@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from functools import partial
+from typing import TYPE_CHECKING
 
+from specray.bench.core.figures import Tally
+from specray.bench.core.service import ask_all, request_of, running, running_all, timed
+from specray.bench.core.turns import in_turns
 from specray.bench.methods.along import fixed_tree, rows_along, walk_along
-from specray.bench.methods.method import ALL, PLAIN, Method, MethodRow, Tally
+from specray.bench.methods.method import ALL, PLAIN, Method, MethodRow
 from specray.bench.methods.prompts import LabelledPrompt
-from specray.bench.proposals import WrittenOutput
+from specray.bench.proposals import WrittenOutput, written
 from specray.config import Config
-from specray.requests import GenerateRequest, OutputChunk, SpeculationParams
-from specray.router import Router
+from specray.requests import GenerateRequest, SpeculationParams
 from specray.serving.local.pair import LocalPair, PeerDrafterSource, local_pair
-from specray.types import SamplingParams
+
+if TYPE_CHECKING:
+    from specray.bench.plans import MethodsPlan
 
 _DRAFT_SECONDS = "specray_draft_forward_seconds_sum"
 
@@ -37,27 +40,64 @@ async def measure_methods(
         config: of the pair; a draft model is needed for the methods that it proposes for.
         other_drafts: those of methods that have one of their own: see ``drafts_of``.
         methods: plain decoding among them.
-        on_progress: told what begins.
+        on_progress: called with what begins.
 
     Raises:
         ConfigError, EngineLostError: see ``local_pair``.
         SpecrayError: a request failed.
     """
-    assert any(method.draft is None for method in methods), "all others are compared with plain decoding"
+    plain = next(method for method in methods if method.draft is None)
+    # Plain decoding goes first while there is nothing yet to compare with.
+    ordered = sorted(methods, key=lambda method: method is not plain)
+    categories = [ALL, *dict.fromkeys(prompt.category for prompt in prompts if prompt.category)]
     rows: list[MethodRow] = []
     async with local_pair(config, other_drafts=other_drafts) as pair:
         for temperature in temperatures:
-            rows += await _measure(
-                config,
-                pair,
-                methods,
-                prompts,
-                temperature,
-                max_tokens=max_tokens,
-                num_repeats=num_repeats,
-                on_progress=on_progress,
-            )
+            outputs: dict[int, tuple[int, ...]] = {}
+            tallies = {(method.name, category): Tally() for method in methods for category in categories}
+            async with running_all(_routers(config, pair, methods)) as routers:
+                turns = in_turns(ordered, num_repeats, num_warmup=1, num_places=len(prompts), is_rotated=True)
+                for turn in turns:
+                    method, place, router = turn.arm, turn.place, routers[turn.arm.name]
+                    on_progress(
+                        f"temperature {temperature:g}, turn {max(turn.number, 0) + 1} of {num_repeats}, "
+                        f"prompt {place + 1} of {len(prompts)}, {method.name}"
+                    )
+                    request = _request(method, prompts[place], temperature, max_tokens, turn.number, place)
+                    draft_s = router.metrics.value(_DRAFT_SECONDS)
+                    (output,), seconds = await timed(router, [request])
+                    outputs.setdefault(place, output.token_ids)
+                    if not turn.counts:
+                        continue
+                    for category in categories:
+                        tally = tallies[method.name, category]
+                        if place == 0:
+                            tally.begin_turn()
+                        if category in (ALL, prompts[place].category):
+                            tally.add_output(
+                                output,
+                                seconds=seconds,
+                                draft_s=router.metrics.value(_DRAFT_SECONDS) - draft_s,
+                                is_equal=output.token_ids == outputs[place],
+                            )
+            rows += [
+                MethodRow.of(
+                    temperature,
+                    category,
+                    method.name,
+                    tallies[method.name, category],
+                    tallies[plain.name, category],
+                )
+                for category in categories
+                for method in methods
+            ]
     return rows
+
+
+def _routers(
+    config: Config, pair: LocalPair, methods: Sequence[Method]
+) -> dict[str, tuple[LocalPair, Config]]:
+    return {method.name: (pair.with_draft(method.process), method.config(config)) for method in methods}
 
 
 async def measure_acceptance(
@@ -110,18 +150,13 @@ async def measure_acceptance(
 async def written_outputs(
     config: Config, pair: LocalPair, prompts: Sequence[LabelledPrompt], temperature: float, max_tokens: int
 ) -> list[WrittenOutput]:
-    """Plain decoding's outputs, many side by side; empty ones have no place."""
+    """Plain decoding's outputs, many at a time; empty ones have no place."""
     plain = Method.parse(PLAIN)
-    async with AsyncExitStack() as stack:
-        router = await started(plain.config(config), pair, stack)
-        requests = [
-            _request(plain, prompt, temperature, max_tokens, 0, place) for place, prompt in enumerate(prompts)
-        ]
-        outputs = await asyncio.gather(*(router.complete(request) for request in requests))
-    return [
-        WrittenOutput(request.prompt_token_ids, output.token_ids, request.sampling)
-        for request, output in zip(requests, outputs, strict=True)
+    requests = [
+        _request(plain, prompt, temperature, max_tokens, 0, place) for place, prompt in enumerate(prompts)
     ]
+    async with running(pair, plain.config(config)) as router:
+        return written(requests, await ask_all(router, requests))
 
 
 async def _served(
@@ -135,108 +170,50 @@ async def _served(
 ) -> list[Tally]:
     """Lets the target write every output with its own drafts; a tally for each."""
     fixed_tree(method, max_tokens)
-    async with AsyncExitStack() as stack:
-        router = await started(method.config(config), pair, stack)
-        found = await asyncio.gather(
-            *(
-                router.complete(_request(method, prompt, temperature, max_tokens, 0, place))
-                for place, prompt in enumerate(prompts)
-            )
-        )
-    tallies = []
-    for output, written in zip(found, outputs, strict=True):
-        tally = Tally()
-        tally.begin_turn()
-        _add(tally, output, seconds=0.0, draft_s=0.0, is_equal=output.token_ids == written.tokens)
-        tallies.append(tally)
-    return tallies
-
-
-async def _measure(
-    config: Config,
-    pair: LocalPair,
-    methods: Sequence[Method],
-    prompts: Sequence[LabelledPrompt],
-    temperature: float,
-    *,
-    max_tokens: int,
-    num_repeats: int,
-    on_progress: Callable[[str], None],
-) -> list[MethodRow]:
-    categories = [ALL, *dict.fromkeys(prompt.category for prompt in prompts if prompt.category)]
-    tallies = {(method.name, category): Tally() for method in methods for category in categories}
-    plain = next(method for method in methods if method.draft is None)
-    outputs: dict[int, tuple[int, ...]] = {}
-    async with AsyncExitStack() as stack:
-        routers = {
-            method.name: await started(method.config(config), pair.with_draft(method.process), stack)
-            for method in methods
-        }
-        for turn in range(-1, num_repeats):
-            if turn >= 0:
-                for tally in tallies.values():
-                    tally.begin_turn()
-            for place, prompt in enumerate(prompts):
-                # Plain decoding goes first when there is nothing yet to compare with.
-                first = (turn + place) % len(methods) if place in outputs else methods.index(plain)
-                for method in (*methods[first:], *methods[:first]):
-                    on_progress(
-                        f"temperature {temperature:g}, turn {max(turn, 0) + 1} of {num_repeats}, "
-                        f"prompt {place + 1} of {len(prompts)}, {method.name}"
-                    )
-                    router = routers[method.name]
-                    request = _request(method, prompt, temperature, max_tokens, turn, place)
-                    started_s, draft_s = time.monotonic(), router.metrics.value(_DRAFT_SECONDS)
-                    output = await router.complete(request)
-                    seconds = time.monotonic() - started_s
-                    outputs.setdefault(place, output.token_ids)
-                    if turn < 0:
-                        continue
-                    for category in {ALL, prompt.category} - {""}:
-                        _add(
-                            tallies[method.name, category],
-                            output,
-                            seconds=seconds,
-                            draft_s=router.metrics.value(_DRAFT_SECONDS) - draft_s,
-                            is_equal=output.token_ids == outputs[place],
-                        )
-    return [
-        MethodRow.of(
-            temperature, category, method.name, tallies[method.name, category], tallies[plain.name, category]
-        )
-        for category in categories
-        for method in methods
+    requests = [
+        _request(method, prompt, temperature, max_tokens, 0, place) for place, prompt in enumerate(prompts)
     ]
-
-
-async def started(config: Config, pair: LocalPair, stack: AsyncExitStack) -> Router:
-    """A router over the pair that runs until the stack is left."""
-    router = pair.router(config)
-    await router.start()
-    stack.push_async_callback(router.stop)
-    return router
+    async with running(pair, method.config(config)) as router:
+        found = await ask_all(router, requests)
+    return [
+        Tally.of(output, is_equal=output.token_ids == own.tokens)
+        for output, own in zip(found, outputs, strict=True)
+    ]
 
 
 def _request(
     method: Method, prompt: LabelledPrompt, temperature: float, max_tokens: int, turn: int, place: int
 ) -> GenerateRequest:
-    num_tokens = len(prompt.token_ids)
-    return GenerateRequest(
+    return request_of(
         f"{method.name}-{temperature:g}-{turn}-{place}",
         prompt.token_ids,
-        SamplingParams(temperature=temperature, seed=place, num_prompt_tokens=num_tokens),
         max_tokens,
+        temperature=temperature,
+        seed=place,
         speculation=SpeculationParams(enabled=method.draft is not None, draft=method.draft),
     )
 
 
-def _add(tally: Tally, output: OutputChunk, *, seconds: float, draft_s: float, is_equal: bool) -> None:
-    assert output.stats is not None, "the last chunk has them"
-    num_tokens = len(output.token_ids)
-    tally.add(output.stats, num_tokens=num_tokens, seconds=seconds, draft_s=draft_s, is_equal=is_equal)
-
-
-def with_plain(methods: Sequence[Method]) -> list[Method]:
-    """The methods, with plain decoding before them if it is not among them."""
-    has_plain = any(method.draft is None for method in methods)
-    return list(methods) if has_plain else [Method.parse(PLAIN), *methods]
+async def run_plan(
+    config: Config,
+    plan: MethodsPlan,
+    methods: Sequence[Method],
+    prompts: Sequence[LabelledPrompt],
+    other_drafts: Mapping[str, Config],
+    on_progress: Callable[[str], None],
+) -> list[MethodRow]:
+    """Measures the methods as planned. Raises like ``measure_methods``."""
+    measure = (
+        partial(measure_acceptance, num_draft_steps=int(config.speculation.num_speculative_tokens))
+        if plan.only_acceptance
+        else partial(measure_methods, num_repeats=plan.num_repeats)
+    )
+    return await measure(
+        config,
+        methods,
+        prompts,
+        temperatures=plan.temperature or (0.0, 1.0),
+        max_tokens=plan.max_tokens,
+        on_progress=on_progress,
+        other_drafts=other_drafts,
+    )

@@ -16,16 +16,19 @@ from specray.bench.core.report import number, table_of
 from specray.bench.core.samples import Samples, hit_rate, mean_ms, parse_samples, total
 from specray.bench.core.service import request_of, running_all, timed
 from specray.bench.core.turns import Speedup, in_turns, speedup_in_turns
+from specray.bench.load.prompts import load_prompts
 from specray.bench.overlap.link import linked_pair
-from specray.config import Config
+from specray.config import Config, parse_config
+from specray.errors import ConfigError
 from specray.serving.local.pair import LocalPair
 from specray.tokenization import load_tokenizer
-from specray.types import Overlap
+from specray.types import MAX_SPECULATIVE_TOKENS, Overlap
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from specray.bench.overlap.link import CountedLink, Hosts
+    from specray.bench.plans import OverlapPlan
 
 HITS = ("hit", "late_hit")
 MISSES = ("miss_token", "miss_count", "late_miss")
@@ -79,58 +82,66 @@ class OverlapResult:
         return mine == others
 
 
+def parse_arm(text: str) -> Arm:
+    """Reads ``OVERLAP:K`` or ``OVERLAP:K:TREE``, the tree as ``--tree`` has it. Raises ConfigError."""
+    overlap, _, rest = text.partition(":")
+    k, has_tree, tree = rest.partition(":")
+    overlaps = [*(str(known) for known in Overlap), "auto", "off"]
+    is_k = k == "auto" or (k.isdecimal() and int(k) <= MAX_SPECULATIVE_TOKENS)
+    if overlap not in overlaps or not is_k or (overlap == "off") != (k == "0") or (k == "0" and has_tree):
+        raise ConfigError(
+            f"--arm is {text!r}; allowed: OVERLAP:K with OVERLAP one of {', '.join(overlaps[:-1])} and K in "
+            f"1..{MAX_SPECULATIVE_TOKENS} or auto, then :TREE or nothing, or off:0"
+        )
+    if overlap == "off":
+        return overlap_arm(0, Overlap.SERIAL)
+    if has_tree:
+        parse_config({"speculation": {"tree": tree}})
+    return overlap_arm(int(k) if k.isdecimal() else k, overlap, tree if has_tree else None)
+
+
 async def measure_overlap(
     config: Config,
-    arms: Sequence[Arm],
-    prompts: Sequence[str],
+    plan: OverlapPlan,
     *,
-    temperatures: Sequence[float] = (0.0,),
-    max_tokens: int = 128,
-    num_prompts: int = 1,
-    num_repeats: int = 2,
     delay_ms: float | None = None,
     hosts: Hosts | None = None,
-    concurrencies: Sequence[int] = (1,),
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[OverlapResult]:
-    """Serves the prompts with each arm in turn, ``num_repeats`` times.
+    """Serves the prompts with each arm in turns, at each concurrency and temperature by itself.
 
     Args:
         config: configuration of the pair, its cores and threads.
-        arms: the arms to compare.
-        prompts: prompts, of which each pass takes the first ones.
-        temperatures: sampling temperatures; each is measured by itself.
-        max_tokens: output tokens per prompt.
-        num_prompts: prompts per pass; at least two for each request at a time are taken.
-        num_repeats: passes per arm.
         delay_ms: delay between router and draft, each way; None: a direct connection.
         hosts: hosts of router and draft whose cable delays; None: a relay does.
-        concurrencies: requests at a time; each is measured by itself.
         progress: called with the name of the next part.
 
     Raises:
         ConfigError: a model or a setting is wrong.
         EngineLostError: a worker did not start or was lost.
     """
+    arms = [parse_arm(text) for text in plan.arms]
+    concurrencies = plan.concurrency or [1]
     tokenizer = load_tokenizer(config.target.model)
-    encoded = [tokenizer.encode(prompt) for prompt in prompts]
+    most = max(num_prompts_of(plan.num_prompts, places) for places in concurrencies)
+    prompts = [tokenizer.encode(text) for text in load_prompts(plan.dataset, plan.dataset_path, most)]
+    results: list[OverlapResult] = []
     async with linked_pair(config, delay_ms=delay_ms, hosts=hosts) as (pair, link):
-        results: list[OverlapResult] = []
         for concurrency in concurrencies:
             results += await measure_arms(
                 config,
                 pair,
                 arms,
-                encoded[: num_prompts_of(num_prompts, concurrency)],
-                temperatures=temperatures,
-                max_tokens=max_tokens,
-                num_repeats=num_repeats,
+                prompts[: num_prompts_of(plan.num_prompts, concurrency)],
+                temperatures=plan.temperature or [0.0],
+                max_tokens=plan.max_tokens,
+                num_repeats=plan.num_repeats,
                 link=link,
                 delay_ms=delay_ms,
                 concurrency=concurrency,
                 progress=progress,
             )
-        return results
+    return results
 
 
 def num_prompts_of(num_prompts: int, concurrency: int) -> int:

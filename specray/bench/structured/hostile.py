@@ -6,7 +6,7 @@ import asyncio
 import json
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from specray.bench.load.client import key_header
 from specray.bench.load.memory import read_memory, service_pids
 from specray.bench.load.raw_http import RawAnswer, RawClient
+from specray.bench.plans import StructuredPlan
 from specray.environment import api_key
 from specray.errors import SpecrayError
 
@@ -29,8 +30,6 @@ _MAX_TOKENS: Final = 8
 _OTHERS_MAX_TOKENS: Final = 128
 _SAMPLE_S: Final = 0.25
 """Seconds between two readings of the memory."""
-PAUSE_S: Final = 0.25
-"""Seconds between an answer and the next hostile request, unless a flood is asked for."""
 ORDINARY: Final = "an ordinary schema"
 """Name of the first attack, which is none: what is answered at all takes as long as this."""
 
@@ -189,50 +188,36 @@ def _lark(number: int) -> str:
 
 
 async def measure_hostile(
-    url: str,
-    *,
-    prompts: Sequence[str],
-    num_others: int,
-    quiet_s: float,
-    attack_s: float,
-    timeout_s: float,
-    on_progress: Callable[[str, int, int], None],
-    names: Collection[str] = (),
-    pause_s: float = PAUSE_S,
+    plan: StructuredPlan, prompts: Sequence[str], on_progress: Callable[[str, int, int], None]
 ) -> HostileResult:
-    """Runs all attacks, each for a while and one request at a time, beside ordinary requests.
+    """Runs all attacks, each for a while and one request at a time, next to ordinary requests.
 
     Args:
         prompts: of the ordinary requests.
-        num_others: ordinary requests at a time.
-        quiet_s: seconds without an attack before each.
-        attack_s: seconds of each attack.
-        on_progress: told of the attack, how many are done, and how many there are.
-        names: of the attacks, beside the ordinary schema; empty: all.
-        pause_s: seconds between an answer and the next hostile request; 0: a flood.
+        on_progress: called with the attack, how many are done, and how many there are.
 
     Raises:
         EngineLostError: there is no server.
         SpecrayError: the ordinary requests get no answers.
     """
-    client = RawClient(url, _PATH, headers=key_header(api_key()), timeout_s=timeout_s)
-    pids = service_pids(urlsplit(url).port or 80)
-    planned = [each for each in attacks() if not names or each.name in (ORDINARY, *names)]
+    client = RawClient(plan.url, _PATH, headers=key_header(api_key()), timeout_s=plan.timeout_s)
+    pids = service_pids(urlsplit(plan.url).port or 80)
+    planned = [one for one in attacks() if not plan.attack or one.name in (ORDINARY, *plan.attack)]
     measured = []
-    async with _others(client, prompts, num_others) as others:
+    async with _others(client, prompts, plan.num_others) as others:
         # The first grammar makes what all others share, which is no growth.
         await client.post(_body({"guided_json": {"type": "object"}}))
         before_mb = _memory_mb(pids)
         for place, attack in enumerate(planned):
             on_progress(attack.name, place, len(planned))
-            measured.append(await _attack(client, attack, quiet_s, attack_s, pause_s, pids))
+            measured.append(await _attack(client, attack, plan, pids))
         after_mb = _memory_mb(pids)
     client.close()
     results = [each.result(attack, others) for attack, each in zip(planned, measured, strict=True)]
     if all(each.quiet_itl_ms is None for each in results):
         raise SpecrayError(f"no ordinary request was answered: {others.first_error or 'they are too slow'}")
     growth = None if before_mb is None or after_mb is None else after_mb - before_mb
-    return HostileResult(num_others, tuple(results), others.num_failed, growth)
+    return HostileResult(plan.num_others, tuple(results), others.num_failed, growth)
 
 
 @dataclass(slots=True)
@@ -259,22 +244,15 @@ class _Measured:
         )
 
 
-async def _attack(
-    client: RawClient,
-    attack: Attack,
-    quiet_s: float,
-    attack_s: float,
-    pause_s: float,
-    pids: Sequence[int],
-) -> _Measured:
+async def _attack(client: RawClient, attack: Attack, plan: StructuredPlan, pids: Sequence[int]) -> _Measured:
     began_s = time.monotonic()
-    await asyncio.sleep(quiet_s)
+    await asyncio.sleep(plan.quiet_s)
     measured = _Measured(began_s, time.monotonic(), _memory_mb(pids))
 
     async def send() -> None:
-        while not measured.answers or time.monotonic() < measured.started_s + attack_s:
+        while not measured.answers or time.monotonic() < measured.started_s + plan.attack_s:
             measured.answers.append(await client.post(_body(attack.fields(len(measured.answers)))))
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(plan.attack_pause_s)
 
     sending = asyncio.create_task(send())
     while not sending.done():

@@ -13,8 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from specray.bench.core.samples import Samples, difference, parse_samples
+from specray.bench.core.samples import by_label, difference, parse_samples
+from specray.bench.core.turns import in_turns
 from specray.bench.load.client import ServerClient
+from specray.bench.plans import StructuredPlan
 from specray.bench.structured.schemas import Case
 from specray.environment import api_key
 from specray.errors import EngineLostError, InvalidRequestError, SpecrayError
@@ -28,22 +30,6 @@ SPECULATIVE: Final[Mapping[str, Mapping[str, Any]]] = {
 ARMS: Final = {OFF: {"enabled": False}, **SPECULATIVE}
 BLOCK: Final = 20
 """Schemas of an arm before the next one has its turn."""
-_ACCEPTED: Final = "specray_spec_decode_num_accepted_tokens_by_source_total"
-
-
-@dataclass(frozen=True, slots=True)
-class StructuredPlan:
-    """Schemas, and how they are asked for."""
-
-    url: str
-    cases: Sequence[Case]
-    arms: Sequence[str] = tuple(ARMS)
-    """Names of arms; the first has no speculation."""
-    temperatures: Sequence[float] = (0.0, 1.0)
-    max_tokens: int = 96
-    concurrency: int = 1
-    seed: int = 0
-    timeout_s: float = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,35 +66,38 @@ class StructuredResult:
     """All answers of a run."""
 
     plan: StructuredPlan
+    cases: Sequence[Case]
     model: str
     groups: tuple[Group, ...]
     duration_s: float
 
 
 async def measure_structured(
-    plan: StructuredPlan, on_progress: Callable[[str, int, int], None]
+    plan: StructuredPlan, cases: Sequence[Case], on_progress: Callable[[str, int, int], None]
 ) -> StructuredResult:
     """Asks for every schema in every arm and at every temperature.
 
     Args:
-        on_progress: told of the arm, how many answers there are, and how many there will be.
+        on_progress: called with the arm, the number of answers, and how many there will be.
 
     Raises:
         EngineLostError: there is no server.
     """
-    assert plan.arms[0] == OFF, "outputs are compared with those of the first arm"
-    groups = [Group(arm, temperature) for temperature in plan.temperatures for arm in plan.arms]
-    num_all, num_done, started_s = len(groups) * len(plan.cases), 0, time.monotonic()
+    groups = [
+        Group(arm, temperature)
+        for temperature in plan.temperature or (0.0, 1.0)
+        for arm in (OFF, *(plan.arm or SPECULATIVE))
+    ]
+    blocks = [cases[first : first + BLOCK] for first in range(0, len(cases), BLOCK)]
+    num_done, started_s = 0, time.monotonic()
     async with ServerClient(plan.url, timeout_s=plan.timeout_s, key=api_key()) as client:
         model = await client.model()
-        for block, first in enumerate(range(0, len(plan.cases), BLOCK)):
-            cases = plan.cases[first : first + BLOCK]
-            turn = block % len(groups)
-            for group in (*groups[turn:], *groups[:turn]):
-                on_progress(f"temperature {group.temperature:g}, {group.arm}", num_done, num_all)
-                await _run_block(client, plan, group, cases)
-                num_done += len(cases)
-    return StructuredResult(plan, model, tuple(groups), time.monotonic() - started_s)
+        for _, place, group in in_turns(groups, 1, num_places=len(blocks), is_rotated=True):
+            name = f"temperature {group.temperature:g}, {group.arm}"
+            on_progress(name, num_done, len(groups) * len(cases))
+            await _run_block(client, plan, group, blocks[place])
+            num_done += len(blocks[place])
+    return StructuredResult(plan, cases, model, tuple(groups), time.monotonic() - started_s)
 
 
 async def _run_block(client: ServerClient, plan: StructuredPlan, group: Group, cases: Sequence[Case]) -> None:
@@ -121,15 +110,8 @@ async def _run_block(client: ServerClient, plan: StructuredPlan, group: Group, c
 
     await asyncio.gather(*(work() for _ in range(plan.concurrency)))
     gained = difference(before, parse_samples(await client.metrics_text()))
-    group.accepted.update(_accepted_by_source(gained))
-
-
-def _accepted_by_source(samples: Samples) -> Counter[str]:
-    found = Counter[str]()
-    for (name, labels), value in samples.items():
-        if name == _ACCEPTED:
-            found[dict(labels).get("source", "")] += round(value)
-    return found
+    by_source = by_label(gained, "specray_spec_decode_num_accepted_tokens_by_source_total", "source")
+    group.accepted.update({source: round(value) for source, value in by_source.items()})
 
 
 async def _ask(client: ServerClient, plan: StructuredPlan, group: Group, case: Case) -> Answer:

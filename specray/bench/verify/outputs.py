@@ -17,7 +17,7 @@ class NotOfferedError(SpecrayError):
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class VerifiedOutput:
     """One output, with the logprob of each of its tokens where they were asked for."""
 
     token_ids: tuple[int, ...]
@@ -26,10 +26,10 @@ class Output:
     prompt_token_ids: tuple[int, ...] = ()
 
 
-def read_outputs(answer: Mapping[str, Any]) -> list[Output]:
+def read_outputs(answer: Mapping[str, Any]) -> list[VerifiedOutput]:
     """Reads the choices of a completion with ``return_token_ids``."""
     return [
-        Output(
+        VerifiedOutput(
             tuple(choice["token_ids"]),
             tuple((choice.get("logprobs") or {}).get("token_logprobs") or ()),
             choice.get("text") or "",
@@ -63,7 +63,7 @@ class Agreement:
         return 1e3 * self.num_diverged / max(1, self.num_tokens)
 
 
-def agreement(plain: Iterable[Output], others: Iterable[Output]) -> Agreement:
+def agreement(plain: Iterable[VerifiedOutput], others: Iterable[VerifiedOutput]) -> Agreement:
     """Compares outputs one by one."""
     num_outputs = num_diverged = num_tokens = 0
     distance = 0.0
@@ -81,8 +81,8 @@ def agreement(plain: Iterable[Output], others: Iterable[Output]) -> Agreement:
 
 async def ask_outputs(
     client: ServerClient, bodies: Sequence[dict[str, Any]], *, concurrency: int, may_be_refused: bool = False
-) -> list[Output]:
-    """Asks for all outputs, so many at a time; they come in the order of the bodies.
+) -> list[VerifiedOutput]:
+    """Asks for all outputs, ``concurrency`` at a time; they come in the order of the bodies.
 
     Args:
         may_be_refused: the service may have no way to do this, which its answer to the first body tells.

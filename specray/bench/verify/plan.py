@@ -1,12 +1,9 @@
-"""What ``specray verify`` asks a service for: ways to speculate, ways to sample, prompts and tasks."""
+"""What ``specray verify`` compares: ways to speculate, and ways to sample."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from specray.bench.verify.tasks import Task
 
 PLAIN: dict[str, Any] = {"enabled": False}
 SELF = "plain, other batch"
@@ -27,7 +24,7 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class VerifyCase:
     """One way to sample."""
 
     name: str
@@ -45,9 +42,9 @@ WAYS = (
 TASK_WAYS = WAYS[:2]
 """Ways in which tasks are worked on: plain decoding at another batch, and as the service chooses."""
 CASES = (
-    Case("greedy", {"temperature": 0}),
-    Case("coupled", {"temperature": 1}),
-    Case(
+    VerifyCase("greedy", {"temperature": 0}),
+    VerifyCase("coupled", {"temperature": 1}),
+    VerifyCase(
         "coupled, penalties and top-p",
         {
             "temperature": 0.9,
@@ -60,22 +57,3 @@ CASES = (
         },
     ),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyPlan:
-    """What a run asks for."""
-
-    url: str
-    prompts: Sequence[str]
-    max_tokens: int = 48
-    concurrency: int = 4
-    """Requests at a time, except those of plain decoding that all others are compared with."""
-    seed: int = 0
-    is_exact: bool = False
-    """True: one other token is a fault. For a service in float32."""
-    num_samples: int = 8
-    """Outputs of each prompt under rejection, for each way to speculate; 0: none."""
-    tasks: Sequence[Task] = ()
-    max_task_tokens: int = 384
-    timeout_s: float = 600.0

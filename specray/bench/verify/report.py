@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
 
+from specray.bench.core.report import grid_of, values_of
 from specray.bench.verify.run import Comparison, VerifyResult
 
 
 def verify_table(result: VerifyResult) -> Table:
-    """A row for each comparison, and what it says."""
-    plan = result.plan
-    table = Table(
-        title=f"{result.model}: {len(plan.prompts)} prompts, {plan.max_tokens} tokens, "
+    """A row for each comparison, and its verdict."""
+    plan, faults = result.plan, result.faults
+    title = (
+        f"{result.model}: {len(result.prompts)} prompts, {plan.max_tokens} tokens, "
         f"{plan.num_samples} samples of each under rejection"
     )
-    for name in ("sampling", "drafts"):
-        table.add_column(name)
-    for name in ("same", "parts in 1,000", "logprobs", "chance"):
-        table.add_column(name, justify="right")
-    table.add_column("verdict")
-    faults = result.faults
-    for one in result.comparisons:
-        table.add_row(one.case, one.way, *_cells(one), _fault(one) if one in faults else _verdict(one))
-    table.caption = (
+    rows = [
+        (one.case, one.way, *_cells(one), _fault(one) if one in faults else _verdict(one))
+        for one in result.comparisons
+    ]
+    caption = (
         "same: outputs equal to plain decoding's, tokens under rejection, or tasks that are solved; parts: "
         "divergences per 1,000 tokens; logprobs: largest distance before them; chance: of seeing that, or "
         "worse, where nothing is wrong"
     )
-    return table
+    headings = ["sampling", "drafts", "same", "parts in 1,000", "logprobs", "chance", "verdict"]
+    return grid_of(title, headings, rows, text=("drafts", "verdict"), caption=caption)
 
 
 def _cells(one: Comparison) -> tuple[str, str, str, str]:
@@ -61,10 +58,10 @@ def _verdict(one: Comparison) -> str:
 
 def verify_json(result: VerifyResult) -> dict[str, Any]:
     """Everything but the prompts."""
-    plan = {key: value for key, value in asdict(result.plan).items() if key not in ("prompts", "tasks")}
+    counts = {"num_prompts": len(result.prompts), "num_tasks": len(result.tasks)}
     return {
         "model": result.model,
-        "plan": {**plan, "num_prompts": len(result.plan.prompts), "num_tasks": len(result.plan.tasks)},
-        "comparisons": [asdict(one) for one in result.comparisons],
+        "plan": {**values_of(result.plan), **counts},
+        "comparisons": [values_of(one) for one in result.comparisons],
         "faults": [f"{one.case}: {one.way}" for one in result.faults],
     }

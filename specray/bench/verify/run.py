@@ -8,19 +8,28 @@ the distribution that plain decoding has at its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from specray.bench.load.client import ServerClient
+from specray.bench.plans import VerifyPlan
 from specray.bench.verify.calibration import Calibration, calibrate
-from specray.bench.verify.outputs import Agreement, NotOfferedError, agreement, ask_outputs
-from specray.bench.verify.plan import CASES, PLAIN, TASK_WAYS, WAYS, Case, VerifyPlan
+from specray.bench.verify.outputs import (
+    Agreement,
+    NotOfferedError,
+    VerifiedOutput,
+    agreement,
+    ask_outputs,
+)
+from specray.bench.verify.plan import CASES, PLAIN, TASK_WAYS, WAYS, VerifyCase, Way
 from specray.bench.verify.samples import sampled_outputs
 from specray.bench.verify.statistics import excess_p_value, worse_p_value
+from specray.bench.verify.tasks import Task
 from specray.environment import api_key
 from specray.errors import SpecrayError
 
+MAX_TASK_TOKENS = 384
 SIGNIFICANCE = 1e-3
 """Probability at which chance is no explanation any more, over all comparisons of a run together."""
 
@@ -49,6 +58,8 @@ class VerifyResult:
 
     model: str
     plan: VerifyPlan
+    prompts: Sequence[str] = ()
+    tasks: Sequence[Task] = ()
     comparisons: list[Comparison] = field(default_factory=list)
 
     @property
@@ -60,120 +71,113 @@ class VerifyResult:
     def _is_fault(self, one: Comparison, limit: float) -> bool:
         if one.not_offered:
             return False
-        if self.plan.is_exact and one.agreement is not None and one.agreement.num_diverged:
+        if self.plan.exact and one.agreement is not None and one.agreement.num_diverged:
             return True
         return one.p_value < limit
 
 
-async def verify(plan: VerifyPlan, on_progress: Callable[[str, int, int], None]) -> VerifyResult:
+async def verify(
+    plan: VerifyPlan,
+    prompts: Sequence[str],
+    tasks: Sequence[Task],
+    on_progress: Callable[[str, int, int], None],
+) -> VerifyResult:
     """Runs the plan.
 
     Args:
+        tasks: to solve with and without drafts; empty: none.
         on_progress: called with what is asked for, comparisons done and comparisons in all.
 
     Raises:
         EngineLostError: there is no server. InvalidRequestError: it refuses plain decoding or scores.
         SpecrayError: it failed.
     """
-    num_all = len(CASES) * len(WAYS) + len(WAYS) * bool(plan.num_samples) + len(TASK_WAYS) * bool(plan.tasks)
+    num_all = len(CASES) * len(WAYS) + len(WAYS) * bool(plan.num_samples) + len(TASK_WAYS) * bool(tasks)
     async with ServerClient(plan.url, timeout_s=plan.timeout_s, key=api_key()) as client:
-        result = VerifyResult(await client.model(), plan)
+        result = VerifyResult(await client.model(), plan, prompts, tasks)
+
+        async def compare(case: str, way: Way, compared: Awaitable[Comparison]) -> None:
+            on_progress(f"{case}: {way.name}", len(result.comparisons), num_all)
+            try:
+                result.comparisons.append(await compared)
+            except NotOfferedError as error:
+                result.comparisons.append(Comparison(case, way.name, not_offered=str(error)))
+
         for case in CASES:
-            await _verify_case(client, result, case, lambda name: on_progress(name, _done(result), num_all))
-        if plan.num_samples:
-            await _verify_samples(client, result, lambda name: on_progress(name, _done(result), num_all))
-        if plan.tasks:
-            await _verify_tasks(client, result, lambda name: on_progress(name, _done(result), num_all))
+            plain = await ask_outputs(client, _bodies(result, case, PLAIN), concurrency=1)
+            base: list[Agreement] = []
+            for way in WAYS:
+                await compare(case.name, way, _agreement(client, result, case, way, plain, base))
+        for way in WAYS if plan.num_samples else ():
+            await compare("rejection", way, _calibration(client, result, way))
+        if tasks:
+            solved = await _solved(client, tasks, PLAIN, concurrency=1)
+            for way in TASK_WAYS:
+                await compare("tasks", way, _tasks(client, result, way, solved))
     return result
 
 
-def _done(result: VerifyResult) -> int:
-    return len(result.comparisons)
+async def _agreement(
+    client: ServerClient,
+    result: VerifyResult,
+    case: VerifyCase,
+    way: Way,
+    plain: Sequence[VerifiedOutput],
+    base: list[Agreement],
+) -> Comparison:
+    """How far outputs are plain decoding's. ``base``: its own agreement at another batch; empty at first."""
+    outputs = await ask_outputs(
+        client,
+        _bodies(result, case, way.speculation),
+        concurrency=result.plan.concurrency,
+        may_be_refused=way.may_be_refused,
+    )
+    found = agreement(plain, outputs)
+    if not base:
+        base.append(found)
+        return Comparison(case.name, way.name, found)
+    (own,) = base
+    p_value = excess_p_value(found.num_diverged, found.num_tokens, own.num_diverged, max(1, own.num_tokens))
+    return Comparison(case.name, way.name, found, p_value=p_value)
 
 
-async def _verify_case(
-    client: ServerClient, result: VerifyResult, case: Case, on_progress: Callable[[str], None]
-) -> None:
-    plan = result.plan
-    on_progress(case.name)
-    plain = await ask_outputs(client, _bodies(plan, case, PLAIN), concurrency=1)
-    base: Agreement | None = None
-    for way in WAYS:
-        on_progress(f"{case.name}: {way.name}")
-        try:
-            outputs = await ask_outputs(
-                client,
-                _bodies(plan, case, way.speculation),
-                concurrency=plan.concurrency,
-                may_be_refused=way.may_be_refused,
-            )
-        except NotOfferedError as error:
-            result.comparisons.append(Comparison(case.name, way.name, not_offered=str(error)))
-            continue
-        found = agreement(plain, outputs)
-        if base is None:
-            # Plain decoding itself: nothing to compare it with.
-            base, p_value = found, 1.0
-        else:
-            p_value = excess_p_value(
-                found.num_diverged, found.num_tokens, base.num_diverged, max(1, base.num_tokens)
-            )
-        result.comparisons.append(Comparison(case.name, way.name, found, p_value=p_value))
-
-
-async def _verify_samples(
-    client: ServerClient, result: VerifyResult, on_progress: Callable[[str], None]
-) -> None:
+async def _calibration(client: ServerClient, result: VerifyResult, way: Way) -> Comparison:
     """Whether tokens under rejection are draws from the target's own distribution."""
-    plan = result.plan
-    for way in WAYS:
-        on_progress(f"rejection: {way.name}")
-        try:
-            found = calibrate(await sampled_outputs(client, plan, way))
-        except NotOfferedError as error:
-            result.comparisons.append(Comparison("rejection", way.name, not_offered=str(error)))
-            continue
-        if not found.num_tokens:
-            raise SpecrayError(f"rejection: {way.name}: the server's answers have no sampled token to score")
-        result.comparisons.append(Comparison("rejection", way.name, calibration=found, p_value=found.p_value))
+    found = calibrate(await sampled_outputs(client, result.plan, result.prompts, way))
+    if not found.num_tokens:
+        raise SpecrayError(f"rejection: {way.name}: the server's answers have no sampled token to score")
+    return Comparison("rejection", way.name, calibration=found, p_value=found.p_value)
 
 
-async def _verify_tasks(
-    client: ServerClient, result: VerifyResult, on_progress: Callable[[str], None]
-) -> None:
+async def _tasks(client: ServerClient, result: VerifyResult, way: Way, plain: Sequence[bool]) -> Comparison:
     """Whether tasks are solved as often with drafts as without."""
-    plan = result.plan
-    on_progress("tasks: plain")
-    plain = await _solved(client, plan, PLAIN, concurrency=1)
-    for way in TASK_WAYS:
-        on_progress(f"tasks: {way.name}")
-        solved = await _solved(client, plan, way.speculation, concurrency=plan.concurrency)
-        pairs = list(zip(plain, solved, strict=True))
-        p_value = worse_p_value(pairs.count((True, False)), pairs.count((False, True)))
-        counts = (sum(plain), sum(solved), len(pairs))
-        result.comparisons.append(Comparison("tasks", way.name, num_solved=counts, p_value=p_value))
+    solved = await _solved(client, result.tasks, way.speculation, concurrency=result.plan.concurrency)
+    pairs = list(zip(plain, solved, strict=True))
+    p_value = worse_p_value(pairs.count((True, False)), pairs.count((False, True)))
+    return Comparison("tasks", way.name, num_solved=(sum(plain), sum(solved), len(pairs)), p_value=p_value)
 
 
 async def _solved(
-    client: ServerClient, plan: VerifyPlan, speculation: dict[str, Any], *, concurrency: int
+    client: ServerClient, tasks: Sequence[Task], speculation: dict[str, Any], *, concurrency: int
 ) -> list[bool]:
     bodies = [
         {
             "prompt": task.prompt,
-            "max_tokens": plan.max_task_tokens,
+            "max_tokens": MAX_TASK_TOKENS,
             "temperature": 0,
             "stop": list(task.stops),
             "return_token_ids": True,
             "speculation": speculation,
         }
-        for task in plan.tasks
+        for task in tasks
     ]
     outputs = await ask_outputs(client, bodies, concurrency=concurrency)
-    pairs = zip(plan.tasks, outputs, strict=True)
+    pairs = zip(tasks, outputs, strict=True)
     return [await task.is_solved(output.text) for task, output in pairs]
 
 
-def _bodies(plan: VerifyPlan, case: Case, speculation: dict[str, Any]) -> list[dict[str, Any]]:
+def _bodies(result: VerifyResult, case: VerifyCase, speculation: dict[str, Any]) -> list[dict[str, Any]]:
+    plan = result.plan
     return [
         {
             "prompt": prompt,
@@ -185,5 +189,5 @@ def _bodies(plan: VerifyPlan, case: Case, speculation: dict[str, Any]) -> list[d
             "speculation": {"verification": "coupled", **speculation},
             **case.sampling,
         }
-        for index, prompt in enumerate(plan.prompts)
+        for index, prompt in enumerate(result.prompts)
     ]

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specray.bench.load.client import ServerClient
+from specray.bench.plans import VerifyPlan
 from specray.bench.verify.calibration import NUM_LIKELY, ScoredOutput
 from specray.bench.verify.outputs import ask_answers, ask_outputs
-from specray.bench.verify.plan import PLAIN, VerifyPlan, Way
+from specray.bench.verify.plan import PLAIN, Way
 from specray.errors import SpecrayError
 
 _CHOICES_PER_CALL = 8
@@ -19,7 +20,9 @@ _FIRST_SEED = 1 << 20
 """Distance to the seeds of other outputs: no two share noise."""
 
 
-async def sampled_outputs(client: ServerClient, plan: VerifyPlan, way: Way) -> list[ScoredOutput]:
+async def sampled_outputs(
+    client: ServerClient, plan: VerifyPlan, prompts: Sequence[str], way: Way
+) -> list[ScoredOutput]:
     """Samples from the model's own distribution, and then lets the service score prompt and output.
 
     The score is a forward of its own without drafts and without the prefix cache: it is right, whatever the
@@ -34,8 +37,8 @@ async def sampled_outputs(client: ServerClient, plan: VerifyPlan, way: Way) -> l
     outputs = await ask_outputs(
         client,
         [
-            _sampling_body(plan, index, start, {**way.speculation, **verification})
-            for index in range(len(plan.prompts))
+            {"prompt": prompt, **_sampling(plan, index, start, {**way.speculation, **verification})}
+            for index, prompt in enumerate(prompts)
             for start in range(0, plan.num_samples, _CHOICES_PER_CALL)
         ],
         concurrency=plan.concurrency,
@@ -51,11 +54,8 @@ async def sampled_outputs(client: ServerClient, plan: VerifyPlan, way: Way) -> l
     ]
 
 
-def _sampling_body(
-    plan: VerifyPlan, index: int, start: int, speculation: Mapping[str, Any]
-) -> dict[str, Any]:
+def _sampling(plan: VerifyPlan, index: int, start: int, speculation: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "prompt": plan.prompts[index],
         "max_tokens": plan.max_tokens,
         "seed": plan.seed + _FIRST_SEED + index * plan.num_samples + start,
         "n": min(_CHOICES_PER_CALL, plan.num_samples - start),

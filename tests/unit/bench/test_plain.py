@@ -16,18 +16,18 @@ from rich.console import Console
 from specray.bench.forwards import ForwardCost
 from specray.bench.load.client import ServerClient
 from specray.bench.load.run import send
-from specray.bench.load.serve import ServePlan
 from specray.bench.load.stats import Pass, RequestRecord
 from specray.bench.plain import (
-    PLAIN,
     PlainResult,
-    Turn,
+    PlainTurn,
     make_turn,
     measure_plain,
+    plain_json,
     plain_table,
     served_model,
     token_ms,
 )
+from specray.bench.plans import PlainPlan
 from specray.cli import main
 from specray.errors import ConfigError, InvalidRequestError, OverloadedError, SpecrayError
 from specray.fakes import FakeRouterClient
@@ -95,11 +95,11 @@ def result_of_three_turns() -> PlainResult:
     """In the second the whole machine was half as fast, in the third the server alone."""
     slow = ForwardCost(1, 1, 25.0, 20.0, 200_000_000)
     turns = (
-        Turn(50.0, 16.0, ONE_ROW, SIX_ROWS),
-        Turn(25.0, 32.0, slow, ForwardCost(1, 6, 40.0, 22.0, 200_000_000)),
-        Turn(20.0, 40.0, ONE_ROW, SIX_ROWS),
+        PlainTurn(50.0, 16.0, ONE_ROW, SIX_ROWS),
+        PlainTurn(25.0, 32.0, slow, ForwardCost(1, 6, 40.0, 22.0, 200_000_000)),
+        PlainTurn(20.0, 40.0, ONE_ROW, SIX_ROWS),
     )
-    return PlainResult(ServePlan("http://x", ["a", "b"], [PLAIN], num_repeats=3), "m", turns, ("full",))
+    return PlainResult(PlainPlan(num_turns=3), "m", turns, ("full",))
 
 
 def test_median_of_the_shares_is_not_the_share_of_the_medians() -> None:
@@ -126,10 +126,9 @@ def test_table_has_a_column_per_turn_and_the_medians() -> None:
 
 
 def test_json_has_the_turns_with_their_forwards_and_no_prompts() -> None:
-    values = json.loads(json.dumps(result_of_three_turns().as_json()))
+    values = json.loads(json.dumps(plain_json(result_of_three_turns())))
     assert (values["model"], values["errors"], values["medians"]["token_ms"]) == ("m", ["full"], 32.0)
-    assert (values["plan"]["num_prompts"], values["plan"]["num_repeats"]) == (2, 3)
-    assert not {"prompts", "arms"} & set(values["plan"])
+    assert values["plan"]["num_turns"] == 3
     second = values["turns"][1]
     assert (second["http_share"], second["six_rows_ratio"]) == (0.625, 1.6)
     assert [cost["num_rows"] for cost in second["forwards"]] == [1, 6]
@@ -156,12 +155,12 @@ class Watched(FakeRouterClient):
 
 
 async def measure(router: FakeRouterClient, **options: Any) -> tuple[PlainResult, list[tuple[str, int, int]]]:
-    values: dict[str, Any] = {"prompts": ["a", "b"], "max_tokens": 8, "num_repeats": 1, "num_warmup": 0}
+    values: dict[str, Any] = {"max_tokens": 8, "num_turns": 1, "num_warmup": 0}
     told: list[tuple[str, int, int]] = []
     forwards = options.pop("forwards", lambda: COSTS)
     async with serving(router) as service:
-        plan = ServePlan(url=service.url, arms=[PLAIN], **{**values, **options})
-        result = await measure_plain(plan, MODEL, forwards, lambda *done: told.append(done))
+        plan = PlainPlan(url=service.url, **{**values, **options})
+        result = await measure_plain(plan, ["a", "b"], MODEL, forwards, lambda *done: told.append(done))
     return result, told
 
 
@@ -173,7 +172,7 @@ async def test_passes_are_plain_one_at_a_time_and_in_turns_with_the_forwards() -
         seen.append((len(router.requests), router.num_running))
         return COSTS
 
-    result, told = await measure(router, num_repeats=2, num_warmup=1, concurrency=7, forwards=forwards)
+    result, told = await measure(router, num_turns=2, num_warmup=1, forwards=forwards)
     # A warm-up and two prompts in each turn; the server is idle while forwards are measured.
     assert (seen, len(router.requests), router.peak) == ([(0, 0), (3, 0)], 6, 1)
     assert {request.speculation.enabled for request in router.requests} == {False}

@@ -14,7 +14,8 @@ import pytest
 
 from specray.bench.compare.journal import Journal, PassRow
 from specray.bench.compare.peers import Launch, PeerArm, Setup, System
-from specray.bench.compare.run import ComparePlan, Progress, cell_prompts, checkpoint_digest, compare
+from specray.bench.compare.plan import ComparePlan
+from specray.bench.compare.run import Progress, Run, _Prompts, checkpoint_digest, compare
 from specray.cli import main
 from specray.errors import ConfigError
 from specray.tokenization import load_tokenizer
@@ -59,15 +60,16 @@ def setup(tmp_path: Path) -> Setup:
 
 
 PLAN = ComparePlan(
-    arms=(PeerArm("a", "plain"), PeerArm("b", "draft", 3)),
-    prompts=["def", "hello"],
-    concurrencies=(1, 2),
-    temperatures=(0.0, 1.0),
+    concurrency=[1, 2],
+    temperature=[0.0, 1.0],
     num_turns=2,
     num_prompts=1,
     max_tokens=4,
     num_warmup=1,
+    max_model_len=64,
 )
+ARMS = (PeerArm("a", "plain"), PeerArm("b", "draft", 3))
+TEXTS = ["def", "hello"]
 
 
 def systems(log: Path, *options: str) -> dict[str, System]:
@@ -79,7 +81,7 @@ async def run(
 ) -> tuple[Journal, Progress]:
     journal = Journal(setup.work_dir / "passes.jsonl", {"threads": 2})
     known = known or systems(setup.work_dir / "log")
-    return journal, await compare(plan, known, setup, journal, **options)
+    return journal, await compare(plan, Run(known, ARMS, setup, {}), TEXTS, journal, **options)
 
 
 def events(setup: Setup) -> list[dict[str, Any]]:
@@ -148,7 +150,7 @@ async def test_a_system_of_one_request_is_not_asked_for_more(setup: Setup) -> No
 
 
 async def test_a_run_goes_on_where_it_ended(setup: Setup) -> None:
-    _, outcome = await run(PLAN, setup, time_limit_s=0.0)
+    _, outcome = await run(replace(PLAN, time_limit_s=0.0), setup)
     assert outcome == Progress(False, {})
     assert events(setup) == []
     one_turn = replace(PLAN, num_turns=1)
@@ -176,7 +178,7 @@ async def test_an_arm_whose_server_does_not_start_is_told_and_the_others_are_mea
 
 async def test_prompts_that_are_too_long_for_the_servers_are_refused_before_one_starts(setup: Setup) -> None:
     with pytest.raises(ConfigError) as caught:
-        await run(PLAN, replace(setup, max_model_len=8))
+        await run(replace(PLAN, max_model_len=8), setup)
     num_tokens = len(load_tokenizer(setup.target).encode("# warm-up\nhello")) + PLAN.max_tokens
     assert str(caught.value) == (
         f"--max-model-len is 8; allowed: {num_tokens} or more, the longest prompt with its output"
@@ -206,22 +208,22 @@ async def test_the_server_log_begins_with_its_command_line(setup: Setup) -> None
 
 def test_cell_prompts_are_as_many_as_the_concurrency_or_more(setup: Setup) -> None:
     tokenizer = load_tokenizer(setup.target)
-    plan = replace(PLAN, prompts=["a"] * 9, num_prompts=4)
-    assert [len(cell_prompts(plan, tokenizer, "", n)) for n in (1, 4, 9)] == [4, 4, 9]
+    prompts = _Prompts(replace(PLAN, num_prompts=4), ["a"] * 9, tokenizer)
+    assert [len(prompts.of("", n)) for n in (1, 4, 9)] == [4, 4, 9]
 
 
 def test_repeated_prompts_are_the_same_in_every_pass(setup: Setup) -> None:
     tokenizer = load_tokenizer(setup.target)
-    plan = replace(PLAN, has_fresh_prompts=False)
-    assert cell_prompts(plan, tokenizer, "0 1", 2) == [list(tokenizer.encode(text)) for text in PLAN.prompts]
+    plan = replace(PLAN, fresh_prompts=False)
+    assert _Prompts(plan, TEXTS, tokenizer).of("0 1", 2) == [list(tokenizer.encode(text)) for text in TEXTS]
 
 
 def test_chats_stand_in_the_template_behind_the_line_of_their_pass(setup: Setup) -> None:
     (setup.target / "chat_template.jinja").write_text("<{{ messages[0].content }}>")
     tokenizer = load_tokenizer(setup.target)
-    plan = replace(PLAN, is_chat=True)
-    assert cell_prompts(plan, tokenizer, "0 1", 2) == [
-        list(tokenizer.encode(f"<# 0 1\n{text}>", add_special_tokens=False)) for text in PLAN.prompts
+    plan = replace(PLAN, chat=True)
+    assert _Prompts(plan, TEXTS, tokenizer).of("0 1", 2) == [
+        list(tokenizer.encode(f"<# 0 1\n{text}>", add_special_tokens=False)) for text in TEXTS
     ]
 
 

@@ -9,7 +9,13 @@ from xml.etree import ElementTree
 import pytest
 
 from specray.bench.compare.journal import PassRow
-from specray.bench.compare.report import Report, latency_chart, markdown, throughput_chart, write_report
+from specray.bench.compare.report import (
+    CompareReport,
+    latency_chart,
+    markdown,
+    throughput_chart,
+    write_report,
+)
 from specray.bench.core.chart import Panel, Series, draw, linear_ticks, log_ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -31,7 +37,7 @@ def row(turn: int, arm: str, concurrency: int, tokens_per_s: float, **other: flo
     )
 
 
-REPORT = Report(
+REPORT = CompareReport(
     title="a comparison",
     conditions={"target": "t 12", "threads": 2},
     rows=[
@@ -110,14 +116,14 @@ def test_markdown_to_the_letter() -> None:
 
 def test_temperatures_have_sections_and_without_a_peer_nothing_is_compared() -> None:
     rows = [row(0, "specray plain", 1, 2.0, temperature=1.0), row(0, "specray plain", 1, 1.0)]
-    text = markdown(Report("t", {}, rows, {}, {}))
+    text = markdown(CompareReport("t", {}, rows, {}, {}))
     assert text.index("## Temperature 0") < text.index("## Temperature 1")
     assert "The best mode" not in text
     assert "Not measured" not in text
 
 
 def test_an_empty_run_has_a_report_that_says_what_is_absent() -> None:
-    text = markdown(Report("t", {}, [], {"vllm": "--vllm-python is not given"}, {}))
+    text = markdown(CompareReport("t", {}, [], {"vllm": "--vllm-python is not given"}, {}))
     assert "- vllm is absent: --vllm-python is not given" in text
 
 
@@ -150,7 +156,7 @@ def texts(svg: str) -> list[str]:
 
 
 def test_throughput_has_a_panel_per_temperature_and_latency_two() -> None:
-    both = Report("t", {}, [*REPORT.rows, row(0, "vllm plain", 1, 9.0, temperature=0.7)], {}, {})
+    both = CompareReport("t", {}, [*REPORT.rows, row(0, "vllm plain", 1, 9.0, temperature=0.7)], {}, {})
     assert len(ElementTree.fromstring(throughput_chart(both)).findall(f"{SVG}g")) == 2
     latency = latency_chart(both)
     assert len(ElementTree.fromstring(latency).findall(f"{SVG}g")) == 4
@@ -173,7 +179,9 @@ def test_plain_decoding_with_other_weights_is_dashed_too() -> None:
     rows = [
         row(0, arm, count, 9.0) for arm in ("specray plain int4", "specray auto int4") for count in (1, 8)
     ]
-    paths = ElementTree.fromstring(throughput_chart(Report("t", {}, rows, {}, {}))).findall(f"{SVG}path")
+    paths = ElementTree.fromstring(throughput_chart(CompareReport("t", {}, rows, {}, {}))).findall(
+        f"{SVG}path"
+    )
     assert {"stroke-dasharray" in path.attrib for path in paths} == {False, True}
 
 

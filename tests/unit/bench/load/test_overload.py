@@ -17,9 +17,10 @@ from rich.console import Console
 
 from specray.bench.load import overload
 from specray.bench.load.memory import read_memory, service_pids
-from specray.bench.load.overload import OverloadPlan, arrivals, measure_overload
-from specray.bench.load.overload_report import class_table, memory_table, overload_table
+from specray.bench.load.overload import arrivals, measure_overload
+from specray.bench.load.overload_report import overload_json, overload_tables
 from specray.bench.load.raw_http import RawAnswer, RawClient
+from specray.bench.plans import OverloadPlan
 from specray.errors import ConfigError, EngineLostError, OverloadedError
 from specray.fakes import FakeRouterClient
 from specray.requests import GenerateRequest, OutputChunk, ServiceLevel
@@ -163,20 +164,19 @@ async def test_a_level_that_is_not_sent_still_makes_two_classes(settles_at_once:
     router = TwoAtATime(info=INFO)
     async with serving(router) as service:
         plan = OverloadPlan(
-            service.url,
-            ["a"],
+            url=service.url,
             concurrency=2,
-            warmup_s=0.0,
-            capacity_duration_s=0.2,
-            rate_per_s=25.0,
+            warmup=0.0,
+            capacity_duration=0.2,
+            rate=25.0,
             factor=1.0,
-            duration_s=0.2,
+            duration=0.2,
             max_tokens=4,
-            slo={"itl_ms": 10_000.0},
+            slo_itl_ms=10_000.0,
             slo_share=0.5,
-            sends_slo=False,
+            send_slo=False,
         )
-        result = await measure_overload(plan, lambda name, share: None)
+        result = await measure_overload(plan, ["a"], lambda name, share: None)
     assert {request.level for request in router.requests} == {None}
     assert [own.attainment for own in result.capacity.classes.values()] == [1.0, 1.0]
 
@@ -185,21 +185,21 @@ async def test_run_counts_every_request_once_and_is_shown(settles_at_once: None)
     router = TwoAtATime(info=INFO)
     async with serving(router) as service:
         plan = OverloadPlan(
-            service.url,
-            ["a"],
+            url=service.url,
             concurrency=2,
-            warmup_s=0.2,
-            capacity_duration_s=0.3,
-            rate_per_s=25.0,
+            warmup=0.2,
+            capacity_duration=0.3,
+            rate=25.0,
             factor=4.0,
-            duration_s=0.5,
+            duration=0.5,
             max_tokens=4,
-            tenants=("x", "y"),
-            slo={"itl_ms": 5.0, "ttft_ms": 10_000.0},
+            tenant=["x", "y"],
+            slo_itl_ms=5.0,
+            slo_ttft_ms=10_000.0,
             slo_share=0.25,
         )
         phases: list[str] = []
-        result = await measure_overload(plan, lambda name, share: phases.append(name))
+        result = await measure_overload(plan, ["a"], lambda name, share: phases.append(name))
     capacity, overloaded = result.capacity, result.overload
     assert list(dict.fromkeys(phases)) == ["warm-up", "capacity", "overload"]
     # The warm-up does not count.
@@ -218,21 +218,19 @@ async def test_run_counts_every_request_once_and_is_shown(settles_at_once: None)
     classes = overloaded.classes
     assert sum(own.num_admitted for own in classes.values()) == overloaded.num_admitted
     assert [own.attainment for own in capacity.classes.values()] == [0.0, 0.0]
-    values = result.as_json()
-    assert (values["plan"]["num_prompts"], values["overload"]["num_refused"]) == (1, overloaded.num_refused)
+    values = overload_json(result)
+    assert (values["plan"]["factor"], values["overload"]["num_refused"]) == (4.0, overloaded.num_refused)
     json.dumps(values)
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(overload_table(result))
-    levels = class_table(result)
-    assert levels is not None and levels.row_count == 4
-    console.print(levels)
+    tables = overload_tables(result)
+    assert tables[1].row_count == 4
+    console.print(*tables)
     assert f"refused (429) │ 0 │ {overloaded.num_refused} │" in " ".join(console.export_text().split())
     if sys.platform == "linux":
         # The scripted service runs in this process.
         assert os.getpid() in [each.pid for each in result.memory_before]
         assert os.getpid() in [each.pid for each in result.memory_early]
-        table = memory_table(result)
-        assert table is not None and table.row_count >= 2
+        assert tables[2].row_count >= 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -23,9 +23,10 @@ from specray.bench.load.prompts import (
     load_labelled_prompts,
     load_prompts,
 )
-from specray.bench.load.serve import ServeArm, ServePlan, default_arms, measure, server_stats
+from specray.bench.load.serve import default_arms, measure, serve_arm, server_stats
+from specray.bench.load.serve_report import serve_json, serve_table
 from specray.bench.load.stats import Pass, RequestRecord, summarize
-from specray.bench.report.table import serve_table
+from specray.bench.plans import ServePlan
 from specray.errors import ConfigError, EngineLostError, InvalidRequestError, OverloadedError
 from specray.fakes import FakeRouterClient
 from specray.telemetry.metrics import RouterMetrics
@@ -198,17 +199,13 @@ def test_a_data_set_without_its_file_is_a_config_error() -> None:
 
 
 async def run(router: FakeRouterClient, **options: Any) -> Any:
-    plan: dict[str, Any] = {
-        "prompts": ["a", "b"],
-        "arms": default_arms(),
-        "max_tokens": 4,
-        "num_warmup": 0,
-        "has_fresh_prompts": False,
-    }
+    prompts = options.pop("prompts", [Prompt("a"), Prompt("b")])
+    arms, run_id = options.pop("arms", default_arms()), options.pop("run_id", None)
+    values: dict[str, Any] = {"max_tokens": 4, "num_warmup": 0, "fresh_prompts": False} | options
     progress: list[tuple[str, int, int]] = []
     async with serving(router) as service:
-        plan = {"url": service.url, **plan, **options}
-        result = await measure(ServePlan(**plan), lambda *done: progress.append(done))
+        plan = ServePlan(url=service.url, **values)
+        result = await measure(plan, prompts, arms, lambda *done: progress.append(done), run_id=run_id)
     return result, progress
 
 
@@ -217,8 +214,8 @@ async def test_arms_take_turns_over_the_same_prompts() -> None:
     result, progress = await run(router, num_repeats=2, num_warmup=1)
     enabled = [request.speculation.enabled for request in router.requests]
     assert enabled == [False, True, *[False, False, True, True] * 2]
-    assert [step[0] for step in progress] == ["off", "off", "on", "on"] * 2
-    assert progress[-1] == ("on", 8, 8)
+    assert [step[0].split()[-1] for step in progress] == ["off", "off", "on", "on"] * 2
+    assert progress[-1] == ("speculation on", 8, 8)
     off, on = (arm.summary for arm in result.arms)
     assert (off.num_requests, off.num_output_tokens, off.num_prompt_tokens) == (4, 16, 4)
     # The fake's SpeculationStats(2, 8, 4, ...).
@@ -231,7 +228,7 @@ async def test_arms_take_turns_over_the_same_prompts() -> None:
 async def test_each_pass_of_each_run_has_a_part_of_the_prefix_cache_of_its_own_unless_asked() -> None:
     router = FakeRouterClient(info=INFO)
     for run_id in "rs":
-        await run(router, num_repeats=2, num_warmup=1, has_fresh_prompts=True, run_id=run_id)
+        await run(router, num_repeats=2, num_warmup=1, fresh_prompts=True, run_id=run_id)
     salts = [request.sampling.cache_salt for request in router.requests]
     assert salts[:2] == ["r, off, warm-up", "r, on, warm-up"]
     assert salts[2:10:2] == ["r, off, pass 1", "r, on, pass 1", "r, off, pass 2", "r, on, pass 2"]
@@ -246,7 +243,12 @@ async def test_each_pass_of_each_run_has_a_part_of_the_prefix_cache_of_its_own_u
 async def test_a_chat_is_the_prompt_behind_the_template_and_has_a_part_of_the_cache_of_its_own() -> None:
     router = FakeRouterClient(info=INFO)
     result, _ = await run(
-        router, num_repeats=1, is_chat=True, has_fresh_prompts=True, run_id="r", categories=["x", "y"]
+        router,
+        num_repeats=1,
+        chat=True,
+        fresh_prompts=True,
+        run_id="r",
+        prompts=[Prompt("a", "x"), Prompt("b", "y")],
     )
     salts = [request.sampling.cache_salt for request in router.requests]
     assert salts == ["r, off, pass 1"] * 2 + ["r, on, pass 1"] * 2
@@ -278,14 +280,14 @@ async def test_concurrency_bounds_the_requests_in_flight() -> None:
             Counting.running -= 1
 
     router = Counting(info=INFO)
-    await run(router, prompts=["a"] * 12, concurrency=3, arms=[ServeArm("on", {})], num_repeats=1)
+    await run(router, prompts=[Prompt("a")] * 12, concurrency=3, arms=[serve_arm("on")], num_repeats=1)
     assert Counting.peak == 3
     assert len(router.requests) == 12
 
 
 async def test_without_streaming_the_counts_are_the_same() -> None:
     router = FakeRouterClient(info=INFO)
-    result, _ = await run(router, is_stream=False, num_repeats=1)
+    result, _ = await run(router, stream=False, num_repeats=1)
     on = result.arms[1].summary
     assert (on.num_output_tokens, on.acceptance_rate, on.ttft_ms, on.itl_ms) == (8, 0.5, None, None)
     assert on.latency_ms is not None
@@ -301,11 +303,10 @@ async def test_failed_requests_are_counted_and_told() -> None:
 
 async def test_result_as_json_and_as_a_table() -> None:
     result, _ = await run(FakeRouterClient(info=INFO), arms=default_arms([3]))
-    values = json.loads(json.dumps(result.as_json()))
+    values = json.loads(json.dumps(serve_json(result)))
     assert [arm["name"] for arm in values["arms"]] == ["off", "on", "K=3"]
     assert values["arms"][2]["speculation"] == {"enabled": True, "num_speculative_tokens": 3}
-    assert values["plan"]["num_prompts"] == 2
-    assert "prompts" not in values["plan"]
+    assert values["plan"]["max_tokens"] == 4
     console = Console(width=200, record=True)
     console.print(serve_table(result))
     text = console.export_text()

@@ -6,11 +6,12 @@ import asyncio
 
 import pytest
 
+from specray.bench.core.figures import Tally
 from specray.bench.methods.along import walk_along
-from specray.bench.methods.drafts import drafts_of
-from specray.bench.methods.method import ALL, DEFAULT_METHODS, Method, MethodRow, Tally, by_depth
-from specray.bench.methods.run import with_plain
-from specray.bench.report.methods import methods_chart, methods_tables
+from specray.bench.methods.drafts import drafts_of, methods_of
+from specray.bench.methods.method import ALL, Method, MethodRow
+from specray.bench.methods.report import methods_chart, methods_tables
+from specray.bench.plans import METHODS, MethodsPlan
 from specray.config import parse_config
 from specray.errors import ConfigError
 from specray.requests import SpeculationStats
@@ -21,7 +22,7 @@ def test_name_says_what_drafts_and_its_tree() -> None:
     assert Method.parse("plain") == Method("plain", None, "off")
     assert Method.parse("ngram") == Method("ngram", DraftKind.NGRAM, "off")
     assert Method.parse("model:4x2x1") == Method("model:4x2x1", DraftKind.MODEL, "4x2x1")
-    assert [Method.parse(name).name for name in DEFAULT_METHODS] == list(DEFAULT_METHODS)
+    assert [Method.parse(name).name for name in METHODS] == list(METHODS)
     assert Method.parse("lookahead") == Method("lookahead", DraftKind.LOOKAHEAD)
     assert Method.parse("features:4x2x1") == Method("features:4x2x1", DraftKind.FEATURES, "4x2x1")
     in_target = [kind for kind in DraftKind if Method.parse(kind.value).is_in_target]
@@ -43,8 +44,10 @@ def test_router_of_a_method_has_its_tree_and_nothing_beside() -> None:
 
 def test_plain_decoding_is_always_measured() -> None:
     model, plain = Method.parse("model"), Method.parse("plain")
-    assert with_plain([model]) == [plain, model]
-    assert with_plain([model, plain]) == [model, plain]
+    assert methods_of(MethodsPlan(method=["model"]), None, None) == [plain, model]
+    assert methods_of(MethodsPlan(method=["model", "plain"]), None, None) == [model, plain]
+    names = [method.name for method in methods_of(MethodsPlan(), "pard", "drafter")]
+    assert names == [*METHODS, "pard", "features", "features:16"]
 
 
 def test_methods_with_a_draft_of_their_own_have_a_process_of_their_own() -> None:
@@ -111,10 +114,8 @@ def test_figures_are_medians_of_turns_and_sums_over_outputs() -> None:
 
 def test_acceptance_by_depth_is_of_the_steps_that_came_so_far() -> None:
     # Ten steps: four accepted none, three one, three two.
-    assert by_depth([4, 3, 3]) == (0.6, 0.5)
-    assert by_depth([0, 0, 5]) == (1.0, 1.0)
-    assert by_depth([5, 0, 0]) == (0.0,)
-    assert by_depth([]) == ()
+    for histogram, rates in (([4, 3, 3], (0.6, 0.5)), ([0, 0, 5], (1.0, 1.0)), ([5, 0, 0], (0.0,)), ([], ())):
+        assert Tally(histogram=histogram).by_depth == rates
 
 
 def test_report_has_a_table_per_temperature_and_one_by_category() -> None:

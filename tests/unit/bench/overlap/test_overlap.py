@@ -16,10 +16,10 @@ from specray.bench.overlap.run import (
     num_prompts_of,
     overlap_arm,
     overlap_table,
+    parse_arm,
 )
-from specray.bench.testbed.kinds import LinkKind
 from specray.cli.app import run
-from specray.cli.bench.overlap import cores, overlap, parse_arm
+from specray.cli.bench.overlap import cores
 from specray.config import parse_config
 from specray.errors import ConfigError
 from specray.serving.local import pair
@@ -82,9 +82,9 @@ def test_cores_are_numbers_with_commas_between() -> None:
         cores("0-3")
 
 
-def test_hosts_without_a_delay_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--link is namespaces without --delay-ms"):
-        overlap(link=LinkKind.NAMESPACES)
+def test_hosts_without_a_delay_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "overlap", "--link", "namespaces"]) == 2
+    assert "--link is namespaces without --delay-ms" in capsys.readouterr().err
 
 
 def test_an_arm_changes_speculation_and_nothing_else() -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from specray.bench.plans import StructuredPlan
 from specray.bench.structured.hostile import ORDINARY, AttackResult, HostileResult, attacks, measure_hostile
 from specray.bench.structured.judgement import judge, refusals, shortfalls
 from specray.bench.structured.report import structured_report
-from specray.bench.structured.run import Answer, Group, StructuredPlan, StructuredResult, measure_structured
+from specray.bench.structured.run import Answer, Group, StructuredResult, measure_structured
 from specray.bench.structured.schemas import Case, compose
 from specray.errors import EngineLostError, SpecrayError
 from specray.fakes import FakeRouterClient
@@ -30,8 +31,7 @@ def quiet(name: str, num_done: int, num_all: int) -> None:
 
 
 def result_of(*groups: Group) -> StructuredResult:
-    plan = StructuredPlan("http://127.0.0.1:1", [CASE, STRICT, REFUSED], arms=("off", "on"))
-    return StructuredResult(plan, "tiny", groups, 60.0)
+    return StructuredResult(StructuredPlan(), [CASE, STRICT, REFUSED], "tiny", groups, 60.0)
 
 
 @pytest.mark.slow
@@ -40,8 +40,8 @@ async def test_small_run_asks_for_every_schema_in_every_arm() -> None:
     router = babbling(tokenizer, seed=None)
     cases = compose(10, 0)
     async with serving(router, tokenizer=tokenizer) as service:
-        plan = StructuredPlan(service.url, cases, arms=("off", "on"), max_tokens=60, concurrency=3)
-        result = await measure_structured(plan, quiet)
+        plan = StructuredPlan(service.url, arm=["on"], max_tokens=60, concurrency=3)
+        result = await measure_structured(plan, cases, quiet)
     verdicts = judge(result)
     assert [(verdict.temperature, verdict.arm) for verdict in verdicts] == [
         (temperature, arm) for temperature in (0.0, 1.0) for arm in ("off", "on")
@@ -112,7 +112,7 @@ def test_refusals_are_told_by_word() -> None:
 
 async def test_server_that_is_away_is_an_error() -> None:
     with pytest.raises(EngineLostError):
-        await measure_structured(StructuredPlan("http://127.0.0.1:1", [CASE]), quiet)
+        await measure_structured(StructuredPlan("http://127.0.0.1:1"), [CASE], quiet)
 
 
 def writing(reply: Any) -> FakeRouterClient:
@@ -129,17 +129,10 @@ def writing(reply: Any) -> FakeRouterClient:
 async def attack(router: FakeRouterClient, *names: str) -> HostileResult:
     """Each attack is one request: what follows it at once comes too late for ``attack_s``."""
     async with serving(router, tokenizer=chat_tokenizer(PLAIN)) as service:
-        return await measure_hostile(
-            service.url,
-            prompts=["def a():"],
-            num_others=2,
-            quiet_s=0.05,
-            attack_s=0.01,
-            timeout_s=30.0,
-            on_progress=quiet,
-            names=names,
-            pause_s=0.02,
+        plan = StructuredPlan(
+            service.url, attack=list(names), quiet_s=0.05, attack_s=0.01, attack_pause_s=0.02, timeout_s=30.0
         )
+        return await measure_hostile(plan, ["def a():"], quiet)
 
 
 @pytest.mark.slow

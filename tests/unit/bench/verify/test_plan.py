@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from specray.bench.verify.outputs import Output, agreement
+from specray.bench.verify.outputs import VerifiedOutput, agreement
 from specray.bench.verify.plan import CASES
 from specray.engine.sampling.draws import draw_tokens
 from specray.engine.sampling.noise import NoiseSource
@@ -28,7 +28,7 @@ NumSeen = Callable[[int], int]
 """Tokens of a prefix that the penalties count, by its length."""
 
 
-def sampled(seed: int, num_seen: NumSeen, *, num_tokens: int = 48) -> Output:
+def sampled(seed: int, num_seen: NumSeen, *, num_tokens: int = 48) -> VerifiedOutput:
     """An output of the service's own processors and coupled draws."""
     options = {key: value for key, value in PENALTIES.sampling.items() if key != "min_tokens"}
     sampling = SamplingParams(seed=seed, num_prompt_tokens=1, **options)
@@ -39,16 +39,16 @@ def sampled(seed: int, num_seen: NumSeen, *, num_tokens: int = 48) -> Output:
         processed = process_logits(LOGITS[tokens[-1]][None], [group])
         (draw,) = draw_tokens(processed, draw_keys(group), NOISE)
         tokens.append(draw.token_id)
-    return Output(tuple(tokens[1:]))
+    return VerifiedOutput(tuple(tokens[1:]))
 
 
 @pytest.fixture(scope="module")
-def plain() -> list[Output]:
+def plain() -> list[VerifiedOutput]:
     return [sampled(seed, lambda length: length) for seed in range(NUM_OUTPUTS)]
 
 
 @pytest.mark.slow
-def test_penalties_without_the_last_draft_token_show(plain: list[Output]) -> None:
+def test_penalties_without_the_last_draft_token_show(plain: list[VerifiedOutput]) -> None:
     def without_last(length: int) -> int:
         return length - (length % (NUM_DRAFT_TOKENS + 1) != 0)
 
@@ -57,7 +57,7 @@ def test_penalties_without_the_last_draft_token_show(plain: list[Output]) -> Non
 
 
 @pytest.mark.slow
-def test_penalties_of_the_prefix_before_the_draft_show(plain: list[Output]) -> None:
+def test_penalties_of_the_prefix_before_the_draft_show(plain: list[VerifiedOutput]) -> None:
     def before_draft(length: int) -> int:
         return length - length % (NUM_DRAFT_TOKENS + 1)
 

@@ -17,7 +17,7 @@ from specray.bench.verify.statistics import worse_p_value
 from specray.bench.verify.tasks import Task, TaskKind, load_tasks
 from specray.errors import ConfigError
 from specray.requests import GenerateRequest
-from tests.unit.bench.verify.test_verify import PLAN, VOCABULARY, Service, VerifyPlan
+from tests.unit.bench.verify.test_verify import PLAN, PROMPTS, VOCABULARY, Service, VerifyPlan
 from tests.unit.serving.http.service import INFO, TOKENIZER, serving
 
 ADD: dict[str, Any] = {
@@ -118,9 +118,9 @@ async def test_a_service_that_solves_fewer_tasks_with_drafts_is_at_fault(is_faul
         return right[::-1] if is_faulty and request.speculation.enabled is not False else right
 
     tasks = [Task("a", ("\n",), target=TOKENIZER.decode(right))] * 20
-    plan = {**PLAN, "num_samples": 0, "tasks": tasks}
+    plan = {**PLAN, "num_samples": 0}
     async with serving(Service(reply=reply, info=INFO)) as service:
-        result = await verify(VerifyPlan(url=service.url, **plan), lambda *_: None)
+        result = await verify(VerifyPlan(url=service.url, **plan), PROMPTS, tasks, lambda *_: None)
     found = {one.way: (one.num_solved, one in result.faults) for one in result.comparisons if one.num_solved}
     chosen = (20, 0, 20) if is_faulty else (20, 20, 20)
     assert found == {SELF: ((20, 20, 20), False), "as the service chooses": (chosen, is_faulty)}

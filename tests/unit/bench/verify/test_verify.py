@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
-from specray.bench.verify.outputs import Agreement, Output, agreement
-from specray.bench.verify.plan import CASES, SELF, WAYS, VerifyPlan
+from specray.bench.plans import VerifyPlan
+from specray.bench.verify.outputs import Agreement, VerifiedOutput, agreement
+from specray.bench.verify.plan import CASES, SELF, WAYS
 from specray.bench.verify.report import verify_json, verify_table
 from specray.bench.verify.run import VerifyResult, verify
 from specray.bench.verify.samples import read_likely
+from specray.bench.verify.tasks import Task
 from specray.errors import EngineLostError, InvalidRequestError, SpecrayError
 from specray.fakes import FakeRouterClient
 from specray.requests import GenerateRequest, OutputChunk
@@ -28,7 +30,8 @@ pytestmark = pytest.mark.slow
 VOCABULARY = TOKENIZER.encode("hello, a ")
 SHARES = {token: count / len(VOCABULARY) for token, count in Counter(VOCABULARY).most_common()}
 """Probability of each token, at any place, likeliest first."""
-PLAN: dict[str, Any] = {"prompts": ["a", "he", "hello"], "max_tokens": 8, "num_samples": 16}
+PLAN: dict[str, Any] = {"max_tokens": 8, "num_samples": 16}
+PROMPTS = ["a", "he", "hello"]
 Reply = Callable[[GenerateRequest], Sequence[int]]
 
 
@@ -58,9 +61,12 @@ class Service(FakeRouterClient):
         super()._take(request)
 
 
-async def verified(reply: Reply = honest, **changed: Any) -> VerifyResult:
+async def verified(
+    reply: Reply = honest, prompts: Sequence[str] = PROMPTS, tasks: Sequence[Task] = (), **changed: Any
+) -> VerifyResult:
     async with serving(Service(reply=reply, info=INFO)) as service:
-        return await verify(VerifyPlan(url=service.url, **{**PLAN, **changed}), lambda *_: None)
+        plan = VerifyPlan(url=service.url, **{**PLAN, **changed})
+        return await verify(plan, prompts, tasks, lambda *_: None)
 
 
 async def ended_by(words: str, refuses: Callable[[GenerateRequest], bool]) -> None:
@@ -74,7 +80,7 @@ async def ended_by(words: str, refuses: Callable[[GenerateRequest], bool]) -> No
 
     async with serving(Refusing(reply=honest, info=INFO)) as service:
         with pytest.raises(InvalidRequestError, match=f"the server answers 400: {words}"):
-            await verify(VerifyPlan(url=service.url, **PLAN), lambda *_: None)
+            await verify(VerifyPlan(url=service.url, **PLAN), PROMPTS, [], lambda *_: None)
 
 
 def names(result: VerifyResult) -> set[tuple[str, str]]:
@@ -82,7 +88,7 @@ def names(result: VerifyResult) -> set[tuple[str, str]]:
 
 
 async def test_a_service_that_is_right_has_no_fault_even_exactly() -> None:
-    result = await verified(is_exact=True)
+    result = await verified(exact=True)
     assert names(result) == set()
     assert len(result.comparisons) == (len(CASES) + 1) * len(WAYS)
     told = {one.way for one in result.comparisons if one.not_offered}
@@ -98,7 +104,7 @@ async def test_other_tokens_of_one_draft_are_a_fault_of_that_way_alone() -> None
             tokens[2] = VOCABULARY[-1] if tokens[2] != VOCABULARY[-1] else VOCABULARY[0]
         return tokens
 
-    result = await verified(faulty, is_exact=True, num_samples=0)
+    result = await verified(faulty, exact=True, num_samples=0)
     assert names(result) == {(case.name, "n-grams, K=8") for case in CASES}
 
 
@@ -125,7 +131,7 @@ async def test_penalties_with_a_wrong_prefix_are_found_under_penalties_only() ->
             tokens[1:] = [VOCABULARY[0] if token != VOCABULARY[0] else VOCABULARY[1] for token in tokens[1:]]
         return tokens
 
-    result = await verified(faulty, is_exact=True, num_samples=0)
+    result = await verified(faulty, exact=True, num_samples=0)
     assert {case for case, _ in names(result)} == {"coupled, penalties and top-p"}
 
 
@@ -193,8 +199,8 @@ async def test_samples_are_of_the_model_alone_and_none_shares_its_noise() -> Non
 
 
 def test_agreement_counts_tokens_up_to_the_first_other_one() -> None:
-    plain = [Output((1, 2, 3), (-1.0, -2.0, -3.0)), Output((1, 2)), Output((1,))]
-    others = [Output((1, 9, 3), (-1.5, -9.0, -3.0)), Output((1, 2)), Output((1, 2))]
+    plain = [VerifiedOutput((1, 2, 3), (-1.0, -2.0, -3.0)), VerifiedOutput((1, 2)), VerifiedOutput((1,))]
+    others = [VerifiedOutput((1, 9, 3), (-1.5, -9.0, -3.0)), VerifiedOutput((1, 2)), VerifiedOutput((1, 2))]
     assert agreement(plain, others) == Agreement(3, 2, 2 + 2 + 2, 0.5)
 
 
@@ -203,7 +209,7 @@ async def test_table_and_json_name_the_faults(tmp_path: Path) -> None:
         tokens = honest(request)
         return tokens[::-1] if request.speculation.draft is DraftKind.NGRAM else tokens
 
-    result = await verified(faulty, is_exact=True, num_samples=0)
+    result = await verified(faulty, exact=True, num_samples=0)
     assert verify_json(result)["faults"] == [f"{case.name}: n-grams, K=8" for case in CASES]
     table = verify_table(result)
     verdicts = list(table.columns[-1].cells)

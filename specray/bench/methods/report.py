@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.table import Table
 
 from specray.bench.core.chart import Panel, Series, draw
-from specray.bench.core.report import page
+from specray.bench.core.report import grid_of, number, page, table_of
 from specray.bench.methods.method import ALL, MethodRow
 
-_DASH = "–"
+_DEPTHS = "acceptance by depth"
 _COLORS = ("#222222", "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2")
 
 
@@ -67,40 +67,35 @@ def methods_chart(rows: Sequence[MethodRow]) -> str:
     return draw("Acceptance by depth", panels, num_columns=2)
 
 
-def _number(value: float | None, digits: int = 2) -> str:
-    return _DASH if value is None else f"{value:.{digits}f}"
-
-
 def _all_table(temperature: float, rows: Sequence[MethodRow]) -> Table:
-    table = Table(title=f"temperature {temperature:g}, all prompts")
-    table.add_column("method")
-    for name in ("tokens/s", "speedup", "tokens/round", "acceptance length", "nodes", "draft ms", "equal"):
-        table.add_column(name, justify="right")
-    table.add_column("acceptance by depth")
-    for row in rows:
-        table.add_row(
-            row.method,
-            _number(row.tokens_per_s, 1),
-            _number(row.speedup),
-            f"{row.tokens_per_round:.2f}",
-            _number(row.acceptance_length),
-            _number(row.nodes_per_step, 1),
-            f"{row.draft_ms:.2f}",
-            f"{row.num_equal}/{row.num_outputs}",
-            " ".join(f"{share:.2f}" for share in row.acceptance_by_depth[:6]),
-        )
-    return table
+    columns: dict[str, Callable[[MethodRow], object]] = {
+        "method": lambda row: row.method,
+        "tokens/s": lambda row: number(row.tokens_per_s, 1),
+        "speedup": lambda row: row.speedup,
+        "tokens/round": lambda row: row.tokens_per_round,
+        "acceptance length": lambda row: row.acceptance_length,
+        "nodes": lambda row: number(row.nodes_per_step, 1),
+        "draft ms": lambda row: row.draft_ms,
+        "equal": lambda row: f"{row.num_equal}/{row.num_outputs}",
+        _DEPTHS: lambda row: " ".join(f"{share:.2f}" for share in row.acceptance_by_depth[:6]),
+    }
+    return table_of(f"temperature {temperature:g}, all prompts", columns, rows, text=(_DEPTHS,))
 
 
 def _category_table(temperature: float, rows: Sequence[MethodRow]) -> Table:
     """Tokens per round and speedup of each method, a row per category."""
     methods = list(dict.fromkeys(row.method for row in rows))
     by_place = {(row.category, row.method): row for row in rows}
-    table = Table(title=f"temperature {temperature:g}: tokens per round, speedup")
-    table.add_column("category")
-    for method in methods:
-        table.add_column(method, justify="right")
-    for category in dict.fromkeys(row.category for row in rows):
-        cells = [by_place[category, method] for method in methods]
-        table.add_row(category, *(f"{cell.tokens_per_round:.2f}  {_number(cell.speedup)}" for cell in cells))
-    return table
+    title = f"temperature {temperature:g}: tokens per round, speedup"
+    cells = {
+        category: [by_place[category, method] for method in methods]
+        for category in dict.fromkeys(row.category for row in rows)
+    }
+    return grid_of(
+        title,
+        ["category", *methods],
+        (
+            [name, *(f"{cell.tokens_per_round:.2f}  {number(cell.speedup)}" for cell in own)]
+            for name, own in cells.items()
+        ),
+    )

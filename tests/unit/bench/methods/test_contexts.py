@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specray.bench.load.contexts import contexts
+from specray.bench.methods.prompts import contexts
 from specray.errors import ConfigError
 from tests.unit.tokenization.tiny_tokenizer import tiny_tokenizer
 
