@@ -53,8 +53,6 @@ _ACCEPTANCE_SEQUENCES = 8
 
 @dataclass(frozen=True, slots=True)
 class SweepPlan:
-    """The loads to measure."""
-
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
     num_sequences: tuple[int, ...] = NUM_SEQUENCES
     ks: tuple[int, ...] = SERIAL_KS
@@ -141,7 +139,6 @@ async def _measure_acceptance(loads: _Loads, plan: SweepPlan) -> Sweep:
 
 
 async def _measure_pass(loads: _Loads, plan: SweepPlan, sweep: Sweep) -> None:
-    """Measures every load once."""
     rounds, counts = Samples(), _counts(loads, plan)
     for k in _ks(loads, plan):
         fitting = [count for count in counts if count * k <= _MAX_DRAFT_TOKENS]
@@ -272,8 +269,6 @@ class _Loads:
 
 
 class _Serving:
-    """A router that runs."""
-
     def __init__(self, router: Router, names: Iterator[int]) -> None:
         self._router = router
         self._names = names

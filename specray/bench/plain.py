@@ -60,8 +60,6 @@ class PlainTurn:
 
 @dataclass(frozen=True, slots=True)
 class PlainResult:
-    """Results of a whole run."""
-
     plan: PlainPlan
     model: str
     """Name of the model at the server."""

@@ -51,8 +51,6 @@ class CheckRow:
 
 @dataclass(frozen=True, slots=True)
 class LoadPass:
-    """One load, served once."""
-
     tokens_per_s: float
     ttft_ms: float
     """Median time to first token in milliseconds."""
@@ -60,8 +58,6 @@ class LoadPass:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPair:
-    """Measurements of a pair."""
-
     prompt_lens: tuple[int, ...]
     max_tokens: int
     temperature: float
@@ -101,7 +97,6 @@ class LoadRunner:
 
     @property
     def measured(self) -> MeasuredPair:
-        """Everything measured so far."""
         return MeasuredPair(tuple(map(len, self._prompts)), self._max_tokens, self._temperature, self._passes)
 
     async def run_pass(self, pair: LocalPair) -> None:

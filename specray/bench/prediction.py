@@ -39,8 +39,6 @@ _WORD: Final = re.compile(r"[A-Za-z_]\w{2,}")
 
 @dataclass(frozen=True, slots=True)
 class PredictionRow:
-    """Figures of one arm over all prompts and turns."""
-
     arm: str
     tokens_per_s: float
     """Median over the turns."""
@@ -114,7 +112,6 @@ async def measure_prediction(
 def _predictions(
     outputs: Sequence[tuple[int, ...]], tokenizer: Tokenizer, seed: int
 ) -> list[dict[str, tuple[int, ...]]]:
-    """The predictions of each output, by arm."""
     found = []
     for place, output in enumerate(outputs):
         source = random.Random(seed + place)

@@ -45,8 +45,6 @@ def written(requests: Sequence[GenerateRequest], outputs: Sequence[OutputChunk])
 
 @dataclass(slots=True)
 class _Reading:
-    """One output under one bound."""
-
     request_id: str
     output: WrittenOutput
     min_acceptance: float
@@ -129,7 +127,6 @@ async def asked(drafter: Drafter, items: Sequence[SpeculateItem]) -> list[Propos
 
 
 def _measured(readings: Sequence[_Reading]) -> MeasuredOutput:
-    """Combines the readings of one output, which come by increasing bound."""
     output = readings[0].output
     prompt, tokens = _numbered(output.prompt, output.tokens)
     return MeasuredOutput(

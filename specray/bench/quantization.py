@@ -25,8 +25,6 @@ FORMATS = ("none", "int8", "int4")
 
 @dataclass(frozen=True, slots=True)
 class FormatQuality:
-    """What one format does to a text."""
-
     number_format: str
     num_tokens: int
     """Tokens that were predicted."""
@@ -119,7 +117,6 @@ def measure_quality(
 
 
 def _log_probs(runner: ModelRunner, window: Sequence[int]) -> torch.Tensor:
-    """Log probabilities of each token of the window but the first, given those before it."""
     num_blocks = -(-len(window) // runner.info.block_size)
     step = SequenceInput(window[:-1], 0, range(num_blocks), len(window) - 1)
     return runner.run([step]).logits.cpu().log_softmax(-1)

@@ -42,8 +42,6 @@ class RoundTrip:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """Plain decoding of some requests at a time."""
-
     num_sessions: int
     num_tokens: int
     step_ms: float
@@ -170,8 +168,6 @@ def _items(round_id: int, num_sessions: int, num_draft_tokens: int) -> list[Veri
 
 
 class NoopTarget:
-    """Accepts everything at once."""
-
     info = EngineInfo(
         role="target",
         model="noop",

@@ -30,8 +30,6 @@ _NUM_HALVINGS: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """All that was measured of one candidate."""
-
     candidate: Candidate
     likenesses: tuple[Likeness, ...]
     """By temperature, domain and K."""
@@ -40,14 +38,11 @@ class Measured:
     times: Times
 
     def at(self, temperature: float, domain: str = ALL) -> list[Likeness]:
-        """The likenesses at one temperature, by K."""
         return [one for one in self.likenesses if (one.temperature, one.domain) == (temperature, domain)]
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The best K at one concurrency."""
-
     concurrency: int
     k: int
     tau: float
@@ -73,8 +68,6 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One candidate in the ranking."""
-
     measured: Measured
     predictions: tuple[Prediction, ...]
     """By concurrency."""
@@ -91,14 +84,11 @@ class Entry:
 
     @property
     def first(self) -> Prediction:
-        """The prediction by which candidates are ranked."""
         return self.predictions[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The candidates, the best first."""
-
     temperature: float
     """Temperature of the ranking."""
     concurrencies: tuple[int, ...]
@@ -157,8 +147,6 @@ def advise(
 
 
 class _Predictor:
-    """Predictions of one candidate."""
-
     def __init__(self, measured: Measured, plain: Times, temperature: float) -> None:
         self.measured = measured
         self._likenesses = measured.at(temperature)

@@ -28,7 +28,6 @@ class Candidate:
 
     @property
     def kind(self) -> DraftKind:
-        """What drafts."""
         return self.config.draft.kind_in_use
 
     @property
@@ -115,7 +114,6 @@ def without_draft(config: Config) -> Config:
 
 
 def split_keys(draft: str) -> tuple[str, list[str]]:
-    """The model of ``MODEL@KEY=VALUE,...``, and what it sets of the section ``draft``."""
     model, _, keys = draft.rpartition("@")
     return (model, keys.split(",")) if model and "=" in keys else (draft, [])
 

@@ -115,7 +115,6 @@ class Times:
 
     @property
     def has_draft_steps(self) -> bool:
-        """A draft model works besides the target."""
         return bool(self.draft_steps or self.propose)
 
     def verify_s(self) -> dict[int, float]:

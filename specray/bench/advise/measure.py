@@ -44,8 +44,6 @@ Show = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class MeasurePlan:
-    """How much is measured."""
-
     prompts: tuple[LabelledPrompt, ...]
     """Prompts, each with its domain as category."""
     temperatures: tuple[float, ...]
@@ -63,8 +61,6 @@ class MeasurePlan:
 
 @dataclass(slots=True)
 class _Clock:
-    """Progress, and the time that is left for loads."""
-
     show: Show
     num_all: int
     num_done: int = 0
@@ -127,8 +123,6 @@ def _num_parts(candidates: Sequence[Candidate], plan: MeasurePlan) -> int:
 
 
 class _Bench:
-    """One target process with its drafts."""
-
     def __init__(
         self,
         config: Config,
@@ -257,7 +251,6 @@ class _Bench:
         return tallies
 
     def _by_domain(self, temperature: float, k: int, tallies: Sequence[Tally]) -> list[Likeness]:
-        """Likenesses of all prompts together first, then of each domain, if there are several."""
         labels = [prompt.category for prompt in self._plan.prompts]
         domains = list(dict.fromkeys(label for label in labels if label))
         found = []
@@ -287,7 +280,6 @@ class _Bench:
             self._clock.loads_s += time.monotonic() - started_s
 
     async def _load(self, pair: LocalPair, one: Candidate | None, k: int, count: int) -> Samples:
-        """Serves some short prompts at once, and returns what its steps took."""
         if one is None:
             method = Method.parse(PLAIN)
         else:

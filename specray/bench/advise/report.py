@@ -20,7 +20,6 @@ _COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8
 
 
 def advice_tables(advice: Advice) -> list[Table]:
-    """The ranking, what would change it, likeness, and step times."""
     return [_ranking(advice), _changes(advice), _likeness(advice), _times(advice)]
 
 
@@ -249,7 +248,6 @@ def _verify_steps(times: Times) -> Iterator[tuple[int, float]]:
 
 
 def _draft_steps(times: Times) -> Iterator[tuple[int, float]]:
-    """Seconds per draft token by sequences, as the service would predict them."""
     if times.has_draft_steps:
         cost = times.cost_model()
         for count in sorted({one.num_sequences for one in times.verify}):

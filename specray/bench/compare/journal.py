@@ -61,12 +61,10 @@ class Journal:
             self._append({"conditions": self.conditions})
 
     def add(self, row: PassRow) -> None:
-        """Adds a pass, and writes it to the disk."""
         self.rows.append(row)
         self._append(asdict(row))
 
     def has(self, turn: int, arm: str, temperature: float, concurrency: int) -> bool:
-        """True if this pass has been measured."""
         return any(row.key == (turn, arm, temperature, concurrency) for row in self.rows)
 
     def _read(self, conditions: Mapping[str, Any]) -> None:

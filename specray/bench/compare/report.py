@@ -42,8 +42,6 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class CompareReport:
-    """A comparison, as far as it has come."""
-
     title: str
     conditions: Mapping[str, Any]
     """Models, data, threads and token counts of the run, as plain JSON."""
@@ -75,7 +73,6 @@ def write_report(report: CompareReport, directory: Path) -> None:
 
 
 def report_json(report: CompareReport) -> dict[str, Any]:
-    """Everything, single passes included."""
     values = values_of(report)
     return {**values, "cells": [values_of(cell) for cell in report.cells], "passes": values.pop("rows")}
 
@@ -101,7 +98,6 @@ def markdown(report: CompareReport) -> str:
 
 
 def throughput_chart(report: CompareReport) -> str:
-    """Plots tokens/s over concurrency, one panel per temperature."""
     panels = _panels(report, "tokens/s", lambda cell: cell.tokens_per_s)
     return draw(f"{report.title}: tokens/s", panels, num_columns=max(1, len(panels)))
 
@@ -140,7 +136,6 @@ def _concurrencies(cells: Sequence[Cell]) -> list[int]:
 
 
 def _table(cells: Sequence[Cell], text: Callable[[Cell], str]) -> str:
-    """Makes a table with one line per arm and one column per concurrency."""
     columns = _concurrencies(cells)
     by_key = {(cell.arm, cell.concurrency): text(cell) for cell in cells}
     rows = [
@@ -229,7 +224,6 @@ def _panels(
 
 
 def _styles(cells: Sequence[Cell]) -> dict[str, tuple[str, bool]]:
-    """Picks the colour and dashes of every arm: one family of colours per system, plain decoding dashed."""
     styles: dict[str, tuple[str, bool]] = {}
     counts: dict[str, int] = {}
     for cell in cells:

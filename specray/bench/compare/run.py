@@ -117,15 +117,12 @@ def conditions_of(plan: ComparePlan, setup: Setup) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of a run."""
-
     is_complete: bool
     failed: Mapping[str, str]
     """Reasons why arms could not be measured, by arm."""
 
 
 def cells_of(plan: ComparePlan, system: System) -> list[tuple[float, int]]:
-    """Returns (temperature, concurrency) of the passes in one turn of a system."""
     limit = system.max_concurrency or max(plan.concurrencies)
     return [cell for cell in product(plan.temperatures, plan.concurrencies) if cell[1] <= limit]
 

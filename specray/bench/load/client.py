@@ -19,15 +19,12 @@ _MAX_LINE_BYTES = 4 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class StreamEvent:
-    """One server-sent event, decoded."""
-
     arrived_s: float
     """Arrival in seconds, on the monotonic clock."""
     body: Mapping[str, Any]
 
     @property
     def text(self) -> str:
-        """Text that all choices of the event add."""
         return "".join(_added_text(choice) for choice in self.body.get("choices") or ())
 
 

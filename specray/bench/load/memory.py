@@ -16,8 +16,6 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """Memory of one process at one moment."""
-
     pid: int
     name: str
     rss_bytes: int
@@ -85,7 +83,6 @@ def _parent(pid: int) -> int:
 
 
 def _name(pid: int) -> str:
-    """Returns the name that a person knows: Ray's title of the process, or its program."""
     try:
         words = (_PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
     except OSError:

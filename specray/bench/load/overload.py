@@ -52,8 +52,6 @@ class ClassOfRequests:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Results of one of the two loads."""
-
     duration_s: float
     """Seconds until the last request was sent."""
     num_sent: int
@@ -84,8 +82,6 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class OverloadResult:
-    """Results of a whole run."""
-
     plan: OverloadPlan
     model: str
     capacity_per_s: float
@@ -100,7 +96,6 @@ class OverloadResult:
 
     @property
     def itl_ratio(self) -> float | None:
-        """Median ITL of admitted requests under overload, over that at capacity."""
         return _ratio(self.overload.itl_ms, self.capacity.itl_ms)
 
     @property

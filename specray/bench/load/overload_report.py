@@ -25,7 +25,6 @@ def overload_tables(result: OverloadResult) -> list[Table]:
 
 
 def overload_json(result: OverloadResult) -> dict[str, Any]:
-    """Everything but the prompts."""
     return {**values_of(result), "itl_ratio": result.itl_ratio, "tpot_ratio": result.tpot_ratio}
 
 
@@ -76,7 +75,6 @@ def _class_table(result: OverloadResult) -> Table:
 
 
 def _memory_table(result: OverloadResult) -> Table:
-    """Memory of each process around the overload."""
     early, after = (
         {each.pid: each.rss_bytes for each in memory} for memory in (result.memory_early, result.memory_after)
     )

@@ -15,8 +15,6 @@ from specray.errors import ConfigError
 
 
 class Dataset(StrEnum):
-    """Source of the prompts."""
-
     BUILTIN = "builtin"
     HUMANEVAL = "humaneval"
     """openai/human-eval: JSON lines with ``prompt``."""
@@ -26,8 +24,6 @@ class Dataset(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt of a data set."""
-
     text: str
     category: str = ""
     """Name of its kind, as the data set gives it; empty where it gives none."""

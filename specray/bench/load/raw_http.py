@@ -113,7 +113,6 @@ class RawClient:
             connection.close()
 
     def close(self) -> None:
-        """Closes idle connections."""
         while self._idle:
             self._idle.pop().close()
 
@@ -161,8 +160,6 @@ class _Connection(asyncio.Protocol):
 
 
 class _Answer:
-    """The part of one answer that has been read."""
-
     def __init__(self, started_s: float, new_future: Callable[[], asyncio.Future[None]]) -> None:
         self.ended = new_future()
         self.is_complete = False
@@ -210,7 +207,6 @@ class _Answer:
             self._finish()
 
     def cut(self) -> None:
-        """Notes that the connection ended."""
         if not self.is_complete and self._status:
             self._error = self._error or "the connection ended in the middle of the answer"
         self._end()

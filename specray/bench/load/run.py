@@ -106,7 +106,6 @@ def _record(
 
 
 def _counters(answer: Mapping[str, Any]) -> Mapping[str, int]:
-    """Reads the request's speculation counters, in vLLM's form, which is also ours, or in llama.cpp's."""
     timings = answer.get("timings") or {}
     if "draft_n" in timings:
         return {

@@ -54,8 +54,6 @@ def server_stats(samples: Samples) -> ServerStats:
 
 @dataclass(slots=True)
 class ArmResult:
-    """Results of one arm's passes."""
-
     arm: Arm
     passes: list[Pass] = field(default_factory=list)
     server: list[ServerStats] = field(default_factory=list)
@@ -78,8 +76,6 @@ class ArmResult:
 
 @dataclass(frozen=True, slots=True)
 class ServeResult:
-    """Results of a whole run."""
-
     plan: ServePlan
     num_prompts: int
     model: str
@@ -96,7 +92,6 @@ def default_arms(num_speculative_tokens: Sequence[int] = ()) -> list[Arm]:
 
 
 def serve_arm(name: str, **speculation: Any) -> Arm:
-    """An arm that changes the ``speculation`` of a request."""
     return Arm(name, {"speculation": speculation})
 
 

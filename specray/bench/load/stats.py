@@ -46,8 +46,6 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class ArmSummary:
-    """One arm of a comparison over all its passes."""
-
     name: str
     num_requests: int
     num_failed: int
@@ -67,8 +65,6 @@ class ArmSummary:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One run of an arm over the prompts."""
-
     records: tuple[RequestRecord, ...]
     duration_s: float
     num_failed: int = 0

@@ -26,8 +26,6 @@ _SIDE_BY_SIDE = 16
 
 @dataclass(slots=True)
 class _Walk:
-    """One output, as far as it has been committed."""
-
     request_id: str
     output: WrittenOutput
     tally: Tally
@@ -44,7 +42,6 @@ class _Walk:
 
     @property
     def depth(self) -> int:
-        """Draft tokens that could be of use."""
         return len(self.output.tokens) - self.place - 1
 
     def new_tokens(self) -> tuple[int, ...]:

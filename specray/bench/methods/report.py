@@ -83,7 +83,6 @@ def _all_table(temperature: float, rows: Sequence[MethodRow]) -> Table:
 
 
 def _category_table(temperature: float, rows: Sequence[MethodRow]) -> Table:
-    """Tokens per round and speedup of each method, a row per category."""
     methods = list(dict.fromkeys(row.method for row in rows))
     by_place = {(row.category, row.method): row for row in rows}
     title = f"temperature {temperature:g}: tokens per round, speedup"

@@ -36,7 +36,6 @@ class Hosts:
 
     @property
     def draft(self) -> DraftHost:
-        """Place of the draft."""
         host = self.network.hosts["draft"]
         return DraftHost(f"{host.address}:{DRAFT_PORT}", host.command())
 

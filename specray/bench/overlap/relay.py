@@ -24,8 +24,6 @@ _CHUNK_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Relay:
-    """A running relay."""
-
     address: str
     """Address that leads to the server behind the relay, later."""
     _num_bytes: Any

@@ -77,7 +77,6 @@ class OverlapResult:
     """Share of the rounds by plan: overlap, K and reason."""
 
     def is_like(self, other: OverlapResult) -> bool:
-        """True if the two differ in nothing but the arm."""
         mine, others = ((result.concurrency, result.temperature, result.delay_ms) for result in (self, other))
         return mine == others
 

@@ -25,15 +25,11 @@ Interval = tuple[int, int]
 
 
 class Lane(enum.StrEnum):
-    """One engine."""
-
     DRAFT = "draft"
     TARGET = "target"
 
 
 class Kind(enum.StrEnum):
-    """Work of an engine in a span."""
-
     PREFILL = "prefill"
     PROPOSAL = "proposal"
     USED = "enumeration, used"
@@ -86,7 +82,6 @@ class Timeline:
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        """Ids of the sessions, in order of appearance."""
         return tuple(dict.fromkeys(span.request_id for span in self.spans))
 
     @property
@@ -204,7 +199,6 @@ def summarize(timeline: Timeline, events: Sequence[TraceEvent]) -> Summary:
 
 
 def _first_and_later(events: Sequence[TraceEvent]) -> tuple[float | None, float | None]:
-    """Returns both times of ``Summary``, over the sessions whose beginning is in the trace."""
     began_ns: dict[str, int] = {}
     committed: dict[str, list[VerdictReceived]] = {}
     for event in events:
@@ -337,7 +331,6 @@ def _by_time(span: Span) -> tuple[int, int]:
 
 
 def _lives(timeline: Timeline) -> list[Interval]:
-    """Returns each session's time from its first item to its last answer."""
     lives: dict[str, Interval] = {}
     for span in timeline.spans:
         first, last = lives.get(span.request_id, (span.asked_ns, span.replied_ns))
@@ -356,7 +349,6 @@ def _union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def _intersect(ours: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """Returns the intersection of two unions."""
     both: list[Interval] = []
     left, right = 0, 0
     while left < len(ours) and right < len(others):

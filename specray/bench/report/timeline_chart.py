@@ -53,8 +53,6 @@ _EXPERIMENT_BORDER: Final = f'stroke="{_INK}" stroke-dasharray="4 3"'
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The part of a timeline to draw."""
-
     start_ns: int
     end_ns: int
 
@@ -64,7 +62,6 @@ class Window:
         return LEFT + (WIDTH - LEFT - RIGHT) * (inside - self.start_ns) / (self.end_ns - self.start_ns)
 
     def shows(self, start_ns: int, end_ns: int) -> bool:
-        """True if a part of the interval is inside."""
         return end_ns > self.start_ns and start_ns < self.end_ns
 
 
@@ -139,7 +136,6 @@ def _axis(window: Window, origin_ns: int, bottom: float) -> list[str]:
 
 
 def _strip(window: Window, decided: Sequence[Stretch]) -> list[str]:
-    """Draws what was decided, or tried, for all sessions, above them."""
     parts = [_text(LEFT - 12, HEADER + 13, "decided", anchor="end")] if decided else []
     for stretch in decided:
         label = f"{stretch.mode}, experiment" if stretch.is_experiment else stretch.mode
@@ -182,7 +178,6 @@ def _session(timeline: Timeline, window: Window, request_id: str, top: float) ->
 
 
 def _plan_at(plans: Sequence[Planned], request_id: str, window: Window) -> str:
-    """Returns the plan with which the window begins."""
     mine = [plan for plan in plans if plan.request_id == request_id and plan.source != FALLBACK]
     before = [plan for plan in mine if plan.ns <= window.start_ns] or mine[:1]
     return plan_text(before[-1]) if before else ""
@@ -202,7 +197,6 @@ def shortened(request_id: str, length: int) -> str:
 
 
 def _span(window: Window, span: Span, top: float) -> list[str]:
-    """Draws a line from question to answer, and the work on it."""
     fill, ink = _COLORS[span.kind]
     left, right = window.x(span.asked_ns), window.x(span.replied_ns)
     middle = top + LANE / 2
@@ -219,7 +213,6 @@ def _span(window: Window, span: Span, top: float) -> list[str]:
 
 
 def _labels(span: Span) -> list[str]:
-    """Returns the texts that fit on a span, the longest first."""
     if span.lane is Lane.TARGET:
         told = [f"{span.num_accepted_tokens}/{span.num_draft_tokens}"] if span.num_draft_tokens else []
         return ["prefill", *told] if span.kind is Kind.PREFILL else told
@@ -256,7 +249,6 @@ def _rect(window: Window, start_ns: int, end_ns: int, y: float, height: float, f
 
 
 def _legend(top: float) -> list[str]:
-    """Draws two lines that explain the bars and the signs."""
     parts = []
     x, y = float(LEFT), top + 6
     for kind, (fill, _) in _COLORS.items():

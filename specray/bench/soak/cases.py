@@ -18,8 +18,6 @@ _NUM_JOINED = 6
 
 
 class Way(StrEnum):
-    """The way a request is sent."""
-
     STREAM = "stream"
     """Server-sent events over HTTP."""
     WHOLE = "whole"
@@ -107,7 +105,6 @@ def difference(output: Output, reference: Output) -> str | None:
 
 
 def _first_difference(values: Sequence[object], wanted: Sequence[object]) -> int | None:
-    """Returns the first place at which ``values`` differs from the beginning of ``wanted``."""
     if values == wanted[: len(values)]:
         return None
     pairs = zip(values, wanted, strict=False)

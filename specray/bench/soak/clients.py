@@ -22,8 +22,6 @@ RETRY_PAUSE_S = 1.0
 
 @dataclass(slots=True)
 class Received:
-    """The output of one attempt so far."""
-
     text: list[str] = field(default_factory=list)
     token_ids: list[int] | None = None
     num_tokens: int | None = None
@@ -145,8 +143,6 @@ class CaseSender:
 
 @dataclass(frozen=True, slots=True)
 class NextRequest:
-    """The next request of a client."""
-
     case: Case
     way: Way
     cancel_after_s: float | None

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from specray.bench.soak.neighbours import RAY_PARTS, lose_ray, send_endless_head, start_on_taken_ports
@@ -32,8 +33,6 @@ NEW_DRAFT_PERIOD_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The processes that a fault has hit."""
-
     what: str
     killed: frozenset[int] = frozenset()
     """Ids of processes that do not come back, though the service may not have noticed yet."""
@@ -61,17 +60,20 @@ async def inject(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
     return await _INJECTORS[fault.kind](bed, fault, rng)
 
 
-async def _kill(bed: Bed, role: PartRole, rng: random.Random) -> Done:
+async def _kill(role: PartRole, bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
     part = await _pick(bed, role, rng)
     _signal(part, signal.SIGKILL)
     return Done(f"{role} {part.pid}", frozenset({part.pid}))
 
 
-async def _stop(bed: Bed, role: PartRole, rng: random.Random, hold_s: float, last: signal.Signals) -> Done:
+async def _stop(
+    role: PartRole, last: signal.Signals, bed: Bed, fault: PlannedFault, rng: random.Random
+) -> Done:
+    """Stops a process for a while; ``last`` continues or kills it."""
     part = await _pick(bed, role, rng)
     _signal(part, signal.SIGSTOP)
     try:
-        await asyncio.sleep(hold_s)
+        await asyncio.sleep(fault.hold_s)
     finally:
         # The process may have ended in the meantime.
         with contextlib.suppress(EngineLostError):
@@ -79,51 +81,11 @@ async def _stop(bed: Bed, role: PartRole, rng: random.Random, hold_s: float, las
     return Done(f"{role} {part.pid}", frozenset({part.pid} if last is signal.SIGKILL else ()))
 
 
-async def _kill_draft(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
-    return await _kill(bed, PartRole.DRAFT, rng)
-
-
-async def _kill_target(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
-    return await _kill(bed, PartRole.TARGET, rng)
-
-
-async def _kill_router(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
-    return await _kill(bed, PartRole.ROUTER, rng)
-
-
-async def _kill_controller(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
-    return await _kill(bed, PartRole.CONTROLLER, rng)
-
-
 async def _hang_ingress(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
     """Returns at once: that it is stopped is for Serve to notice."""
     part = await _pick(bed, PartRole.INGRESS, rng)
     _signal(part, signal.SIGSTOP)
     return Done(f"ingress {part.pid}", frozenset({part.pid}))
-
-
-async def _lose_ray(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
-    return Done(await lose_ray(rng.choice(RAY_PARTS), bed.directory))
-
-
-async def _start_second(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
-    return Done(await start_on_taken_ports(bed))
-
-
-async def _send_head(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
-    return Done(await send_endless_head(bed.config.http.host, bed.config.http.port))
-
-
-async def _stop_draft(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
-    return await _stop(bed, PartRole.DRAFT, rng, fault.hold_s, signal.SIGCONT)
-
-
-async def _hang_draft(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
-    return await _stop(bed, PartRole.DRAFT, rng, fault.hold_s, signal.SIGKILL)
-
-
-async def _stop_target(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
-    return await _stop(bed, PartRole.TARGET, rng, fault.hold_s, signal.SIGCONT)
 
 
 async def _partition(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
@@ -136,23 +98,22 @@ async def _partition(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
     return Done("the draft's host")
 
 
-async def _slow(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
-    await _impair(bed, fault.hold_s, DELAY_MS, 0.0)
-    return Done(f"the draft's host, {DELAY_MS:g} ms each way")
-
-
-async def _lossy(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
-    await _impair(bed, fault.hold_s, 0.0, LOSS)
-    return Done(f"the draft's host, {100 * LOSS:g} % of frames")
-
-
-async def _impair(bed: Bed, hold_s: float, delay_ms: float, loss: float) -> None:
+async def _impair(
+    delay_ms: float, loss: float, what: str, bed: Bed, fault: PlannedFault, rng: random.Random
+) -> Done:
     assert bed.link is not None, "a bad cable needs a cable"
     await bed.link.impair(delay_ms, loss)
     try:
-        await asyncio.sleep(hold_s)
+        await asyncio.sleep(fault.hold_s)
     finally:
         await bed.link.impair(0.0, 0.0)
+    return Done(f"the draft's host, {what}")
+
+
+async def _neighbour(
+    start: Callable[[Bed, random.Random], Awaitable[str]], bed: Bed, fault: PlannedFault, rng: random.Random
+) -> Done:
+    return Done(await start(bed, rng))
 
 
 async def _remove_node(bed: Bed, fault: PlannedFault, rng: random.Random) -> Done:
@@ -212,21 +173,23 @@ def _signal(part: Part, number: signal.Signals) -> None:
 
 
 _INJECTORS: dict[FaultKind, Injector] = {
-    FaultKind.DRAFT_KILL: _kill_draft,
-    FaultKind.DRAFT_STOP: _stop_draft,
-    FaultKind.DRAFT_HANG: _hang_draft,
+    FaultKind.DRAFT_KILL: partial(_kill, PartRole.DRAFT),
+    FaultKind.DRAFT_STOP: partial(_stop, PartRole.DRAFT, signal.SIGCONT),
+    FaultKind.DRAFT_HANG: partial(_stop, PartRole.DRAFT, signal.SIGKILL),
     FaultKind.DRAFT_PARTITION: _partition,
-    FaultKind.DRAFT_DELAY: _slow,
-    FaultKind.DRAFT_LOSS: _lossy,
-    FaultKind.TARGET_KILL: _kill_target,
-    FaultKind.TARGET_STOP: _stop_target,
-    FaultKind.ROUTER_KILL: _kill_router,
+    FaultKind.DRAFT_DELAY: partial(_impair, DELAY_MS, 0.0, f"{DELAY_MS:g} ms each way"),
+    FaultKind.DRAFT_LOSS: partial(_impair, 0.0, LOSS, f"{100 * LOSS:g} % of frames"),
+    FaultKind.TARGET_KILL: partial(_kill, PartRole.TARGET),
+    FaultKind.TARGET_STOP: partial(_stop, PartRole.TARGET, signal.SIGCONT),
+    FaultKind.ROUTER_KILL: partial(_kill, PartRole.ROUTER),
     FaultKind.NODE_REMOVE: _remove_node,
     FaultKind.NODE_DRAIN: _drain_node,
     FaultKind.DRAFT_UPGRADE: _upgrade_draft,
     FaultKind.INGRESS_HANG: _hang_ingress,
-    FaultKind.CONTROLLER_KILL: _kill_controller,
-    FaultKind.RAY_LOST: _lose_ray,
-    FaultKind.SECOND_SERVICE: _start_second,
-    FaultKind.ENDLESS_HEAD: _send_head,
+    FaultKind.CONTROLLER_KILL: partial(_kill, PartRole.CONTROLLER),
+    FaultKind.RAY_LOST: partial(_neighbour, lambda bed, rng: lose_ray(rng.choice(RAY_PARTS), bed.directory)),
+    FaultKind.SECOND_SERVICE: partial(_neighbour, lambda bed, rng: start_on_taken_ports(bed)),
+    FaultKind.ENDLESS_HEAD: partial(
+        _neighbour, lambda bed, rng: send_endless_head(bed.config.http.host, bed.config.http.port)
+    ),
 }

@@ -11,8 +11,6 @@ from specray.bench.soak.cases import Output, Way, difference
 
 
 class End(StrEnum):
-    """The end of one attempt."""
-
     DONE = "done"
     CANCELLED = "cancelled"
     """Cancelled by the client, as planned."""
@@ -22,8 +20,6 @@ class End(StrEnum):
 
 
 class Judgement(StrEnum):
-    """The verdict on one request."""
-
     OK = "ok"
     RETRIED = "retried"
     """Right at a later attempt, after its Router died or its Ingress hung."""
@@ -45,8 +41,6 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One request."""
-
     case_index: int
     way: Way
     verdict: Judgement
@@ -107,7 +101,6 @@ class Ledger:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Returns the number of requests by verdict."""
         return {verdict.value: self._counts[verdict] for verdict in Judgement}
 
     @property
@@ -116,5 +109,4 @@ class Ledger:
 
     @property
     def bad(self) -> tuple[Entry, ...]:
-        """Returns failed and wrong requests in the order of their ends."""
         return tuple(self._bad)

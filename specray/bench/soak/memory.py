@@ -19,16 +19,12 @@ _KIB = 1024
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Memory of one process at one moment."""
-
     at_s: float
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Memory of one process after its warm-up."""
-
     pid: int
     name: str
     span_s: float

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.table import Table
 
-from specray.bench.soak.ledger import Judgement
+from specray.bench.core.report import DASH, grid_of, number, table_of, values_of
+from specray.bench.soak.ledger import Entry, Judgement
+from specray.bench.soak.memory import Growth
 from specray.bench.soak.run import Fault, SoakResult
 from specray.bench.soak.schedule import FaultKind
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 MAX_GROWTH = 0.02
 """Share by which any process may grow after its warm-up."""
@@ -26,7 +31,6 @@ MAX_UNUSED_S = 15.0
 """Seconds from when all parts are back until the draft's tokens are verified again."""
 MAX_LINES = 12
 _MIB = 1024 * 1024
-_DASH = "–"
 
 
 def problems(result: SoakResult, *, max_growth: float = MAX_GROWTH) -> tuple[str, ...]:
@@ -71,7 +75,6 @@ def _name(fault: Fault) -> str:
 
 
 def _slowness(fault: Fault) -> list[str]:
-    """Lists what took longer after the fault than allowed."""
     found, what = [], _name(fault)
     allowed_s = MAX_PAUSE_S if fault.kind in _PAUSING else MAX_WAIT_S
     if fault.kind is FaultKind.INGRESS_HANG:
@@ -86,13 +89,12 @@ def _slowness(fault: Fault) -> list[str]:
 
 
 def soak_tables(result: SoakResult) -> Group:
-    """Makes tables of requests, faults by kind, and processes by growth."""
     tables = (_requests(result), _faults(result.faults), _memory(result), _failures(result))
     return Group(*(table for table in tables if table.row_count))
 
 
-def as_json(result: SoakResult, *, max_growth: float = MAX_GROWTH) -> dict[str, Any]:
-    """Returns everything in the tables, and every fault and bad request by itself."""
+def soak_json(result: SoakResult, *, max_growth: float = MAX_GROWTH) -> dict[str, Any]:
+    """Everything in the tables, and every fault and bad request by itself."""
     plan = result.plan
     return {
         "testbed": plan.bed.value,
@@ -107,25 +109,11 @@ def as_json(result: SoakResult, *, max_growth: float = MAX_GROWTH) -> dict[str, 
         "num_not_injected": result.num_not_injected,
         "warm_s": _rounded(result.warm_s),
         "faults": [
-            {
-                "kind": fault.kind.value,
-                "at_s": _rounded(fault.at_s),
-                "hold_s": fault.hold_s,
-                "detail": fault.detail,
-                "parts_after_s": _rounded(fault.parts_after_s),
-                "whole_after_s": _rounded(fault.whole_after_s),
-                "longest_wait_s": _rounded(fault.wait_s),
-                "speculation_after_s": _rounded(fault.speculation_after_s),
-            }
-            for fault in result.faults
+            _renamed(fault, ("is_over", "is_done"), wait_s="longest_wait_s") for fault in result.faults
         ],
         "memory": [
             {
-                "pid": growth.pid,
-                "name": growth.name,
-                "span_s": _rounded(growth.span_s),
-                "first_bytes": growth.first_bytes,
-                "last_bytes": growth.last_bytes,
+                **_renamed(growth, ("course_bytes",)),
                 "growth": round(growth.share, 4),
                 "course_mib": [round(num_bytes / _MIB, 1) for num_bytes in growth.course_bytes],
             }
@@ -133,86 +121,66 @@ def as_json(result: SoakResult, *, max_growth: float = MAX_GROWTH) -> dict[str, 
         ],
         "num_processes": result.num_processes,
         "not_judged": list(result.unjudged),
-        "bad_requests": [
-            {
-                "verdict": entry.verdict.value,
-                "case": entry.case_index,
-                "way": entry.way.value,
-                "reason": entry.reason,
-                "started_s": _rounded(entry.started_s),
-                "ended_s": _rounded(entry.ended_s),
-            }
-            for entry in result.ledger.bad
-        ],
+        "bad_requests": [_renamed(entry, (), case_index="case") for entry in result.ledger.bad],
         "problems": list(problems(result, max_growth=max_growth)),
     }
 
 
+def _renamed(record: DataclassInstance, without: Collection[str], **names: str) -> dict[str, Any]:
+    """The fields of a record with seconds rounded, some of them under other names."""
+    return {names.get(key, key): _rounded(value) for key, value in values_of(record, without=without).items()}
+
+
 def _requests(result: SoakResult) -> Table:
-    table = Table(title=f"Requests in {result.duration_s:.0f} s on {result.plan.bed}")
-    for name in (*result.ledger.counts, "tokens", "target blocks left", "draft blocks left"):
-        table.add_column(name, justify="right")
-    blocks = [_number(result.blocks.get(role), 0) for role in ("target", "draft")]
-    table.add_row(*map(str, result.ledger.counts.values()), str(result.num_tokens), *blocks)
-    return table
+    headings = [*result.ledger.counts, "tokens", "target blocks left", "draft blocks left"]
+    blocks = [number(result.blocks.get(role), 0) for role in ("target", "draft")]
+    row = (*result.ledger.counts.values(), result.num_tokens, *blocks)
+    return grid_of(f"Requests in {result.duration_s:.0f} s on {result.plan.bed}", headings, [row])
 
 
 def _faults(faults: Sequence[Fault]) -> Table:
-    table = Table(title="Faults; seconds, median / longest")
-    for name in ("kind", "times", "a stream waited", "all parts after", "speculation after", "not whole"):
-        table.add_column(name, justify="left" if name == "kind" else "right")
-    for kind in FaultKind:
-        group = [fault for fault in faults if fault.kind is kind]
-        if group:
-            table.add_row(
-                kind.value,
-                str(len(group)),
-                _spread([fault.wait_s for fault in group]),
-                _spread([fault.parts_after_s for fault in group]),
-                _spread([fault.speculation_after_s for fault in group]),
-                str(sum(_is_not_whole(fault) for fault in group)),
-            )
-    return table
+    groups = {kind: [fault for fault in faults if fault.kind is kind] for kind in FaultKind}
+    columns: dict[str, Callable[[FaultKind], object]] = {
+        "kind": lambda kind: kind.value,
+        "times": lambda kind: len(groups[kind]),
+        "a stream waited": lambda kind: _spread([fault.wait_s for fault in groups[kind]]),
+        "all parts after": lambda kind: _spread([fault.parts_after_s for fault in groups[kind]]),
+        "speculation after": lambda kind: _spread([fault.speculation_after_s for fault in groups[kind]]),
+        "not whole": lambda kind: sum(_is_not_whole(fault) for fault in groups[kind]),
+    }
+    kinds = [kind for kind in FaultKind if groups[kind]]
+    return table_of("Faults; seconds, median / longest", columns, kinds)
 
 
 def _memory(result: SoakResult) -> Table:
-    table = Table(
-        title=f"Memory of the {len(result.growths)} processes that lived long enough, "
-        f"of {result.num_processes}",
-        caption=f"Not long enough: {', '.join(result.unjudged)}" if result.unjudged else None,
-    )
-    for name in ("process", "watched s", "MiB after warm-up", "MiB at the end", "growth %"):
-        table.add_column(name, justify="left" if name == "process" else "right")
-    for growth in result.growths[:MAX_LINES]:
-        table.add_row(
-            f"{growth.name} {growth.pid}",
-            f"{growth.span_s:.0f}",
-            f"{growth.first_bytes / _MIB:.1f}",
-            f"{growth.last_bytes / _MIB:.1f}",
-            f"{100 * growth.share:+.1f}",
-        )
-    return table
+    columns: dict[str, Callable[[Growth], object]] = {
+        "process": lambda growth: f"{growth.name} {growth.pid}",
+        "watched s": lambda growth: number(growth.span_s, 0),
+        "MiB after warm-up": lambda growth: number(growth.first_bytes / _MIB, 1),
+        "MiB at the end": lambda growth: number(growth.last_bytes / _MIB, 1),
+        "growth %": lambda growth: f"{100 * growth.share:+.1f}",
+    }
+    long = f"{len(result.growths)} processes that lived long enough, of {result.num_processes}"
+    caption = f"Not long enough: {', '.join(result.unjudged)}" if result.unjudged else None
+    return table_of(f"Memory of the {long}", columns, result.growths[:MAX_LINES], caption=caption)
 
 
 def _failures(result: SoakResult) -> Table:
-    table = Table(title=f"The first of {len(result.ledger.bad)} bad requests")
-    for name in ("ended at s", "verdict", "way", "case", "reason"):
-        table.add_column(name)
-    for entry in result.ledger.bad[:MAX_LINES]:
-        table.add_row(
-            f"{entry.ended_s:.1f}", entry.verdict.value, entry.way.value, str(entry.case_index), entry.reason
-        )
-    return table
+    columns: dict[str, Callable[[Entry], object]] = {
+        "ended at s": lambda entry: number(entry.ended_s, 1),
+        "verdict": lambda entry: entry.verdict.value,
+        "way": lambda entry: entry.way.value,
+        "case": lambda entry: entry.case_index,
+        "reason": lambda entry: entry.reason,
+    }
+    title = f"The first of {len(result.ledger.bad)} bad requests"
+    return table_of(title, columns, result.ledger.bad[:MAX_LINES], text=columns)
 
 
 def _spread(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]
-    return f"{statistics.median(known):.1f} / {max(known):.1f}" if known else _DASH
+    return f"{statistics.median(known):.1f} / {max(known):.1f}" if known else DASH
 
 
-def _number(value: float | None, digits: int) -> str:
-    return _DASH if value is None else f"{value:.{digits}f}"
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 2)
+def _rounded(value: Any) -> Any:
+    return round(value, 2) if isinstance(value, float) else value

@@ -38,8 +38,6 @@ _EXCUSING = frozenset({FaultKind.ROUTER_KILL, FaultKind.INGRESS_HANG})
 
 @dataclass(frozen=True, slots=True)
 class SoakPlan:
-    """The service, load and faults of a soak."""
-
     bed: BedKind
     config: Config
     kinds: tuple[FaultKind, ...]
@@ -93,8 +91,6 @@ class Fault:
 
 @dataclass(slots=True)
 class SoakResult:
-    """Results of a soak."""
-
     plan: SoakPlan
     duration_s: float = 0.0
     ledger: Ledger = field(default_factory=Ledger)
@@ -155,7 +151,6 @@ class _Soak:
 
     @property
     def _is_on(self) -> bool:
-        """True while a load is needed, also for the last fault and its recovery."""
         return self._now_s() < self._plan.duration_s or not self._has_hurt
 
     @property
@@ -288,7 +283,6 @@ class _Soak:
             await self._restore()
 
     async def _restore(self) -> None:
-        """Makes the service whole before the next fault, which would find less than there should be."""
         try:
             await self._bed.restore()
             whole = await self._wait_whole(frozenset())

@@ -12,8 +12,6 @@ from specray.errors import ConfigError
 
 
 class FaultKind(StrEnum):
-    """The kinds of faults."""
-
     DRAFT_KILL = "draft-kill"
     DRAFT_STOP = "draft-stop"
     """Stopped for a while (SIGSTOP), then continued."""

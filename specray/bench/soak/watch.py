@@ -27,8 +27,6 @@ BUSY = ("specray_running_sessions", "specray_queue_depth")
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A service that has recovered."""
-
     parts_s: float
     """Time in seconds at which all its processes were back and had loaded their models."""
     speculation_s: float
@@ -54,7 +52,6 @@ class Watch:
 
     @property
     def draft_changes_s(self) -> list[float]:
-        """Times at which rounds with tokens of the draft model were counted."""
         return changes_of(self._drafts)
 
     async def metrics_for_ever(self) -> None:
@@ -68,7 +65,6 @@ class Watch:
             await asyncio.sleep(MEMORY_PERIOD_S)
 
     async def parts(self) -> tuple[Part, ...]:
-        """Returns the service's living parts, and learns the names of their processes."""
         parts = await self._bed.control.parts()
         self._roles |= {part.pid: part.role.value for part in parts}
         return parts

@@ -68,8 +68,6 @@ class AttackResult:
 
 @dataclass(frozen=True, slots=True)
 class HostileResult:
-    """Results of all attacks, one after the other."""
-
     num_others: int
     attacks: tuple[AttackResult, ...]
     num_failed_others: int
@@ -222,8 +220,6 @@ async def measure_hostile(
 
 @dataclass(slots=True)
 class _Measured:
-    """A time in which nothing was sent, and then one in which something was."""
-
     quiet_s: float
     """When the quiet time began, on the monotonic clock."""
     started_s: float
@@ -264,8 +260,6 @@ async def _attack(client: RawClient, attack: Attack, plan: StructuredPlan, pids:
 
 
 class _Others:
-    """Ordinary requests that are served all the time."""
-
     def __init__(self) -> None:
         self.answers: list[RawAnswer] = []
 
@@ -290,7 +284,6 @@ class _Others:
 
 @asynccontextmanager
 async def _others(client: RawClient, prompts: Sequence[str], count: int) -> AsyncIterator[_Others]:
-    """Sends ordinary requests while the block runs, and waits for the last ones."""
     others, is_over = _Others(), asyncio.Event()
 
     async def work(place: int) -> None:

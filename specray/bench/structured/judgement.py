@@ -25,8 +25,6 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One arm at one temperature."""
-
     arm: str
     temperature: float
     num_valid: int
@@ -67,7 +65,6 @@ class Refusals:
 
 
 def judge(result: StructuredResult) -> list[Verdict]:
-    """Returns a verdict for each group, in their order."""
     return [_verdict(group, _plain(result.groups, group)) for group in result.groups]
 
 
@@ -129,7 +126,6 @@ def _verdict(group: Group, plain: Group) -> Verdict:
 
 
 def _kind(answer: Answer) -> tuple[str, str | None]:
-    """What an answer is, and what is wrong with it."""
     if answer.failure is not None:
         return "failed", answer.failure
     if answer.refusal is not None:
@@ -160,7 +156,6 @@ def why_invalid(answer: Answer) -> str | None:
 
 
 def _words(schema: object) -> set[str]:
-    """Keywords of a schema, and the values of its formats."""
     if isinstance(schema, list):
         return set().union(*map(_words, schema))
     if not isinstance(schema, dict):

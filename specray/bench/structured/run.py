@@ -34,8 +34,6 @@ BLOCK: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a server made of one schema."""
-
     case: Case
     arm: str
     temperature: float
@@ -52,8 +50,6 @@ class Answer:
 
 @dataclass(slots=True)
 class Group:
-    """Answers of one arm at one temperature."""
-
     arm: str
     temperature: float
     answers: list[Answer] = field(default_factory=list)
@@ -63,8 +59,6 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class StructuredResult:
-    """All answers of a run."""
-
     plan: StructuredPlan
     cases: Sequence[Case]
     model: str

@@ -55,8 +55,6 @@ _REFUSED: Final[dict[str, Schema]] = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One schema, and what is asked with it."""
-
     name: str
     topic: str
     schema: Schema
@@ -68,7 +66,6 @@ class Case:
 
     @property
     def prompt(self) -> str:
-        """What the model is asked for."""
         names = ", ".join(self.schema["properties"])
         return f"Write a JSON object that describes {self.topic}. Its fields are: {names}."
 
@@ -95,8 +92,6 @@ def _case(index: int, source: random.Random) -> Case:
 
 @dataclass(slots=True)
 class _Composer:
-    """Composes one schema, and notes which kinds it has."""
-
     source: random.Random
     definitions: dict[str, Schema] = field(default_factory=dict)
     kinds: set[str] = field(default_factory=set)

@@ -90,8 +90,6 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True)
 class DraftCable:
-    """The cable of the draft's host."""
-
     set_up: Callable[[bool], Awaitable[None]]
     impair: Callable[[float, float], Awaitable[None]]
     """Sets the delay in milliseconds, each way, and the probability that a frame is lost; 0 and 0: sound."""
@@ -99,8 +97,6 @@ class DraftCable:
 
 @dataclass(frozen=True, slots=True)
 class Bed:
-    """A service that is ready for faults."""
-
     kind: BedKind
     config: Config
     control: Control

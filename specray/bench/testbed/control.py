@@ -108,7 +108,6 @@ def _parts() -> list[dict[str, Any]]:
 
 
 def _running() -> dict[str, int]:
-    """Returns the number of replicas that are ready, by deployment."""
     from ray import serve
 
     from specray.serving.launch import APP_NAME
@@ -121,7 +120,6 @@ def _running() -> dict[str, int]:
 
 
 def _drain(node_id: str) -> None:
-    """Announces that a node will leave: Ray puts nothing more there, and Serve moves its replicas."""
     import ray
     from ray.core.generated import autoscaler_pb2
 

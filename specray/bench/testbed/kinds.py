@@ -6,8 +6,6 @@ from enum import StrEnum
 
 
 class BedKind(StrEnum):
-    """The place of the service under test."""
-
     PROCESSES = "processes"
     CLUSTER = "cluster"
     NAMESPACES = "namespaces"

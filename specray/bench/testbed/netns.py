@@ -36,14 +36,11 @@ _counter = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One namespace that stands for a machine."""
-
     name: str
     namespace: str
     address: str
 
     def command(self, *arguments: str) -> tuple[str, ...]:
-        """Prefix of a command that runs it on this host."""
         return ("ip", "netns", "exec", self.namespace, *arguments)
 
 

@@ -32,8 +32,6 @@ _ROLE_OF_CLASS = {
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One living actor of the service."""
-
     role: PartRole
     actor_id: str
     pid: int
@@ -57,7 +55,6 @@ def living_parts(actors: Mapping[str, Mapping[str, Any]]) -> tuple[Part, ...]:
 
 
 def _replica(actor: Mapping[str, Any]) -> str:
-    """Id of one of Serve's replicas, whose actors are named ``SERVE_REPLICA::application#deployment#id``."""
     prefix, _, replica = str(actor["Name"]).rpartition("#")
     return replica if prefix.startswith("SERVE_REPLICA::") else ""
 
@@ -68,5 +65,4 @@ def role_of(class_name: str) -> PartRole | None:
 
 
 def of_role(parts: Iterable[Part], role: PartRole) -> tuple[Part, ...]:
-    """Returns the parts of one role, in their order."""
     return tuple(part for part in parts if part.role is role)

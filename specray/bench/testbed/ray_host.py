@@ -97,11 +97,9 @@ class RayHost:
 
     @property
     def num_running(self) -> int:
-        """Number of nodes that run on this host."""
         return len(self._running)
 
     def end_oldest(self) -> None:
-        """Kills the node that was started first among those that run, with all its processes."""
         _kill(self._running.pop(0))
 
     def _num_said(self) -> int:

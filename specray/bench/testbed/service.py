@@ -126,7 +126,6 @@ async def controlled(
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Lets it end what it started, and kills it if it does not."""
     assert process.stdin is not None
     process.stdin.close()
     try:

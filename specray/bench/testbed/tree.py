@@ -49,7 +49,6 @@ def end_all(spared: set[int]) -> None:
 
 
 def reap(pids: set[int]) -> None:
-    """Collects the exit codes of those among them that are dead children of this process."""
     for pid in pids:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)

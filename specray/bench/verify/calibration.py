@@ -44,8 +44,6 @@ class ScoredOutput:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What the bets on all places have come to."""
-
     num_tokens: int
     p_value: float
     """Chance, at most, of so rich a gambler where tokens are drawn as they should."""
@@ -106,8 +104,6 @@ _BETS: Final = (
 
 
 class _Tally:
-    """How often each token came among the likely ones, and how often it was due."""
-
     def __init__(self) -> None:
         self._seen, self._due = Counter[int](), defaultdict[int, float](float)
 
@@ -153,7 +149,6 @@ def calibrate(outputs: Iterable[ScoredOutput]) -> Calibration:
 
 
 def _places(output: ScoredOutput, tally: _Tally) -> Iterable[tuple[_Place, int]]:
-    """Each place of the output with the token that came there, which the tally counts afterwards."""
     token_ids, followers = output.token_ids, dict[int, int]()
     first = len(token_ids) - len(output.likely)
     for index, token_id in enumerate(token_ids):
@@ -177,7 +172,6 @@ def _probs(places: Sequence[_Place]) -> NDArray[np.float64]:
 
 
 def _values(bet: _Bet, places: Sequence[_Place]) -> NDArray[np.float64]:
-    """What a bet is on, of the same shape as the probabilities."""
     values = np.zeros((len(places), NUM_LIKELY + 1))
     for row, place in zip(values, places, strict=True):
         listed = bet.values(place)

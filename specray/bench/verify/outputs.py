@@ -59,7 +59,6 @@ class Agreement:
 
     @property
     def divergences_per_1000(self) -> float:
-        """Divergences per 1,000 tokens."""
         return 1e3 * self.num_diverged / max(1, self.num_tokens)
 
 

@@ -12,21 +12,16 @@ SELF = "plain, other batch"
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to speculate."""
-
     name: str
     speculation: dict[str, Any]
 
     @property
     def may_be_refused(self) -> bool:
-        """Whether a service may lack it: none lacks plain decoding."""
         return self.speculation is not PLAIN
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyCase:
-    """One way to sample."""
-
     name: str
     sampling: dict[str, Any]
 

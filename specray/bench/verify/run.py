@@ -36,8 +36,6 @@ SIGNIFICANCE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One way under one case."""
-
     case: str
     way: str
     agreement: Agreement | None = None
@@ -54,8 +52,6 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """All comparisons of a run."""
-
     model: str
     plan: VerifyPlan
     prompts: Sequence[str] = ()

@@ -19,8 +19,6 @@ _PROGRAM_STOPS: Final = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint(")
 
 
 class TaskKind(StrEnum):
-    """How tasks are scored."""
-
     HUMANEVAL = "humaneval"
     """openai/human-eval: JSON lines with ``prompt``, ``test`` and ``entry_point``; the program must pass."""
     ANSWERS = "answers"
@@ -30,8 +28,6 @@ class TaskKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One task."""
-
     prompt: str
     stops: tuple[str, ...]
     target: str = ""

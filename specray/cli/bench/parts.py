@@ -13,8 +13,6 @@ from specray.types import MAX_SPECULATIVE_TOKENS, Overlap
 
 
 class Transport(StrEnum):
-    """The connection of router and worker."""
-
     UNIX = "unix"
     TCP = "tcp"
 

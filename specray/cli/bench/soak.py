@@ -142,12 +142,12 @@ def _run(plan: SoakPlan) -> SoakResult:
 
 
 def _report(result: SoakResult, max_growth: float, json_path: Path | None) -> int:
-    from specray.bench.soak.report import as_json, problems, soak_tables
+    from specray.bench.soak.report import problems, soak_json, soak_tables
     from specray.cli.output import wide_console, write_json
 
     console = wide_console()
     console.print(soak_tables(result))
-    write_json(as_json(result, max_growth=max_growth), json_path)
+    write_json(soak_json(result, max_growth=max_growth), json_path)
     if result.is_interrupted:
         seen = f"{len(result.faults)} of {result.plan.num_faults} faults in {result.duration_s:.0f} s"
         console.print(f"interrupted after {seen}", highlight=False)

@@ -114,7 +114,6 @@ def _record(
 def _show(
     events: list[TraceEvent], start_ms: float | None, length_ms: float, svg: Path, jsonl: Path | None
 ) -> None:
-    """Prints the tables, and writes the plot and, if asked for, the trace."""
     from specray.bench.overlap import trace as traces
     from specray.bench.overlap.timeline import make_timeline, summarize
     from specray.bench.report.timeline_chart import draw_timeline

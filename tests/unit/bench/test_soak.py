@@ -12,7 +12,7 @@ from specray.bench.soak.clients import draw
 from specray.bench.soak.ledger import Attempt, End, Entry, Judgement, Ledger, is_excused, judge
 from specray.bench.soak.memory import MemoryRecord, Sample
 from specray.bench.soak.recovery import back_after_s, changes_of, longest_wait_s
-from specray.bench.soak.report import MAX_GROWTH, as_json, problems
+from specray.bench.soak.report import MAX_GROWTH, soak_json, problems
 from specray.bench.soak.run import Fault, SoakPlan, SoakResult
 from specray.bench.soak.schedule import (
     HOLD_S,
@@ -255,7 +255,7 @@ def result_of(**changes: object) -> SoakResult:
 
 
 def test_a_good_soak_has_no_problems_and_says_so_in_json() -> None:
-    values = as_json(result_of())
+    values = soak_json(result_of())
     assert values["problems"] == []
     assert values["faults"] == [
         {
@@ -324,7 +324,7 @@ def test_what_an_interruption_left_open_is_no_problem_and_what_was_seen_before_i
         "1 leaked blocks of the draft",
         "draft-kill at 9 s: a stream waited 2.1 s; allowed: 2",
     )
-    assert as_json(result)["is_interrupted"] is True
+    assert soak_json(result)["is_interrupted"] is True
 
 
 def test_an_interrupted_soak_prints_its_report_and_verdict(capsys: pytest.CaptureFixture[str]) -> None:

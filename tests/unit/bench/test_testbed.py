@@ -33,7 +33,6 @@ SLEEPER = "import time; time.sleep(60)"
 
 
 def orphaned() -> int:
-    """Makes a process whose parent has ended."""
     command = [sys.executable, "-c", GRANDCHILD.format(code=SLEEPER)]
     return int(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
 

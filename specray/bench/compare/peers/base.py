@@ -19,8 +19,6 @@ BFLOAT16 = "bfloat16"
 
 @dataclass(frozen=True, slots=True)
 class PeerArm:
-    """One system in one mode."""
-
     system: str
     mode: str
     num_speculative_tokens: int | None = None
@@ -38,7 +36,6 @@ class PeerArm:
 
     @property
     def k(self) -> int:
-        """K for a system that needs a number."""
         k = self.num_speculative_tokens
         return DEFAULT_NUM_SPECULATIVE_TOKENS if k is None else k
 
@@ -70,7 +67,6 @@ class Launch:
 
     @property
     def argv(self) -> tuple[str, ...]:
-        """The whole command line, as it can be repeated in a shell."""
         variables = [f"{name}={value}" for name, value in self.environment.items()]
         return ("env", *variables, *self.command) if variables else self.command
 

@@ -35,7 +35,6 @@ class Generator:
         self.tokenizer = tokenizer
 
     def prompt_token_ids(self, body: dict[str, Any]) -> Sequence[int]:
-        """Returns the token ids of a prompt that is a string or token ids."""
         prompt = body["prompt"]
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 

@@ -101,7 +101,6 @@ async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
-    """Asks the server to end, then kills whatever is left of its group."""
     if process.returncode is None:
         # Not SIGINT: processes that a shell starts in the background ignore it.
         process.send_signal(signal.SIGTERM)

@@ -28,8 +28,6 @@ PROGRAM = Path(__file__).with_name("fake_peer.py")
 
 
 class FakeSystem:
-    """Starts ``fake_peer.py``."""
-
     modes = ("plain", "draft")
     weights = ("bfloat16",)
 

@@ -156,7 +156,6 @@ class TwoAtATime(FakeRouterClient):
 
 @pytest.fixture
 def settles_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scripted service frees nothing behind its last answer."""
     monkeypatch.setattr(overload, "SETTLE_S", 0.0)
 
 

@@ -36,7 +36,6 @@ Reply = Callable[[GenerateRequest], Sequence[int]]
 
 
 def honest(request: GenerateRequest) -> list[int]:
-    """Tokens that follow from prompt and seed alone."""
     draws = random.Random(f"{request.sampling.seed}, {request.prompt_token_ids}")
     return [draws.choice(VOCABULARY) for _ in range(request.max_tokens)]
 
