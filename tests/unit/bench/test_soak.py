@@ -12,7 +12,7 @@ from specray.bench.soak.clients import draw
 from specray.bench.soak.ledger import Attempt, End, Entry, Judgement, Ledger, is_excused, judge
 from specray.bench.soak.memory import MemoryRecord, Sample
 from specray.bench.soak.recovery import back_after_s, changes_of, longest_wait_s
-from specray.bench.soak.report import MAX_GROWTH, soak_json, problems
+from specray.bench.soak.report import MAX_GROWTH, problems, soak_json
 from specray.bench.soak.run import Fault, SoakPlan, SoakResult
 from specray.bench.soak.schedule import (
     HOLD_S,
