@@ -84,7 +84,7 @@ STATIC_REASONS: Final[Mapping[str, str]] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class KeyChange:
     """A key whose value differs between two configurations."""
 
     key: str
@@ -136,11 +136,11 @@ def with_live(config: Config, values: Mapping[str, Any]) -> Config:
     return parse_config(merged)
 
 
-def changes(old: Config, new: Config) -> list[Change]:
+def changes(old: Config, new: Config) -> list[KeyChange]:
     return list(_differences(old.model_dump(mode="json"), new.model_dump(mode="json"), ""))
 
 
-def check_live(found: Sequence[Change]) -> None:
+def check_live(found: Sequence[KeyChange]) -> None:
     """Raises ConfigError, on one line, if a change is not live: all fields with both values, and why."""
     refused = [change for change in found if not change.is_live]
     if refused:
@@ -199,7 +199,7 @@ class LiveConfig:
         """The configuration that ``values`` would bring into force. Raises what ``with_live`` raises."""
         return with_live(self._start, values)
 
-    def set(self, values: Mapping[str, Any]) -> list[Change]:
+    def set(self, values: Mapping[str, Any]) -> list[KeyChange]:
         """Brings live values into force; returns the changes. ConfigError: one is wrong, all stay."""
         new = self.check(values)
         found = changes(self._now, new)
@@ -230,7 +230,7 @@ def _reason(key: str) -> str:
     return STATIC_REASONS.get(key, "it is a part of the start")
 
 
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str) -> Iterator[Change]:
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str) -> Iterator[KeyChange]:
     for name in {**old, **new}:
         before, after = old.get(name), new.get(name)
         if before == after:
@@ -238,4 +238,4 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str) ->
         if isinstance(before, dict) and isinstance(after, dict):
             yield from _differences(before, after, f"{prefix}{name}.")
         else:
-            yield Change(prefix + name, before, after)
+            yield KeyChange(prefix + name, before, after)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from specray.config import Config, RpcConfig
-from specray.config.live import Change, Served, Values, changes, check_live, digest, split
+from specray.config.live import KeyChange, Served, Values, changes, check_live, digest, split
 from specray.environment import apply_ray_environment, external_ray_address
 from specray.errors import ConfigError
 from specray.serving.launch import APP_NAME
@@ -25,7 +25,7 @@ _POLL_S: Final = 0.25
 
 def reload_service(
     wanted: Callable[[Values], Config], *, port: int | None = None, timeout_s: float = 60.0
-) -> list[Change]:
+) -> list[KeyChange]:
     """Changes a running service to another configuration, without a new start of anything.
 
     Args:

@@ -17,7 +17,7 @@ from specray.bench.core.turns import medians_ms
 from specray.bench.forwards import wait_for
 from specray.draft_tokens import SparseProbs
 from specray.engine.sampling.device.kernels import Kernels, Residuals
-from specray.engine.sampling.device.rows import Cut, RowTable, key_words
+from specray.engine.sampling.device.rows import RowTable, TailCut, key_words
 from specray.engine.sampling.device.sampler import DeviceSampler
 from specray.engine.sampling.device.select import choose_kernels
 from specray.engine.sampling.noise import NoiseKey, Purpose
@@ -153,7 +153,7 @@ def _kernel_times(
         torch.zeros(num_rows, workload.vocab_size, dtype=torch.float64, device=device),
     )
 
-    def draw(table: RowTable, own: Cut | None, is_judged: bool) -> Callable[[], object]:
+    def draw(table: RowTable, own: TailCut | None, is_judged: bool) -> Callable[[], object]:
         return lambda: kernels.draw(logits, table, own, is_judged=is_judged)
 
     calls: dict[str, Callable[[], object]] = {

@@ -119,7 +119,7 @@ class Placed(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Placement:
     """Implements :class:`Placed`."""
 
     operators: Operators

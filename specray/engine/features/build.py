@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specray.config import TargetConfig
-from specray.engine.features.base import FeatureStore, Place, TargetShape
+from specray.engine.features.base import FeatureStore, Placement, TargetShape
 from specray.engine.features.block.layout import BlockLayout
 from specray.engine.features.drafting import TargetDrafting
 from specray.engine.features.loader import Layout, drafter_name, load_drafter, load_fuser, read_drafter
@@ -106,7 +106,7 @@ def tap_features(
 def send_features(runner: ModelRunner, plan: DrafterPlan) -> tuple[FeatureTap, FeatureSender]:
     """Loads the target's part of a remote drafter: the runner that stores features, and what sends them."""
     info = runner.info
-    fuser = load_fuser(plan.layout, Place(choose_operators(runner), info.dtype, info.device))
+    fuser = load_fuser(plan.layout, Placement(choose_operators(runner), info.dtype, info.device))
     cache = runner.cache
     store = FeatureStore(cache.num_blocks, info.block_size, fuser.feature_size, like=cache.layers[0])
     return FeatureTap(runner, fuser, store, info.device), FeatureSender(store)

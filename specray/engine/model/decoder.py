@@ -44,7 +44,7 @@ class Projection(Protocol):
         ...
 
 
-class Head(Protocol):
+class OutputHead(Protocol):
     """Hidden states ``[num_rows, hidden_size]`` to float32 logits over the whole vocabulary."""
 
     def precise(self, rows: torch.Tensor) -> torch.Tensor: ...
@@ -81,7 +81,7 @@ class WideRMSNorm(RMSNorm):
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class DecoderLayer:
     """One decoder layer's weights on this rank."""
 
     input_norm: Norm
@@ -101,9 +101,9 @@ class DecoderForward:
     """The decoder."""
 
     embedding: Embedding
-    layers: tuple[Layer, ...]
+    layers: tuple[DecoderLayer, ...]
     final_norm: Norm
-    head: Head
+    head: OutputHead
     attention: Attention
     cache_shape: CacheShape
     feature_layers: tuple[int, ...] = ()
@@ -171,7 +171,7 @@ class DecoderForward:
         return ForwardOutput(_logits(self.head, normed, step.logits), features)
 
 
-def _logits(head: Head, rows: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+def _logits(head: OutputHead, rows: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     if out is None:
         return head.precise(rows)
     if isinstance(head, WritingHead):

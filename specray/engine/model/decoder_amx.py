@@ -19,7 +19,7 @@ from specray.engine.step import CacheShape, ForwardOutput, Step
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class _AmxLayer:
     input_norm: FusedRMSNorm
     qkv: TiledLinear
     head_norm: HeadNorm | None
@@ -37,7 +37,7 @@ class AmxDecoderForward:
     name: str
     cache_shape: CacheShape
     embedding: Embedding
-    layers: tuple[_Layer, ...]
+    layers: tuple[_AmxLayer, ...]
     final_norm: FusedRMSNorm
     head: TiledLinear
     attention: CpuAttention
@@ -87,7 +87,7 @@ def packed(forward: DecoderForward) -> AmxDecoderForward | None:
     if any(layer.sinks is not None for layer in forward.layers):
         return None
     layers = tuple(
-        _Layer(
+        _AmxLayer(
             cast("FusedRMSNorm", layer.input_norm),
             cast("TiledLinear", layer.qkv),
             layer.head_norm,

@@ -13,7 +13,7 @@ import torch
 
 from specray.engine.attention.base import HeadNorm
 from specray.engine.model.checkpoint.rank_weights import RankWeights
-from specray.engine.model.decoder import DecoderForward, Layer
+from specray.engine.model.decoder import DecoderForward, DecoderLayer
 from specray.engine.model.decoder_config import (
     ATTENTION_NORM,
     EMBEDDING,
@@ -42,7 +42,7 @@ from specray.engine.step import CacheShape, HeadShape
 if TYPE_CHECKING:
     from specray.engine.group.parallel import ParallelContext
     from specray.engine.model.checkpoint.source import WeightSource
-    from specray.engine.model.decoder import Embedding, Head, Norm
+    from specray.engine.model.decoder import Embedding, Norm, OutputHead
     from specray.engine.model.linear import Gate, Linear
     from specray.engine.model.operators import Operators
 
@@ -126,7 +126,7 @@ class ReducedLinear:
 
 def _lower_layer(
     index: int, config: DecoderConfig, shape: HeadShape, taken: RankWeights, operators: Operators
-) -> Layer:
+) -> DecoderLayer:
     prefix, is_sandwich = layer_prefix(index), config.has_sandwich_norms
     num_queries = config.num_attention_heads * config.head_dim
     output = _projection(f"{prefix}self_attn.o_proj", num_queries, config.has_output_bias, taken, operators)
@@ -138,7 +138,7 @@ def _lower_layer(
     sinks = None
     if config.has_sinks:
         sinks = taken.share(f"{prefix}{SINKS}", config.num_attention_heads, dim=0).float().clone()
-    return Layer(
+    return DecoderLayer(
         input_norm=norm(INPUT_NORM),
         qkv=_qkv(f"{prefix}self_attn.", config, taken, operators),
         head_norm=_head_norm(f"{prefix}self_attn.", config, shape, taken) if config.has_head_norm else None,
@@ -273,7 +273,7 @@ def _embedding_scale(config: DecoderConfig, dtype: torch.dtype) -> float:
 
 def _embedding_and_head(
     config: DecoderConfig, taken: RankWeights, operators: OperatorSet, head_rows: torch.Tensor | None
-) -> tuple[Embedding, Head, torch.device]:
+) -> tuple[Embedding, OutputHead, torch.device]:
     vocab_size, parallel, is_tied = config.vocab_size, taken.parallel, config.tie_word_embeddings
     table = taken.share(EMBEDDING, vocab_size, dim=0)
     if operators.embedding is None:

@@ -18,7 +18,7 @@ from specray.engine.sampling.state import RowGroup, SamplingState
 from specray.engine.sampling.verify import Verified, draw_keys
 
 
-class _Place(NamedTuple):
+class _TreePlace(NamedTuple):
     """A node that a walk has come to: the target's own token follows it."""
 
     tree: int
@@ -43,7 +43,7 @@ def walk_trees(
     """
     verified: list[Verified] = [Verified(0, 0)] * len(groups)
     places = [
-        _Place(tree, -1, row, _single(group, group.state, 0))
+        _TreePlace(tree, -1, row, _single(group, group.state, 0))
         for tree, (group, row) in enumerate(zip(groups, first_rows, strict=True))
     ]
     depth = 0
@@ -64,7 +64,7 @@ def walk_trees(
     return verified
 
 
-def _children(place: _Place, group: RowGroup, first_row: int, token_id: int) -> list[_Place]:
+def _children(place: _TreePlace, group: RowGroup, first_row: int, token_id: int) -> list[_TreePlace]:
     assert group.parents is not None, "only trees are walked down"
     nodes = [
         node
@@ -75,7 +75,9 @@ def _children(place: _Place, group: RowGroup, first_row: int, token_id: int) -> 
         return []
     state = place.group.state.fork()
     state.advance((token_id,))
-    return [_Place(place.tree, node, first_row + node + 1, _single(group, state, node + 1)) for node in nodes]
+    return [
+        _TreePlace(place.tree, node, first_row + node + 1, _single(group, state, node + 1)) for node in nodes
+    ]
 
 
 def _single(group: RowGroup, state: SamplingState, row: int) -> RowGroup:

@@ -80,7 +80,7 @@ def read_header(path: Path) -> GgufHeader:
     """The header without the data. Raises ConfigError: unreadable, no GGUF of version 2 or 3, or cut off."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return _parse(path, _Reader(content))
+            return _parse(path, _HeaderReader(content))
     except ValueError:  # mmap refuses an empty file.
         raise ConfigError(f"{path} is no GGUF file: it is empty") from None
     except OSError as error:
@@ -117,7 +117,7 @@ def read_floats(path: Path, header: GgufHeader, name: str) -> tuple[float, ...] 
 
 
 @dataclass(slots=True)
-class _Reader:
+class _HeaderReader:
     """A place in the file that moves on with what is read."""
 
     content: mmap.mmap
@@ -143,7 +143,7 @@ class _Reader:
         self.position += num_bytes
 
 
-def _parse(path: Path, reader: _Reader) -> GgufHeader:
+def _parse(path: Path, reader: _HeaderReader) -> GgufHeader:
     if reader.content[: len(_MAGIC)] != _MAGIC:
         raise ConfigError(f"{path} is no GGUF file: it does not begin with GGUF")
     reader.position = len(_MAGIC)
@@ -171,7 +171,7 @@ class _UnreadableError(Exception):
     """A header says what no header may say."""
 
 
-def _value(reader: _Reader, kind: int) -> Value:
+def _value(reader: _HeaderReader, kind: int) -> Value:
     if kind in _FORMATS:
         return reader.scalar(_FORMATS[kind])
     if kind == _STRING:
@@ -191,7 +191,7 @@ def _value(reader: _Reader, kind: int) -> Value:
     return LongArray(count)
 
 
-def _tensor(reader: _Reader) -> TensorEntry:
+def _tensor(reader: _HeaderReader) -> TensorEntry:
     name = reader.text()
     num_dimensions = reader.number("I")
     if num_dimensions > _MAX_DIMENSIONS:

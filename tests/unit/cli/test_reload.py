@@ -12,7 +12,7 @@ import pytest
 
 from specray.cli.app import run
 from specray.config import Config, parse_config
-from specray.config.live import Change, changes, check_live
+from specray.config.live import KeyChange, changes, check_live
 from specray.errors import ConfigError
 from specray.serving import reload as reload_module
 
@@ -32,7 +32,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
 
     def reload_service(
         wanted: Callable[[dict[str, Any]], Config], *, port: int | None, timeout_s: float
-    ) -> list[Change]:
+    ) -> list[KeyChange]:
         ports.append(port)
         served = SERVED.model_dump(mode="json")
         new = wanted(served)

@@ -42,7 +42,7 @@ _MAX_ROWS = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class _BlockLayer:
     reach: BlockReach
     input_norm: Norm
     query: Linear
@@ -56,7 +56,7 @@ class _Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _ContextPart:
     """Consecutive tokens of one sequence that are caught up with."""
 
     context: Context
@@ -216,7 +216,7 @@ class BlockDrafter:
             self._drawn_from = first, logits = depth, logits
         return logits[:, depth - first]
 
-    def _catch_up(self, store: FeatureStore, pieces: Sequence[_Piece]) -> None:
+    def _catch_up(self, store: FeatureStore, pieces: Sequence[_ContextPart]) -> None:
         device, size = self._parts.device, self._cache.block_size
         slots = [
             sequence_slots(each.context.block_ids, each.first, each.end, size, device) for each in pieces
@@ -263,14 +263,14 @@ class BlockDrafter:
         return self._final_norm(hidden)
 
     def _keys_values(
-        self, layer: _Layer, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        self, layer: _BlockLayer, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
         """Keys and values, ``[num_rows, 2 * num_kv_heads, head_dim]``."""
         heads = layer.keys_values(rows).view(len(rows), 2 * self._num_kv_heads, self._head_dim)
         rotate_heads(heads.narrow(1, 0, self._num_kv_heads), layer.key_norm, cos, sin)
         return heads
 
-    def _lower(self, layer: LayerTensors, reach: BlockReach) -> _Layer:
+    def _lower(self, layer: LayerTensors, reach: BlockReach) -> _BlockLayer:
         lowering, eps = self._lowering, self._layout.attention.rms_norm_eps
         weight, bias = layer.qkv
         at = self._num_heads * self._head_dim
@@ -280,7 +280,7 @@ class BlockDrafter:
             query_norm = HeadNorm(lowering.head_norm(query, self._num_heads), eps)
             key_norm = HeadNorm(lowering.head_norm(key, self._num_kv_heads), eps)
         assert layer.input_norm is not None, "the reader takes one"
-        return _Layer(
+        return _BlockLayer(
             reach=reach,
             input_norm=lowering.norm(layer.input_norm),
             query=lowering.linear((weight[:at], None if bias is None else bias[:at])),
@@ -294,14 +294,14 @@ class BlockDrafter:
         )
 
 
-def _passes(contexts: Sequence[Context]) -> Iterator[list[_Piece]]:
-    pieces: list[_Piece] = []
+def _passes(contexts: Sequence[Context]) -> Iterator[list[_ContextPart]]:
+    pieces: list[_ContextPart] = []
     room = _MAX_ROWS
     for context in contexts:
         first, end = context.num_valid, len(context.token_ids) - 1
         while first < end:
             size = min(room, end - first)
-            pieces.append(_Piece(context, first, first + size))
+            pieces.append(_ContextPart(context, first, first + size))
             first, room = first + size, room - size
             if room == 0:
                 yield pieces

@@ -116,12 +116,12 @@ def _canonical(name: str) -> str:
 def read_block(files: DrafterFiles, target: TargetShape) -> BlockLayout:
     """Reads a block drafter of any layout. ConfigError names the tensor or field that does not fit."""
     files.rename(_canonical)
-    layout = _Reader(files, target).read()
+    layout = _BlockReader(files, target).read()
     files.check_all_taken("DFlash" if layout.markov is None and layout.confidence is None else "DSpark")
     return layout
 
 
-class _Reader:
+class _BlockReader:
     """Takes the tensors of one checkpoint."""
 
     def __init__(self, files: DrafterFiles, target: TargetShape) -> None:

@@ -36,7 +36,7 @@ _UNREAD = re.compile(r"(^|\.)(mask_embedding|markov\w*|confidence\w*|conv\w*)")
 
 
 @dataclass(frozen=True, slots=True)
-class Masks:
+class MaskInput:
     """What stands in the place of draft tokens that are not known, in a drafter of one forward (P-EAGLE)."""
 
     token_id: int
@@ -59,7 +59,7 @@ class EagleLayout(DecoderLayout):
     """The residual around EAGLE-3's first layer is after ``hidden_norm``."""
     is_output_normed: bool
     """What a draft token hands to the next is after ``norm``."""
-    masks: Masks | None = None
+    masks: MaskInput | None = None
     """None: a draft token goes on with the output of the one before."""
 
     @property
@@ -107,14 +107,14 @@ def read_eagle(files: DrafterFiles, target: TargetShape) -> EagleLayout:
             f"layers.0.self_attn.q_proj.weight reads {width} numbers; allowed: {2 * hidden_size} (EAGLE-3) "
             f"or {hidden_size} (EAGLE-1)"
         )
-    reader = _Reader(files, target, hidden_size, is_first=width == hidden_size)
+    reader = _EagleReader(files, target, hidden_size, is_first=width == hidden_size)
     layout = reader.read()
     name = "EAGLE-3" if layout.masks is None else "P-EAGLE"
     files.check_all_taken("EAGLE-1" if layout.joins_embedding_in_fc else name)
     return layout
 
 
-class _Reader:
+class _EagleReader:
     """Takes the tensors of one checkpoint."""
 
     def __init__(self, files: DrafterFiles, target: TargetShape, hidden_size: int, *, is_first: bool) -> None:
@@ -165,7 +165,7 @@ class _Reader:
             masks=None if is_first else self._masks(fc[0].shape[1], has_norms=bool(norms)),
         )
 
-    def _masks(self, width: int, *, has_norms: bool) -> Masks | None:
+    def _masks(self, width: int, *, has_norms: bool) -> MaskInput | None:
         files, name = self._files, "mask_hidden"
         if not files.has(name):
             if files.config.get("speculators_model_type") == "peagle":
@@ -177,7 +177,7 @@ class _Reader:
         token_id = read_mask_id(files, sections, self._target.vocab_size)
         stored = files.tensors[name]
         shape = tuple(stored.shape) if stored.numel() == width else (1, 1, width)
-        return Masks(token_id, files.take(name, *shape).reshape(1, width))
+        return MaskInput(token_id, files.take(name, *shape).reshape(1, width))
 
     def _flag(self, name: str, *, default: bool) -> bool:
         value = self._files.config.get(name, self._eagle.get(name, default))

@@ -123,10 +123,10 @@ class MtpLayout(DrafterLayout):
 
 def read_mtp(args: ModelArgs, target: TargetShape, dtype: torch.dtype) -> MtpLayout:
     """Reads a target's MTP layer. ConfigError: none, several, quantised, or a tensor does not fit."""
-    return _Reader(args, target, dtype).read()
+    return _MtpReader(args, target, dtype).read()
 
 
-class _Reader:
+class _MtpReader:
     """Takes the tensors of one layer."""
 
     def __init__(self, args: ModelArgs, target: TargetShape, dtype: torch.dtype) -> None:

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from specray.engine.model.checkpoint.headers import TensorHeader, file_headers, read_json
-from specray.engine.model.checkpoint.source import Part, WeightSource
+from specray.engine.model.checkpoint.source import WeightPart, WeightSource
 from specray.engine.model.checks.messages import one_line
 from specray.engine.model.checks.weights import listed
 from specray.errors import ConfigError
@@ -91,7 +91,7 @@ class Adapter:
                 )
         return found
 
-    def difference(self, layer: AdaptedLayer, part: Part | None = None) -> torch.Tensor:
+    def difference(self, layer: AdaptedLayer, part: WeightPart | None = None) -> torch.Tensor:
         """What is added to a weight or a part of it, float32. Raises ConfigError for a damaged file."""
         try:
             with safe_open(str(Path(self.path) / TENSOR_FILE), framework="pt", device="cpu") as file:
@@ -114,7 +114,7 @@ class Adapter:
             weight.copy_(self.merged(weight, name, layer))
 
     def merged(
-        self, weight: torch.Tensor, name: str, layer: AdaptedLayer, part: Part | None = None
+        self, weight: torch.Tensor, name: str, layer: AdaptedLayer, part: WeightPart | None = None
     ) -> torch.Tensor:
         """A weight or a part of it with what is added, float32. Raises ConfigError for NaN and infinity."""
         total = weight.float() + self.difference(layer, part).to(weight.device)
@@ -150,7 +150,7 @@ class AdaptedWeights:
     def __init__(self, base: WeightSource, adapter: Adapter, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._base, self._adapter, self._layers = base, adapter, adapter.placed(shapes)
 
-    def take(self, name: str, part: Part | None = None) -> torch.Tensor:
+    def take(self, name: str, part: WeightPart | None = None) -> torch.Tensor:
         weight = self._base.take(name, part)
         layer = self._layers.get(name)
         if layer is None:

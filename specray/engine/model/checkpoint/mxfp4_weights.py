@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from specray.engine.model.checkpoint.safetensors_files import SafetensorsWeights
-from specray.engine.model.checkpoint.source import NamedWeights, Part
+from specray.engine.model.checkpoint.source import NamedWeights, WeightPart
 from specray.engine.model.checkpoint.stored_format import BLOCKS_SUFFIX, SCALES_SUFFIX
 from specray.errors import ConfigError
 
@@ -52,7 +52,7 @@ class Mxfp4Weights(NamedWeights):
         shapes = {name: shape for name, shape in found.items() if name not in parts}
         super().__init__(path, shapes | {name: self._shape(name) for name in self._quantised})
 
-    def read(self, name: str, part: Part | None = None) -> torch.Tensor:
+    def read(self, name: str, part: WeightPart | None = None) -> torch.Tensor:
         """Returns a tensor as :meth:`take` does, without a look at its values."""
         stored = self._names[name]
         if stored not in self._quantised:

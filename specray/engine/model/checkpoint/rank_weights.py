@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specray.engine.model.checkpoint.source import Part
+from specray.engine.model.checkpoint.source import WeightPart
 
 if TYPE_CHECKING:
     from specray.engine.group.parallel import ParallelContext
@@ -35,7 +35,7 @@ class RankWeights:
         if self.parallel is None and first is None:
             return self.weights.take(name)
         begin = first or 0
-        return self.weights.take(name, Part(dim, begin + start, begin + stop))
+        return self.weights.take(name, WeightPart(dim, begin + start, begin + stop))
 
     def key_heads(self, name: str, config: DecoderConfig, first: int | None = None) -> torch.Tensor:
         """Rows of one rank's key or value heads: an equal run, or the one head that its queries share."""
@@ -43,7 +43,7 @@ class RankWeights:
         if self.parallel is None or self.parallel.world_size <= num_heads:
             return self.share(name, num_heads * head_dim, dim=0, first=first)
         start = self.parallel.rank * num_heads // self.parallel.world_size * head_dim + (first or 0)
-        return self.weights.take(name, Part(0, start, start + head_dim))
+        return self.weights.take(name, WeightPart(0, start, start + head_dim))
 
     def chosen(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         """One rank's equal run of some rows of a weight."""

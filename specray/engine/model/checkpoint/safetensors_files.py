@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from specray.engine.model.checkpoint.headers import INDEX, SINGLE
-from specray.engine.model.checkpoint.source import Part
+from specray.engine.model.checkpoint.source import WeightPart
 from specray.engine.model.checks.messages import one_line
 from specray.engine.model.checks.weights import check_weight
 from specray.errors import ConfigError
@@ -61,12 +61,12 @@ class SafetensorsWeights:
         self._places = {name: self._places[stored] for name, stored in names.items()}
         self.shapes = {name: self.shapes[stored] for name, stored in names.items()}
 
-    def take(self, name: str, part: Part | None = None) -> torch.Tensor:
+    def take(self, name: str, part: WeightPart | None = None) -> torch.Tensor:
         tensor = self.read(name, part)
         check_weight(self._path, name, tensor)
         return tensor
 
-    def read(self, name: str, part: Part | None = None) -> torch.Tensor:
+    def read(self, name: str, part: WeightPart | None = None) -> torch.Tensor:
         """Returns a tensor as :meth:`take` does, without a look at its values."""
         tensor = self.raw(name, part)
         try:
@@ -74,7 +74,7 @@ class SafetensorsWeights:
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise self._unreadable(error) from None
 
-    def raw(self, name: str, part: Part | None = None) -> torch.Tensor:
+    def raw(self, name: str, part: WeightPart | None = None) -> torch.Tensor:
         """Returns a tensor, or a part of it, as the file has it."""
         mapped, stored = self._places[name]
         try:
@@ -100,7 +100,7 @@ class _MappedFile:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(self._mapping.get_slice(name).get_shape()) for name in self._mapping.keys()}  # noqa: SIM118
 
-    def read(self, name: str, part: Part | None) -> torch.Tensor:
+    def read(self, name: str, part: WeightPart | None) -> torch.Tensor:
         if self._num_bytes > _REOPEN_BYTES:
             self._mapping, self._num_bytes = self._map(), 0
         tensor: torch.Tensor

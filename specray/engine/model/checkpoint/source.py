@@ -13,7 +13,7 @@ from specray.engine.model.checks.weights import check_weight
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WeightPart:
     """A run of a weight's rows (``dim`` 0) or columns (``dim`` 1): ``start <= index < stop``."""
 
     dim: int
@@ -24,7 +24,7 @@ class Part:
 class WeightSource(Protocol):
     """Where a decoder's weights come from."""
 
-    def take(self, name: str, part: Part | None = None) -> torch.Tensor:
+    def take(self, name: str, part: WeightPart | None = None) -> torch.Tensor:
         """A contiguous weight, maybe a read-only view of a file. ConfigError: unreadable, NaN or infinite."""
         ...
 
@@ -47,12 +47,12 @@ class NamedWeights(ABC):
         self._names = {name: self._names[present] for name, present in names.items()}
         self.shapes = {name: self.shapes[present] for name, present in names.items()}
 
-    def take(self, name: str, part: Part | None = None) -> torch.Tensor:
+    def take(self, name: str, part: WeightPart | None = None) -> torch.Tensor:
         """A weight, or a part of it. Raises ConfigError for one that is damaged or not finite."""
         tensor = self.read(name, part)
         check_weight(self._path, name, tensor)
         return tensor
 
     @abstractmethod
-    def read(self, name: str, part: Part | None = None) -> torch.Tensor:
+    def read(self, name: str, part: WeightPart | None = None) -> torch.Tensor:
         """Returns a tensor as :meth:`take` does, without a look at its values."""

@@ -9,7 +9,7 @@ import torch
 from specray.engine.model.checkpoint import dequantise
 from specray.engine.model.checkpoint.layer_formats import StoredFormat
 from specray.engine.model.checkpoint.safetensors_files import SafetensorsWeights
-from specray.engine.model.checkpoint.source import NamedWeights, Part
+from specray.engine.model.checkpoint.source import NamedWeights, WeightPart
 from specray.engine.model.checkpoint.stored_format import (
     NEEDED,
     PARTS,
@@ -56,7 +56,7 @@ class StoredWeights(NamedWeights):
         }
         super().__init__(path, shapes | {name: self._shape(layer) for name, layer in self._layers.items()})
 
-    def read(self, name: str, part: Part | None = None) -> torch.Tensor:
+    def read(self, name: str, part: WeightPart | None = None) -> torch.Tensor:
         """Returns a tensor as :meth:`take` does, without a look at its values."""
         stored = self._names[name]
         layer = self._layers.get(stored)

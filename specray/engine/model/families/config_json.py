@@ -12,7 +12,7 @@ from typing import Any
 
 from specray.engine.model.decoder_config import DecoderConfig, RopeFormula
 from specray.engine.model.families import gemma3
-from specray.engine.model.families.fields import Fields, NotUnderstoodError, rope_formula
+from specray.engine.model.families.fields import ConfigFields, NotUnderstoodError, rope_formula
 
 DEFAULT_ROPE_THETA = 10_000.0
 """Base of the rotary wavelengths where a configuration names none."""
@@ -79,7 +79,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in _OWN:
         raise NotUnderstoodError("model_type")
-    fields = Fields(values, {**_SHARED, **_OWN[model_type]})
+    fields = ConfigFields(values, {**_SHARED, **_OWN[model_type]})
     hidden_size, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     if fields.value("hidden_act") != "silu" or (model_type == "llama" and hidden_size % num_heads):
         raise NotUnderstoodError("hidden_act, hidden_size")
@@ -118,7 +118,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def _windows(model_type: str, fields: Fields) -> tuple[int | None, ...]:
+def _windows(model_type: str, fields: ConfigFields) -> tuple[int | None, ...]:
     num_layers = fields.size("num_hidden_layers")
     if model_type == "llama":
         return (None,) * num_layers
@@ -142,7 +142,7 @@ def _windows(model_type: str, fields: Fields) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _rope(fields: Fields, max_position_embeddings: int) -> RopeFormula:
+def _rope(fields: ConfigFields, max_position_embeddings: int) -> RopeFormula:
     """``rope_scaling`` of older files counts before ``rope_parameters``; both may name their own theta."""
     older, newer = fields.value("rope_scaling"), fields.value("rope_parameters")
     if not all(given is None or isinstance(given, Mapping) for given in (older, newer)):

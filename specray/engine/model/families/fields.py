@@ -66,7 +66,7 @@ _WITHOUT_EFFECT: dict[str, Callable[[Any], bool]] = {
 """Keys that change nothing of what is computed, and the values with which the library takes them."""
 
 
-class Fields:
+class ConfigFields:
     """The values of one type, by name, each of the kind that is asked for."""
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from specray.engine.activation import Activation
 from specray.engine.model.decoder_config import DecoderConfig, RopeFormula
-from specray.engine.model.families.fields import Fields, NotUnderstoodError, is_whole, rope_formula
+from specray.engine.model.families.fields import ConfigFields, NotUnderstoodError, is_whole, rope_formula
 
 MODEL_TYPE = "gemma3_text"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -53,7 +53,7 @@ def read(values: Mapping[str, Any]) -> DecoderConfig:
     Raises:
         NotUnderstoodError: not every part of it is understood.
     """
-    fields = Fields(values, _DEFAULTS)
+    fields = ConfigFields(values, _DEFAULTS)
     hidden_size, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     num_kv_heads, head_dim = fields.size("num_key_value_heads"), fields.size("head_dim")
     eps, has_bias = fields.value("rms_norm_eps"), fields.flag("attention_bias")
@@ -100,7 +100,7 @@ def read(values: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def _layer_types(fields: Fields) -> list[str]:
+def _layer_types(fields: ConfigFields) -> list[str]:
     num_layers, kinds = fields.size("num_hidden_layers"), fields.value("layer_types")
     if kinds is None:
         pattern = fields.size("sliding_window_pattern")
@@ -112,7 +112,7 @@ def _layer_types(fields: Fields) -> list[str]:
     return kinds
 
 
-def _rope(fields: Fields, kind: str, max_position_embeddings: int) -> RopeFormula:
+def _rope(fields: ConfigFields, kind: str, max_position_embeddings: int) -> RopeFormula:
     """The rotary embeddings of one kind of layers. Scaling in older files is for full attention alone."""
     older, newer = fields.value("rope_scaling"), fields.value("rope_parameters")
     name, theta = _THETAS[kind]

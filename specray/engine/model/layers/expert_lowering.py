@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specray.engine.model.checkpoint.source import Part
+from specray.engine.model.checkpoint.source import WeightPart
 from specray.engine.model.decoder_config import DecoderConfig, ExpertNames, Experts, StackedNames
-from specray.engine.model.layers.experts import ClampedGate, Expert, ExpertGroup, ExpertLayer, Router
+from specray.engine.model.layers.experts import ClampedGate, ExpertGroup, ExpertLayer, ExpertMlp, ExpertRouter
 
 if TYPE_CHECKING:
     import torch
@@ -38,12 +38,12 @@ def _apart(
 ) -> ExpertLayer:
     size = experts.intermediate_size
 
-    def lowered(number: int) -> Expert:
+    def lowered(number: int) -> ExpertMlp:
         before = f"{prefix}experts.{number}."
         gate, up = (taken.share(f"{before}{name}.weight", size, dim=0) for name in (names.gate, names.up))
         down = taken.share(f"{before}{names.down}.weight", size, dim=1)
         gated = operators.gate(gate, up, None, None, config.activation)
-        return Expert(gated, operators.linear(down, None))
+        return ExpertMlp(gated, operators.linear(down, None))
 
     router = operators.router(taken.whole(f"{prefix}gate.weight"), None)
     return _layer(router, [lowered(number) for number in range(experts.num_experts)], experts, operators)
@@ -57,15 +57,15 @@ def _stacked(
     assert clamp is not None, "stacked experts join gate and up so"
 
     def part(name: str, number: int) -> torch.Tensor:
-        return taken.weights.take(f"{prefix}{name}", Part(0, number, number + 1))[0]
+        return taken.weights.take(f"{prefix}{name}", WeightPart(0, number, number + 1))[0]
 
-    def lowered(number: int) -> Expert:
+    def lowered(number: int) -> ExpertMlp:
         both = _in_halves(part(names.gate_up, number)[:, 2 * first : 2 * last].T)
         both_bias = _in_halves(part(f"{names.gate_up}_bias", number)[2 * first : 2 * last])
         down = part(names.down, number)[first:last].T.contiguous()
         # The ranks' results are summed.
         down_bias = part(f"{names.down}_bias", number).clone() if taken.is_first else None
-        return Expert(
+        return ExpertMlp(
             ClampedGate(operators.linear(both, both_bias), clamp), operators.linear(down, down_bias)
         )
 
@@ -75,11 +75,11 @@ def _stacked(
     return _layer(router, [lowered(number) for number in range(experts.num_experts)], experts, operators)
 
 
-def _layer(router: Linear, lowered: list[Expert], experts: Experts, operators: Operators) -> ExpertLayer:
+def _layer(router: Linear, lowered: list[ExpertMlp], experts: Experts, operators: Operators) -> ExpertLayer:
     gates = [expert.gate.both if isinstance(expert.gate, ClampedGate) else expert.gate for expert in lowered]
     gate, down = operators.group(gates), operators.group([expert.down for expert in lowered])
     group = None if gate is None or down is None else ExpertGroup(gate, down, experts.clamp)
-    return ExpertLayer(Router(router, experts.num_chosen, experts.is_normed), lowered, group)
+    return ExpertLayer(ExpertRouter(router, experts.num_chosen, experts.is_normed), lowered, group)
 
 
 def _in_halves(both: torch.Tensor) -> torch.Tensor:

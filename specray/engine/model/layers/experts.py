@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Router:
+class ExpertRouter:
     """Chooses experts by the largest probabilities."""
 
     linear: Callable[[torch.Tensor], torch.Tensor]
@@ -57,7 +57,7 @@ def clamped(both: torch.Tensor, clamp: Clamp) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Expert:
+class ExpertMlp:
     """A gated MLP."""
 
     gate: Gate | ClampedGate
@@ -100,10 +100,10 @@ class ExpertGroup:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayer:
-    """The MLPs of a layer on this rank, in the place of ``decoder.Layer.gate``."""
+    """The MLPs of a layer on this rank, in the place of ``decoder.DecoderLayer.gate``."""
 
-    router: Router
-    experts: Sequence[Expert]
+    router: ExpertRouter
+    experts: Sequence[ExpertMlp]
     group: ExpertGroup | None = None
     """All of them as one; None: there are no kernels for that here."""
 

@@ -73,7 +73,7 @@ class LayerCache:
 
 
 @dataclass(slots=True)
-class _Sequence:
+class _RecurrentSequence:
     """The states of one sequence, by number of tokens and layer."""
 
     rows: SequenceRows
@@ -83,10 +83,10 @@ class _Sequence:
     """After each piece."""
 
 
-class _Piece(NamedTuple):
+class _RowRun(NamedTuple):
     """Rows of a step that a recurrent layer sees at once."""
 
-    sequence: _Sequence
+    sequence: _RecurrentSequence
     first: int
     last: int
     """Row after the last one."""
@@ -121,7 +121,7 @@ class RecurrentLayers:
     """
 
     def __init__(self, modules: list[torch.nn.Module]) -> None:
-        self._batches: list[list[_Piece]] = []
+        self._batches: list[list[_RowRun]] = []
         for number, module in enumerate(modules):
             module.forward = partial(self._run, number, module.forward, _cache_argument(module))
 
@@ -132,7 +132,7 @@ class RecurrentLayers:
         assert isinstance(cache, BlockCache), "states are kept beside blocks"
         assert not any(rows.visibility for rows in step.rows), "recurrent layers see chains alone"
         states = cache.states
-        sequences = [_Sequence(rows, states.begin(rows)) for rows in step.rows]
+        sequences = [_RecurrentSequence(rows, states.begin(rows)) for rows in step.rows]
         self._batches = _batches(sequences)
         try:
             yield
@@ -168,26 +168,26 @@ class RecurrentLayers:
         return torch.cat([outputs[first] for first in sorted(outputs)], dim=1)
 
 
-def _batches(sequences: Sequence[_Sequence]) -> list[list[_Piece]]:
-    first: dict[tuple[int, bool], list[_Piece]] = {}
-    second: dict[tuple[int, bool], list[_Piece]] = {}
+def _batches(sequences: Sequence[_RecurrentSequence]) -> list[list[_RowRun]]:
+    first: dict[tuple[int, bool], list[_RowRun]] = {}
+    second: dict[tuple[int, bool], list[_RowRun]] = {}
     for sequence in sequences:
         rows = sequence.rows
         end = rows.first_row + rows.num_rows
         middle = rows.first_row + rows.num_settled - rows.start
         if not rows.first_row < middle < end:
             middle = end
-        head = _Piece(sequence, rows.first_row, middle, rows.start)
+        head = _RowRun(sequence, rows.first_row, middle, rows.start)
         first.setdefault(head.kind, []).append(head)
         if middle < end:
-            tail = _Piece(sequence, middle, end, head.end)
+            tail = _RowRun(sequence, middle, end, head.end)
             second.setdefault(tail.kind, []).append(tail)
     return [*first.values(), *second.values()]
 
 
 def find_recurrent(model: PreTrainedModel, run: Callable[[DynamicCache], object]) -> list[torch.nn.Module]:
     """The modules that keep states, in the order in which ``run``, a forward with a cache, runs them."""
-    watch = _Watch(model)
+    watch = _ModuleWatch(model)
     try:
         run(watch)
     finally:
@@ -195,7 +195,7 @@ def find_recurrent(model: PreTrainedModel, run: Callable[[DynamicCache], object]
     return watch.found
 
 
-class _Watch(DynamicCache):
+class _ModuleWatch(DynamicCache):
     """A cache of the library that notes which modules keep states in it."""
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -282,7 +282,7 @@ def finish_cut_kernel(
     LANES: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """The cut of one row, after all steps; see ``rows.Cut``."""
+    """The cut of one row, after all steps; see ``rows.TailCut``."""
     row = tl.program_id(0).to(tl.int64)
     num_rows = tl.num_programs(0)
     count = tl.load(top_k + row)

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from specray.engine.sampling.device.rows import NO_NOISE, Cut, RowTable
+from specray.engine.sampling.device.rows import NO_NOISE, RowTable, TailCut
 from specray.engine.sampling.noise import gumbel_from_words, philox_words_at
 
 
@@ -38,12 +38,12 @@ class Kernels(Protocol):
         """Gumbel noise of all tokens, float64 ``[num_rows, vocab_size]``; zeros in rows without noise."""
         ...
 
-    def cut(self, logits: Tensor, rows: RowTable) -> Cut:
+    def cut(self, logits: Tensor, rows: RowTable) -> TailCut:
         """Where top-k, top-p and min-p cut each row; as ``processors.keep_top`` has it."""
         ...
 
     def draw(
-        self, logits: Tensor, rows: RowTable, cut: Cut | None, *, is_judged: bool
+        self, logits: Tensor, rows: RowTable, cut: TailCut | None, *, is_judged: bool
     ) -> tuple[Tensor, Tensor]:
         """The first best token of each row with its noise, of float64 scores, and how far it leads.
 
@@ -63,7 +63,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def sums(self, logits: Tensor, rows: RowTable, cut: Cut | None) -> tuple[Tensor, Tensor]:
+    def sums(self, logits: Tensor, rows: RowTable, cut: TailCut | None) -> tuple[Tensor, Tensor]:
         """Each row's largest logit, float32, and the float64 sum of exp(logit - largest) of what is kept."""
         ...
 
@@ -71,7 +71,7 @@ class Kernels(Protocol):
         self,
         logits: Tensor,
         rows: RowTable,
-        cut: Cut | None,
+        cut: TailCut | None,
         sums: tuple[Tensor, Tensor],
         residuals: Residuals,
     ) -> Tensor:
@@ -88,13 +88,13 @@ def divided(logits: Tensor, rows: RowTable) -> Tensor:
     return logits / rows.divisors.to(logits.dtype)[:, None]
 
 
-def processed(logits: Tensor, rows: RowTable, cut: Cut | None) -> Tensor:
+def processed(logits: Tensor, rows: RowTable, cut: TailCut | None) -> Tensor:
     """Logits over the temperatures, minus infinity where the tail is cut."""
     numbers = divided(logits, rows)
     return numbers if cut is None else numbers.masked_fill_(~_is_kept(numbers, cut), -math.inf)
 
 
-def _is_kept(numbers: Tensor, cut: Cut) -> Tensor:
+def _is_kept(numbers: Tensor, cut: TailCut) -> Tensor:
     token = torch.arange(numbers.shape[1], dtype=torch.int32, device=numbers.device)
     threshold = cut.thresholds[:, None]
     return (numbers > threshold) | ((numbers == threshold) & (token <= cut.last_tied[:, None]))
@@ -110,7 +110,7 @@ class TorchKernels:
         token_ids = torch.arange(vocab_size, device=keys.device).expand(len(keys), vocab_size)
         return gumbel_from_words(philox_words_at(keys, token_ids)).masked_fill_(keys[:, 2:] == NO_NOISE, 0.0)
 
-    def cut(self, logits: Tensor, rows: RowTable) -> Cut:
+    def cut(self, logits: Tensor, rows: RowTable) -> TailCut:
         numbers, vocab_size = divided(logits, rows), logits.shape[1]
         values = numbers.sort(dim=-1, descending=True).values
         size = torch.where(rows.top_k > 0, rows.top_k.clamp(max=vocab_size), vocab_size)[:, None]
@@ -129,13 +129,13 @@ class TorchKernels:
         last_tied = torch.where(is_kept, token, -1).amax(-1)
         least = values[:, 0] + rows.log_min_p.to(values.dtype)
         is_higher = least > threshold[:, 0]
-        return Cut(
+        return TailCut(
             torch.where(is_higher, least, threshold[:, 0]),
             torch.where(is_higher, vocab_size, last_tied).int(),
         )
 
     def draw(
-        self, logits: Tensor, rows: RowTable, cut: Cut | None, *, is_judged: bool
+        self, logits: Tensor, rows: RowTable, cut: TailCut | None, *, is_judged: bool
     ) -> tuple[Tensor, Tensor]:
         scores = processed(logits, rows, cut) + self.gumbel(rows.keys, logits.shape[1])
         tokens = scores.argmax(-1)
@@ -150,7 +150,7 @@ class TorchKernels:
         scores, token_ids = (divided(logits, rows) + noise).max(-1)
         return scores, token_ids + first_token_id
 
-    def sums(self, logits: Tensor, rows: RowTable, cut: Cut | None) -> tuple[Tensor, Tensor]:
+    def sums(self, logits: Tensor, rows: RowTable, cut: TailCut | None) -> tuple[Tensor, Tensor]:
         numbers = processed(logits, rows, cut)
         largest = numbers.amax(-1)
         return largest, (numbers.double() - largest.double()[:, None]).exp().sum(-1)
@@ -159,7 +159,7 @@ class TorchKernels:
         self,
         logits: Tensor,
         rows: RowTable,
-        cut: Cut | None,
+        cut: TailCut | None,
         sums: tuple[Tensor, Tensor],
         residuals: Residuals,
     ) -> Tensor:

@@ -26,7 +26,7 @@ from specray.engine.sampling.device.draw_triton import (
 )
 from specray.engine.sampling.device.kernels import Residuals
 from specray.engine.sampling.device.philox_triton import gumbel_kernel, words_kernel
-from specray.engine.sampling.device.rows import Cut, RowTable
+from specray.engine.sampling.device.rows import RowTable, TailCut
 
 _LANES = 256
 """Lanes of a program that draws; each takes four tokens at a time."""
@@ -65,7 +65,7 @@ class TritonKernels:
         gumbel_kernel[grid](keys.contiguous(), out, vocab_size, LANES=self._lanes)
         return out
 
-    def cut(self, logits: Tensor, rows: RowTable) -> Cut:
+    def cut(self, logits: Tensor, rows: RowTable) -> TailCut:
         num_rows, vocab_size = logits.shape
         num_splits, split_size = self._splits(num_rows, vocab_size, NUM_LOADS * self._cut_lanes)
         device, num_slots = logits.device, 2 * SEARCH_STEPS * num_rows
@@ -82,7 +82,7 @@ class TritonKernels:
                 logits, rows.divisors, rows.top_k, rows.top_p, largest, totals, *states, step, shift,
                 vocab_size, split_size, LANES=self._cut_lanes, SPLITS=_MAX_SPLITS, num_warps=8,
             )  # fmt: skip
-        cut = Cut(
+        cut = TailCut(
             torch.empty(num_rows, dtype=torch.float32, device=device),
             torch.empty(num_rows, dtype=torch.int32, device=device),
         )
@@ -93,7 +93,7 @@ class TritonKernels:
         return cut
 
     def draw(
-        self, logits: Tensor, rows: RowTable, cut: Cut | None, *, is_judged: bool
+        self, logits: Tensor, rows: RowTable, cut: TailCut | None, *, is_judged: bool
     ) -> tuple[Tensor, Tensor]:
         num_rows, vocab_size = logits.shape
         num_splits, split_size = self._splits(num_rows, vocab_size, 4 * self._lanes)
@@ -130,7 +130,7 @@ class TritonKernels:
         scores, split = best.max(-1, keepdim=True)
         return scores[:, 0], where.gather(1, split)[:, 0].long() + first_token_id
 
-    def sums(self, logits: Tensor, rows: RowTable, cut: Cut | None) -> tuple[Tensor, Tensor]:
+    def sums(self, logits: Tensor, rows: RowTable, cut: TailCut | None) -> tuple[Tensor, Tensor]:
         num_rows, vocab_size = logits.shape
         num_splits, split_size = self._splits(num_rows, vocab_size, 4 * self._lanes)
         sums = torch.empty(num_rows, num_splits, dtype=torch.float64, device=logits.device)
@@ -147,7 +147,7 @@ class TritonKernels:
         self,
         logits: Tensor,
         rows: RowTable,
-        cut: Cut | None,
+        cut: TailCut | None,
         sums: tuple[Tensor, Tensor],
         residuals: Residuals,
     ) -> Tensor:
@@ -180,5 +180,5 @@ class TritonKernels:
         )
 
 
-def _cut_of(cut: Cut | None, rows: RowTable) -> tuple[Tensor, Tensor]:
+def _cut_of(cut: TailCut | None, rows: RowTable) -> tuple[Tensor, Tensor]:
     return (rows.divisors, rows.keys) if cut is None else (cut.thresholds, cut.last_tied)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from specray.draft_tokens import SparseProbs
 from specray.engine.sampling.device.kernels import Kernels, Residuals
-from specray.engine.sampling.device.rows import Cut, RowTable, key_words
-from specray.engine.sampling.device.upload import Piece, Sent, Upload
+from specray.engine.sampling.device.rows import RowTable, TailCut, key_words
+from specray.engine.sampling.device.upload import Sent, Upload, UploadPiece
 from specray.engine.sampling.noise import NoiseKey, Purpose, uniform_from_words
 from specray.engine.sampling.verify import Round
 
@@ -21,21 +21,21 @@ from specray.engine.sampling.verify import Round
 class RejectionPlan:
     """The sequences of a step that are verified by rejection; all have as many places as the longest."""
 
-    rows: Piece
+    rows: UploadPiece
     """int64 ``[num_sequences, num_places]``: rows of logits; after a sequence's last row that row again."""
-    token_ids: Piece
+    token_ids: UploadPiece
     """int64 ``[num_sequences, num_places]``: draft tokens."""
-    support: Piece
+    support: UploadPiece
     """int64 ``[num_sequences, num_places, width]``: tokens that the draft could have drawn."""
-    probs: Piece
+    probs: UploadPiece
     """float64, as ``support``: their weights; zeros where there is no draft token."""
-    accept_keys: Piece
+    accept_keys: UploadPiece
     """int64 ``[num_sequences * num_places, 3]``."""
-    draw_keys: Piece
+    draw_keys: UploadPiece
     """int64 ``[num_sequences, 3]``, of the residual draw at the first place."""
 
     def verify(
-        self, kernels: Kernels, logits: Tensor, table: RowTable, cut: Cut | None, sent: Sent
+        self, kernels: Kernels, logits: Tensor, table: RowTable, cut: TailCut | None, sent: Sent
     ) -> Tensor:
         """Verifies.
 
@@ -73,7 +73,12 @@ class RejectionPlan:
 
 
 def _probs_of(
-    logits: Tensor, table: RowTable, cut: Cut | None, sums: tuple[Tensor, Tensor], rows: Tensor, ids: Tensor
+    logits: Tensor,
+    table: RowTable,
+    cut: TailCut | None,
+    sums: tuple[Tensor, Tensor],
+    rows: Tensor,
+    ids: Tensor,
 ) -> Tensor:
     """The target's probabilities, float64, of one token in each of some rows; both indices of one shape."""
     flat, own = rows.reshape(-1), ids.reshape(-1)

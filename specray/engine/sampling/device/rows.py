@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specray.engine.sampling.device.upload import Piece, Sent, Upload
+from specray.engine.sampling.device.upload import Sent, Upload, UploadPiece
 from specray.engine.sampling.noise import NoiseKey, signed
 from specray.engine.sampling.processors import cuts_tail, divisor_of
 from specray.engine.sampling.state import RowGroup
@@ -42,7 +42,7 @@ class RowTable:
     """Whether any row may have a top-p: False spares the search."""
 
 
-class Cut(NamedTuple):
+class TailCut(NamedTuple):
     """What top-k, top-p and min-p leave of each row: every logit above a threshold, and of those equal to it
     the ones up to a token id. Logits are those after the division by the temperature."""
 
@@ -56,8 +56,8 @@ class Cut(NamedTuple):
 class RowPlan:
     """A row table that is yet to arrive."""
 
-    keys: Piece
-    settings: Piece
+    keys: UploadPiece
+    settings: UploadPiece
     """float64 ``[4, num_rows]``: divisors, top-k, top-p, log of min-p."""
     cuts: bool
     has_top_k: bool

@@ -14,8 +14,8 @@ from specray.draft_tokens import SparseProbs
 from specray.engine.sampling.device.edits import Edit, plan_edits
 from specray.engine.sampling.device.kernels import Kernels, divided, processed
 from specray.engine.sampling.device.rejection import plan_rejection
-from specray.engine.sampling.device.rows import Cut, RowPlan, RowTable, key_words, plan_rows
-from specray.engine.sampling.device.upload import Piece, Sent, Upload
+from specray.engine.sampling.device.rows import RowPlan, RowTable, TailCut, key_words, plan_rows
+from specray.engine.sampling.device.upload import Sent, Upload, UploadPiece
 from specray.engine.sampling.draft import DEMOTION, DraftToken, RankedRow, num_ranked, ranked_rows
 from specray.engine.sampling.draws import SCORE_SPREAD
 from specray.engine.sampling.noise import NoiseKey, Purpose, gumbel_from_words
@@ -39,7 +39,7 @@ class DeviceSampler:
 
     def verify(self, logits: Tensor, rounds: Sequence[Round]) -> list[Verified]:
         groups = [item.group for item in rounds]
-        step = _Step(logits, groups)
+        step = _SamplingStep(logits, groups)
         rejection = plan_rejection(step.upload, rounds)
         step.send()
         cut = step.cut(self._kernels)
@@ -56,7 +56,7 @@ class DeviceSampler:
     def draw(
         self, logits: Tensor, groups: Sequence[RowGroup], *, is_judged: bool = False
     ) -> list[DraftToken]:
-        step = _Step(logits, groups)
+        step = _SamplingStep(logits, groups)
         truncated = _plan_truncated(step.upload, groups)
         step.send()
         cut = step.cut(self._kernels)
@@ -84,7 +84,7 @@ class DeviceSampler:
         counts: Sequence[int],
         excluded: Sequence[int | None],
     ) -> list[RankedRow]:
-        step = _Step(logits, groups, rejection_purpose=Purpose.RESIDUAL_DRAW)
+        step = _SamplingStep(logits, groups, rejection_purpose=Purpose.RESIDUAL_DRAW)
         step.send()
         cut = step.cut(self._kernels)
         scores = divided(step.logits, step.table)
@@ -120,7 +120,7 @@ def draw_truncated(kernels: Kernels, numbers: Tensor, keys: Tensor, size: int) -
     return torch.cat((token_ids.gather(1, choice).double(), token_ids.double(), probs), dim=1)
 
 
-class _Step:
+class _SamplingStep:
     """A step's rows, first as they are planned, then on the device."""
 
     def __init__(
@@ -145,12 +145,12 @@ class _Step:
             edit(own, self.sent)
         self.logits = own
 
-    def cut(self, kernels: Kernels) -> Cut | None:
+    def cut(self, kernels: Kernels) -> TailCut | None:
         """Where the rows' tails are cut; None: nowhere."""
         return kernels.cut(self.logits, self.table) if self.table.cuts else None
 
 
-def _plan_truncated(upload: Upload, groups: Sequence[RowGroup]) -> tuple[Piece, Piece] | None:
+def _plan_truncated(upload: Upload, groups: Sequence[RowGroup]) -> tuple[UploadPiece, UploadPiece] | None:
     is_own = [group.sampling.draws_by_rejection for group in groups]
     if not any(is_own):
         return None

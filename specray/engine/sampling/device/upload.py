@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-class Piece(NamedTuple):
+class UploadPiece(NamedTuple):
     """The place of one array among those sent."""
 
     start: int
@@ -33,7 +33,7 @@ class Sent:
     def __init__(self, words: Tensor) -> None:
         self._words = words
 
-    def __getitem__(self, piece: Piece) -> Tensor:
+    def __getitem__(self, piece: UploadPiece) -> Tensor:
         words = self._words[piece.start : piece.start + piece.size]
         return (words.view(torch.float64) if piece.is_float else words).view(piece.shape)
 
@@ -45,12 +45,12 @@ class Upload:
         self._parts: list[NDArray[np.int64]] = []
         self._size = 0
 
-    def add(self, values: NDArray[Any]) -> Piece:
+    def add(self, values: NDArray[Any]) -> UploadPiece:
         """Takes an array, int64 or float64; other integers and truth values become int64."""
         is_float = values.dtype == np.float64
         assert is_float or values.dtype.kind in "iub", values.dtype
         whole = np.ascontiguousarray(values, dtype=np.float64 if is_float else np.int64)
-        piece = Piece(self._size, values.shape, bool(is_float))
+        piece = UploadPiece(self._size, values.shape, bool(is_float))
         self._parts.append(whole.reshape(-1).view(np.int64))
         self._size += piece.size
         return piece

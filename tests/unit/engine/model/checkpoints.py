@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from specray.engine.model.checkpoint.source import Part
+from specray.engine.model.checkpoint.source import WeightPart
 from tests.unit.engine.model.zoo import FAMILIES, Family
 
 VOCAB_SIZE = 96
@@ -133,7 +133,7 @@ class InMemoryWeights:
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
 
-    def take(self, name: str, part: Part | None = None) -> torch.Tensor:
+    def take(self, name: str, part: WeightPart | None = None) -> torch.Tensor:
         tensor = self._tensors[name]
         if part is not None:
             tensor = tensor.narrow(part.dim, part.start, part.stop - part.start)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specray.engine.group.parallel import ParallelContext
-from specray.engine.model.checkpoint.source import Part
+from specray.engine.model.checkpoint.source import WeightPart
 from specray.engine.model.decoder_config import DecoderConfig, RopeFormula
 from specray.engine.model.description import ModelArgs
 from specray.engine.model.layers.vocabulary import GatheredHead, ShardedEmbedding, TableEmbedding
@@ -53,7 +53,7 @@ class Recorder:
     taken: Counter[str] = field(default_factory=Counter)
     parts: dict[str, tuple[int, int, int]] = field(default_factory=dict)
 
-    def take(self, name: str, part: Part | None = None) -> torch.Tensor:
+    def take(self, name: str, part: WeightPart | None = None) -> torch.Tensor:
         self.taken[name] += 1
         if part is not None:
             self.parts[name] = (part.dim, part.start, part.stop)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from specray.config import TargetConfig
 from specray.engine.inputs import SequenceInput
-from specray.engine.model.checkpoint.source import Part
+from specray.engine.model.checkpoint.source import WeightPart
 from specray.engine.model.description import ModelArgs, check_loadable
 from specray.engine.model.loader import DecoderSource, load_model
 from specray.engine.runner.assembly import build_runner
@@ -99,9 +99,9 @@ def test_weights_of_the_decoder_whole_and_in_parts(tmp_path: Path, llama: Path) 
     assert isinstance(found, DecoderSource)
     for name, expected in merged.items():
         torch.testing.assert_close(found.weights.take(name), expected, atol=1e-6, rtol=1e-6)
-    rows = found.weights.take(f"{QUERY}.weight", Part(0, 5, 9))
+    rows = found.weights.take(f"{QUERY}.weight", WeightPart(0, 5, 9))
     torch.testing.assert_close(rows, merged[f"{QUERY}.weight"][5:9], atol=1e-6, rtol=1e-6)
-    columns = found.weights.take(f"{DOWN}.weight", Part(1, 10, 30))
+    columns = found.weights.take(f"{DOWN}.weight", WeightPart(1, 10, 30))
     torch.testing.assert_close(columns, merged[f"{DOWN}.weight"][:, 10:30], atol=1e-6, rtol=1e-6)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specray.engine.model.checkpoint.source import Part
+from specray.engine.model.checkpoint.source import WeightPart
 from specray.engine.model.description import ModelArgs, check_loadable
 from specray.engine.model.loader import DecoderSource, load_model
 from specray.engine.model.lowering import lower
@@ -68,7 +68,7 @@ def test_experts_are_what_their_blocks_mean(checkpoint: Path) -> None:
     found = source(checkpoint)
     for name, expected in meant.items():
         assert torch.equal(found.weights.take(name), expected)
-    for part in (Part(0, 1, 2), Part(1, 3, 20), Part(2, 5, 6)):
+    for part in (WeightPart(0, 1, 2), WeightPart(1, 3, 20), WeightPart(2, 5, 6)):
         expected = meant[GATE_UP].narrow(part.dim, part.start, part.stop - part.start)
         assert torch.equal(found.weights.take(GATE_UP, part), expected)
     for name in ("model.layers.1.self_attn.sinks", f"{DOWN}_bias", "lm_head.weight"):

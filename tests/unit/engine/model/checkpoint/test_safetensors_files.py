@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from specray.engine.model.checkpoint.safetensors_files import SafetensorsWeights
-from specray.engine.model.checkpoint.source import Part, WeightSource
+from specray.engine.model.checkpoint.source import WeightPart, WeightSource
 from specray.errors import ConfigError
 from tests.unit.engine.model.checkpoints import InMemoryWeights
 
@@ -40,11 +40,11 @@ def sources(directory: Path) -> list[WeightSource]:
 def test_whole_rows_and_columns(directory: Path, number: int) -> None:
     weights = sources(directory)[number]
     assert torch.equal(weights.take("a.weight"), TABLE)
-    assert torch.equal(weights.take("a.bias", Part(0, 1, 2)), ROW[1:])
-    assert torch.equal(weights.take("a.weight", Part(0, 1, 3)), TABLE[1:3])
-    columns = weights.take("a.weight", Part(1, 2, 3))
+    assert torch.equal(weights.take("a.bias", WeightPart(0, 1, 2)), ROW[1:])
+    assert torch.equal(weights.take("a.weight", WeightPart(0, 1, 3)), TABLE[1:3])
+    columns = weights.take("a.weight", WeightPart(1, 2, 3))
     assert torch.equal(columns, TABLE[:, 2:]) and columns.is_contiguous()
-    assert weights.take("a.weight", Part(0, 4, 4)).shape == (0, 3)
+    assert weights.take("a.weight", WeightPart(0, 4, 4)).shape == (0, 3)
 
 
 def test_file_is_mapped_anew_after_some_bytes(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_numbers_that_are_none(tmp_path: Path, value: float) -> None:
     save_file({"a.weight": table}, tmp_path / "model.safetensors")
     weights = open_weights(tmp_path)
     # Another rank's rows are its own to check.
-    assert torch.equal(weights.take("a.weight", Part(0, 0, 3)), TABLE[:3])
+    assert torch.equal(weights.take("a.weight", WeightPart(0, 0, 3)), TABLE[:3])
     with pytest.raises(ConfigError, match=r"^model 'm': the weight 'a.weight' holds NaN or infinite values$"):
         weights.take("a.weight")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specray.engine.model.checkpoint.source import Part
+from specray.engine.model.checkpoint.source import WeightPart
 from specray.engine.model.description import ModelArgs, check_loadable
 from specray.engine.model.loader import DecoderSource, load_model
 from specray.errors import ConfigError
@@ -56,8 +56,8 @@ def test_every_weight_is_what_its_layout_means(checkpoint: Path, name: str) -> N
     for tensor, expected in meant.items():
         assert torch.equal(weights.take(tensor), expected), tensor
     rows, columns = meant[DOWN].shape
-    assert torch.equal(weights.take(DOWN, Part(0, 3, rows)), meant[DOWN][3:])
-    part = weights.take(DOWN, Part(1, columns // 2, columns))
+    assert torch.equal(weights.take(DOWN, WeightPart(0, 3, rows)), meant[DOWN][3:])
+    part = weights.take(DOWN, WeightPart(1, columns // 2, columns))
     assert torch.equal(part, meant[DOWN][:, columns // 2 :]) and part.is_contiguous()
     half = source(checkpoint, torch.bfloat16).weights.take(DOWN)
     assert torch.equal(half, meant[DOWN].bfloat16())

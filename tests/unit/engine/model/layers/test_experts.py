@@ -11,7 +11,14 @@ import torch.nn.functional as F
 
 from specray.engine.cpu.gemm.linear import can_tile
 from specray.engine.model.decoder_config import Clamp
-from specray.engine.model.layers.experts import ClampedGate, Expert, ExpertGroup, ExpertLayer, Router, Sum
+from specray.engine.model.layers.experts import (
+    ClampedGate,
+    ExpertGroup,
+    ExpertLayer,
+    ExpertMlp,
+    ExpertRouter,
+    Sum,
+)
 from specray.engine.model.linear import make_gate, make_linear
 from specray.engine.model.operators_cpu import KernelOperators
 
@@ -35,8 +42,10 @@ ROUTER = random(NUM_EXPERTS, HIDDEN, seed=99)
 
 
 def layer(num_chosen: int, *, is_normed: bool) -> ExpertLayer:
-    experts = [Expert(make_gate(gate, up, None, None), make_linear(down, None)) for gate, up, down in WEIGHTS]
-    return ExpertLayer(Router(partial(F.linear, weight=ROUTER), num_chosen, is_normed), experts)
+    experts = [
+        ExpertMlp(make_gate(gate, up, None, None), make_linear(down, None)) for gate, up, down in WEIGHTS
+    ]
+    return ExpertLayer(ExpertRouter(partial(F.linear, weight=ROUTER), num_chosen, is_normed), experts)
 
 
 @pytest.mark.parametrize("num_chosen", [1, 2, NUM_EXPERTS])
@@ -77,16 +86,16 @@ def wide_layer(*, is_clamped: bool, num_threads: int) -> ExpertLayer:
         down = operators.linear(weight(64, 96, seed=n), weight(64, seed=n + 1))
         if is_clamped:
             both = operators.linear(weight(192, 64, seed=n + 2), weight(192, seed=n + 3))
-            experts.append(Expert(ClampedGate(both, CLAMP), down))
+            experts.append(ExpertMlp(ClampedGate(both, CLAMP), down))
         else:
             gate = operators.gate(weight(96, 64, seed=n + 2), weight(96, 64, seed=n + 3), None, None)
-            experts.append(Expert(gate, down))
+            experts.append(ExpertMlp(gate, down))
     router = operators.router(weight(7, 64, seed=98), None)
     gates = [each.gate.both if isinstance(each.gate, ClampedGate) else each.gate for each in experts]
     gate_group, down_group = operators.group(gates), operators.group([each.down for each in experts])
     assert gate_group is not None and down_group is not None
     group = ExpertGroup(gate_group, down_group, CLAMP if is_clamped else None)
-    return ExpertLayer(Router(router, 3, is_normed=True), experts, group)
+    return ExpertLayer(ExpertRouter(router, 3, is_normed=True), experts, group)
 
 
 @needs_kernels
