@@ -24,7 +24,7 @@ class Mailbox:
     """
 
     def __init__(self, address: str, *, options: ChannelOptions | None = None) -> None:
-        self._server = DeliveryServer(self._put, address, options=options)
+        self._server = DeliveryServer(self.put, address, options=options)
         self._open: dict[str, Delivery] = {}
 
     @property
@@ -48,7 +48,7 @@ class Mailbox:
     def close(self, request_id: str) -> None:
         self._open.pop(request_id, None)
 
-    def _put(self, chunks: Sequence[OutputChunk]) -> None:
+    def put(self, chunks: Sequence[OutputChunk]) -> None:
         for chunk in chunks:
             delivery = self._open.get(chunk.request_id)
             if delivery is not None and not delivery.is_ended:

@@ -59,7 +59,7 @@ def fake_info(
 
 
 @dataclass(slots=True)
-class _Sequence:
+class _ToySequence:
     sampling: SamplingParams
     tokens: list[int] = field(default_factory=list)
 
@@ -73,16 +73,16 @@ class _Sequences:
 
     def __init__(self, info: EngineInfo) -> None:
         self._info = info
-        self.held: dict[str, _Sequence] = {}
+        self.held: dict[str, _ToySequence] = {}
 
-    def apply(self, item: SpeculateItem | VerifyItem) -> _Sequence | UnknownSequence | ItemFailed:
+    def apply(self, item: SpeculateItem | VerifyItem) -> _ToySequence | UnknownSequence | ItemFailed:
         sequence = self.held.get(item.request_id)
         if item.base_len == 0:
             if item.sampling is None:
                 return _failed(item, "base_len is 0 and sampling is absent", is_retriable=False)
             if sequence is None and len(self.held) >= self._info.max_num_seqs:
                 return _failed(item, "no room for a sequence", is_retriable=True)
-            sequence = self.held[item.request_id] = _Sequence(item.sampling)
+            sequence = self.held[item.request_id] = _ToySequence(item.sampling)
         elif sequence is None or item.base_len > len(sequence.tokens):
             return UnknownSequence(item.request_id, item.round_id, item.base_len)
         del sequence.tokens[item.base_len :]
@@ -198,7 +198,7 @@ class FakeTarget(_FakeEngine):
         if scripted := self._scripted.get(item.request_id):
             return ItemFailed(item.request_id, item.round_id, item.base_len, **scripted.pop(0))
         sequence = self._sequences.apply(item)
-        if not isinstance(sequence, _Sequence):
+        if not isinstance(sequence, _ToySequence):
             return sequence
         if self._known is not None and len(item.token_ids) >= self._info.block_size:
             ends = range(self._info.block_size, len(sequence.tokens) + 1, self._info.block_size)
@@ -259,7 +259,7 @@ class FakeTarget(_FakeEngine):
             tokens.append(token_ids[-1])
         return DraftTokens(tuple(token_ids), tuple(parents))
 
-    def _chain_draws(self, sequence: _Sequence, draft_token_ids: Sequence[int]) -> list[int]:
+    def _chain_draws(self, sequence: _ToySequence, draft_token_ids: Sequence[int]) -> list[int]:
         """The target's own tokens, as long as draft tokens equal them, and the next one."""
         tokens = list(sequence.tokens)
         drawn: list[int] = []
@@ -270,7 +270,7 @@ class FakeTarget(_FakeEngine):
             tokens.append(drawn[-1])
         return drawn
 
-    def _tree_draws(self, sequence: _Sequence, draft: DraftTokens) -> tuple[list[int], int | None]:
+    def _tree_draws(self, sequence: _ToySequence, draft: DraftTokens) -> tuple[list[int], int | None]:
         """The same along the accepted path of a tree, and its last node; None: none is accepted."""
 
         @cache
@@ -313,7 +313,7 @@ class FakeDraft(_FakeEngine):
             self.num_refused += 1
             return _failed(item, "a token id is out of range", is_retriable=False)
         sequence = self._sequences.apply(item)
-        if not isinstance(sequence, _Sequence):
+        if not isinstance(sequence, _ToySequence):
             return sequence
         if item.fanout:
             branches = tuple(self._branches(item, sequence))
@@ -329,7 +329,7 @@ class FakeDraft(_FakeEngine):
         """The proposal after some tokens; a draft of another kind proposes something else."""
         return DraftTokens(self._chain(tokens, length, noise_key))
 
-    def _branches(self, item: SpeculateItem, sequence: _Sequence) -> list[Branch]:
+    def _branches(self, item: SpeculateItem, sequence: _ToySequence) -> list[Branch]:
         if len(item.fanout) != len(item.proposed_token_ids) + 1:
             raise ProtocolError(f"fanout {item.fanout} does not fit {len(item.proposed_token_ids)} tokens")
         branches: list[tuple[int, Branch]] = []

@@ -21,7 +21,7 @@ from specray.types import PROTOCOL_VERSION, DraftReplies, EngineInfo, SpeculateI
 BytesStream = aio.StreamStreamCall[bytes, bytes]
 
 
-class EngineConnection(Generic[ItemT, RepliesT]):
+class GrpcConnection(Generic[ItemT, RepliesT]):
     """Sends batches of items and receives batches of replies, independently of each other.
 
     Replies that are not taken wait in gRPC, whose flow control holds the engine back. A reader task between
@@ -206,7 +206,7 @@ class EngineConnection(Generic[ItemT, RepliesT]):
         return f"{_name(self.role, self._address)}: {self._reason}"
 
 
-class GrpcDrafter(EngineConnection[SpeculateItem, DraftReplies]):
+class GrpcDrafter(GrpcConnection[SpeculateItem, DraftReplies]):
     """``interfaces.Drafter`` over gRPC; made by :meth:`connect`."""
 
     role = DRAFT
@@ -215,7 +215,7 @@ class GrpcDrafter(EngineConnection[SpeculateItem, DraftReplies]):
         await self.send(items, released)
 
 
-class GrpcVerifier(EngineConnection[VerifyItem, TargetReplies]):
+class GrpcVerifier(GrpcConnection[VerifyItem, TargetReplies]):
     """``interfaces.Verifier`` over gRPC; made by :meth:`connect`."""
 
     role = TARGET

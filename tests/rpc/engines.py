@@ -10,7 +10,7 @@ from pathlib import Path
 
 from specray.draft_tokens import DraftTokens
 from specray.requests import FinishReason, ServiceInfo
-from specray.rpc.inference.server import GenerateEvent, GenerateParams, Usage
+from specray.rpc.inference.types import GenerateEvent, GenerateParams, Usage
 from specray.types import (
     PROTOCOL_VERSION,
     DraftReplies,

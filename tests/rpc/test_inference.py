@@ -28,7 +28,8 @@ from specray.rpc.channel import ChannelOptions
 from specray.rpc.event_loop import new_event_loop
 from specray.rpc.inference import server as inference
 from specray.rpc.inference.client import SpecrayClient
-from specray.rpc.inference.server import GenerateEvent, GenerateParams, InferenceServer, Usage
+from specray.rpc.inference.server import InferenceServer
+from specray.rpc.inference.types import GenerateEvent, GenerateParams, Usage
 from specray.rpc.pb import inference_pb2, inference_pb2_grpc
 from tests.rpc.engines import SERVICE_INFO, ScriptedHandler
 

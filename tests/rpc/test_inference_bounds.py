@@ -15,7 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from specray.errors import UnauthenticatedError
 from specray.rpc.channel import ChannelOptions
 from specray.rpc.inference import messages
-from specray.rpc.inference.server import Entry, Incoming, InferenceServer
+from specray.rpc.inference.server import InferenceServer
+from specray.rpc.inference.types import AdmittedCall, Incoming
 from tests.rpc.engines import ScriptedHandler
 
 GENERATE = "/specray.v1.InferenceService/Generate"
@@ -49,7 +50,7 @@ async def code_of(call: Any) -> grpc.StatusCode:
 
 
 @contextmanager
-def nobody(call: Incoming) -> Iterator[Entry]:
+def nobody(call: Incoming) -> Iterator[AdmittedCall]:
     raise UnauthenticatedError("an API key is missing")
     yield
 

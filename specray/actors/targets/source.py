@@ -18,7 +18,7 @@ PROBE_TIMEOUT_S = 2.0
 """Seconds in which a group whose connection was lost must complete a step to stay."""
 
 
-class Group(Protocol):
+class RankGroup(Protocol):
     """The ranks of one target, as actors.targets.group.TargetGroup."""
 
     async def start(self) -> str:
@@ -44,7 +44,7 @@ class Group(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    group: Group
+    group: RankGroup
     address: str
     watch: asyncio.Task[None]
     """Task that is done when a rank has ended."""
@@ -61,7 +61,7 @@ class TargetSource:
 
     def __init__(
         self,
-        make_group: Callable[[], Group],
+        make_group: Callable[[], RankGroup],
         connect: Callable[[str], Awaitable[Verifier]],
         *,
         clock: Clock | None = None,
@@ -96,7 +96,7 @@ class TargetSource:
         if (group := self._take()) is not None:
             await group.end()
 
-    def _take(self) -> Group | None:
+    def _take(self) -> RankGroup | None:
         running, self._running = self._running, None
         if running is None:
             return None
@@ -112,7 +112,7 @@ class TargetSource:
         self._running = _Running(group, address, asyncio.create_task(self._watch(group)))
         return self._running
 
-    async def _watch(self, group: Group) -> None:
+    async def _watch(self, group: RankGroup) -> None:
         reason = await group.ended()
         logger.error("%s", reason)
         # The other ranks, and so the router, would wait for the ended one.

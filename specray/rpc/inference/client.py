@@ -64,7 +64,7 @@ class SpecrayClient:
         data = encode_generate_request(params)
         stub: aio.UnaryStreamMultiCallable[bytes, bytes]
         stub = self._channel.unary_stream(f"/{INFERENCE_SERVICE}/Generate", None, None)
-        call = stub(data, timeout=timeout_s, metadata=(*self._metadata, *_told(params)))
+        call = stub(data, timeout=timeout_s, metadata=(*self._metadata, *_metadata_of(params)))
         try:
             async for message in call:
                 yield decode_generate_event(message)
@@ -103,6 +103,6 @@ class SpecrayClient:
         await self.close()
 
 
-def _told(params: GenerateParams) -> list[tuple[str, str]]:
+def _metadata_of(params: GenerateParams) -> list[tuple[str, str]]:
     values = {"traceparent": params.traceparent, "x-request-id": params.client_request_id}
     return [(name, value) for name, value in values.items() if value]

@@ -46,8 +46,8 @@ async def read_message(context: Context) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class PlainEntry:
-    """types.Entry of a call that takes no place: only the time of its message is bounded."""
+class PlainCall:
+    """types.AdmittedCall of a call that takes no place: only the time of its message is bounded."""
 
     handler: InferenceHandler
 

@@ -24,29 +24,15 @@ from specray.rpc.codec.inference import (
     encode_service_info,
 )
 from specray.rpc.health import Health
-from specray.rpc.inference.messages import OpenCalls, PlainEntry, read_message
+from specray.rpc.inference.messages import OpenCalls, PlainCall, read_message
 from specray.rpc.inference.types import (
     Admitter,
-    Entry,
-    GenerateEvent,
     GenerateParams,
     Incoming,
     InferenceHandler,
     Refused,
-    Usage,
 )
 from specray.rpc.status import status_of
-
-__all__ = [
-    "Admitter",
-    "Entry",
-    "GenerateEvent",
-    "GenerateParams",
-    "Incoming",
-    "InferenceHandler",
-    "InferenceServer",
-    "Usage",
-]
 
 INFERENCE_SERVICE: Final = "specray.v1.InferenceService"
 MAX_CALLS: Final = 4096
@@ -89,7 +75,7 @@ class InferenceServer:
         Raises:
             ConfigError: the address is not valid.
         """
-        self._admit: Admitter = admit or (lambda _: nullcontext(PlainEntry(handler)))
+        self._admit: Admitter = admit or (lambda _: nullcontext(PlainCall(handler)))
         self._max_calls = max_calls
         self._on_refused = on_refused or (lambda _, __: None)
         self._address = parse_address(address)

@@ -111,7 +111,7 @@ class Incoming:
     """Seconds left until the call's deadline; None: it has none."""
 
 
-class Entry(Protocol):
+class AdmittedCall(Protocol):
     """A call that was let in."""
 
     @property
@@ -127,6 +127,6 @@ class Entry(Protocol):
         ...
 
 
-Admitter = Callable[[Incoming], AbstractContextManager[Entry]]
+Admitter = Callable[[Incoming], AbstractContextManager[AdmittedCall]]
 """Callback that lets a call in, by its metadata alone, for as long as the context lasts; raises
 UnauthenticatedError, OverloadedError."""

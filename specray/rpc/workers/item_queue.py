@@ -22,7 +22,7 @@ class Portion(Generic[ItemT, RepliesT]):
     """True if it completes the request."""
 
 
-class _Waiting(Generic[ItemT]):
+class _OpenRequest(Generic[ItemT]):
     """A waiting request, of which the first ``num_taken`` items are taken."""
 
     __slots__ = ("batch", "num_taken")
@@ -58,7 +58,7 @@ class ItemQueue(Generic[ItemT, RepliesT]):
     def __init__(self, cost: Callable[[ItemT], int]) -> None:
         self._cost = cost
         # The stream whose turn it is comes first.
-        self._streams: OrderedDict[ReplySink[RepliesT], deque[_Waiting[ItemT]]] = OrderedDict()
+        self._streams: OrderedDict[ReplySink[RepliesT], deque[_OpenRequest[ItemT]]] = OrderedDict()
 
     def __len__(self) -> int:
         return sum(map(len, self._streams.values()))
@@ -67,7 +67,7 @@ class ItemQueue(Generic[ItemT, RepliesT]):
         return bool(self._streams)
 
     def put(self, stream: ReplySink[RepliesT], batch: RequestBatch[ItemT]) -> None:
-        self._streams.setdefault(stream, deque()).append(_Waiting(batch))
+        self._streams.setdefault(stream, deque()).append(_OpenRequest(batch))
 
     def drop(self, stream: ReplySink[RepliesT]) -> None:
         self._streams.pop(stream, None)

@@ -20,7 +20,7 @@ from specray.types import TargetReplies, TargetReply, Verdict, VerifyItem
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _StoredVerdict:
     """An item that was not asked for yet, and its verdict."""
 
     item: VerifyItem
@@ -43,9 +43,9 @@ class RunAhead:
         """Tokens that end each sequence."""
         self._expected: dict[str, VerifyItem] = {}
         """Items of the next step ahead."""
-        self._kept: dict[str, _Kept] = {}
-        self._kept_ns = 0
-        self._num_kept_rows: int | None = 0
+        self._stored: dict[str, _StoredVerdict] = {}
+        self._stored_ns = 0
+        self._num_stored_rows: int | None = 0
         """Time and rows of the step of the stored verdicts; reported with the first of them."""
 
     def bound(self) -> BoundEngine[VerifyItem, TargetReplies]:
@@ -55,13 +55,13 @@ class RunAhead:
         """Answers items from stored verdicts, and the others by a step."""
         answered: dict[str, TargetReply] = {}
         for item in items:
-            kept = self._kept.pop(item.request_id, None)
-            if kept is not None and kept.answers(item):
-                answered[item.request_id] = replace(kept.verdict, round_id=item.round_id)
+            stored = self._stored.pop(item.request_id, None)
+            if stored is not None and stored.answers(item):
+                answered[item.request_id] = replace(stored.verdict, round_id=item.round_id)
         forward_ns, num_rows = 0, None
         if answered:
-            forward_ns, num_rows = self._kept_ns, self._num_kept_rows
-            self._kept_ns, self._num_kept_rows = 0, 0
+            forward_ns, num_rows = self._stored_ns, self._num_stored_rows
+            self._stored_ns, self._num_stored_rows = 0, 0
         if rest := [item for item in items if item.request_id not in answered]:
             computed = self._engine.run(rest)
             answered.update((reply.request_id, reply) for reply in computed.replies)
@@ -76,17 +76,17 @@ class RunAhead:
 
         Raises what the engine raises; what is asked for then is computed anew.
         """
-        if not self._expected or self._kept:
+        if not self._expected or self._stored:
             return False
         items, self._expected = tuple(self._expected.values()), {}
         computed = self._engine.run(items)
         verdicts = {reply.request_id: reply for reply in computed.replies if isinstance(reply, Verdict)}
-        self._kept = {
-            item.request_id: _Kept(item, verdicts[item.request_id])
+        self._stored = {
+            item.request_id: _StoredVerdict(item, verdicts[item.request_id])
             for item in items
             if item.request_id in verdicts
         }
-        self._kept_ns, self._num_kept_rows = computed.forward_ns, computed.num_rows
+        self._stored_ns, self._num_stored_rows = computed.forward_ns, computed.num_rows
         return True
 
     def release(self, request_ids: Sequence[str]) -> None:
@@ -94,7 +94,7 @@ class RunAhead:
         for request_id in request_ids:
             self._stops.pop(request_id, None)
             self._expected.pop(request_id, None)
-            self._kept.pop(request_id, None)
+            self._stored.pop(request_id, None)
         self._engine.release(request_ids)
 
     def _expect(self, items: Sequence[VerifyItem], answered: Mapping[str, TargetReply]) -> None:

@@ -19,16 +19,9 @@ from specray.grammar import PreparedCompiler
 from specray.interfaces import RouterClient
 from specray.request_options import given_options
 from specray.requests import GenerateRequest, ServiceInfo
-from specray.rpc.inference.messages import MESSAGE_TIMEOUT_S, PlainEntry
-from specray.rpc.inference.server import (
-    Admitter,
-    Entry,
-    GenerateEvent,
-    GenerateParams,
-    Incoming,
-    InferenceServer,
-    Usage,
-)
+from specray.rpc.inference.messages import MESSAGE_TIMEOUT_S, PlainCall
+from specray.rpc.inference.server import InferenceServer
+from specray.rpc.inference.types import AdmittedCall, Admitter, GenerateEvent, GenerateParams, Incoming, Usage
 from specray.rpc.status import status_of
 from specray.serving.admission.api_keys import Caller, Keyring
 from specray.serving.admission.capacity import Admission
@@ -81,10 +74,10 @@ class GrpcIngress:
         """Returns the function that lets calls in by their metadata, and gives each its place."""
 
         @contextmanager
-        def admit(call: Incoming) -> Iterator[Entry]:
+        def admit(call: Incoming) -> Iterator[AdmittedCall]:
             caller = keyring.identify(call.authorization)
             if call.method != "Generate":
-                yield PlainEntry(self)
+                yield PlainCall(self)
                 return
             with self._admission.places.arrive(caller) as place:
                 if call.timeout_s is not None:
@@ -171,7 +164,7 @@ class GrpcIngress:
 
 @dataclass(frozen=True, slots=True)
 class _Entered:
-    """rpc.inference_types.Entry of a call that has a place."""
+    """rpc.inference_types.AdmittedCall of a call that has a place."""
 
     handler: GrpcIngress
     place: Place
@@ -179,7 +172,7 @@ class _Entered:
     limits: ServiceLimits
 
     async def receive(self, message: Awaitable[bytes], decode: Callable[[bytes], ParamsT]) -> ParamsT:
-        """See rpc.inference_types.Entry."""
+        """See rpc.inference_types.AdmittedCall."""
         try:
             data = await self.place.receive(message, grace_s=MESSAGE_TIMEOUT_S)
         except TimeoutError:

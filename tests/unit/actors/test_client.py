@@ -82,7 +82,7 @@ class Deliveries(Handle):
         return self._play().__await__()
 
     async def _play(self) -> None:
-        self._mailbox._put(self._chunks)
+        self._mailbox.put(self._chunks)
         await asyncio.sleep(0)
         if self._end is not None:
             raise self._end
@@ -139,7 +139,7 @@ class Deaths:
         if len(self.requests) <= self._num_deaths:
             raise RayActorError()
         chunk = OutputChunk(request.request_id, (1, 2), finish_reason=FinishReason.LENGTH)
-        self._mailbox._put([chunk])
+        self._mailbox.put([chunk])
         return chunk
 
 
@@ -186,7 +186,7 @@ class Mortals:
         end = None if self._parts else FinishReason.LENGTH
         if token_ids or end:
             chunk = OutputChunk(request.request_id, token_ids, finish_reason=end)
-            self._mailbox._put([chunk])
+            self._mailbox.put([chunk])
         # The caller takes the chunks that have arrived.
         await self._clock.sleep(0.01)
         if end is None:
@@ -261,7 +261,7 @@ class Forgetful:
     async def _answer(self, request: GenerateRequest) -> None:
         is_first = len(self.requests) == 1
         chunk = OutputChunk(request.request_id, (1,) if is_first else ())
-        self._mailbox._put([chunk if is_first else replace(chunk, finish_reason=FinishReason.STOP)])
+        self._mailbox.put([chunk if is_first else replace(chunk, finish_reason=FinishReason.STOP)])
 
 
 async def test_a_call_that_ends_without_the_last_chunk_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,8 @@ from specray.fakes import FakeRouterClient
 from specray.interfaces import RouterClient
 from specray.requests import FinishReason, TextOptions
 from specray.rpc.inference.client import SpecrayClient
-from specray.rpc.inference.server import GenerateParams, InferenceServer
+from specray.rpc.inference.server import InferenceServer
+from specray.rpc.inference.types import GenerateParams
 from specray.serving.grpc.handler import GrpcIngress, served
 from specray.serving.readiness import check_ready
 from specray.types import Grammar, GrammarKind

@@ -16,7 +16,8 @@ from specray.config import Config, parse_config
 from specray.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
 from specray.interfaces import RouterClient
 from specray.rpc.inference.client import SpecrayClient
-from specray.rpc.inference.server import GenerateParams, InferenceServer
+from specray.rpc.inference.server import InferenceServer
+from specray.rpc.inference.types import GenerateParams
 from specray.serving.admission.api_keys import Keyring, key_hash
 from specray.serving.admission.capacity import Admission
 from specray.serving.calls.prompts import encode_prompts

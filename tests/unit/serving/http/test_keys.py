@@ -19,7 +19,8 @@ from specray.fakes import FakeRouterClient
 from specray.interfaces import RouterClient
 from specray.requests import ServiceLevel
 from specray.rpc.inference.client import SpecrayClient
-from specray.rpc.inference.server import GenerateParams, InferenceServer
+from specray.rpc.inference.server import InferenceServer
+from specray.rpc.inference.types import GenerateParams
 from specray.serving.admission.api_keys import Keyring, key_hash
 from specray.serving.grpc.handler import GrpcIngress
 from tests.unit.serving.http.service import (
