@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from specray.types import EngineInfo
+from specray.types import EngineInfo, SpeculateItem, UnknownSequence, VerifyItem
 
 _LEAST_S = 1e-6
 """Shortest delay in seconds that is made up for."""
@@ -66,6 +66,24 @@ class SharedStep:
         own.extend(lost_s)
         self.seconds += lost_s
         return lost_s
+
+
+@dataclass(slots=True)
+class Held:
+    """One sequence of a simulated engine, which stores lengths in place of tokens."""
+
+    length: int = 0
+    num_prompt: int = 0
+    num_blocks: int = 0
+    num_confirmed: int = 0
+    """Draft tokens that were accepted in the last step, and so are computed already."""
+
+
+def unknown(item: SpeculateItem | VerifyItem, held: Held | None) -> UnknownSequence | None:
+    """The answer to an item that continues more tokens than are held; None: it does not."""
+    if item.base_len > (0 if held is None else held.length):
+        return UnknownSequence(item.request_id, item.round_id, item.base_len)
+    return None
 
 
 class SimulatedEngine:

@@ -18,7 +18,7 @@ from specray.draft_tokens import DraftTokens
 from specray.errors import EngineLostError
 from specray.fakes import ReplyQueue
 from specray.planning.profile import RouterProfile
-from specray.planning.simulation.busy import SimulatedEngine
+from specray.planning.simulation.busy import Held, SimulatedEngine, unknown
 from specray.planning.simulation.scripts import Scripts
 from specray.planning.simulation.times import DraftTimes, drawn
 from specray.types import (
@@ -36,14 +36,6 @@ from specray.types import (
 class _Question:
     item: SpeculateItem
     connection: SimulatedDrafter
-
-
-@dataclass(slots=True)
-class _Held:
-    """Tokens of one sequence."""
-
-    length: int
-    num_prompt: int
 
 
 class SimulatedDraft(SimulatedEngine):
@@ -74,7 +66,7 @@ class SimulatedDraft(SimulatedEngine):
         self._rng = random.Random(seed)
         self._waiting: list[_Question] = []
         self._is_working = False
-        self._held: OrderedDict[tuple[SimulatedDrafter, str], _Held] = OrderedDict()
+        self._held: OrderedDict[tuple[SimulatedDrafter, str], Held] = OrderedDict()
 
     def connect(self) -> SimulatedDrafter:
         self.num_connections += 1
@@ -125,10 +117,10 @@ class SimulatedDraft(SimulatedEngine):
         item = question.item
         key = question.connection, item.request_id
         held = self._held.get(key)
-        if item.base_len > 0 and (held is None or item.base_len > held.length):
-            return UnknownSequence(item.request_id, item.round_id, item.base_len)
+        if (late := unknown(item, held)) is not None:
+            return late
         if held is None:
-            held = self._held[key] = _Held(0, 0)
+            held = self._held[key] = Held()
         if item.sampling is not None:
             held.num_prompt = item.sampling.num_prompt_tokens
         held.length = item.base_len + len(item.token_ids)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from specray.fakes import ReplyQueue
 from specray.planning.profile import RouterProfile
-from specray.planning.simulation.busy import SimulatedEngine
+from specray.planning.simulation.busy import Held, SimulatedEngine, unknown
 from specray.planning.simulation.scripts import Scripts
 from specray.planning.simulation.times import StepSize, TargetTimes, drawn
 from specray.types import (
@@ -22,7 +22,6 @@ from specray.types import (
     ItemFailed,
     TargetReplies,
     TargetReply,
-    UnknownSequence,
     Verdict,
     VerifyItem,
 )
@@ -45,17 +44,6 @@ class RequestTimes:
             self.gaps.append(((now - self.last_s) / num_tokens, num_tokens))
         self.last_s = now
         self.num_tokens += num_tokens
-
-
-@dataclass(slots=True)
-class _Held:
-    """One sequence, in tokens and blocks."""
-
-    num_blocks: int = 0
-    length: int = 0
-    num_prompt: int = 0
-    num_confirmed: int = 0
-    """Draft tokens that were accepted in the last step, and so are computed already."""
 
 
 class SimulatedTarget(SimulatedEngine):
@@ -86,7 +74,7 @@ class SimulatedTarget(SimulatedEngine):
         self._scripts = scripts
         self._rng = rng
         self._requests = requests
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, Held] = {}
         self._num_blocks = 0
         self._replies: ReplyQueue[TargetReplies] = ReplyQueue()
 
@@ -157,8 +145,8 @@ class SimulatedTarget(SimulatedEngine):
         """Returns the reply, and how many of the item's tokens are computed."""
         request_id, base_len = item.request_id, item.base_len
         held = self._held.get(request_id)
-        if base_len > 0 and (held is None or base_len > held.length):
-            return UnknownSequence(request_id, item.round_id, base_len), 0
+        if (late := unknown(item, held)) is not None:
+            return late, 0
         taken = len(item.token_ids)
         if item.max_new_tokens is not None:
             taken = min(taken, item.max_new_tokens)
@@ -176,12 +164,12 @@ class SimulatedTarget(SimulatedEngine):
         num_accepted, token = script.verdict(self._rng, end - held.num_prompt, item.draft.token_ids)
         return Verdict(request_id, item.round_id, base_len, num_accepted, token), taken
 
-    def _with_blocks(self, request_id: str, length: int) -> _Held | None:
+    def _with_blocks(self, request_id: str, length: int) -> Held | None:
         """Takes the blocks for ``length`` tokens; None, and nothing changed, if they are not free."""
         held = self._held.get(request_id)
         if held is None and len(self._held) >= self.info.max_num_seqs:
             return None
-        held = held or _Held()
+        held = held or Held()
         num_more = max(0, -(-length // self.info.block_size) - held.num_blocks)
         if self.info.num_blocks and self._num_blocks + num_more > self.info.num_blocks:
             return None
