@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from specray.bench.gpu import models
-from specray.demo.paths import demo_target_path
 from specray.errors import ConfigError
 from specray.train.inflate import InflatedShape
 
@@ -24,21 +21,13 @@ def test_weights_of_a_shape_are_about_what_its_name_says() -> None:
     assert 7.7e9 < sizes["8b"] < 8.1e9
 
 
-def test_inflated_checkpoint_computes_the_embedded_targets_function(
+def test_a_checkpoint_that_is_there_is_not_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(models._SHAPES, "small", SMALL)
     path = models.make_checkpoint("small", tmp_path, "cpu")
     assert (path / "tokenizer.json").is_file()
     assert [child.name for child in tmp_path.iterdir()] == ["small"]
-    token_ids = torch.tensor([[5, 60, 700, 9]])
-    logits = []
-    for checkpoint in (demo_target_path(), path):
-        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-        with torch.inference_mode():
-            logits.append(model(token_ids).logits)
-    torch.testing.assert_close(logits[1], logits[0], atol=1e-3, rtol=0)
-    # A second call finds it.
     before = (path / "config.json").stat().st_mtime_ns
     assert models.make_checkpoint("small", tmp_path, "cpu") == path
     assert (path / "config.json").stat().st_mtime_ns == before
