@@ -24,7 +24,7 @@ EXIT_TERMINATED = 143
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class OutputPiece:
     """A part of the output text; the last part carries the counts."""
 
     text: str
@@ -89,7 +89,7 @@ def generate(
             raise typer.Exit(EXIT_TERMINATED) from None
 
 
-async def _print_all(pieces: AsyncGenerator[Piece, None]) -> None:
+async def _print_all(pieces: AsyncGenerator[OutputPiece, None]) -> None:
     """Prints the pieces as they come. SIGTERM closes the generator, which ends the processes it started."""
     task = asyncio.current_task()
     assert task is not None
@@ -105,7 +105,7 @@ async def _print_all(pieces: AsyncGenerator[Piece, None]) -> None:
         print(_summary(last, time.monotonic() - started_s), file=sys.stderr)
 
 
-def _summary(last: Piece, seconds: float) -> str:
+def _summary(last: OutputPiece, seconds: float) -> str:
     """Describes one output; ``seconds`` is the time from its first piece to its last."""
     line = f"{last.num_output_tokens} tokens, {seconds:.2f} s after the first"
     stats = last.stats
@@ -118,7 +118,9 @@ def _summary(last: Piece, seconds: float) -> str:
     )
 
 
-async def _from_own_pair(config: Config, prompt: str, sampling: Sampling) -> AsyncGenerator[Piece, None]:
+async def _from_own_pair(
+    config: Config, prompt: str, sampling: Sampling
+) -> AsyncGenerator[OutputPiece, None]:
     from specray.serving.calls.generate_requests import to_generate_requests
     from specray.serving.calls.limits import ServiceLimits
     from specray.serving.calls.prompts import encode_prompts, parse_prompt
@@ -148,10 +150,10 @@ async def _from_own_pair(config: Config, prompt: str, sampling: Sampling) -> Asy
         async for delta in stream(router, requests, tokenizer, timeout_s=timeout_s):
             num_output_tokens += len(delta.token_ids)
             is_last = delta.finish_reason is not None
-            yield Piece(delta.text, num_output_tokens if is_last else None, delta.stats)
+            yield OutputPiece(delta.text, num_output_tokens if is_last else None, delta.stats)
 
 
-async def _from_server(url: str, prompt: str, sampling: Sampling) -> AsyncGenerator[Piece, None]:
+async def _from_server(url: str, prompt: str, sampling: Sampling) -> AsyncGenerator[OutputPiece, None]:
     from specray.bench.load.client import ServerClient
     from specray.environment import api_key
 
@@ -167,9 +169,9 @@ async def _from_server(url: str, prompt: str, sampling: Sampling) -> AsyncGenera
         async for event in client.stream_completion(body):
             usage = event.body.get("usage")
             if not usage:
-                yield Piece(event.text)
+                yield OutputPiece(event.text)
                 continue
-            yield Piece(event.text, int(usage["completion_tokens"]), _stats(event.body.get("metrics")))
+            yield OutputPiece(event.text, int(usage["completion_tokens"]), _stats(event.body.get("metrics")))
 
 
 def _stats(metrics: dict[str, Any] | None) -> SpeculationStats | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from specray.planning.curves import Surface, interpolate
 from specray.planning.profile import LinearTime, Profile
-from specray.planning.search import Candidate, FleetPlan
+from specray.planning.search import FleetCandidate, FleetPlan
 from specray.planning.simulation.results import Slo, Spread
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _PLAN_CAPTION = (
 )
 
 
-class Comparison(Protocol):
+class CheckedLoad(Protocol):
     """Prediction and measurement of one load."""
 
     @property
@@ -151,7 +151,7 @@ def recommendation(plan: FleetPlan, *, has_prices: bool) -> str:
     return f"{text}."
 
 
-def check_table(rows: Sequence[Comparison], *, temperature: float) -> Table:
+def check_table(rows: Sequence[CheckedLoad], *, temperature: float) -> Table:
     """Makes a table of predictions beside measurements."""
     from rich.table import Table
 
@@ -195,7 +195,7 @@ def plan_json(plan: FleetPlan) -> dict[str, Any]:
     }
 
 
-def _candidate_json(one: Candidate) -> dict[str, Any]:
+def _candidate_json(one: FleetCandidate) -> dict[str, Any]:
     offer = one.offer
     devices: dict[str, int] = {offer.target_hardware: one.num_groups * offer.kit.target.num_devices}
     if offer.kit.draft is not None and one.num_drafts:
@@ -226,14 +226,14 @@ def _letters(plan: FleetPlan) -> dict[str, str]:
     return {name: chr(ord("A") + index) for index, name in enumerate(dict.fromkeys(names))}
 
 
-def _fleet_text(one: Candidate) -> str:
+def _fleet_text(one: FleetCandidate) -> str:
     if not one.num_drafts:
         return f"{_groups_text(one)} without drafts"
     drafts = f"{one.num_drafts} draft{'s' if one.num_drafts > 1 else ''} on {one.offer.draft_hardware}"
     return f"{_groups_text(one)} and {drafts} ({float(one.drafts_per_group):g} per group)"
 
 
-def _groups_text(one: Candidate) -> str:
+def _groups_text(one: FleetCandidate) -> str:
     count = f"{one.num_groups} target group{'s' if one.num_groups > 1 else ''}"
     return f"{count} of {one.offer.kit.target.num_devices} x {one.offer.target_hardware}"
 

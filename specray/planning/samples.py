@@ -107,7 +107,7 @@ class Samples:
 
 def read_samples(events: Sequence[TraceEvent]) -> Samples:
     """Combines the events of each step. Steps of which a part is missing are left out."""
-    reader = _Reader()
+    reader = _StepReader()
     for event in events:
         reader.take(event)
     reader.end()
@@ -130,7 +130,7 @@ def read_hits(events: Sequence[TraceEvent]) -> dict[int, tuple[int, int]]:
     return hits
 
 
-class _Reader:
+class _StepReader:
     def __init__(self) -> None:
         self.samples = Samples()
         self._steps: dict[int, TargetSample] = {}

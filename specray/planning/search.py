@@ -40,7 +40,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class FleetCandidate:
     """One fleet that holds the load, or the nearest to it that was found."""
 
     offer: Offer
@@ -63,8 +63,8 @@ class FleetPlan:
     """Results of a search."""
 
     demand: Demand
-    candidates: tuple[Candidate, ...]
-    best: Candidate
+    candidates: tuple[FleetCandidate, ...]
+    best: FleetCandidate
     """The cheapest fleet that is enough, or else the one that meets the SLO for most requests."""
     whole: RunResult | None
     """Results of the best fleet simulated whole; None: its cell is the whole, or it would take too long."""
@@ -87,7 +87,7 @@ def make_plan(
         max_whole_requests: largest number of requests for which the whole fleet is simulated.
         progress: called with the name of the next part.
     """
-    candidates: list[Candidate] = []
+    candidates: list[FleetCandidate] = []
     plain_targets: set[str] = set()
     for offer in offers:
         for ratio in sorted(set(ratios)) if offer.kit.draft is not None else [Fraction(0)]:
@@ -129,7 +129,7 @@ class _Search:
         self._capacity = self._saturated.tokens_per_s / groups
         self._latency_s = limit * load.output.mean / self._capacity
 
-    def run(self) -> Candidate:
+    def run(self) -> FleetCandidate:
         most = self._demand.max_groups
         wanted = self._demand.load.rate_per_s * self._demand.load.output.mean
         low = max(1, math.ceil(wanted / (_HEADROOM * self._capacity)))
@@ -152,10 +152,12 @@ class _Search:
     def _is_enough(self, num_groups: int) -> bool:
         return self._result(num_groups).met_share >= self._demand.slo.share
 
-    def _candidate(self, num_groups: int, *, is_enough: bool) -> Candidate:
+    def _candidate(self, num_groups: int, *, is_enough: bool) -> FleetCandidate:
         num_drafts = num_drafts_for(num_groups, self._ratio)
         run = self._result(num_groups)
-        return Candidate(self._offer, self._ratio, num_groups, num_drafts, is_enough, run, self._capacity)
+        return FleetCandidate(
+            self._offer, self._ratio, num_groups, num_drafts, is_enough, run, self._capacity
+        )
 
     def _result(self, num_groups: int) -> RunResult:
         run = self._runs.get(num_groups)
@@ -208,7 +210,7 @@ def window_for(rate_per_s: float, latency_s: float, num_requests: int) -> TimeWi
 
 
 def _run_whole(
-    best: Candidate, demand: Demand, max_requests: int, progress: Callable[[str], None]
+    best: FleetCandidate, demand: Demand, max_requests: int, progress: Callable[[str], None]
 ) -> RunResult | None:
     if cell_of(best.num_groups, best.drafts_per_group)[0] == best.num_groups:
         return None

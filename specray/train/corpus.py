@@ -94,7 +94,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class _Distribution:
     name: str
     files: tuple[tuple[str, Path], ...]  # (path relative to the source, absolute path)
     max_bytes: int | None
@@ -162,9 +162,9 @@ def _is_held_out(file: SourceFile, config: CorpusConfig) -> bool:
     return _hash_number(f"{file.source}/{file.path}") % config.holdout_modulus == 0
 
 
-def _find_sources(config: CorpusConfig) -> Iterator[_Source]:
+def _find_sources(config: CorpusConfig) -> Iterator[_Distribution]:
     stdlib = Path(sysconfig.get_path("stdlib"))
-    yield _Source("python-stdlib", tuple(_walk(stdlib)), None)
+    yield _Distribution("python-stdlib", tuple(_walk(stdlib)), None)
     distributions: dict[str, importlib.metadata.Distribution] = {
         distribution.metadata["Name"]: distribution for distribution in importlib.metadata.distributions()
     }
@@ -180,7 +180,7 @@ def _find_sources(config: CorpusConfig) -> Iterator[_Source]:
         )
         if permitted is not None:
             files = tuple(_distribution_files(distribution))
-            yield _Source(name, files, config.max_source_bytes)
+            yield _Distribution(name, files, config.max_source_bytes)
 
 
 def _walk(root: Path) -> Iterator[tuple[str, Path]]:
@@ -199,7 +199,7 @@ def _distribution_files(distribution: importlib.metadata.Distribution) -> Iterat
             yield file.as_posix(), Path(str(file.locate()))
 
 
-def _read_source(source: _Source, config: CorpusConfig, seen: set[bytes]) -> Iterator[SourceFile]:
+def _read_source(source: _Distribution, config: CorpusConfig, seen: set[bytes]) -> Iterator[SourceFile]:
     """Yields files in the order of their hashed keys until the bound is met; skips contents seen before."""
     left = source.max_bytes
     for path, location in sorted(source.files, key=lambda item: _hash_number(f"{source.name}/{item[0]}")):

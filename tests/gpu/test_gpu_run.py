@@ -16,7 +16,7 @@ import torch
 
 from specray.bench.gpu import run as runs
 from specray.bench.gpu import stage
-from specray.bench.gpu.pair import Agreement, arms_of, compare, num_compared
+from specray.bench.gpu.pair import OutputAgreement, arms_of, compare, num_compared
 from specray.bench.gpu.report import problems, write_report
 from specray.cli.app import run
 from specray.config import EMBEDDED
@@ -215,7 +215,7 @@ def test_divergence_counts_tokens_up_to_the_first_difference() -> None:
         ("serial K=2", 0.0, 1): (1, 9, 3, 4),
     }
     agreement = compare(outputs, "serial K=2", 0.0, 2)
-    assert agreement == Agreement("serial K=2", 0.0, 2, 1, 6, 1)
+    assert agreement == OutputAgreement("serial K=2", 0.0, 2, 1, 6, 1)
     assert agreement.divergence_rate == 1 / 6
 
 

@@ -38,7 +38,7 @@ class AttentionTime:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class AttentionLoad:
     """Sizes to measure."""
 
     heads: HeadShape = field(default_factory=lambda: HeadShape(32, 8, 128))
@@ -51,10 +51,10 @@ class Workload:
     copied_bytes: int = 2**30
 
 
-TINY = Workload(HeadShape(4, 2, 16), (1, 2), (1, 3), (40,), 7, copied_bytes=2**20)
+TINY = AttentionLoad(HeadShape(4, 2, 16), (1, 2), (1, 3), (40,), 7, copied_bytes=2**20)
 
 
-def measure(device: torch.device, workload: Workload) -> dict[str, Any]:
+def measure(device: torch.device, workload: AttentionLoad) -> dict[str, Any]:
     """Measures everything and returns it in the report's form."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     timer: Timer = CudaTimer(device) if device.type == "cuda" else _wall_clock
@@ -141,7 +141,7 @@ def _work(
     return lambda: kernel.attend(*inputs, block_size=VARLEN_BLOCK_SIZE, scale=scale, window=None)
 
 
-def _copied_bytes_per_s(device: torch.device, timer: Timer, workload: Workload) -> float:
+def _copied_bytes_per_s(device: torch.device, timer: Timer, workload: AttentionLoad) -> float:
     source = torch.ones(workload.copied_bytes, dtype=torch.uint8, device=device)
     destination = torch.empty_like(source)
     return 2 * workload.copied_bytes / timer(lambda: destination.copy_(source))

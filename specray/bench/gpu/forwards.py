@@ -50,7 +50,7 @@ class ForwardTime:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class ForwardLoad:
     """Sizes and repetitions to measure."""
 
     batches: tuple[int, ...] = (1, 4, 16)
@@ -62,12 +62,12 @@ class Workload:
     copied_bytes: int = 2**31
 
 
-TINY = Workload(
+TINY = ForwardLoad(
     batches=(1, 2), widths=(1, 3), verified=(2,), context_len=24, num_repeats=2, copied_bytes=2**22
 )
 
 
-def measure(config: EngineConfig, workload: Workload) -> dict[str, Any]:
+def measure(config: EngineConfig, workload: ForwardLoad) -> dict[str, Any]:
     """Measures everything and returns it in the report's form.
 
     Raises:
@@ -119,7 +119,7 @@ def _attention(name: str, attention: PagedAttention, runner: ModelRunner) -> Pag
 
 
 def _measure_backend(
-    name: str, forward: DecoderForward, runner: ModelRunner, workload: Workload, bounds: dict[int, float]
+    name: str, forward: DecoderForward, runner: ModelRunner, workload: ForwardLoad, bounds: dict[int, float]
 ) -> list[ForwardTime]:
     graphs = GraphedForward(
         forward,
@@ -154,7 +154,7 @@ def _capture(device: torch.device) -> Capture:
 
 
 @torch.inference_mode()
-def bounds_ms(forward: DecoderForward, runner: ModelRunner, workload: Workload) -> dict[int, float]:
+def bounds_ms(forward: DecoderForward, runner: ModelRunner, workload: ForwardLoad) -> dict[int, float]:
     """Times the linear layers alone, by rows of a step; captured where forwards are."""
     linears: list[Weights] = forward.linears()
     device, bounds = runner.info.device, {}
@@ -168,7 +168,7 @@ def bounds_ms(forward: DecoderForward, runner: ModelRunner, workload: Workload) 
     return bounds
 
 
-def _copy_gb_per_s(device: torch.device, workload: Workload) -> float:
+def _copy_gb_per_s(device: torch.device, workload: ForwardLoad) -> float:
     """Speed in 10^9 bytes/s at which a copy reads and writes, both counted."""
     source = torch.ones(workload.copied_bytes, dtype=torch.uint8, device=device)
     destination = torch.empty_like(source)

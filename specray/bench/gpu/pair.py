@@ -22,7 +22,7 @@ Outputs = dict[tuple[str, float, int], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class OutputAgreement:
     """Outputs of one arm, compared with plain decoding of the same prompts, seeds and temperature."""
 
     arm: str
@@ -108,14 +108,14 @@ def encoded_prompts(model: str, num_prompts: int) -> list[list[int]]:
 
 def compare(
     outputs: Mapping[tuple[str, float, int], tuple[int, ...]], arm: str, temperature: float, num_prompts: int
-) -> Agreement:
+) -> OutputAgreement:
     """Compares an arm with plain decoding."""
     num_equal = num_tokens = 0
     for index in range(num_prompts):
         ours, plain = outputs[arm, temperature, index], outputs[PLAIN.name, temperature, index]
         num_equal += ours == plain
         num_tokens += num_compared(ours, plain)
-    return Agreement(arm, temperature, num_prompts, num_equal, num_tokens, num_prompts - num_equal)
+    return OutputAgreement(arm, temperature, num_prompts, num_equal, num_tokens, num_prompts - num_equal)
 
 
 def num_compared(ours: Sequence[int], theirs: Sequence[int]) -> int:

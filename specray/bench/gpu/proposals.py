@@ -11,8 +11,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from specray.bench.gpu.forwards import Workload as Forwards
-from specray.bench.gpu.forwards import bounds_ms
+from specray.bench.gpu.forwards import ForwardLoad, bounds_ms
 from specray.config import EngineConfig
 from specray.engine.drafting.engine import DraftEngine
 from specray.engine.drafting.looped import START_LIMIT_S, LoopedProposals, looped_proposals
@@ -61,7 +60,7 @@ class ProposalTime:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class ProposalLoad:
     """Sizes and repetitions to measure."""
 
     batches: tuple[int, ...] = (1, 4, 16)
@@ -71,12 +70,12 @@ class Workload:
     samplings: tuple[str, ...] = tuple(_SAMPLINGS)
 
 
-LARGE = Workload(batches=(1, 4), num_tokens=(4,), samplings=("greedy", "coupled", "top-p 0.9"))
+LARGE = ProposalLoad(batches=(1, 4), num_tokens=(4,), samplings=("greedy", "coupled", "top-p 0.9"))
 """Workload for a draft as large as people serve."""
-TINY = Workload(batches=(1, 2), num_tokens=(2,), prompt_len=9, num_rounds=3)
+TINY = ProposalLoad(batches=(1, 2), num_tokens=(2,), prompt_len=9, num_rounds=3)
 
 
-def measure(config: EngineConfig, workload: Workload) -> dict[str, Any]:
+def measure(config: EngineConfig, workload: ProposalLoad) -> dict[str, Any]:
     """Measures everything and returns it in the report's form.
 
     Raises:
@@ -87,7 +86,7 @@ def measure(config: EngineConfig, workload: Workload) -> dict[str, Any]:
         raise ConfigError(
             f"the forward of {runner.info.model_name} attends in its own way; nothing to capture"
         )
-    bounds = bounds_ms(runner.forward, runner, Forwards(batches=workload.batches, widths=(1,)))
+    bounds = bounds_ms(runner.forward, runner, ForwardLoad(batches=workload.batches, widths=(1,)))
     looped, captures = _captured_proposals(runner, config)
     times = []
     for name in workload.samplings:
@@ -169,7 +168,7 @@ def _info(config: EngineConfig, runner: ModelRunner) -> EngineInfo:
 
 
 def _run(
-    engine: DraftEngine, sampling: SamplingParams, count: int, num_tokens: int, workload: Workload
+    engine: DraftEngine, sampling: SamplingParams, count: int, num_tokens: int, workload: ProposalLoad
 ) -> tuple[list[tuple[int, ...]], float]:
     """Rounds in which all draft tokens are accepted, or none, in turns; the first two are not timed."""
     source = random.Random(0)

@@ -112,7 +112,7 @@ def measure_gpu(plan: GpuPlan) -> list[str]:
     for directory in (plan.report, *([] if plan.models is None else [plan.models])):
         directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="specray-gpu-") as name:
-        run = _Run(plan, Stages(Path(name), plan.stage_timeout_s), plan.models or Path(name))
+        run = _StageRun(plan, Stages(Path(name), plan.stage_timeout_s), plan.models or Path(name))
         run.all()
     found = problems(run.report)
     for problem in found:
@@ -121,7 +121,7 @@ def measure_gpu(plan: GpuPlan) -> list[str]:
     return found
 
 
-class _Run:
+class _StageRun:
     def __init__(self, plan: GpuPlan, stages: Stages, models: Path) -> None:
         self._plan = plan
         self._stages = stages

@@ -40,7 +40,7 @@ SAMPLINGS = {
 
 
 @dataclass(frozen=True, slots=True)
-class StepTime:
+class SamplingTime:
     """Milliseconds of one kind of step, from the call to the tokens on the host: a median."""
 
     kind: str
@@ -52,7 +52,7 @@ class StepTime:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class SamplingLoad:
     """Sizes and repetitions to measure."""
 
     vocab_size: int = 151_936
@@ -63,16 +63,16 @@ class Workload:
     num_repeats: int = 20
 
 
-TINY = Workload(vocab_size=300, batches=(1, 2), num_drafts=2, num_compared=2, num_repeats=2)
+TINY = SamplingLoad(vocab_size=300, batches=(1, 2), num_drafts=2, num_compared=2, num_repeats=2)
 
 
-def measure(device: torch.device, workload: Workload) -> dict[str, Any]:
+def measure(device: torch.device, workload: SamplingLoad) -> dict[str, Any]:
     """Measures everything and returns it in the report's form."""
     kernels = choose_kernels(device)
     sampler = DeviceSampler(kernels, DEFAULT_MAX_NUM_DRAFT_PROBS)
     differing = [name for name in SAMPLINGS if not _agrees(sampler, device, name, workload)]
     times = [
-        StepTime(kind, name, count, count * (1 + (kind == "verify") * workload.num_drafts), ms)
+        SamplingTime(kind, name, count, count * (1 + (kind == "verify") * workload.num_drafts), ms)
         for name in SAMPLINGS
         for count in workload.batches
         for kind, ms in _step_times(sampler, device, name, count, workload)
@@ -111,7 +111,7 @@ def rounds_of(name: str, count: int, num_drafts: int) -> list[Round]:
     return rounds
 
 
-def _agrees(sampler: DeviceSampler, device: torch.device, name: str, workload: Workload) -> bool:
+def _agrees(sampler: DeviceSampler, device: torch.device, name: str, workload: SamplingLoad) -> bool:
     rounds = rounds_of(name, workload.num_compared, workload.num_drafts)
     groups = [item.group for item in rounds_of(name, workload.num_compared, 0)]
     cpu = CpuSampler(workload.vocab_size)
@@ -123,7 +123,7 @@ def _agrees(sampler: DeviceSampler, device: torch.device, name: str, workload: W
 
 
 def _step_times(
-    sampler: DeviceSampler, device: torch.device, name: str, count: int, workload: Workload
+    sampler: DeviceSampler, device: torch.device, name: str, count: int, workload: SamplingLoad
 ) -> list[tuple[str, float]]:
     rounds = rounds_of(name, count, workload.num_drafts)
     groups = [item.group for item in rounds_of(name, count, 0)]
@@ -140,7 +140,7 @@ def _step_times(
 
 
 def _kernel_times(
-    kernels: Kernels, device: torch.device, num_rows: int, workload: Workload
+    kernels: Kernels, device: torch.device, num_rows: int, workload: SamplingLoad
 ) -> list[tuple[str, float]]:
     """Each kernel many times in a row, which hides what the host does between two where it can."""
     logits = logits_of(num_rows, workload.vocab_size, device)

@@ -42,36 +42,36 @@ def models(size: str, directory: str, device: str) -> dict[str, Any]:
 
 def forwards(path: str, device: str, dtype: str, is_tiny: bool) -> dict[str, Any]:
     """Times forwards in this process."""
-    from specray.bench.gpu.forwards import TINY, Workload, measure
+    from specray.bench.gpu.forwards import TINY, ForwardLoad, measure
 
     values = {**_engine(path, device, dtype), "max_num_seqs": 2 * _NUM_SEQUENCES}
-    return measure(EngineConfig.model_validate(values), TINY if is_tiny else Workload())
+    return measure(EngineConfig.model_validate(values), TINY if is_tiny else ForwardLoad())
 
 
 def sampling(device: str, is_tiny: bool) -> dict[str, Any]:
     """Times sampling alone in this process."""
     import torch
 
-    from specray.bench.gpu.sampling import TINY, Workload, measure
+    from specray.bench.gpu.sampling import TINY, SamplingLoad, measure
 
-    return measure(torch.device(device), TINY if is_tiny else Workload())
+    return measure(torch.device(device), TINY if is_tiny else SamplingLoad())
 
 
 def attention(device: str, is_tiny: bool) -> dict[str, Any]:
     """Times attention alone in this process."""
     import torch
 
-    from specray.bench.gpu.attention import TINY, Workload, measure
+    from specray.bench.gpu.attention import TINY, AttentionLoad, measure
 
-    return measure(torch.device(device), TINY if is_tiny else Workload())
+    return measure(torch.device(device), TINY if is_tiny else AttentionLoad())
 
 
 def proposals(path: str, device: str, dtype: str, is_tiny: bool) -> dict[str, Any]:
     """Times the proposals of a draft in this process."""
-    from specray.bench.gpu.proposals import LARGE, TINY, Workload, measure
+    from specray.bench.gpu.proposals import LARGE, TINY, ProposalLoad, measure
 
     values = {**_engine(path, device, dtype), "max_num_seqs": 2 * _NUM_SEQUENCES}
-    workload = TINY if is_tiny else Workload() if path == EMBEDDED else LARGE
+    workload = TINY if is_tiny else ProposalLoad() if path == EMBEDDED else LARGE
     return measure(EngineConfig.model_validate(values), workload)
 
 

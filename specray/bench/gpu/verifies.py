@@ -26,7 +26,7 @@ _NUM_DRAFTS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyTime:
+class VerdictTime:
     """Milliseconds of a step of one kind: medians of turns."""
 
     sampling: str
@@ -68,7 +68,7 @@ def measure_verifies(
 
             calls = (partial(runner.run, step), verify)
             forward_ms, verify_ms = medians_ms(calls, num_repeats, num_warmup=2, wait=wait_for(device))
-            entry = VerifyTime(name, count, forward_ms, verify_ms)
+            entry = VerdictTime(name, count, forward_ms, verify_ms)
             shape = {"vocab_size": vocab_size, "num_drafts": _NUM_DRAFTS}
             times.append({**asdict(entry), "added_share": entry.added_share, **shape})
     return times

@@ -20,7 +20,7 @@ _MAX_SEQUENCE_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Candidates:
+class CandidateOptions:
     """The target, and what may draft for it."""
 
     target: options.TargetModel = None
@@ -41,7 +41,7 @@ class Candidates:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PromptOptions:
     """What they are asked."""
 
     prompts: list[str] | None = option(
@@ -58,7 +58,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasureOptions:
     """What is measured."""
 
     k: list[int] | None = option(
@@ -91,9 +91,9 @@ class Measured:
 
 @options.flattened
 def advise(
-    candidates: Candidates,
-    asked: Asked,
-    measured: Measured,
+    candidates: CandidateOptions,
+    asked: PromptOptions,
+    measured: MeasureOptions,
     json_path: options.JsonPath = None,
     plot: Annotated[Path | None, typer.Option(help="File for the chart (SVG).")] = None,
     config_out: Annotated[

@@ -16,13 +16,13 @@ from specray.tokenization import load_tokenizer
 from specray.types import DraftKind
 
 if TYPE_CHECKING:
-    from specray.cli.advise.app import Asked, Candidates
+    from specray.cli.advise.app import CandidateOptions, PromptOptions
 
 OWN_DRAFT = "own"
 """Candidate that the package brings for a known target."""
 
 
-def pairs_of(given: Candidates) -> dict[str, Config]:
+def pairs_of(given: CandidateOptions) -> dict[str, Config]:
     """The configuration of each candidate, by its name. Raises ConfigError."""
     drafts = given.draft
     if drafts is None:
@@ -38,7 +38,7 @@ def pairs_of(given: Candidates) -> dict[str, Config]:
     return found
 
 
-def _pair(given: Candidates, keys: list[str], draft: str | None, drafter: str | None = None) -> Config:
+def _pair(given: CandidateOptions, keys: list[str], draft: str | None, drafter: str | None = None) -> Config:
     values = pair_options(
         target=given.target,
         draft=draft,
@@ -49,7 +49,7 @@ def _pair(given: Candidates, keys: list[str], draft: str | None, drafter: str | 
     return build_config(None, values, [*(given.settings or []), *keys])
 
 
-def prompts_of(config: Config, asked: Asked) -> list[LabelledPrompt]:
+def prompts_of(config: Config, asked: PromptOptions) -> list[LabelledPrompt]:
     """The prompts as tokens of the target, each with its domain. Raises ConfigError."""
     loaded = (
         [prompt for each in asked.prompts for prompt in read_domain(each, asked.num_prompts)]

@@ -17,7 +17,7 @@ from specray.types import MAX_SPECULATIVE_TOKENS
 Device = Literal["cuda", "cpu"]
 
 
-class Shape(StrEnum):
+class GpuShape(StrEnum):
     """Sizes of the target; ``tiny`` is the embedded one itself."""
 
     TINY = "tiny"
@@ -25,7 +25,7 @@ class Shape(StrEnum):
     B8 = "8b"
 
 
-class Stage(StrEnum):
+class GpuStage(StrEnum):
     """Parts of the measurement, in their order."""
 
     SAMPLING = "sampling"
@@ -40,8 +40,8 @@ class Stage(StrEnum):
 class GpuOptions:
     """What is measured."""
 
-    shape: list[Shape] | None = option(None, "Size of the target; may be repeated. Default: 1b 8b.")
-    stage: list[Stage] | None = option(None, "Stage to run; may be repeated. Default: all.")
+    shape: list[GpuShape] | None = option(None, "Size of the target; may be repeated. Default: 1b 8b.")
+    stage: list[GpuStage] | None = option(None, "Stage to run; may be repeated. Default: all.")
     device: Device = option("cuda", "Device of the target; cpu tries everything without a GPU.")
     draft_device: Device | None = option(
         None, "Device of the draft; default: the target's, which both then share."
@@ -69,8 +69,8 @@ def gpu(
         raise ConfigError(f"--stage-timeout is {given.stage_timeout}; allowed: more than 0")
     plan = GpuPlan(
         report=report,
-        shapes=tuple(one.value for one in given.shape or (Shape.B1, Shape.B8)),
-        stages=tuple(one.value for one in given.stage or Stage),
+        shapes=tuple(one.value for one in given.shape or (GpuShape.B1, GpuShape.B8)),
+        stages=tuple(one.value for one in given.stage or GpuStage),
         device=given.device,
         draft_device=given.draft_device or given.device,
         dtype=given.dtype,

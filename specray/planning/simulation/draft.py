@@ -20,7 +20,7 @@ from specray.fakes import ReplyQueue
 from specray.planning.profile import RouterProfile
 from specray.planning.simulation.busy import Held, SimulatedEngine, unknown
 from specray.planning.simulation.scripts import Scripts
-from specray.planning.simulation.times import DraftTimes, drawn
+from specray.planning.simulation.times import SimulatedDraftTimes, drawn
 from specray.types import (
     DraftReplies,
     DraftReply,
@@ -52,7 +52,7 @@ class SimulatedDraft(SimulatedEngine):
     def __init__(
         self,
         info: EngineInfo,
-        times: DraftTimes,
+        times: SimulatedDraftTimes,
         *,
         router: RouterProfile,
         scripts: Scripts,

@@ -19,7 +19,7 @@ from specray.planning.simulation.draft import SimulatedDraft, SimulatedDrafterSo
 from specray.planning.simulation.results import RunResult, SimulatedRequest, Slo, spread
 from specray.planning.simulation.scripts import VOCAB_SIZE, ReplayedScript, Scripts
 from specray.planning.simulation.target import RequestTimes, SimulatedTarget
-from specray.planning.simulation.times import DraftTimes, TargetTimes
+from specray.planning.simulation.times import SimulatedDraftTimes, SimulatedTargetTimes
 from specray.requests import GenerateRequest
 from specray.router import Router
 from specray.telemetry.metrics import RouterMetrics
@@ -136,7 +136,7 @@ class _Fleet:
         draft_profile = kit.draft
         if draft_profile is not None:
             self._max_model_len = min(self._max_model_len, draft_profile.max_model_len)
-            times = DraftTimes(draft_profile, network_s=kit.network_s)
+            times = SimulatedDraftTimes(draft_profile, network_s=kit.network_s)
             info = replace(draft_profile.info("draft"), vocab_size=VOCAB_SIZE)
             self.drafts = [
                 SimulatedDraft(
@@ -146,7 +146,7 @@ class _Fleet:
             ]
         else:
             self.drafts = []
-        target_times = TargetTimes(kit.target)
+        target_times = SimulatedTargetTimes(kit.target)
         source = SimulatedDrafterSource(self.drafts) if self.drafts else None
         speculation = kit.speculation
         if not self._scripts.outputs:

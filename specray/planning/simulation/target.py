@@ -16,7 +16,7 @@ from specray.fakes import ReplyQueue
 from specray.planning.profile import RouterProfile
 from specray.planning.simulation.busy import Held, SimulatedEngine, unknown
 from specray.planning.simulation.scripts import Scripts
-from specray.planning.simulation.times import StepSize, TargetTimes, drawn
+from specray.planning.simulation.times import SimulatedTargetTimes, StepSize, drawn
 from specray.types import (
     EngineInfo,
     ItemFailed,
@@ -61,7 +61,7 @@ class SimulatedTarget(SimulatedEngine):
     def __init__(
         self,
         info: EngineInfo,
-        times: TargetTimes,
+        times: SimulatedTargetTimes,
         *,
         router: RouterProfile,
         scripts: Scripts,

@@ -43,7 +43,7 @@ class StepSize:
             self.num_context_tokens += base_len
 
 
-class TargetTimes:
+class SimulatedTargetTimes:
     """Step times of one target group."""
 
     def __init__(self, profile: TargetProfile) -> None:
@@ -82,7 +82,7 @@ class TargetTimes:
         return self._least_s + behind
 
 
-class DraftTimes:
+class SimulatedDraftTimes:
     """Step times of one draft.
 
     Args:

@@ -66,7 +66,7 @@ class DraftLoss:
 
 
 @dataclass(frozen=True, slots=True)
-class TargetView:
+class TargetProbs:
     """The target's distribution over the tokens that a draft can propose, of some rows."""
 
     log_probs: torch.Tensor
@@ -77,7 +77,7 @@ class TargetView:
     """Whether the draft can propose the target's most likely token."""
 
 
-def target_view(target_logits: torch.Tensor, draft_ids: torch.Tensor) -> TargetView:
+def target_view(target_logits: torch.Tensor, draft_ids: torch.Tensor) -> TargetProbs:
     """What a draft with these ids is compared with.
 
     Args:
@@ -88,16 +88,16 @@ def target_view(target_logits: torch.Tensor, draft_ids: torch.Tensor) -> TargetV
     return view_of(log_probs[:, draft_ids], log_probs.argmax(-1), draft_ids)
 
 
-def view_of(log_probs: torch.Tensor, best: torch.Tensor, draft_ids: torch.Tensor) -> TargetView:
+def view_of(log_probs: torch.Tensor, best: torch.Tensor, draft_ids: torch.Tensor) -> TargetProbs:
     """The view of rows whose numbers are known.
 
     Args:
-        log_probs: of the draft's tokens, ``[num_tokens, draft_vocab_size]``, as ``TargetView`` has them.
+        log_probs: of the draft's tokens, ``[num_tokens, draft_vocab_size]``, as ``TargetProbs`` has them.
         best: the target's most likely token of each row, ``[num_tokens]``.
         draft_ids: the target's id of each of the draft's columns, ascending.
     """
     column = torch.searchsorted(draft_ids, best).clamp(max=len(draft_ids) - 1)
-    return TargetView(log_probs, column, draft_ids[column] == best)
+    return TargetProbs(log_probs, column, draft_ids[column] == best)
 
 
 def draft_loss(
@@ -112,7 +112,7 @@ def draft_loss(
 
 
 def view_loss(
-    view: TargetView, draft_logits: torch.Tensor, weights: torch.Tensor, parts: LossWeights
+    view: TargetProbs, draft_logits: torch.Tensor, weights: torch.Tensor, parts: LossWeights
 ) -> DraftLoss:
     """KL(target || draft), cross-entropy on the target's argmax, and the total variation distance.
 

@@ -64,7 +64,7 @@ def written_text(
     """
     directory = work_dir / "written"
     directory.mkdir(parents=True, exist_ok=True)
-    source = _Source(tokenizer, work_dir, config, markers)
+    source = _TextSource(tokenizer, work_dir, config, markers)
     _check_source(directory, model, config)
     ends, spent = end_ids(model, tokenizer), _Spent(directory)
     with progress_bar() as bar:
@@ -183,7 +183,7 @@ def _digest(model: Any) -> str:
     return digest.hexdigest()
 
 
-class _Source:
+class _TextSource:
     """What the text of a run begins with."""
 
     def __init__(

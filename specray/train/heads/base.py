@@ -20,7 +20,7 @@ class DraftRows(NamedTuple):
     """``[num_rows, num_anchors]``: logit of the chance that the target draws what is drawn; None: unknown."""
 
 
-class Head(Protocol):
+class DraftHead(Protocol):
     """A head in training. An anchor q is a token; features of tokens 0..q are known, and tokens 0..q + 1.
 
     Depth s drafts token q + 2 + s, after the tokens of the text between them.

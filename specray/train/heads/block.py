@@ -21,14 +21,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from specray.train.heads.base import DraftRows, HeadModule, text_section, whole_number
-from specray.train.heads.layer import FeatureEntry, Layer, final_norm, layer_shape, rotary, rotated
+from specray.train.heads.layer import FeatureEntry, HeadLayer, final_norm, layer_shape, rotary, rotated
 
 _MAX_ROWS = 2048
 """Rows of blocks that are computed at once."""
 
 
 class BlockHead(HeadModule):
-    """Implements ``base.Head``.
+    """Implements ``base.DraftHead``.
 
     Args:
         model: the target, of transformers; its embedding and its head are read and not trained.
@@ -71,7 +71,7 @@ class BlockHead(HeadModule):
             torch.manual_seed(seed)
             self.fc = FeatureEntry(shape, len(feature_layers), sizes)
             self.layers = nn.ModuleList(
-                Layer(shape, width=hidden, has_head_norms=True) for _ in range(num_layers)
+                HeadLayer(shape, width=hidden, has_head_norms=True) for _ in range(num_layers)
             )
             self.confidence_head = nn.ModuleDict({"proj": nn.Linear(hidden, 1)}) if has_confidence else None
         self.hidden_norm = nn.RMSNorm(hidden, eps)
@@ -158,7 +158,7 @@ class BlockHead(HeadModule):
         own = rotary(anchors[:, None] + 1 + places, self.shape, context.dtype)
         before = rotary(torch.arange(num_context, device=context.device), self.shape, context.dtype)
         for layer in self.layers:
-            assert isinstance(layer, Layer)
+            assert isinstance(layer, HeadLayer)
             entering = layer.input_layernorm(hidden)
             query, key = (rotated(layer.heads(kind, entering), *own) for kind in ("q", "k"))
             attended = block_attention(

@@ -10,7 +10,7 @@ from pathlib import Path
 from specray.train.draft.loss import LossConfig
 from specray.train.draft.loss_kind import LossKind
 from specray.train.heads.acceptance import DepthCounts, tokens_per_round
-from specray.train.heads.base import Head
+from specray.train.heads.base import DraftHead
 from specray.train.heads.methods import Method, Target
 from specray.train.heads.trainer import StepConfig
 from specray.train.loop import RunState
@@ -63,7 +63,7 @@ class Card:
 
     def text(
         self,
-        head: Head,
+        head: DraftHead,
         state: RunState,
         figures: Mapping[str, float],
         domains: Mapping[str, Sequence[DepthCounts]],
@@ -110,7 +110,7 @@ class Card:
         )
 
 
-def _reads(head: Head, num_layers: int) -> str:
+def _reads(head: DraftHead, num_layers: int) -> str:
     if not head.feature_layers:
         return "Reads token ids alone, and nothing of the target's."
     layers = ", ".join(map(str, head.feature_layers))

@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from specray.train.heads.base import DraftRows, HeadModule
-from specray.train.heads.layer import FeatureEntry, Layer, final_norm, layer_shape, rotary, rotated
+from specray.train.heads.layer import FeatureEntry, HeadLayer, final_norm, layer_shape, rotary, rotated
 
 
 class EagleHead(HeadModule):
-    """Implements ``base.Head``.
+    """Implements ``base.DraftHead``.
 
     Args:
         model: the target, of transformers; its embedding is read and not trained, and its head's rows are
@@ -57,7 +57,7 @@ class EagleHead(HeadModule):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.fc = FeatureEntry(shape, len(feature_layers), sizes)
-            self.midlayer = Layer(shape, width=2 * shape.hidden_size, has_hidden_norm=True)
+            self.midlayer = HeadLayer(shape, width=2 * shape.hidden_size, has_hidden_norm=True)
         self.norm = final_norm(model, shape)
         rows = model.get_output_embeddings().weight.detach()[draft_ids]
         # Rows of tokens: the optimizer steps what has "embed" in its name as it does embeddings.

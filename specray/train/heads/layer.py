@@ -14,7 +14,7 @@ from specray.train.heads.base import text_section, whole_number
 
 
 @dataclass(frozen=True, slots=True)
-class LayerShape:
+class HeadLayerShape:
     """Sizes of a head's layers."""
 
     hidden_size: int
@@ -41,7 +41,7 @@ class LayerShape:
         }
 
 
-def layer_shape(config: Any) -> LayerShape:
+def layer_shape(config: Any) -> HeadLayerShape:
     """A layer as wide as the target's own, with the target's heads.
 
     Raises:
@@ -51,7 +51,7 @@ def layer_shape(config: Any) -> LayerShape:
     hidden, num_heads = whole_number(section, "hidden_size"), whole_number(section, "num_attention_heads")
     rope = getattr(section, "rope_parameters", None) or {}
     theta = rope.get("rope_theta") if isinstance(rope, dict) else None
-    return LayerShape(
+    return HeadLayerShape(
         hidden_size=hidden,
         intermediate_size=whole_number(section, "intermediate_size", 4 * hidden),
         num_heads=num_heads,
@@ -63,7 +63,7 @@ def layer_shape(config: Any) -> LayerShape:
     )
 
 
-class Layer(nn.Module):
+class HeadLayer(nn.Module):
     """A decoder layer's parameters, under the authors' names.
 
     Args:
@@ -73,7 +73,12 @@ class Layer(nn.Module):
     """
 
     def __init__(
-        self, shape: LayerShape, *, width: int, has_hidden_norm: bool = False, has_head_norms: bool = False
+        self,
+        shape: HeadLayerShape,
+        *,
+        width: int,
+        has_hidden_norm: bool = False,
+        has_head_norms: bool = False,
     ) -> None:
         super().__init__()
         hidden, eps = shape.hidden_size, shape.rms_norm_eps
@@ -139,7 +144,7 @@ class FeatureEntry(nn.Linear):
 
     sizes: torch.Tensor
 
-    def __init__(self, shape: LayerShape, num_layers: int, sizes: torch.Tensor | None) -> None:
+    def __init__(self, shape: HeadLayerShape, num_layers: int, sizes: torch.Tensor | None) -> None:
         super().__init__(num_layers * shape.hidden_size, shape.hidden_size, bias=False)
         found = torch.ones(self.in_features) if sizes is None else sizes.float()
         self.register_buffer("sizes", found, persistent=False)
@@ -155,7 +160,7 @@ class FeatureEntry(nn.Linear):
         return (self.weight.detach() / self.sizes).to(self.weight.dtype)
 
 
-def final_norm(model: Any, shape: LayerShape) -> nn.RMSNorm:
+def final_norm(model: Any, shape: HeadLayerShape) -> nn.RMSNorm:
     """A norm whose gains begin in the proportions of those before the target's own head.
 
     Their mean size is 1: gains as large as the target's make logits as sharp as its own from the first step,
@@ -176,7 +181,7 @@ def final_norm(model: Any, shape: LayerShape) -> nn.RMSNorm:
 
 
 def rotary(
-    positions: torch.Tensor, shape: LayerShape, dtype: torch.dtype
+    positions: torch.Tensor, shape: HeadLayerShape, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines of positions, ``[*positions.shape, head_dim / 2]``."""
     half = shape.head_dim // 2

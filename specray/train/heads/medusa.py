@@ -20,7 +20,7 @@ RANK_ACCEPTANCE = "medusa_rank_acceptance"
 
 
 class MedusaHeads(HeadModule):
-    """Implements ``base.Head``.
+    """Implements ``base.DraftHead``.
 
     Args:
         model: the target, of transformers; its head is read and not trained.

@@ -16,7 +16,7 @@ from specray.errors import ConfigError
 from specray.train.draft.markers import TurnMarkers
 from specray.train.draft.vocabulary import frequent_ids
 from specray.train.draft.writing import Written
-from specray.train.heads.base import Head, default_layers, text_section, whole_number
+from specray.train.heads.base import DraftHead, default_layers, text_section, whole_number
 from specray.train.heads.block import BlockHead
 from specray.train.heads.eagle import EagleHead
 from specray.train.heads.loading import loaded_draft
@@ -82,7 +82,7 @@ class Eagle3:
     """Share of the target's text that its tokens cover."""
     max_draft_vocabulary: int = 12_288
 
-    def make(self, target: Target) -> Head:
+    def make(self, target: Target) -> DraftHead:
         head = EagleHead(
             target.model,
             draft_ids(self.name, target, self.vocabulary_share, self.max_draft_vocabulary),
@@ -106,7 +106,7 @@ class PEagle(Eagle3):
     min_kept: float = 0.2
     """Least share of a row's tokens after which a depth is trained."""
 
-    def make(self, target: Target) -> Head:
+    def make(self, target: Target) -> DraftHead:
         head = ParallelEagleHead(
             target.model,
             draft_ids(self.name, target, self.vocabulary_share, self.max_draft_vocabulary),
@@ -132,7 +132,7 @@ class Medusa:
     optimizer: ClassVar[OptimizerConfig] = _FROM_NOTHING
     num_depths: int = 4
 
-    def make(self, target: Target) -> Head:
+    def make(self, target: Target) -> DraftHead:
         heads = MedusaHeads(target.model, num_depths=self.num_depths)
         return heads.to(device=target.model.device, dtype=target.model.dtype)
 
@@ -154,7 +154,7 @@ class Block:
     mask_token: int | None = None
     """Token that stands for one to be drafted; None: one that is not written."""
 
-    def make(self, target: Target) -> Head:
+    def make(self, target: Target) -> DraftHead:
         head = BlockHead(
             target.model,
             feature_layers=default_layers(target.num_layers),
@@ -188,7 +188,7 @@ class Pard:
     mask_token: int | None = None
     """Token that stands for one to be drafted; None: one that is not written."""
 
-    def make(self, target: Target) -> Head:
+    def make(self, target: Target) -> DraftHead:
         """The draft of a run, as it begins.
 
         Raises:

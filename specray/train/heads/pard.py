@@ -31,7 +31,7 @@ _MAX_MASKS = 2048
 
 
 class PardDraft:
-    """Implements ``base.Head``; reads no features.
+    """Implements ``base.DraftHead``; reads no features.
 
     Args:
         draft: the draft, a causal language model of transformers; trained in place.

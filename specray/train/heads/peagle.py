@@ -20,7 +20,7 @@ from specray.train.heads.pard import anchor_groups, chain_mask, kept_anchors
 
 
 class ParallelEagleHead(EagleHead):
-    """Implements ``base.Head``.
+    """Implements ``base.DraftHead``.
 
     Args:
         model, draft_ids, feature_layers, seed, sizes: as ``EagleHead`` takes them.

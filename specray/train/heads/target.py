@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from specray.errors import ConfigError
-from specray.train.draft.loss import TargetView, view_of
+from specray.train.draft.loss import TargetProbs, view_of
 from specray.train.heads.base import text_section, whole_number
 
 _PRODUCT_TOLERANCE = 0.02
@@ -107,7 +107,7 @@ class ReadRows:
 
     features: dict[int, torch.Tensor]
     """Features by layer, ``[num_rows, length, hidden_size]`` each."""
-    views: list[TargetView]
+    views: list[TargetProbs]
     """The target's distribution over the head's tokens, one view for each row."""
     best: torch.Tensor
     """The target's most likely tokens, ``[num_rows, length]``."""
@@ -203,7 +203,7 @@ class TargetReadings:
             self._kept[key] = row = row.on_cpu()
         return row
 
-    def _view(self, row: _Row, device: torch.device) -> TargetView:
+    def _view(self, row: _Row, device: torch.device) -> TargetProbs:
         said, best = row.said.to(device), row.best.to(device)
         logits = self._product(said) if self._is_product else said
         return view_of(logits - row.log_total.to(device)[:, None], best, self._draft_ids)

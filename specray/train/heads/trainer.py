@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from specray.train.draft.loss import DraftLoss, LossConfig, LossWeights, TargetView, view_loss
+from specray.train.draft.loss import DraftLoss, LossConfig, LossWeights, TargetProbs, view_loss
 from specray.train.draft.text import picked_rows
 from specray.train.draft.writing import Written
 from specray.train.heads.acceptance import (
@@ -20,7 +20,7 @@ from specray.train.heads.acceptance import (
     rank_rates,
     tokens_per_round,
 )
-from specray.train.heads.base import DraftRows, Head, all_anchors, is_range
+from specray.train.heads.base import DraftHead, DraftRows, all_anchors, is_range
 from specray.train.heads.target import ReadRows, TargetReadings
 from specray.train.loop import RunState
 from specray.train.optim import MasterOptimizer
@@ -57,7 +57,7 @@ class HeadTrainer:
     def __init__(
         self,
         readings: TargetReadings,
-        head: Head,
+        head: DraftHead,
         written: Written,
         config: StepConfig,
         optimizer: MasterOptimizer,
@@ -266,11 +266,11 @@ class _Places:
         """Columns of ``[num_rows, num_tokens]``."""
         return values[:, self._rows]
 
-    def view(self, views: Sequence[TargetView]) -> TargetView:
+    def view(self, views: Sequence[TargetProbs]) -> TargetProbs:
         """These rows of all views, concatenated."""
         rows = self._rows
         return _joined_view(
-            [TargetView(view.log_probs[rows], view.column[rows], view.is_known[rows]) for view in views]
+            [TargetProbs(view.log_probs[rows], view.column[rows], view.is_known[rows]) for view in views]
         )
 
 
@@ -280,10 +280,10 @@ def _judged(confidence: torch.Tensor, overlaps: torch.Tensor, weights: torch.Ten
     return (each * weights).sum()
 
 
-def _joined_view(views: Sequence[TargetView]) -> TargetView:
+def _joined_view(views: Sequence[TargetProbs]) -> TargetProbs:
     if len(views) == 1:
         return views[0]
-    return TargetView(
+    return TargetProbs(
         torch.cat([view.log_probs for view in views]),
         torch.cat([view.column for view in views]),
         torch.cat([view.is_known for view in views]),

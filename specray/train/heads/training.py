@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from specray.errors import ConfigError
 from specray.train.draft.text import TextConfig, split_held_out, written_text
 from specray.train.draft.writing import Written
-from specray.train.heads.base import Head
+from specray.train.heads.base import DraftHead
 from specray.train.heads.card import Card
 from specray.train.heads.loading import loaded, markers_of
 from specray.train.heads.methods import Method, Target
@@ -109,7 +109,7 @@ def _written_for(
     return Target(model, tokenizer, markers, train, work_dir, config.steps.seed), held_out
 
 
-def _write_head(head: Head, directory: Path, *, target: str, card: str, tokenizer: Any = None) -> None:
+def _write_head(head: DraftHead, directory: Path, *, target: str, card: str, tokenizer: Any = None) -> None:
     """Writes the checkpoint in its authors' layout; what is there is replaced only when all of it is written.
 
     Args:

@@ -12,7 +12,7 @@ from specray.draft_tokens import DraftTokens
 from specray.errors import ConfigError
 from specray.planning.curves import Surface, interpolate
 from specray.planning.profile import LinearTime, Profile, load_profile, save_profile
-from specray.planning.simulation.times import DraftTimes, StepSize, TargetTimes
+from specray.planning.simulation.times import SimulatedDraftTimes, SimulatedTargetTimes, StepSize
 from specray.types import Outcomes, Proposal, SpeculateItem
 from tests.unit.planning.parts import VERIFY_S, acceptance, draft, output, target
 
@@ -39,7 +39,7 @@ def test_surface_interpolates_in_both_sizes() -> None:
 
 
 def test_target_step_by_rows_sequences_and_context() -> None:
-    times = TargetTimes(
+    times = SimulatedTargetTimes(
         target(
             verify=[{"num_rows": 1, "seconds": 0.010}, {"num_rows": 11, "seconds": 0.020}],
             per_sequence_s=0.001,
@@ -59,13 +59,13 @@ PROMPTS = [{"num_tokens": 100, "seconds": 0.05}, {"num_tokens": 500, "seconds": 
 
 
 def test_later_chunk_of_a_prompt_takes_what_the_longer_prompt_takes_more() -> None:
-    times = TargetTimes(target(prefill=PROMPTS))
+    times = SimulatedTargetTimes(target(prefill=PROMPTS))
     assert times.seconds(StepSize([(0, 500)])) == pytest.approx(0.45)
     assert times.seconds(StepSize([(500, 100)])) == pytest.approx(VERIFY_S + 0.10)
 
 
 def test_parts_of_a_step_read_the_weights_once() -> None:
-    times = TargetTimes(target(prefill=PROMPTS))
+    times = SimulatedTargetTimes(target(prefill=PROMPTS))
     assert times.seconds(StepSize([(0, 100), (0, 300)])) == pytest.approx(0.05 + 0.25 - VERIFY_S)
     assert times.seconds(StepSize([(0, 100)], 1, 1, 0)) == pytest.approx(0.05)
     assert times.seconds(StepSize()) == 0.0
@@ -92,7 +92,7 @@ def whole(request_id: str, k: int) -> tuple[SpeculateItem, Proposal]:
 def test_draft_step_by_sequences_and_the_longest_proposal() -> None:
     points = [(1, 1, 0.001), (1, 5, 0.005), (9, 1, 0.002), (9, 5, 0.010)]
     propose = [{"num_sequences": n, "num_tokens": k, "seconds": s} for n, k, s in points]
-    times = DraftTimes(draft(propose=propose), network_s=0.25)
+    times = SimulatedDraftTimes(draft(propose=propose), network_s=0.25)
     assert times.step_s([whole("a", 3)]) == pytest.approx(0.003)
     assert times.step_s([whole(str(i), 5) for i in range(9)]) == pytest.approx(0.010)
     assert times.transport == LinearTime(fixed_s=0.25)
@@ -100,7 +100,7 @@ def test_draft_step_by_sequences_and_the_longest_proposal() -> None:
 
 def test_outcomes_that_were_not_measured_cost_as_sequences_and_a_ranking() -> None:
     propose = [{"num_sequences": n, "num_tokens": 1, "seconds": 0.001 * n} for n in (1, 10)]
-    times = DraftTimes(draft(propose=propose))
+    times = SimulatedDraftTimes(draft(propose=propose))
     asked = item("a", 1, proposed_token_ids=(1,), fanout=(8, 8), max_branches=4)
     assert times.step_s([(asked, Outcomes("a", 1, 100, ()))]) == pytest.approx(0.004 + 0.001)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specray.cli.advise.app import Candidates
+from specray.cli.advise.app import CandidateOptions
 from specray.cli.advise.inputs import pairs_of
 from specray.cli.models import checkpoints
 from specray.models.cache import KeptCheckpoint
@@ -31,7 +31,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_known_target_is_compared_with_its_own_draft_first(tmp_path: Path) -> None:
-    pairs = pairs_of(Candidates("SmolLM2-135M-Instruct"))
+    pairs = pairs_of(CandidateOptions("SmolLM2-135M-Instruct"))
     assert {name: pair.draft.model for name, pair in pairs.items()} == {
         "own": str(tmp_path / "own-draft"),
         "ngram": "ngram",
@@ -42,7 +42,7 @@ def test_a_known_target_is_compared_with_its_own_draft_first(tmp_path: Path) -> 
 
 
 def test_keys_of_the_own_draft(tmp_path: Path) -> None:
-    pairs = pairs_of(Candidates("smollm2-135m-instruct", ["own", "own@quantization=int4"]))
+    pairs = pairs_of(CandidateOptions("smollm2-135m-instruct", ["own", "own@quantization=int4"]))
     assert {name: (pair.draft.model, pair.draft.quantization) for name, pair in pairs.items()} == {
         "own": (str(tmp_path / "own-draft"), "int8"),
         "own@quantization=int4": (str(tmp_path / "own-draft"), "int4"),
@@ -50,5 +50,5 @@ def test_keys_of_the_own_draft(tmp_path: Path) -> None:
 
 
 def test_the_embedded_target_has_the_embedded_draft() -> None:
-    pairs = pairs_of(Candidates(None, ["own", "ngram"]))
+    pairs = pairs_of(CandidateOptions(None, ["own", "ngram"]))
     assert [pair.draft.model for pair in pairs.values()] == ["embedded", "ngram"]

@@ -18,7 +18,7 @@ from specray.planning.simulation.busy import Busy, SharedStep
 from specray.planning.simulation.draft import SimulatedDraft, SimulatedDrafterSource
 from specray.planning.simulation.scripts import GUESS, Scripts
 from specray.planning.simulation.target import RequestTimes, SimulatedTarget
-from specray.planning.simulation.times import DraftTimes, TargetTimes
+from specray.planning.simulation.times import SimulatedDraftTimes, SimulatedTargetTimes
 from specray.types import (
     ItemFailed,
     Outcomes,
@@ -60,7 +60,7 @@ def make_target(requests: dict[str, RequestTimes] | None = None, **changes: Any)
     profile = target(**changes)
     return SimulatedTarget(
         profile.info("target"),
-        TargetTimes(profile),
+        SimulatedTargetTimes(profile),
         router=RouterProfile(),
         scripts=Scripts(acceptance(1.0)),
         rng=random.Random(1),
@@ -72,7 +72,7 @@ def make_draft(measured: AcceptanceProfile | None = None, **changes: Any) -> Sim
     profile = draft(**changes)
     return SimulatedDraft(
         profile.info("draft"),
-        DraftTimes(profile),
+        SimulatedDraftTimes(profile),
         router=RouterProfile(),
         scripts=Scripts(acceptance(1.0) if measured is None else measured),
     )

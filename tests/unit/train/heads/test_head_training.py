@@ -19,7 +19,7 @@ from specray.engine.features import medusa as layout
 from specray.errors import ConfigError
 from specray.train.draft.writing import Written
 from specray.train.heads import medusa
-from specray.train.heads.base import Head
+from specray.train.heads.base import DraftHead
 from specray.train.heads.block import BlockHead
 from specray.train.heads.eagle import EagleHead
 from specray.train.heads.methods import Medusa, Target
@@ -59,7 +59,7 @@ def weights(directory: Path, method: str) -> dict[str, torch.Tensor]:
     return load_file(directory / method / FILES.get(method, "model.safetensors"))
 
 
-def loaded_head(target: Path, trained: Path, model: Any, method: str) -> Head:
+def loaded_head(target: Path, trained: Path, model: Any, method: str) -> DraftHead:
     """The head in training with the weights that were written, under its own names."""
     train = Written(np.zeros((1, ROW_LEN), np.uint16), np.ones((1, ROW_LEN), bool), np.array(["text"]), NO)
     tokenizer = AutoTokenizer.from_pretrained(target)
@@ -78,7 +78,7 @@ def loaded_head(target: Path, trained: Path, model: Any, method: str) -> Head:
 
 
 @torch.no_grad()
-def drafted(head: Head, model: Any, token_ids: list[int], num_tokens: int) -> tuple[int, ...]:
+def drafted(head: DraftHead, model: Any, token_ids: list[int], num_tokens: int) -> tuple[int, ...]:
     """What the training forward drafts behind the last token, whose features are unknown."""
     reader = FeatureReader(model, head.feature_layers)
     features = reader.read(torch.tensor([token_ids[:-1]])).features

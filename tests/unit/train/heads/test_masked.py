@@ -15,7 +15,7 @@ from specray.train.draft.loss_kind import LossKind
 from specray.train.draft.writing import Written
 from specray.train.heads import block as block_module
 from specray.train.heads import pard as pard_module
-from specray.train.heads.base import Head, all_anchors
+from specray.train.heads.base import DraftHead, all_anchors
 from specray.train.heads.block import BlockHead
 from specray.train.heads.methods import Block, Target, mask_token
 from specray.train.heads.pard import PardDraft
@@ -70,7 +70,7 @@ def new_block(target: Any, *, has_confidence: bool = False) -> BlockHead:
     return head
 
 
-def chosen(head: Head, seed: int = 0) -> list[torch.Tensor]:
+def chosen(head: DraftHead, seed: int = 0) -> list[torch.Tensor]:
     return list(head.trained_anchors(len(TOKENS), torch.Generator().manual_seed(seed)))
 
 
@@ -156,11 +156,11 @@ def test_a_share_of_the_anchors_is_trained(target: Any) -> None:
     ]
 
 
-def readings_of(target: Any, head: Head) -> TargetReadings:
+def readings_of(target: Any, head: DraftHead) -> TargetReadings:
     return TargetReadings(FeatureReader(target, head.feature_layers), head.draft_ids, max_bytes=1 << 20)
 
 
-def expected_loss(target: Any, head: Head, rows: list[Any], *, has_distance: bool) -> float:
+def expected_loss(target: Any, head: DraftHead, rows: list[Any], *, has_distance: bool) -> float:
     """The loss of one step written down once more: by depth and token, with decays of 0.8.
 
     Args:
