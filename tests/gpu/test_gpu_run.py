@@ -180,8 +180,8 @@ def test_a_stage_that_takes_too_long_is_ended_and_the_report_is_written(tmp_path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--num-prompts", "0"], "0 is not in the range x>=1"),
-        (["--k", "33"], "33 is not in the range 1<=x<=32"),
+        (["--num-prompts", "0"], "should be greater than or equal to 1"),
+        (["--k", "33"], "should be less than or equal to 32"),
         (["--stage-timeout", "nan"], "--stage-timeout is nan; allowed: more than 0"),
         (["--shape", "70b"], "'70b' is not one of"),
     ],
