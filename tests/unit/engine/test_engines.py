@@ -161,7 +161,7 @@ def test_output_is_the_models_own_with_any_draft(
     drafts: dict[str, DraftEngine],
     expected: dict[str, list[int]],
 ) -> None:
-    # Every number up to eight: test_theorem.py. A drafter without draft tokens does not ask for one.
+    # Every number up to eight: tests/conformance. A drafter without draft tokens does not ask for one.
     for num_drafts in (0,) if name == "empty" else (0, 1, 2, 5, 8):
         session = Session("a", list(PROMPT), SAMPLINGS[sampling])
         drafter = make_drafter(name, drafts, expected[sampling])
