@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from types import MappingProxyType
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, Self
 
 from specray.control.estimators import Rate
 from specray.draft_tokens import TreeBudget
@@ -124,8 +124,26 @@ class Mode(IntEnum):
         return self.name.lower()
 
 
+class _Rates:
+    """Rates that are forgotten together."""
+
+    __slots__: tuple[str, ...] = ()
+
+    def start(self, weight: float) -> Self:
+        """The statistics of a new session, with these as its prior."""
+        return type(self)(*(Rate(rate.value, weight) for rate in self._all()))
+
+    def decay(self, share: float) -> None:
+        """Forgets a share of the verdicts."""
+        for rate in self._all():
+            rate.decay(share)
+
+    def _all(self) -> list[Rate]:
+        return [getattr(self, name) for name in self.__slots__]
+
+
 @dataclass(slots=True)
-class BoundedProposalStats:
+class BoundedProposalStats(_Rates):
     """Averages of proposals without a largest K, which end where the draft is too unsure.
 
     Measured as they are: a draft is sure for long in texts in which it is right, so rates per token
@@ -137,22 +155,13 @@ class BoundedProposalStats:
     num_accepted: Rate
     """Accepted tokens per proposal."""
 
-    def start(self, weight: float) -> BoundedProposalStats:
-        return BoundedProposalStats(
-            Rate(self.num_drafts.value, weight), Rate(self.num_accepted.value, weight)
-        )
-
     def add(self, num_drafts: int, num_accepted: int) -> None:
         self.num_drafts.add(num_drafts, 1)
         self.num_accepted.add(num_accepted, 1)
 
-    def decay(self, share: float) -> None:
-        self.num_drafts.decay(share)
-        self.num_accepted.decay(share)
-
 
 @dataclass(slots=True)
-class TreeStats:
+class TreeStats(_Rates):
     """Trees, compared with their first chains, which would have been proposed alone."""
 
     gain: Rate
@@ -160,16 +169,9 @@ class TreeStats:
     growth: Rate
     """Nodes of trees, per token of their first chains."""
 
-    def start(self, weight: float) -> TreeStats:
-        return TreeStats(Rate(self.gain.value, weight), Rate(self.growth.value, weight))
-
     def add(self, verdict: TreeVerdict) -> None:
         self.gain.add(verdict.num_accepted, verdict.num_chain_accepted)
         self.growth.add(verdict.num_nodes, verdict.num_chain_nodes)
-
-    def decay(self, share: float) -> None:
-        self.gain.decay(share)
-        self.growth.decay(share)
 
 
 class TreeVerdict(NamedTuple):

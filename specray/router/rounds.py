@@ -222,13 +222,11 @@ class Rounds:
                     self._trace.verdict_received(reply, commit, replies, live.round_plan)
                     self._deliver(live, commit, replies.forward_ns / 1e9)
                 return commit is not None
-            case UnknownSequence():
-                return session.on_target_unknown(reply)
-            case ItemFailed():
-                is_taken = session.on_target_failed(reply)
+            case UnknownSequence() | ItemFailed():
+                is_taken = session.on_target_refused(reply)
                 if session.is_finished:
                     self.sessions.end(live, self._now)
-                elif is_taken:
+                elif is_taken and isinstance(reply, ItemFailed):
                     self.sessions.preempt(live, self._now)
                 return is_taken
 

@@ -46,7 +46,6 @@ class Planned:
     width: int
     """Branches per number of accepted tokens under enumeration."""
     reason: str
-    """Name of the plan's ``control.state.Reason``."""
     num_running: int
     acceptance: float
     tokens_per_s: Mapping[str, float]
@@ -74,7 +73,6 @@ class ExperimentEnded:
 
     ns: int
     mode: str
-    """Mode that was decided."""
     tried: str
     speculating: str
     """Mode that speculates more, of the decided one and the tried one."""
@@ -101,7 +99,6 @@ class DraftAsked:
     min_acceptance: float = 0.0
     """Probability of full acceptance, as the draft estimates it, below which a proposal ends."""
     num_tree_nodes: int = 0
-    """Most nodes of a tree; 0: a chain was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +114,6 @@ class DraftReplied:
     num_draft_tokens: int
     num_branches: int
     is_late: bool
-    """True if nobody waited for it any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +132,6 @@ class VerifySent:
     request_id: str
     round_id: int
     step: int
-    """Number of the target step."""
     base_len: int
     num_new_tokens: int
     num_draft_tokens: int
@@ -150,9 +145,7 @@ class VerdictReceived:
     request_id: str
     round_id: int
     forward_ns: int
-    """Duration of the whole target step."""
     source: str
-    """Proposer of the draft tokens."""
     num_draft_tokens: int
     num_accepted_tokens: int
     num_committed_tokens: int
@@ -226,7 +219,7 @@ class Trace:
         self._events.append(ExperimentEnded(self._ns(), **result))
 
     def draft_asked(self, item: SpeculateItem) -> None:
-        if self._watches and (watch := self._watches.get(item.request_id)) is not None:
+        if (watch := self._watch_of(item.request_id)) is not None:
             watch.draft_asked()
         if not self._keeps_events:
             return
@@ -246,7 +239,7 @@ class Trace:
         )
 
     def draft_replied(self, reply: DraftReply, replies: DraftReplies, *, is_late: bool) -> None:
-        if self._watches and not is_late and (watch := self._watches.get(reply.request_id)) is not None:
+        if not is_late and (watch := self._watch_of(reply.request_id)) is not None:
             watch.draft_replied(replies.forward_ns)
         if not self._keeps_events:
             return
@@ -278,7 +271,7 @@ class Trace:
 
     def verify_sent(self, item: VerifyItem, *, step: int, num_rows: int) -> None:
         """Records an item; ``num_rows`` is the number of its tokens for which the step has room."""
-        if self._watches and (watch := self._watches.get(item.request_id)) is not None:
+        if (watch := self._watch_of(item.request_id)) is not None:
             watch.verify_sent(item)
         if not self._keeps_events:
             return
@@ -297,10 +290,8 @@ class Trace:
 
     def verdict_received(self, verdict: Verdict, commit: Commit, replies: TargetReplies, plan: Plan) -> None:
         """Records a verdict; ``plan`` is the round's."""
-        if commit.token_ids and self._watches:
-            watch = self._watches.get(verdict.request_id)
-            if watch is not None:
-                watch.committed(commit, plan, replies.forward_ns)
+        if commit.token_ids and (watch := self._watch_of(verdict.request_id)) is not None:
+            watch.committed(commit, plan, replies.forward_ns)
         if not self._keeps_events:
             return
         self._events.append(
@@ -319,10 +310,13 @@ class Trace:
         )
 
     def looked_up(self, request_id: str, result: str, num_draft_tokens: int) -> None:
-        if self._watches and (watch := self._watches.get(request_id)) is not None:
+        if (watch := self._watch_of(request_id)) is not None:
             watch.looked_up(result)
         if self._keeps_events:
             self._events.append(LookedUp(self._ns(), request_id, result, num_draft_tokens))
+
+    def _watch_of(self, request_id: str) -> RoundWatch | None:
+        return self._watches.get(request_id) if self._watches else None
 
     def _ns(self) -> int:
         return round(self._clock.monotonic() * 1e9)

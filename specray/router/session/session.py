@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from specray.draft_tokens import MAX_DRAFT_NODES, NO_DRAFT, DraftTokens, TreeBudget
 from specray.errors import InvalidRequestError, ProtocolError, SpecrayError
@@ -141,7 +142,6 @@ class Session:
 
     @property
     def has_open_verdict(self) -> bool:
-        """A verdict came before the outcomes that the draft was asked for."""
         return self._branches.has_open_verdict
 
     # Items to send
@@ -217,7 +217,7 @@ class Session:
         nodes = nodes[: len(fanout) - 1]
         self._branches.ask(nodes, num_chain)
         asked = draft if draft.is_chain else draft.only(nodes)
-        return self._speculate_item(num_speculative_tokens, asked, fanout, max_branches)
+        return self._speculate_item(num_speculative_tokens, asked, fanout=fanout, max_branches=max_branches)
 
     def prefill_chunk_item(self, num_tokens: int) -> SpeculateItem:
         """Lets the draft prefill the next unread tokens; it is asked nothing.
@@ -229,16 +229,9 @@ class Session:
         return self._speculate_item(0, end=self.draft.synced_len + num_tokens)
 
     def _speculate_item(
-        self,
-        most: int,
-        proposed: DraftTokens = NO_DRAFT,
-        fanout: tuple[int, ...] = (),
-        max_branches: int = 0,
-        *,
-        min_acceptance: float = 0.0,
-        tree: TreeBudget | None = None,
-        end: int | None = None,
+        self, most: int, proposed: DraftTokens = NO_DRAFT, *, end: int | None = None, **asked: Any
     ) -> SpeculateItem:
+        """An item with the unread tokens up to ``end``; ``asked``: its other fields."""
         view = self.draft
         view.round_id += 1
         start = view.synced_len
@@ -250,13 +243,10 @@ class Session:
             token_ids,
             most,
             proposed.token_ids,
-            fanout,
-            self.request.sampling if start == 0 else None,
-            max_branches=max_branches,
-            min_acceptance=min_acceptance,
-            tree=tree,
+            sampling=self.request.sampling if start == 0 else None,
             proposed_parents=proposed.parents,
             features=self.features.sent(start + len(token_ids)),
+            **asked,
         )
         return view.in_flight
 
@@ -330,19 +320,13 @@ class Session:
         """What the target itself proposes by looking ahead; it drew nothing, so it needs no distributions."""
         return usable_draft(draft, most=MAX_DRAFT_NODES, vocab_size=self._vocab_size, needs_probs=False)
 
-    def on_target_unknown(self, reply: UnknownSequence) -> bool:
-        """The target lost the sequence; the next item carries everything. False: a late reply."""
+    def on_target_refused(self, reply: UnknownSequence | ItemFailed) -> bool:
+        """The target lost the sequence, or failed: the next item carries everything, unless the failure is
+        not retriable and ends the request. False: a late reply."""
         if self.target.accept(reply) is None:
             return False
         self.lose_target()
-        return True
-
-    def on_target_failed(self, reply: ItemFailed) -> bool:
-        """A retriable failure starts over from 0 when sent again, any other ends it. False: a late reply."""
-        if self.target.accept(reply) is None:
-            return False
-        self.lose_target()
-        if not reply.is_retriable:
+        if isinstance(reply, ItemFailed) and not reply.is_retriable:
             invalid = InvalidRequestError(reply.message, field=reply.field or None)
             self.fail(invalid if reply.is_invalid else SpecrayError(reply.message))
         return True

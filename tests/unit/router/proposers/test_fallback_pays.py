@@ -8,8 +8,9 @@ from specray.control.controller import Controller
 from specray.fakes import VirtualClock
 from specray.requests import SpeculationParams
 from specray.router.proposers.factory import LOOK_S, SESSIONS_PER_EXPLORATION, ProposerFactory
+from specray.router.proposers.local import LocalProposer
 from specray.router.session.session import Session
-from specray.router.session.values import Commit, Lookup
+from specray.router.session.values import Commit
 from specray.types import DraftKind, StepTime
 from tests.unit.router.harness import expected, factory, request, serving, speculation_config
 
@@ -17,13 +18,43 @@ STEP_S = 0.02
 """Of any number of rows."""
 
 
+def look(fallback: LocalProposer, num_accepted: int, count: int = 1) -> None:
+    """Rounds in which what a fallback found was verified, or nothing was."""
+    verdict = Commit(
+        (1,) * (num_accepted + 1),
+        num_draft_tokens=num_accepted,
+        num_accepted_tokens=num_accepted,
+        source=fallback.source,
+        depth=num_accepted,
+    )
+    session = Session(request(), None, vocab_size=64)
+    for _ in range(count):
+        if num_accepted:
+            fallback.observe(session, verdict)
+        else:
+            fallback.pass_over()
+
+
+def fallback_of(drafts: ProposerFactory, num_sessions: int = 1) -> LocalProposer:
+    made = drafts.local(request(), DraftKind.MODEL, num_sessions=num_sessions)
+    assert made is not None
+    return made
+
+
+def has_fallback(drafts: ProposerFactory) -> bool:
+    """Of two sessions among 64, of which one may have a fallback to look again."""
+    return all(drafts.local(request(), DraftKind.MODEL, num_sessions=64) is not None for _ in range(2))
+
+
 def drafts_of(*, accepted: float) -> ProposerFactory:
-    """After ten thousand looks that brought so many tokens each."""
+    """After ten thousand looks that brought ``accepted`` tokens each."""
     config = speculation_config(fallback="ngram")
     controller = Controller(config)
     controller.cost_model.expect_target([StepTime(1, STEP_S), StepTime(64, STEP_S)], 0.0)
     drafts = factory(controller, fallback="ngram")
-    drafts._looks.add(round(10_000 * accepted), 10_000)
+    fallback = fallback_of(drafts)
+    for index in range(10_000):
+        look(fallback, int((index + 1) * accepted) - int(index * accepted))
     return drafts
 
 
@@ -53,30 +84,24 @@ def test_some_sessions_go_on_looking_where_it_does_not_pay() -> None:
 
 def test_every_round_with_a_fallback_is_a_look_and_who_asks_for_ngrams_has_them() -> None:
     drafts = drafts_of(accepted=0.0)
-    before = drafts._looks.value
-    fallback = drafts.local(request(), DraftKind.MODEL, num_sessions=1)
-    assert fallback is not None
-    asked = request()
-    verdict = Commit((1,) * 5, (), 4, 4, 4, Lookup.NOT_ASKED, fallback.source, depth=4)
-    fallback.observe(Session(asked, None, vocab_size=64), verdict)
-    assert drafts._looks.value > before
+    assert not has_fallback(drafts)
     for _ in range(SESSIONS_PER_EXPLORATION):
         assert drafts.local(request(), DraftKind.NGRAM, num_sessions=64) is not None
+    look(fallback_of(drafts), 4, count=200)
+    assert has_fallback(drafts)
 
 
 def test_look_whose_find_is_not_verified_brought_nothing() -> None:
-    drafts = drafts_of(accepted=1.0)
-    before = drafts._looks.value
-    fallback = drafts.local(request(), DraftKind.MODEL, num_sessions=1)
-    assert fallback is not None
-    fallback.pass_over()
-    assert drafts._looks.value < before
+    drafts = drafts_of(accepted=0.1)
+    assert has_fallback(drafts)
+    look(fallback_of(drafts), 0, count=10_000)
+    assert not has_fallback(drafts)
 
 
 def test_before_steps_were_measured_all_have_one() -> None:
     drafts = factory(fallback="ngram")
-    drafts._looks.add(0, 100_000)
-    assert drafts.local(request(), DraftKind.MODEL, num_sessions=64) is not None
+    look(fallback_of(drafts), 0, count=20_000)
+    assert has_fallback(drafts)
 
 
 async def test_router_counts_those_that_wait_too(clock: VirtualClock) -> None:

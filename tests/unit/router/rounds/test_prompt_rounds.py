@@ -102,7 +102,7 @@ def test_a_prompt_that_starts_over_counts_anew() -> None:
     session.verify_item(100)
     answer(session, None, held_len=132, cached=32)
     item = session.verify_item(100)
-    session.on_target_failed(ItemFailed("a", item.round_id, item.base_len, "no room", is_retriable=True))
+    session.on_target_refused(ItemFailed("a", item.round_id, item.base_len, "no room", is_retriable=True))
     session.verify_item(300)
     answer(session, 5, cached=128)
     assert session.num_cached_tokens == 128

@@ -30,10 +30,12 @@ class NotedDrafter(LocalDrafter):
 
     async def speculate(self, items: Sequence[SpeculateItem], released: Sequence[str] = ()) -> None:
         self.note(items, released)
-        await super().speculate(items, released)
+        await super().release(released)
+        await super().speculate(items)
 
     async def release(self, request_ids: Sequence[str]) -> None:
-        self.note((), request_ids)
+        if request_ids:
+            self.note((), request_ids)
         await super().release(request_ids)
 
 

@@ -73,7 +73,7 @@ class SessionMachine(RuleBasedStateMachine):
         if isinstance(reply, Verdict):
             self.session.on_verdict(reply)
         else:
-            self.session.on_target_unknown(reply)
+            self.session.on_target_refused(reply)
 
     @precondition(lambda self: self.draft_replies)
     @rule(pick=st.randoms(use_true_random=False), is_doubled=st.booleans(), is_lost=st.booleans())

@@ -22,8 +22,8 @@ def test_reply_to_an_earlier_round_is_dropped() -> None:
     assert session.on_verdict(late) is None
     session.verify_item(ROOM)
     assert session.on_verdict(late) is None
-    assert not session.on_target_unknown(UnknownSequence("a", 1, 0))
-    assert not session.on_target_failed(ItemFailed("a", 1, 0, "no", is_retriable=False))
+    assert not session.on_target_refused(UnknownSequence("a", 1, 0))
+    assert not session.on_target_refused(ItemFailed("a", 1, 0, "no", is_retriable=False))
     assert session.committed == [*PROMPT, 9]
 
 
@@ -72,7 +72,7 @@ def test_unknown_sequence_sends_everything_again_with_the_same_draft_tokens() ->
     session = decoding()
     propose(session, (10, 11))
     item = session.verify_item(ROOM)
-    assert session.on_target_unknown(UnknownSequence("a", item.round_id, item.base_len))
+    assert session.on_target_refused(UnknownSequence("a", item.round_id, item.base_len))
     again = session.verify_item(ROOM)
     assert (again.base_len, again.token_ids, again.draft.token_ids) == (0, (*PROMPT, 9), (10, 11))
     assert again.sampling == session.request.sampling
@@ -112,14 +112,14 @@ def test_outcomes_that_came_before_the_draft_was_lost_still_hit() -> None:
 def test_failure_that_is_not_retriable_ends_with_an_error() -> None:
     session = decoding()
     item = session.verify_item(ROOM)
-    session.on_target_failed(ItemFailed("a", item.round_id, item.base_len, "too long", is_retriable=False))
+    session.on_target_refused(ItemFailed("a", item.round_id, item.base_len, "too long", is_retriable=False))
     assert (session.finish_reason, str(session.error)) == (FinishReason.ERROR, "too long")
 
 
 def test_retriable_failure_starts_over() -> None:
     session = decoding()
     item = session.verify_item(ROOM)
-    session.on_target_failed(ItemFailed("a", item.round_id, item.base_len, "no room", is_retriable=True))
+    session.on_target_refused(ItemFailed("a", item.round_id, item.base_len, "no room", is_retriable=True))
     assert not session.is_finished
     assert session.verify_item(ROOM).base_len == 0
 
