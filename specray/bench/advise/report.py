@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,10 +12,11 @@ from rich.table import Table
 from specray.bench.advise.advice import Advice, Entry, Measured, Prediction
 from specray.bench.advise.figures import Likeness, Times
 from specray.bench.core.chart import Panel, Series, draw
+from specray.bench.core.report import DASH, grid_of, number, table_of
 from specray.bench.methods.method import ALL, IN_TARGET
 from specray.config import Config
 
-_DASH = "–"
+_LIKENESS = ("accepted", "rejection sampling", "tau by K", "survival by depth")
 _COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2")
 
 
@@ -24,16 +25,15 @@ def advice_tables(advice: Advice) -> list[Table]:
 
 
 def check_table(advice: Advice, speedups: Mapping[str, float]) -> Table:
-    """Predicted beside measured speed-ups of one request at a time, by the measured ones."""
+    """Predicted and measured speed-ups of one request at a time, by the measured ones."""
     predicted = predicted_at_one(advice)
-    table = Table(title=f"one request at a time, temperature {advice.temperature:g}, K auto: speed-up")
-    table.add_column("draft")
-    for name in ("predicted", "measured", "predicted / measured"):
-        table.add_column(name, justify="right")
-    for name, speedup in sorted(speedups.items(), key=lambda pair: -pair[1]):
-        ratio = predicted[name] / speedup
-        table.add_row(name, f"{predicted[name]:.2f}x", f"{speedup:.2f}x", f"{ratio:.2f}")
-    return table
+    ordered = sorted(speedups.items(), key=lambda pair: -pair[1])
+    rows = [
+        (name, f"{predicted[name]:.2f}x", f"{speedup:.2f}x", predicted[name] / speedup)
+        for name, speedup in ordered
+    ]
+    title = f"one request at a time, temperature {advice.temperature:g}, K auto: speed-up"
+    return grid_of(title, ["draft", "predicted", "measured", "predicted / measured"], rows)
 
 
 def predicted_at_one(advice: Advice) -> dict[str, float]:
@@ -151,17 +151,17 @@ def _ranking(advice: Advice) -> Table:
             str(place),
             entry.name,
             f"{likeness.acceptance:.2f}",
-            _number(entry.latency_ratio),
+            number(entry.latency_ratio),
             str(best.k),
             f"{best.tau:.2f}",
             *(_prediction(one) for one in entry.predictions),
-            _DASH
+            DASH
             if entry.stops_paying == 1
             else f"> {advice.largest_batch}"
             if entry.stops_paying is None
             else str(entry.stops_paying),
         )
-    table.add_row("", "plain decoding", *([_DASH] * 4), *(f"{one:.1f}" for one in plain), "")
+    table.add_row("", "plain decoding", *([DASH] * 4), *(f"{one:.1f}" for one in plain), "")
     table.caption = (
         "K: the best at the first concurrency; in brackets: predicted speed-up over plain decoding; pays "
         "below: batch from which no K is predicted to gain; ~: from step times of smaller batches"
@@ -174,49 +174,58 @@ def _prediction(one: Prediction) -> str:
 
 
 def _changes(advice: Advice) -> Table:
-    table = Table(title=f"what would make it the best at {advice.concurrencies[0]} at a time, each alone")
-    table.add_column("draft")
-    table.add_column("a faster draft (trimmed vocabulary, int4 weights)")
-    table.add_column("a likelier draft (fine-tuning on the domain)")
-    for entry in advice.entries:
-        change = entry.change
-        if change is None:
-            table.add_row(entry.name, "it is", "it is")
-            continue
-        faster = "no draft step is short enough"
-        if not entry.measured.times.has_draft_steps:
-            is_inside = entry.measured.candidate.kind in IN_TARGET
-            faster = "its steps are part of the target's" if is_inside else "its drafts take no time"
-        elif change.draft_factor is not None:
-            faster = f"steps at most {change.draft_factor:.2f} times as long"
-        likelier = "no acceptance is high enough"
-        if change.acceptance is not None and change.rejections is not None:
-            likelier = f"acceptance {change.acceptance:.2f}: {change.rejections:.2f} of its rejections left"
-        table.add_row(entry.name, faster, likelier)
-    return table
+    columns: dict[str, Callable[[Entry], object]] = {
+        "draft": lambda entry: entry.name,
+        "a faster draft (trimmed vocabulary, int4 weights)": _faster,
+        "a likelier draft (fine-tuning on the domain)": _likelier,
+    }
+    title = f"what would make it the best at {advice.concurrencies[0]} at a time, each alone"
+    return table_of(title, columns, advice.entries, text=columns)
+
+
+def _faster(entry: Entry) -> str:
+    if entry.change is None:
+        return "it is"
+    if not entry.measured.times.has_draft_steps:
+        is_inside = entry.measured.candidate.kind in IN_TARGET
+        return "its steps are part of the target's" if is_inside else "its drafts take no time"
+    if entry.change.draft_factor is None:
+        return "no draft step is short enough"
+    return f"steps at most {entry.change.draft_factor:.2f} times as long"
+
+
+def _likelier(entry: Entry) -> str:
+    change = entry.change
+    if change is None:
+        return "it is"
+    if change.acceptance is None or change.rejections is None:
+        return "no acceptance is high enough"
+    return f"acceptance {change.acceptance:.2f}: {change.rejections:.2f} of its rejections left"
 
 
 def _likeness(advice: Advice) -> Table:
-    table = Table(title="acceptance: greedy at temperature 0, coupled above")
-    for name in ("temperature", "prompts", "draft"):
-        table.add_column(name)
-    for name in ("accepted", "rejection sampling", "tau by K", "survival by depth"):
-        table.add_column(name, justify="right")
+    rows = []
     for own in (entry.measured for entry in advice.entries):
         for temperature, domain in dict.fromkeys((one.temperature, one.domain) for one in own.likenesses):
             found = own.at(temperature, domain)
-            last = found[-1]
-            table.add_row(
-                f"{temperature:g}",
-                domain,
-                own.candidate.name,
-                f"{last.acceptance:.3f}",
-                _rejection(own, last),
-                "  ".join(f"{one.k}: {one.tokens_per_round:.2f}" for one in found),
-                "  ".join(f"{share:.2f}" for share in last.survival),
+            rows.append(
+                (
+                    f"{temperature:g}",
+                    domain,
+                    own.candidate.name,
+                    number(found[-1].acceptance, 3),
+                    _rejection(own, found[-1]),
+                    "  ".join(f"{one.k}: {one.tokens_per_round:.2f}" for one in found),
+                    "  ".join(f"{share:.2f}" for share in found[-1].survival),
+                )
             )
-    table.caption = f"accepted and survival: of the largest K; prompts {ALL}: all of them"
-    return table
+    return grid_of(
+        "acceptance: greedy at temperature 0, coupled above",
+        ["temperature", "prompts", "draft", *_LIKENESS],
+        rows,
+        text=("prompts", "draft"),
+        caption=f"accepted and survival: of the largest K; prompts {ALL}: all of them",
+    )
 
 
 def _rejection(own: Measured, like: Likeness) -> str:
@@ -225,17 +234,14 @@ def _rejection(own: Measured, like: Likeness) -> str:
 
 
 def _times(advice: Advice) -> Table:
-    table = Table(title="step times in service, in ms")
-    table.add_column("draft")
-    table.add_column("target step by rows: V")
-    table.add_column("draft step by sequences: D")
-    table.add_row("any beside the target", _by_size(_verify_steps(advice.plain)), "")
+    rows = [("any next to the target", _by_size(_verify_steps(advice.plain)), "")]
     for own in {entry.measured.candidate.timed_as: entry.measured for entry in advice.entries}.values():
         verify = _verify_steps(own.times) if own.candidate.kind in IN_TARGET else ()
-        row = (_by_size(verify), _by_size(_draft_steps(own.times)))
-        if any(row):
-            table.add_row(own.candidate.timed_as, *row)
-    return table
+        rows.append((own.candidate.timed_as, _by_size(verify), _by_size(_draft_steps(own.times))))
+    headings = ["draft", "target step by rows: V", "draft step by sequences: D"]
+    return grid_of(
+        "step times in service, in ms", headings, filter(lambda row: any(row[1:]), rows), text=headings
+    )
 
 
 def _verify_steps(times: Times) -> Iterator[tuple[int, float]]:
@@ -256,7 +262,3 @@ def _draft_steps(times: Times) -> Iterator[tuple[int, float]]:
 
 def _by_size(values: Iterable[tuple[int, float]]) -> str:
     return "  ".join(f"{size}: {1e3 * seconds:.2f}" for size, seconds in values)
-
-
-def _number(value: float | None) -> str:
-    return _DASH if value is None else f"{value:.2f}"

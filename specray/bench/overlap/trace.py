@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import aiohttp
 from rich.table import Table
 
+from specray.bench.core.report import DASH, grid_of, number, table_of
+from specray.bench.core.service import ask_all, request_of, trace_of
 from specray.bench.load.client import key_header
 from specray.bench.overlap.run import HITS, MISSES
 from specray.bench.overlap.timeline import Summary, Timeline, changed_decisions, changed_plans
-from specray.bench.report.timeline_chart import plan_text, shortened
+from specray.bench.overlap.timeline_chart import plan_text, shortened
 from specray.config import Config
 from specray.environment import api_key
 from specray.errors import ConfigError, EngineLostError
-from specray.requests import GenerateRequest
 from specray.router.session.values import FALLBACK
-from specray.router.trace import Decided, TraceEvent, decode_trace
+from specray.router.trace import Decided, Planned, TraceEvent
 from specray.serving.local.pair import local_router
 from specray.tokenization import load_tokenizer
-from specray.types import SamplingParams
+
+T = TypeVar("T")
 
 FETCH_TIMEOUT_S = 30.0
 _NOT_FOUND = 404
@@ -36,21 +38,14 @@ async def record(
         ConfigError: a model or a setting is wrong.
         EngineLostError: a worker did not start or was lost.
     """
-    tokenizer = load_tokenizer(config.target.model)
-    places = asyncio.Semaphore(num_sessions)
+    encode = load_tokenizer(config.target.model).encode
+    requests = [
+        request_of(f"session {index + 1}", encode(prompt), max_tokens, temperature=temperature, seed=index)
+        for index, prompt in enumerate(prompts)
+    ]
     async with local_router(config) as router:
-
-        async def serve(index: int, prompt: str) -> None:
-            token_ids = tuple(tokenizer.encode(prompt))
-            sampling = SamplingParams(temperature=temperature, seed=index, num_prompt_tokens=len(token_ids))
-            async with places:
-                await router.complete(
-                    GenerateRequest(f"session {index + 1}", token_ids, sampling, max_tokens)
-                )
-
-        await asyncio.gather(*(serve(index, prompt) for index, prompt in enumerate(prompts)))
-        text = await router.trace_text()
-    return decode_trace(text or "")
+        await ask_all(router, requests, concurrency=num_sessions)
+        return await trace_of(router)
 
 
 async def fetch(url: str) -> str:
@@ -111,58 +106,54 @@ def summary_table(summary: Summary) -> Table:
 def reasons_table(summary: Summary) -> Table:
     """Why rounds had their plans: each reason with its verdicts, the most frequent first."""
     total = sum(summary.reasons.values())
-    table = Table(title="plans by reason")
-    for heading in ("reason", "plans", "share"):
-        table.add_column(heading, no_wrap=True, justify="left" if heading == "reason" else "right")
-    for reason, count in sorted(summary.reasons.items(), key=lambda one: (-one[1], one[0])):
-        table.add_row(reason, str(count), f"{100 * count / total:.1f} %")
-    return table
+    ordered = sorted(summary.reasons.items(), key=lambda one: (-one[1], one[0]))
+    rows = [(reason, count, f"{100 * count / total:.1f} %") for reason, count in ordered]
+    return grid_of("plans by reason", ["reason", "plans", "share"], rows)
+
+
+def _first(changes: Sequence[T], max_rows: int) -> tuple[Sequence[T], str | None]:
+    """The first changes, and how many more there are."""
+    hidden = len(changes) - max_rows
+    return changes[:max_rows], f"and {hidden} more" if hidden > 0 else None
 
 
 def plans_table(timeline: Timeline, *, max_rows: int = 16) -> Table:
     """Changes of sessions' plans with their reasons, and the goodput predicted for each overlap."""
-    overlaps = ("off", "serial", "ahead", "enumerate")
     changes = [plan for plan in changed_plans(timeline) if plan.source != FALLBACK]
-    hidden = len(changes) - max_rows
-    table = Table(
-        title="changes of plan, and the tokens/s predicted for the best plan of each overlap",
-        caption=f"and {hidden} more" if hidden > 0 else None,
-    )
-    for heading in ("ms", "session", "plan", "reason"):
-        table.add_column(heading, no_wrap=True, justify="right" if heading == "ms" else "left")
-    for heading in ("running", "acceptance", *overlaps):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for plan in changes[:max_rows]:
-        predicted = [plan.tokens_per_s.get(overlap) for overlap in overlaps]
-        table.add_row(
-            f"{(plan.ns - timeline.start_ns) / 1e6:.1f}",
-            shortened(plan.request_id, 16),
-            plan_text(plan),
-            plan.reason,
-            str(plan.num_running),
-            f"{plan.acceptance:.2f}",
-            *("–" if value is None else f"{value:.0f}" for value in predicted),
-        )
-    return table
+    shown, caption = _first(changes, max_rows)
+    columns: dict[str, Callable[[Planned], object]] = {
+        "ms": lambda plan: number((plan.ns - timeline.start_ns) / 1e6, 1),
+        "session": lambda plan: shortened(plan.request_id, 16),
+        "plan": plan_text,
+        "reason": lambda plan: plan.reason,
+        "running": lambda plan: plan.num_running,
+        "acceptance": lambda plan: plan.acceptance,
+        "off": lambda plan: number(plan.tokens_per_s.get("off"), 0),
+        "serial": lambda plan: number(plan.tokens_per_s.get("serial"), 0),
+        "ahead": lambda plan: number(plan.tokens_per_s.get("ahead"), 0),
+        "enumerate": lambda plan: number(plan.tokens_per_s.get("enumerate"), 0),
+    }
+    title = "changes of plan, and the tokens/s predicted for the best plan of each overlap"
+    return table_of(title, columns, shown, text=("session", "plan", "reason"), caption=caption)
 
 
 def decisions_table(timeline: Timeline, *, max_rows: int = 16) -> Table:
     """Changes of the mode of all sessions, and experiments."""
-    changes = changed_decisions(timeline)
-    hidden = len(changes) - max_rows
-    table = Table(
-        title="modes of all sessions, and experiments; speedups over plain decoding",
-        caption=f"and {hidden} more" if hidden > 0 else None,
-    )
-    for heading in ("ms", "event", "running", "predicted", "calibrated", "measured"):
-        table.add_column(heading, no_wrap=True, justify="left" if heading == "event" else "right")
-    for event in changes[:max_rows]:
-        ms = f"{(event.ns - timeline.start_ns) / 1e6:.1f}"
+    shown, caption = _first(changed_decisions(timeline), max_rows)
+    rows: list[tuple[object, ...]] = []
+    for event in shown:
+        ms = number((event.ns - timeline.start_ns) / 1e6, 1)
         if isinstance(event, Decided):
             tried = "" if event.tried is None else f", trying {event.tried}"
-            speedups = (f"{event.predicted_speedup:.2f}", f"{event.calibrated_speedup:.2f}", "–")
-            table.add_row(ms, f"{event.mode}{tried}", str(event.num_running), *speedups)
+            speedups = (event.predicted_speedup, event.calibrated_speedup, DASH)
+            rows.append((ms, f"{event.mode}{tried}", event.num_running, *speedups))
         else:
-            measured = "given up" if event.measured_speedup is None else f"{event.measured_speedup:.2f}"
-            table.add_row(ms, f"tried {event.tried}", "–", f"{event.predicted_speedup:.2f}", "–", measured)
-    return table
+            measured = "given up" if event.measured_speedup is None else event.measured_speedup
+            rows.append((ms, f"tried {event.tried}", DASH, event.predicted_speedup, DASH, measured))
+    return grid_of(
+        "modes of all sessions, and experiments; speedups over plain decoding",
+        ["ms", "event", "running", "predicted", "calibrated", "measured"],
+        rows,
+        text=("event",),
+        caption=caption,
+    )

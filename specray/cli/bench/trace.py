@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from specray.bench.overlap.timeline import Timeline
-    from specray.bench.report.timeline_chart import Window
+    from specray.bench.overlap.timeline_chart import Window
     from specray.config import Config
     from specray.router.trace import TraceEvent
 
@@ -116,7 +116,7 @@ def _show(
 ) -> None:
     from specray.bench.overlap import trace as traces
     from specray.bench.overlap.timeline import make_timeline, summarize
-    from specray.bench.report.timeline_chart import draw_timeline
+    from specray.bench.overlap.timeline_chart import draw_timeline
     from specray.cli.output import wide_console, write_text
     from specray.router.trace import encode_trace
 
@@ -137,7 +137,7 @@ def _show(
 
 
 def _window(timeline: Timeline, start_ms: float | None, length_ms: float) -> Window:
-    from specray.bench.report.timeline_chart import Window
+    from specray.bench.overlap.timeline_chart import Window
 
     if not timeline.spans:
         raise ConfigError("the trace has no item with its answer; nothing can be drawn")

@@ -23,7 +23,7 @@ from specray.bench.overlap.timeline import (
     summarize,
     waits,
 )
-from specray.bench.report.timeline_chart import MAX_SESSIONS, Window, draw_timeline
+from specray.bench.overlap.timeline_chart import MAX_SESSIONS, Window, draw_timeline
 from specray.cli.app import run
 from specray.router.trace import (
     Decided,

@@ -1,1 +1,0 @@
-"""Results of benchmarks as tables, charts and timelines."""
