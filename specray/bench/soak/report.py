@@ -18,8 +18,6 @@ from specray.bench.soak.schedule import FaultKind
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-MAX_GROWTH = 0.02
-"""Share by which any process may grow after its warm-up."""
 MIN_GROWTH_BYTES = 2 * 1024 * 1024
 """Bytes of growth that count: a heap's arenas come and go in steps of this size."""
 _PAUSING = frozenset({FaultKind.TARGET_KILL, FaultKind.TARGET_STOP, FaultKind.ROUTER_KILL})
@@ -33,7 +31,7 @@ MAX_LINES = 12
 _MIB = 1024 * 1024
 
 
-def problems(result: SoakResult, *, max_growth: float = MAX_GROWTH) -> tuple[str, ...]:
+def problems(result: SoakResult) -> tuple[str, ...]:
     """Lists what did not hold; empty: everything held."""
     found = []
     for verdict, what in (
@@ -50,7 +48,7 @@ def problems(result: SoakResult, *, max_growth: float = MAX_GROWTH) -> tuple[str
     grown = [
         growth
         for growth in result.growths
-        if growth.share > max_growth and growth.num_bytes > MIN_GROWTH_BYTES
+        if growth.share > result.plan.max_growth and growth.num_bytes > MIN_GROWTH_BYTES
     ]
     found += [
         f"{growth.name} (process {growth.pid}) grew by {100 * growth.share:.1f} % in {growth.span_s:.0f} s"
@@ -93,11 +91,11 @@ def soak_tables(result: SoakResult) -> Group:
     return Group(*(table for table in tables if table.row_count))
 
 
-def soak_json(result: SoakResult, *, max_growth: float = MAX_GROWTH) -> dict[str, Any]:
+def soak_json(result: SoakResult) -> dict[str, Any]:
     """Everything in the tables, and every fault and bad request by itself."""
     plan = result.plan
     return {
-        "testbed": plan.bed.value,
+        "testbed": plan.testbed.value,
         "seed": plan.seed,
         "duration_s": round(result.duration_s, 1),
         "is_interrupted": result.is_interrupted,
@@ -122,7 +120,7 @@ def soak_json(result: SoakResult, *, max_growth: float = MAX_GROWTH) -> dict[str
         "num_processes": result.num_processes,
         "not_judged": list(result.unjudged),
         "bad_requests": [_renamed(entry, (), case_index="case") for entry in result.ledger.bad],
-        "problems": list(problems(result, max_growth=max_growth)),
+        "problems": list(problems(result)),
     }
 
 
@@ -135,7 +133,7 @@ def _requests(result: SoakResult) -> Table:
     headings = [*result.ledger.counts, "tokens", "target blocks left", "draft blocks left"]
     blocks = [number(result.blocks.get(role), 0) for role in ("target", "draft")]
     row = (*result.ledger.counts.values(), result.num_tokens, *blocks)
-    return grid_of(f"Requests in {result.duration_s:.0f} s on {result.plan.bed}", headings, [row])
+    return grid_of(f"Requests in {result.duration_s:.0f} s on {result.plan.testbed}", headings, [row])
 
 
 def _faults(faults: Sequence[Fault]) -> Table:

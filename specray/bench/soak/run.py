@@ -7,7 +7,6 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from specray.bench.load.client import ServerClient
 from specray.bench.soak.cases import Case, Output, make_cases
@@ -15,11 +14,11 @@ from specray.bench.soak.clients import CaseSender, draw
 from specray.bench.soak.faults import inject, prepare
 from specray.bench.soak.ledger import Attempt, Entry, Judgement, Ledger, judge
 from specray.bench.soak.memory import Growth, MemoryRecord
+from specray.bench.soak.plan import SoakPlan
 from specray.bench.soak.recovery import back_after_s, longest_wait_s
 from specray.bench.soak.schedule import FaultKind, PlannedFault, plan_faults
 from specray.bench.soak.watch import IDLE_TIMEOUT_S, Watch, Whole
 from specray.bench.testbed.beds import Bed, open_bed
-from specray.bench.testbed.kinds import BedKind
 from specray.config import Config
 from specray.errors import SpecrayError
 from specray.rpc.inference.client import SpecrayClient
@@ -29,43 +28,12 @@ TAIL_S = 15.0
 MAX_STRETCH = 2.0
 """Factor by which recoveries that take longer than planned may stretch the load."""
 MEMORY_SPAN_S = 60.0
+REQUEST_TIMEOUT_S = 90.0
 FAILED_PAUSE_S = 0.5
 INTERRUPTED_IDLE_S = 15.0
 """Seconds to wait for an idle service after Ctrl-C."""
 _EXCUSING = frozenset({FaultKind.ROUTER_KILL, FaultKind.INGRESS_HANG})
 """Faults that end requests: their callers may have to send them again."""
-
-
-@dataclass(frozen=True, slots=True)
-class SoakPlan:
-    bed: BedKind
-    config: Config
-    kinds: tuple[FaultKind, ...]
-    duration_s: float = 600.0
-    num_faults: int = 30
-    seed: int = 0
-    num_clients: int = 4
-    num_cases: int = 24
-    cancel_share: float = 0.15
-    calm_s: float = 20.0
-    """Seconds of load before the first fault."""
-    warmup_s: float = 120.0
-    """Age in seconds from which a process's memory is compared; see also ``rehearsal``."""
-    max_requests: int = 20_000
-    request_timeout_s: float = 90.0
-    recovery_timeout_s: float = 60.0
-    """Seconds for the service to be whole again after a fault; the loss of a Router or an Ingress excuses
-    errors for as long."""
-    directory: Path | None = None
-
-    @property
-    def rehearsal(self) -> int:
-        """Number of faults before memory is compared: each kind once, if each comes again.
-
-        What a process loads at its first fault of a kind stays: classes, and source lines for tracebacks, of
-        which Serve's controller reads a megabyte. Memory that grows with every fault shows after it.
-        """
-        return len(self.kinds) if self.num_faults >= 2 * len(self.kinds) else 0
 
 
 @dataclass(slots=True)
@@ -112,7 +80,7 @@ class SoakResult:
 Progress = Callable[[str], None]
 
 
-async def soak(plan: SoakPlan, progress: Progress = lambda text: None) -> SoakResult:
+async def soak(plan: SoakPlan, config: Config, progress: Progress = lambda text: None) -> SoakResult:
     """Starts the service, gets the reference outputs, runs the load under faults, and ends everything.
 
     If it is cancelled during the load, it returns what was seen so far.
@@ -122,13 +90,12 @@ async def soak(plan: SoakPlan, progress: Progress = lambda text: None) -> SoakRe
         EngineLostError: the service did not start, or did not give the reference.
     """
     progress("starting the service")
-    async with open_bed(plan.bed, plan.config, seed=plan.seed, directory=plan.directory) as bed:
-        timeout_s = plan.request_timeout_s
-        async with (
-            ServerClient(bed.url, timeout_s=timeout_s) as http,
-            SpecrayClient(bed.grpc_address) as grpc,
-        ):
-            return await _Soak(plan, bed, http, grpc, progress).run()
+    async with (
+        open_bed(plan.testbed, config, seed=plan.seed, directory=plan.logs) as bed,
+        ServerClient(bed.url, timeout_s=REQUEST_TIMEOUT_S) as http,
+        SpecrayClient(bed.grpc_address) as grpc,
+    ):
+        return await _Soak(plan, bed, http, grpc, progress).run()
 
 
 class _Soak:
@@ -140,10 +107,10 @@ class _Soak:
         self._progress = progress
         self._zero_s = time.monotonic()
         self._result = SoakResult(plan)
-        self._memory = MemoryRecord(warmup_s=plan.warmup_s, min_span_s=MEMORY_SPAN_S)
+        self._memory = MemoryRecord(warmup_s=plan.warmup, min_span_s=MEMORY_SPAN_S)
         self._watch = Watch(bed, http, self._memory, now_s=self._now_s)
         self._caller = CaseSender(
-            http, grpc, model=plan.config.model_name, timeout_s=plan.request_timeout_s, now_s=self._now_s
+            http, grpc, model=bed.config.model_name, timeout_s=REQUEST_TIMEOUT_S, now_s=self._now_s
         )
         self._streams: list[list[float]] = []
         self._num_sent = 0
@@ -151,7 +118,7 @@ class _Soak:
 
     @property
     def _is_on(self) -> bool:
-        return self._now_s() < self._plan.duration_s or not self._has_hurt
+        return self._now_s() < self._plan.duration or not self._has_hurt
 
     @property
     def _is_away(self) -> bool:
@@ -236,7 +203,7 @@ class _Soak:
 
     def _judge(self, case: Case, attempts: Sequence[Attempt], reference: Output) -> tuple[Judgement, str]:
         deaths_s = [fault.at_s for fault in self._result.faults if fault.kind in _EXCUSING]
-        window_s = self._plan.recovery_timeout_s
+        window_s = self._plan.recovery_timeout
         return judge(attempts, reference, deaths_s=deaths_s, window_s=window_s)
 
     async def _faults(self) -> None:
@@ -247,9 +214,9 @@ class _Soak:
 
     async def _hurt(self) -> None:
         plan = self._plan
-        last_s = max(plan.calm_s, plan.duration_s - TAIL_S)
+        last_s = max(plan.calm, plan.duration - TAIL_S)
         planned = plan_faults(
-            plan.kinds, num_faults=plan.num_faults, first_s=plan.calm_s, last_s=last_s, seed=plan.seed
+            plan.kinds, num_faults=plan.num_faults, first_s=plan.calm, last_s=last_s, seed=plan.seed
         )
         rng = random.Random(f"{plan.seed} faults")
         for number, fault in enumerate(planned):
@@ -257,7 +224,7 @@ class _Soak:
                 self._result.warm_s = self._now_s()
                 self._memory.warm_from(self._result.warm_s)
             await asyncio.sleep(max(0.0, fault.at_s - self._now_s()))
-            if self._now_s() > MAX_STRETCH * plan.duration_s:
+            if self._now_s() > MAX_STRETCH * plan.duration:
                 self._result.num_not_injected = len(planned) - number
                 return
             await self._fault(fault, rng)
@@ -294,9 +261,9 @@ class _Soak:
     async def _wait_whole(self, killed: frozenset[int]) -> Whole | None:
         return await self._watch.wait_whole(
             killed=killed,
-            timeout_s=self._plan.recovery_timeout_s,
-            ranks=self._plan.config.target.tensor_parallel_size,
-            drafts=self._plan.config.draft.num_replicas,
+            timeout_s=self._plan.recovery_timeout,
+            ranks=self._bed.config.target.tensor_parallel_size,
+            drafts=self._bed.config.draft.num_replicas,
         )
 
     def _measure_recovery(self) -> None:

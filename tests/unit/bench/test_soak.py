@@ -11,9 +11,10 @@ from specray.bench.soak.cases import Output, Way, difference, make_cases
 from specray.bench.soak.clients import draw
 from specray.bench.soak.ledger import Attempt, End, Entry, Judgement, Ledger, is_excused, judge
 from specray.bench.soak.memory import MemoryRecord, Sample
+from specray.bench.soak.plan import SoakPlan
 from specray.bench.soak.recovery import back_after_s, changes_of, longest_wait_s
-from specray.bench.soak.report import MAX_GROWTH, problems, soak_json
-from specray.bench.soak.run import Fault, SoakPlan, SoakResult
+from specray.bench.soak.report import problems, soak_json
+from specray.bench.soak.run import Fault, SoakResult
 from specray.bench.soak.schedule import (
     HOLD_S,
     FaultKind,
@@ -25,7 +26,6 @@ from specray.bench.soak.schedule import (
 from specray.bench.testbed.kinds import BedKind
 from specray.cli.bench.soak import _report as report
 from specray.cli.ending import EXIT_INTERRUPTED
-from specray.config import parse_config
 from specray.errors import ConfigError
 
 MIB = 1024 * 1024
@@ -234,9 +234,7 @@ def test_a_young_process_has_its_own_warm_up_after_the_first_faults() -> None:
 
 @pytest.mark.parametrize(("num_faults", "rehearsal"), [(40, 17), (34, 17), (33, 0), (0, 0)])
 def test_each_kind_is_rehearsed_once_if_each_comes_again(num_faults: int, rehearsal: int) -> None:
-    plan = SoakPlan(
-        bed=BedKind.NAMESPACES, config=parse_config({}), kinds=tuple(FaultKind), num_faults=num_faults
-    )
+    plan = SoakPlan(testbed=BedKind.NAMESPACES, num_faults=num_faults)
     assert plan.rehearsal == rehearsal
     faults = plan_faults(plan.kinds, num_faults=num_faults, first_s=20, last_s=585, seed=plan.seed)
     assert len({fault.kind for fault in faults[:rehearsal]}) == rehearsal
@@ -246,7 +244,7 @@ def test_each_kind_is_rehearsed_once_if_each_comes_again(num_faults: int, rehear
 
 
 def result_of(**changes: object) -> SoakResult:
-    plan = SoakPlan(bed=BedKind.PROCESSES, config=parse_config({}), kinds=(FaultKind.DRAFT_KILL,))
+    plan = SoakPlan()
     fault = Fault(FaultKind.DRAFT_KILL, 30.0, 0.0, "draft 7", 4.0, 5.0, 0.2, 4.5)
     result = SoakResult(plan, duration_s=600.0, faults=[fault], blocks={"target": 0.0, "draft": 0.0})
     for name, value in changes.items():
@@ -288,7 +286,8 @@ def test_every_kind_of_harm_is_a_problem_of_its_own() -> None:
         "2 faults for which no time was left",
         "target-kill at 1 s: not done: nobody",
     )
-    assert not problems(result_of(growths=samples([100] * 12 + [103] * 12).growths()), max_growth=0.031)
+    allowed = result_of(growths=samples([100] * 12 + [103] * 12).growths(), plan=SoakPlan(max_growth=0.031))
+    assert not problems(allowed)
 
 
 @pytest.mark.parametrize(
@@ -329,12 +328,12 @@ def test_what_an_interruption_left_open_is_no_problem_and_what_was_seen_before_i
 
 def test_an_interrupted_soak_prints_its_report_and_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     held = result_of(faults=[Fault(FaultKind.NODE_REMOVE, 20.0, 3.0)], is_interrupted=True, duration_s=25.0)
-    assert report(held, MAX_GROWTH, None) == EXIT_INTERRUPTED
+    assert report(held) == EXIT_INTERRUPTED
     said = capsys.readouterr().out
     assert "Requests in 25 s" in said
     assert said.endswith("interrupted after 1 of 30 faults in 25 s\nall held\n")
     bad = result_of(blocks={"target": 1.0, "draft": 0.0}, is_interrupted=True)
-    assert report(bad, MAX_GROWTH, None) == 1
+    assert report(bad) == 1
     assert capsys.readouterr().out.endswith("not held: 1 leaked blocks of the target\n")
 
 

@@ -17,7 +17,8 @@ from specray.bench.soak.clients import CaseSender
 from specray.bench.soak.faults import inject
 from specray.bench.soak.ledger import End
 from specray.bench.soak.neighbours import MAX_HEAD_BYTES, lose_ray, send_endless_head
-from specray.bench.soak.run import Fault, SoakPlan, _Soak
+from specray.bench.soak.plan import SoakPlan
+from specray.bench.soak.run import Fault, _Soak
 from specray.bench.soak.schedule import FaultKind, PlannedFault
 from specray.bench.soak.watch import Whole
 from specray.bench.testbed import beds
@@ -152,7 +153,7 @@ async def test_what_was_not_done_or_is_not_whole_is_restored_before_the_next_fau
     monkeypatch.setattr("specray.bench.soak.run.inject", do)
     monkeypatch.setattr(Bed, "restore", restore)
     nothing: Any = None
-    plan = SoakPlan(bed=BedKind.PROCESSES, config=parse_config({}), kinds=())
+    plan = SoakPlan(faults="none")
     soak = _Soak(plan, bed(FakeNodes(VirtualClock())), nothing, nothing, said.append)
     monkeypatch.setattr(soak, "_wait_whole", wait_whole)
     await soak._fault(PlannedFault(FaultKind.DRAFT_KILL, 0.0), nothing)
@@ -180,7 +181,7 @@ async def test_requests_are_sent_again_while_the_ingress_is_away_and_else_once()
 
 async def test_ctrl_c_during_the_load_gives_what_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing: Any = None
-    plan = SoakPlan(bed=BedKind.PROCESSES, config=parse_config({}), kinds=(), num_clients=0)
+    plan = SoakPlan(faults="none", num_clients=0)
     soak = _Soak(plan, bed(FakeNodes(VirtualClock())), nothing, nothing, lambda text: None)
     is_hurting = asyncio.Event()
 
