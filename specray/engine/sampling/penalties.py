@@ -48,7 +48,7 @@ def _counts_by_row(
 
     Only tokens from index ``start`` on are counted.
     """
-    ids, times = _tally(of_prefix, group.token_ids, vocab_size)
+    ids, times = tally(of_prefix, group.token_ids, vocab_size)
     counts = np.repeat(times[None], group.num_rows, 0)
     for row, token_id in enumerate(group.token_ids, start=1):
         # A row sees all that the one of its parent sees and one token more; in a chain so do all below.
@@ -59,7 +59,7 @@ def _counts_by_row(
     return ids, counts
 
 
-def _tally(
+def tally(
     of_prefix: Mapping[int, int], draft_ids: Sequence[int], vocab_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Tokens of a prefix and those that only the drafts after it have, with the prefix's counts.

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specray.engine.sampling.bad_words import bad_ends
 from specray.engine.sampling.device.upload import Sent, Upload
+from specray.engine.sampling.penalties import tally
 from specray.engine.sampling.processors import shifts_logits
 from specray.engine.sampling.state import RowGroup
 
@@ -175,16 +176,10 @@ def _plan_counting(
 def _tallied(
     of_prefix: Mapping[int, int], draft_ids: Sequence[int], vocab_size: int
 ) -> tuple[_Ints, NDArray[np.float64]]:
-    """Tokens of a prefix and of the drafts after it, ascending, at least one, with the prefix's counts.
-
-    Tokens that the logits lack are left out: a prompt may have padding of a vocabulary.
-    """
-    known = np.fromiter(of_prefix.keys(), np.int64, len(of_prefix))
-    own, place = np.unique(np.append(known, draft_ids).astype(np.int64), return_inverse=True)
-    times = np.zeros(len(own))
-    times[place[: len(known)]] = np.fromiter(of_prefix.values(), np.float64, len(of_prefix))
-    is_known = own < vocab_size
-    return (own[is_known], times[is_known]) if is_known.any() else (np.zeros(1, np.int64), np.zeros(1))
+    """As ``penalties.tally``, but ascending, and at least one token."""
+    ids, times = tally(of_prefix, draft_ids, vocab_size)
+    order = np.argsort(ids)
+    return (ids[order], times[order]) if len(ids) else (np.zeros(1, np.int64), np.zeros(1))
 
 
 def _pairs(group: RowGroup) -> tuple[_Ints, _Ints]:

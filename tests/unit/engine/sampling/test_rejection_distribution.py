@@ -194,56 +194,33 @@ def outputs_on_cpu(sampling: SamplingParams, num_drafts: int, support: int | Non
     return generate(samplings, 2, num_drafts, propose, real(noise))
 
 
-@pytest.mark.parametrize("sampling", [PLAIN, PROCESSED], ids=["plain", "processed"])
-@pytest.mark.parametrize("num_drafts", [1, 2])
-def test_rejection_with_sampled_drafts(sampling: SamplingParams, num_drafts: int) -> None:
-    assert p_value(sampling, outputs_on_cpu(sampling, num_drafts, 64)) > SIGNIFICANCE
+CASES: dict[str, tuple[SamplingParams, int, int | None]] = {
+    "plain-1": (PLAIN, 1, 64),
+    "plain-2": (PLAIN, 2, 64),
+    "plain-one hot": (PLAIN, 2, None),
+    "processed-1": (PROCESSED, 1, 64),
+    "processed-2": (PROCESSED, 2, 64),
+    "processed-one hot": (PROCESSED, 2, None),
+    "truncated": (PROCESSED, 2, 2),
+    "coupled-0": (COUPLED, 0, 64),
+    "coupled-2": (COUPLED, 2, 64),
+}
+"""Sampling, draft tokens of a round, and support of their distribution; None: they are one-hot."""
 
 
-def test_rejection_with_a_truncated_support() -> None:
-    assert p_value(PROCESSED, outputs_on_cpu(PROCESSED, 2, 2)) > SIGNIFICANCE
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_are_distributed_as_the_targets(name: str) -> None:
+    sampling, num_drafts, support = CASES[name]
+    assert p_value(sampling, outputs_on_cpu(sampling, num_drafts, support)) > SIGNIFICANCE
 
 
-@pytest.mark.parametrize("sampling", [PLAIN, PROCESSED], ids=["plain", "processed"])
-def test_rejection_with_one_hot_drafts(sampling: SamplingParams) -> None:
-    assert p_value(sampling, outputs_on_cpu(sampling, 2, None)) > SIGNIFICANCE
-
-
-@pytest.mark.parametrize("num_drafts", [0, 2])
-def test_coupled(num_drafts: int) -> None:
-    assert p_value(COUPLED, outputs_on_cpu(COUPLED, num_drafts, 64)) > SIGNIFICANCE
-
-
-@pytest.mark.parametrize(
-    ("sampling", "num_drafts", "support"),
-    [
-        (PLAIN, 1, 64),
-        (PLAIN, 2, 64),
-        (PROCESSED, 1, 64),
-        (PROCESSED, 2, 64),
-        (PROCESSED, 2, 2),
-        (COUPLED, 0, 64),
-        (COUPLED, 2, 64),
-    ],
-    ids=["plain-1", "plain-2", "processed-1", "processed-2", "truncated", "coupled-0", "coupled-2"],
-)
-def test_device_commits_what_the_cpu_does_with_sampled_drafts(
-    noise: NoiseSource, sampling: SamplingParams, num_drafts: int, support: int
-) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_device_commits_what_the_cpu_does(noise: NoiseSource, name: str) -> None:
+    sampling, num_drafts, support = CASES[name]
     samplings = [replace(sampling, seed=seed) for seed in range(NUM_COMPARED)]
     on_cpu = outputs_on_cpu(sampling, num_drafts, support)[:NUM_COMPARED]
-    drafted_there = sampled_draft(noise, support=support, on_device=True)
-    assert generate(samplings, 2, num_drafts, drafted_there, real(noise, on_device=True)) == on_cpu
-    assert len(set(on_cpu)) > 1
-
-
-@pytest.mark.parametrize("sampling", [PLAIN, PROCESSED], ids=["plain", "processed"])
-def test_device_commits_what_the_cpu_does_with_one_hot_drafts(
-    noise: NoiseSource, sampling: SamplingParams
-) -> None:
-    samplings = [replace(sampling, seed=seed) for seed in range(NUM_COMPARED)]
-    on_cpu = outputs_on_cpu(sampling, 2, None)[:NUM_COMPARED]
-    assert generate(samplings, 2, 2, fixed_draft, real(noise, on_device=True)) == on_cpu
+    propose = fixed_draft if support is None else sampled_draft(noise, support=support, on_device=True)
+    assert generate(samplings, 2, num_drafts, propose, real(noise, on_device=True)) == on_cpu
     assert len(set(on_cpu)) > 1
 
 
