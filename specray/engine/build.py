@@ -9,7 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 from specray.config import Config, DraftConfig, EngineConfig, TargetConfig
-from specray.engine.draft_view.build import make_reading_engine
+from specray.engine.draft_view.build import make_draft_view_engine
 from specray.engine.draft_view.choice import choose_vocabulary
 from specray.engine.drafting.engine import DraftEngine
 from specray.engine.drafting.guesses import Guesser, Masks, ModelGuesses, NgramGuesses
@@ -168,7 +168,7 @@ def _build_draft(config: Config, parallel: ParallelContext | None) -> DraftEngin
     info = replace(info, step_times=step_times)
     compiler.prepare()
     if is_reading:
-        return make_reading_engine(config, runner, info, other, grammars)
+        return make_draft_view_engine(config, runner, info, other, grammars)
     return make_engine(info, prefix_cache=config.draft.prefix_cache, guesser=guesser)
 
 

@@ -16,7 +16,7 @@ _ROOM: Final = 4 * MAX_SPECULATIVE_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class DraftWindow:
     """The last tokens that a draft sees, beside the first.
 
     It moves on by ``stride`` tokens at a time, since all of it is computed again then: what a token's keys
@@ -51,7 +51,7 @@ def with_window(config: EngineConfig) -> EngineConfig:
     """
     if not isinstance(config, DraftConfig) or config.window is None:
         return config
-    needed = Window(config.window).max_model_len
+    needed = DraftWindow(config.window).max_model_len
     if config.max_model_len is not None and config.max_model_len < needed:
         raise ConfigError(
             f"draft.max_model_len is {config.max_model_len} with draft.window {config.window}; "

@@ -16,7 +16,7 @@ from specray.engine.target.engine import TargetEngine
 from specray.types import Verification
 from tests.conformance.test_toy_engines import DEVICES, use_device_samplers
 from tests.pairwise import pairs
-from tests.unit.engine.draft_view.toys import toy_reader
+from tests.unit.engine.draft_view.toys import toy_viewer
 from tests.unit.engine.harness import (
     TARGET,
     VOCAB_SIZE,
@@ -98,7 +98,7 @@ def test_sampled_drafts_and_branches_before_the_verdict(fanout: str) -> None:
 @pytest.mark.parametrize("mode", ["intersect", "retokenize"])
 def test_drafts_of_other_tokens(mode: Literal["intersect", "retokenize"]) -> None:
     """The draft's probabilities are those of the tokens that both have; of a text there are none."""
-    target, draft = toy_target(**ROOM)[0], toy_reader(mode, table(error=1.5), **ROOM)[0]
+    target, draft = toy_target(**ROOM)[0], toy_viewer(mode, table(error=1.5), **ROOM)[0]
     outputs = in_rounds(target, lambda going: propose_all(draft, going, 2), 2)
     done = check_distribution(outputs, (target, draft), num_tokens=2, num_samples=500)
     assert {number for each in done for number in each.accepted} >= {0, 1, 2}

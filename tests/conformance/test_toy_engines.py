@@ -18,7 +18,7 @@ from specray.engine.sampling.device.sampler import DeviceSampler
 from specray.engine.target import engine as target_module
 from specray.types import Proposal, SamplingParams, Verdict
 from tests.pairwise import pairs
-from tests.unit.engine.draft_view.toys import toy_reader
+from tests.unit.engine.draft_view.toys import toy_viewer
 from tests.unit.engine.guesses.guessers import CASCADES, masks
 from tests.unit.engine.harness import (
     TARGET,
@@ -61,11 +61,11 @@ ENGINES: Mapping[str, Callable[[], DraftEngine]] = {
     "perfect": lambda: toy_draft(TARGET)[0],
     "close": lambda: toy_draft()[0],
     "trimmed": lambda: toy_draft(TARGET, token_ids=TRIMMED)[0],
-    "intersect": lambda: toy_reader("intersect")[0],
-    "retokenize": lambda: toy_reader("retokenize")[0],
-    "window": lambda: toy_reader(window=6)[0],
-    "intersect-window": lambda: toy_reader("intersect", window=9)[0],
-    "retokenize-window": lambda: toy_reader("retokenize", window=7)[0],
+    "intersect": lambda: toy_viewer("intersect")[0],
+    "retokenize": lambda: toy_viewer("retokenize")[0],
+    "window": lambda: toy_viewer(window=6)[0],
+    "intersect-window": lambda: toy_viewer("intersect", window=9)[0],
+    "retokenize-window": lambda: toy_viewer("retokenize", window=7)[0],
     "masks": lambda: toy_draft(TARGET, guesser=masks())[0],
     **{
         f"{name} cascade": lambda name=name: toy_draft(TARGET, guesser=CASCADES[name]())[0]  # type: ignore[misc]

@@ -6,23 +6,23 @@ from dataclasses import replace
 
 from specray.config import Config
 from specray.engine.draft_view.choice import OtherVocabulary
-from specray.engine.draft_view.engine import ReadingDraftEngine
+from specray.engine.draft_view.engine import DraftViewEngine
 from specray.engine.draft_view.retokenizing import RetokenizingDraftEngine
 from specray.engine.draft_view.sampler import partner_sampler
 from specray.engine.runner.runner import ModelRunner
 from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.sampling.sampler import Sampler, make_sampler
-from specray.engine.window import Window
+from specray.engine.window import DraftWindow
 from specray.types import EngineInfo
 
 
-def make_reading_engine(
+def make_draft_view_engine(
     config: Config,
     runner: ModelRunner,
     info: EngineInfo,
     other: OtherVocabulary | None,
     grammars: GrammarMasks,
-) -> ReadingDraftEngine:
+) -> DraftViewEngine:
     """The draft engine.
 
     Args:
@@ -30,7 +30,7 @@ def make_reading_engine(
         other: the target's vocabulary; None: it is the same.
     """
     device, max_num_draft_probs = runner.info.device, config.speculation.max_num_draft_probs
-    window = None if config.draft.window is None else Window(config.draft.window)
+    window = None if config.draft.window is None else DraftWindow(config.draft.window)
     if other is not None and other.mode == "intersect":
         sampler: Sampler = partner_sampler(
             other.partners.draft_ids,
@@ -50,7 +50,7 @@ def make_reading_engine(
     told = info
     if other is not None:
         told = replace(info, vocab_size=other.vocab_size, tokenizer_fingerprint=other.fingerprint)
-    make = RetokenizingDraftEngine if other is not None and other.mode == "retokenize" else ReadingDraftEngine
+    make = RetokenizingDraftEngine if other is not None and other.mode == "retokenize" else DraftViewEngine
     return make(
         runner,
         info,

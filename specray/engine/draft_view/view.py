@@ -1,10 +1,10 @@
-"""One request as a draft reads it: the target's tokens, what it makes of them, and which of those it sees.
+"""One request as a draft sees it: the target's tokens, the draft's own for them, and which of those it sees.
 
 The draft's sequence is an honest one: a row of its own tokens from position 0 on, of which nothing is cut out
 afterwards. So its cache, its prefix cache and its positions are what they are for any other sequence. When
 the window moves on, the sequence becomes another one, which shares the first tokens with the one before::
 
-    the target's tokens   | a | b | c | d | e | f | g |      as the router tells them
+    the target's tokens   | a | b | c | d | e | f | g |      as the router sends them
     the draft's           | 0 | 1   2   3 | 4 | 5   6 | 7 | 8 |     each token's pieces, one after another
     its view              [sinks]             [start .......... ]    positions 0, 1, 2, ... of the view
 """
@@ -16,12 +16,12 @@ from itertools import chain, islice
 from typing import Protocol
 
 from specray.engine.sampling.state import SamplingState
-from specray.engine.window import NUM_SINKS, Window
+from specray.engine.window import NUM_SINKS, DraftWindow
 from specray.types import SamplingParams
 
 
 class Vocabulary(Protocol):
-    """How a draft reads another vocabulary."""
+    """Translates another vocabulary's tokens."""
 
     @property
     def begin(self) -> tuple[int, ...]:
@@ -37,8 +37,8 @@ class Vocabulary(Protocol):
         ...
 
 
-class Reading:
-    """Implements ``ToldTokens`` for what one draft reads.
+class DraftView:
+    """Implements ``ToldTokens`` for one draft and request.
 
     Args:
         vocabulary: of the draft; None: it is the target's.
@@ -47,25 +47,24 @@ class Reading:
     """
 
     def __init__(
-        self, vocabulary: Vocabulary | None, window: Window | None, sampling: SamplingParams
+        self, vocabulary: Vocabulary | None, window: DraftWindow | None, sampling: SamplingParams
     ) -> None:
         self._vocabulary = vocabulary
         self._window = window
         self.state = SamplingState(sampling)
-        """Sampling state of what the router has told."""
+        """Sampling state of the tokens that the router has sent."""
         self.token_ids: list[int] = []
-        """The target's tokens that the router has told."""
+        """The target's tokens that the router has sent."""
         self._pieces: list[tuple[int, ...]] = []
         self._length = 0
-        """The draft's tokens for all of them."""
+        """Number of the draft's tokens for all of them."""
         self._num_held = 0
-        """Those of them, from the first on, that the engine was told as they are."""
+        """Length of their prefix that the engine holds."""
         self._held_start = 0
-        """Where the view started in which it was told them."""
+        """Start of the view that the engine holds."""
 
     @property
     def sampling(self) -> SamplingParams:
-        """Parameters of the request."""
         return self.state.sampling
 
     @property
@@ -75,11 +74,11 @@ class Reading:
 
     @property
     def start(self) -> int:
-        """Where the view's last part starts."""
+        """Start of the view's last part."""
         return 0 if self._window is None else self._window.start(self._length)
 
     def own_id(self, token_id: int) -> int:
-        """The draft's token for one that is a single token to it, too."""
+        """The draft's token for one that is a single token in its vocabulary."""
         if self._vocabulary is None:
             return token_id
         own = self._vocabulary.read(token_id)
@@ -87,7 +86,7 @@ class Reading:
         return own[0]
 
     def own_ids(self, token_ids: Sequence[int]) -> list[int]:
-        """The draft's tokens for the first of some that are single tokens to it, too."""
+        """The draft's tokens for the longest prefix of single tokens in its vocabulary."""
         if self._vocabulary is None:
             return list(token_ids)
         own: list[int] = []
@@ -99,11 +98,7 @@ class Reading:
         return own
 
     def tell(self, base_len: int, token_ids: Sequence[int], sampling: SamplingParams | None) -> None:
-        """Keeps the first ``base_len`` of the target's tokens and appends.
-
-        Args:
-            sampling: parameters of the request, where they are told anew.
-        """
+        """Keeps the first ``base_len`` of the target's tokens and appends; ``sampling`` None: unchanged."""
         assert base_len <= len(self.token_ids), (base_len, len(self.token_ids))
         self._length -= sum(map(len, self._pieces[base_len:]))
         self._num_held = min(self._num_held, self._length)
@@ -113,15 +108,15 @@ class Reading:
         self.state.truncate(base_len)
         self.state.advance(token_ids)
         self.token_ids += token_ids
-        read = _as_it_is if self._vocabulary is None else self._vocabulary.read
-        new = [read(token_id) for token_id in token_ids]
+        read = self._vocabulary.read if self._vocabulary is not None else lambda token_id: (token_id,)
+        new: list[tuple[int, ...]] = [read(token_id) for token_id in token_ids]
         if new and not base_len:
             new[0] = self._begun(new[0])
         self._pieces += new
         self._length += sum(map(len, new))
 
     def _begun(self, first: tuple[int, ...]) -> tuple[int, ...]:
-        """The pieces of the first token, behind what the draft begins a text with and the target may not."""
+        """The first token's pieces after the draft's begin tokens, which the target may lack."""
         begin = () if self._vocabulary is None else self._vocabulary.begin
         return first if first[: len(begin)] == begin else (*begin, *first)
 
@@ -131,8 +126,8 @@ class Reading:
         start = self.start
         return self._length - start + (NUM_SINKS if start else 0)
 
-    def view(self) -> tuple[int, list[int]]:
-        """What the engine is told: how many of the tokens that it has it keeps, and those behind them."""
+    def update(self) -> tuple[int, list[int]]:
+        """Number of tokens that the engine keeps, and tokens to append to them."""
         start = self.start
         kept = self._num_held if start == self._held_start else min(self._num_held, NUM_SINKS)
         if not start:
@@ -145,22 +140,16 @@ class Reading:
         return kept - start + NUM_SINKS, self._behind(kept)
 
     def hold(self) -> None:
-        """Notes that the engine was told the view."""
+        """Marks the view as what the engine holds."""
         self._num_held, self._held_start = self._length, self.start
 
     def _own(self, count: int) -> list[int]:
-        """The draft's first tokens."""
-        # Of some of the target's tokens the draft has nothing.
+        # Some of the target's tokens have no pieces.
         return list(islice(chain.from_iterable(self._pieces), count))
 
     def _behind(self, place: int) -> list[int]:
-        """The draft's tokens from a place on."""
         left, index = self._length - place, len(self._pieces)
         while left > 0:
             index -= 1
             left -= len(self._pieces[index])
         return list(chain.from_iterable(self._pieces[index:]))[-left:]
-
-
-def _as_it_is(token_id: int) -> tuple[int, ...]:
-    return (token_id,)

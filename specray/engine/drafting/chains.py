@@ -21,7 +21,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from specray.draft_tokens import DraftTokens, SparseProbs
+from specray.draft_tokens import DraftTokens
 from specray.engine.cache.sequences import EngineSequence
 from specray.engine.sampling.draft import UNLIKELY, DraftToken, RankedRow
 from specray.engine.sampling.state import RowGroup, SamplingState, chain_rows, draft_rows
@@ -45,6 +45,8 @@ class Chain:
     """Sequence that the chain continues."""
     min_logprob: float = field(default=-math.inf, kw_only=True)
     """Least log probability that all draft tokens are accepted; the chain ends before it falls below."""
+    behind: tuple[int, ...] = field(default=(), kw_only=True)
+    """Tokens between what the sequence was told and the first draft token."""
     drawn: list[DraftToken] = field(default_factory=list, init=False)
     """Draft tokens so far."""
     _logprob: float = field(default=0.0, init=False)
@@ -76,7 +78,7 @@ class Chain:
     @property
     def output_ids(self) -> list[int]:
         """The output that the next token continues, draft tokens included, without the prompt."""
-        return [*self.sequence.told_output_ids, *self.draft_token_ids]
+        return [*self.sequence.told_output_ids, *self.behind, *self.draft_token_ids]
 
     def split(self) -> tuple[list[int], list[int]]:
         """What the router has told, and the other tokens that the next token continues."""
@@ -88,8 +90,9 @@ class Chain:
         return tuple(token.token_id for token in self.drawn)
 
     @property
-    def draft_probs(self) -> tuple[SparseProbs, ...]:
-        return tuple(token.probs for token in self.drawn if token.probs is not None)
+    def drawn_tokens(self) -> DraftTokens:
+        probs = tuple(token.probs for token in self.drawn if token.probs is not None)
+        return DraftTokens(self.draft_token_ids, probs=probs)
 
     def take(self, token: DraftToken | None) -> None:
         """Appends a draft token, or ends the chain before it; in a grammar nothing follows a stop.
@@ -136,11 +139,6 @@ class BranchChain(Chain):
     node: int | None = None
     """Last accepted token among those under verification; None: they are the first of a chain."""
 
-    @property
-    def output_ids(self) -> list[int]:
-        before = (*self.accepted_ids, self.next_token_id)
-        return [*self.sequence.told_output_ids, *before, *self.draft_token_ids]
-
     def split(self) -> tuple[list[int], list[int]]:
         sequence = self.sequence
         accepted = map(sequence.own_id, self.accepted_ids)
@@ -162,12 +160,7 @@ class BranchChain(Chain):
 
     @property
     def reply(self) -> Branch:
-        return Branch(
-            self.num_accepted,
-            self.next_token_id,
-            DraftTokens(self.draft_token_ids, probs=self.draft_probs),
-            self.node,
-        )
+        return Branch(self.num_accepted, self.next_token_id, self.drawn_tokens, self.node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +199,10 @@ class OutcomeBranches:
         self._tree = self.item.proposed.only(
             [*range(max(self.last, 0)), *(other.node for other in self._others)]
         )
+
+    @property
+    def request_id(self) -> str:
+        return self.item.request_id
 
     @property
     def num_rows(self) -> int:
@@ -389,4 +386,5 @@ class OutcomeBranches:
             ancestors,
             last_node,
             sequence=sequence,
+            behind=(*accepted, token_id),
         )

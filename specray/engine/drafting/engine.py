@@ -9,9 +9,8 @@ proposal may also be a tree (``trees``), whose nodes of one depth are rows of th
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -20,27 +19,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specray.draft_tokens import DraftTokens
-from specray.engine.base import EngineBase
+from specray.engine.base import RunnerEngine, Speculating
 from specray.engine.cache.sequences import EngineSequence
 from specray.engine.drafting.chains import Chain, OutcomeBranches
+from specray.engine.drafting.draws import DraftDraws
 from specray.engine.drafting.guesses import Guesser
 from specray.engine.drafting.trees import DraftTree, TreeRow
 from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.sampling.sampler import Sampler, make_sampler
-from specray.engine.sampling.state import RowGroup
-from specray.engine.schedule import (
-    BranchStep,
-    CatchUp,
-    Runner,
-    catch_up,
-    check_speculation,
-    failure_reply,
-    split_waves,
-    wanted_rows,
-)
-from specray.errors import SpecrayError
-from specray.types import DraftReplies, DraftReply, EngineInfo, Outcomes, Proposal, SpeculateItem
+from specray.engine.schedule import BranchStep, CatchUp, Runner, catch_up, check_speculation, wanted_rows
+from specray.types import DraftReply, EngineInfo, Outcomes, Proposal, SpeculateItem
 
 if TYPE_CHECKING:
     from specray.engine.drafting.looped import LoopedProposals
@@ -58,14 +46,15 @@ class _Proposing:
         return CatchUp(self.sequence, 1 + len(guess), extra_token_ids=guess)
 
 
-_Task = _Proposing | DraftTree | OutcomeBranches
+Task = _Proposing | DraftTree | OutcomeBranches
+"""An admitted item."""
 
 
-class DraftEngine(EngineBase):
+class DraftEngine(Speculating[Task], RunnerEngine):
     """Implements ``interfaces.SyncDraftEngine`` over a runner.
 
     Args:
-        runner, info, prefix_cache: see :class:`EngineBase`.
+        runner, info, prefix_cache: see :class:`RunnerEngine`.
         device: device of the runner's logits.
         max_num_draft_probs: support of the sparse draft distribution under rejection verification.
         grammars: masks for requests with a grammar; None: their draft tokens are drawn without.
@@ -97,13 +86,14 @@ class DraftEngine(EngineBase):
         self._looped = looped if guesser is None else None
         self._num_told_ids = info.vocab_size
         """Token ids of what is proposed, which may be others than those of the sequences."""
-        self._sampler = sampler or make_sampler(
+        sampler = sampler or make_sampler(
             info.vocab_size,
             device,
             max_num_draft_probs,
             num_token_ids=num_token_ids,
             token_ids=token_ids,
         )
+        self._draws = DraftDraws(sampler, grammars)
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Frees the sequences; unknown ids are ignored."""
@@ -117,31 +107,7 @@ class DraftEngine(EngineBase):
         if self._guesser is not None:
             self._guesser.close()
 
-    @torch.inference_mode()
-    def speculate(self, items: Sequence[SpeculateItem]) -> DraftReplies:
-        """One batch to completion: a catch-up forward, then a forward per further draft token."""
-        started_ns = time.perf_counter_ns()
-        replies: dict[int, DraftReply] = {}
-        for wave in split_waves(items):
-            replies.update(self._speculate_wave(wave))
-        ordered = tuple(replies[index] for index in range(len(items)))
-        return DraftReplies(ordered, time.perf_counter_ns() - started_ns)
-
-    def _speculate_wave(self, wave: Sequence[tuple[int, SpeculateItem]]) -> dict[int, DraftReply]:
-        replies: dict[int, DraftReply] = {}
-        tasks: dict[int, tuple[SpeculateItem, _Task]] = {}
-        self._table.begin_step()
-        for index, item in wave:
-            try:
-                tasks[index] = (item, self._admit(item))
-            except SpecrayError as error:
-                replies[index] = failure_reply(item, error)
-        self._work([task for _, task in tasks.values()])
-        for index, (item, task) in tasks.items():
-            replies[index] = _reply(item, task)
-        return replies
-
-    def _work(self, tasks: Sequence[_Task]) -> None:
+    def _work(self, tasks: Sequence[Task]) -> None:
         """Runs the tasks: one forward for first draft tokens and rankings, then a step per further token."""
         proposing = [task for task in tasks if isinstance(task, _Proposing)]
         trees = [task for task in tasks if isinstance(task, DraftTree)]
@@ -164,16 +130,16 @@ class DraftEngine(EngineBase):
         if growing:
             self._draw_behind(logits[:end], growing, (), guesses)
         if rows:
-            self._spread(logits[end : end + len(rows)], rows)
+            self._draws.spread(logits[end : end + len(rows)], rows)
         if outcome:
-            self._branch(logits[end + len(rows) :], outcome)
+            self._draws.rank(logits[end + len(rows) :], outcome)
         self._grow(growing, trees, outcome)
         for task in outcome:
             task.settle(drew_behind_masks=self._has_masks)
 
     # ---- schedule
 
-    def _admit(self, item: SpeculateItem) -> _Task:
+    def _admit(self, item: SpeculateItem) -> Task | None:
         """Gives the sequence its tokens and its room; raises before anything changed."""
         length = item.base_len + len(item.token_ids)
         check_speculation(item, self._info, num_told_ids=self._num_told_ids)
@@ -223,25 +189,6 @@ class DraftEngine(EngineBase):
         output = catch_up(self._runner, work, self._info.max_num_batched_tokens)
         return None if output is None or not len(output.logits) else output.logits
 
-    def _branch(self, logits: Tensor, outcomes: Sequence[OutcomeBranches]) -> None:
-        """Ranks the next tokens of every outcome and makes a branch of each."""
-        ranked = self._sampler.rank(
-            logits,
-            [self._masked(outcome.group, outcome.item.request_id, outcome) for outcome in outcomes],
-            [count for outcome in outcomes for count in outcome.counts],
-            [token for outcome in outcomes for token in outcome.excluded],
-        )
-        rows = iter(ranked)
-        for outcome in outcomes:
-            outcome.spread([next(rows) for _ in range(outcome.num_rows)])
-
-    def _spread(self, logits: Tensor, rows: Sequence[TreeRow]) -> None:
-        """Gives each row's next tokens to its tree."""
-        groups = [self._masked(row.group, row.request_id, row) for row in rows]
-        ranked = self._sampler.rank(logits, groups, [row.count for row in rows], [None] * len(rows))
-        for row, next_tokens in zip(rows, ranked, strict=True):
-            row.tree.add(row.node, next_tokens)
-
     def _grow(
         self,
         proposing: Sequence[_Proposing],
@@ -276,7 +223,7 @@ class DraftEngine(EngineBase):
             if chains:
                 self._draw_behind(logits[:end], proposing, own, guesses)
             if rows:
-                self._spread(logits[end:], rows)
+                self._draws.spread(logits[end:], rows)
             # Without branches and guesses, and in one forward each, a step follows from the one before.
             is_simple = not outcomes and not trees and len(chains) <= self._info.max_num_batched_tokens
             before = proposing if is_simple and self._guesser is None else ()
@@ -300,7 +247,7 @@ class DraftEngine(EngineBase):
         """Draws what follows each chain's last token and its guesses, as far as these are what was drawn."""
         chains = [*(task.chain for task in proposing), *branches]
         if not any(guesses):
-            self._draw(logits, chains)
+            self._draws.draw(logits, chains)
             return
         lengths = [len(chain.drawn) for chain in chains]
         starts = [0, *accumulate(1 + len(guess) for guess in guesses)]
@@ -318,7 +265,7 @@ class DraftEngine(EngineBase):
             if not going:
                 break
             rows = torch.tensor([starts[index] + depth for index in going], device=logits.device)
-            self._draw(logits[rows], [chains[index] for index in going])
+            self._draws.draw(logits[rows], [chains[index] for index in going])
         if self._has_masks:
             return
         for task, length in zip(proposing, lengths, strict=False):
@@ -336,39 +283,11 @@ class DraftEngine(EngineBase):
             sequence.num_computed_tokens = len(sequence.token_ids)
         return output.logits
 
-    def _draw(self, logits: Tensor, chains: Sequence[Chain]) -> None:
-        is_judged = any(chain.is_judged for chain in chains)
-        groups = [self._masked(chain.group, chain.request_id, chain) for chain in chains]
-        tokens = self._sampler.draw(logits, groups, is_judged=is_judged)
-        for chain, token in zip(chains, tokens, strict=True):
-            chain.take(token)
-
-    def _masked(self, group: RowGroup, request_id: str, of: Chain | OutcomeBranches | TreeRow) -> RowGroup:
-        """The rows with what their request's grammar allows.
-
-        Without masks where the grammar is lost: the target refuses what it forbids.
-        """
-        if group.sampling.grammar is None or self._grammars is None:
-            return group
-        try:
-            masks = self._grammars.masks(
-                request_id, group.sampling, of.output_ids, group.token_ids, group.parents
-            )
-        except SpecrayError:
-            return group
-        return replace(group, token_masks=masks)
-
-
-def _reply(item: SpeculateItem, task: _Task) -> DraftReply:
-    if isinstance(task, DraftTree):
-        return Proposal(item.request_id, item.round_id, item.base_len, task.settle())
-    if isinstance(task, _Proposing):
-        chain = task.chain
-        return Proposal(
-            item.request_id,
-            item.round_id,
-            item.base_len,
-            DraftTokens(chain.draft_token_ids, probs=chain.draft_probs),
-        )
-    branches = tuple(branch.reply for branch in task.branches)
-    return Outcomes(item.request_id, item.round_id, item.base_len, branches)
+    def _reply(self, item: SpeculateItem, task: Task | None) -> DraftReply:
+        if task is None:
+            return super()._reply(item, task)
+        if isinstance(task, OutcomeBranches):
+            branches = tuple(branch.reply for branch in task.branches)
+            return Outcomes(item.request_id, item.round_id, item.base_len, branches)
+        drawn = task.settle() if isinstance(task, DraftTree) else task.chain.drawn_tokens
+        return Proposal(item.request_id, item.round_id, item.base_len, drawn)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -13,31 +11,20 @@ import torch
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.engine.cache.sequences import EngineSequence
-from specray.engine.drafting.chains import Chain, OutcomeBranches
-from specray.engine.drafting.trees import TreeRow
+from specray.engine.drafting.draws import DraftDraws
 from specray.engine.features.base import Context, FeatureDrafter, FeatureStore
-from specray.engine.features.growing import (
-    DraftRequest,
-    Growing,
-    GrowingChain,
-    GrowingTree,
-    begin,
-    masked_output,
-)
+from specray.engine.features.growing import DraftRequest, Growing, GrowingChain, GrowingTree, begin
 from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.sampling.sampler import make_sampler
-from specray.engine.sampling.state import RowGroup
-from specray.errors import OutOfBlocksError, SpecrayError
+from specray.errors import OutOfBlocksError
 
 _log = logging.getLogger(__name__)
 
-_LEAST_CHANCE = 1e-9
-"""Chance of acceptance in the place of none, which has no logarithm."""
 MAX_READ_TOKENS = 2048
 """Tokens of a sequence that one step of the target reads at most; nothing is drafted until all are read."""
 
 
-class FeatureDrafting:
+class FeatureDrafting(DraftDraws):
     """Drafts with a drafter that reads features, in the vocabulary and with the noise of the target's draws.
 
     Args:
@@ -62,17 +49,17 @@ class FeatureDrafting:
         max_num_draft_probs: int = 64,
         grammars: GrammarMasks | None = None,
     ) -> None:
-        self._drafter = drafter
-        self._store = store
-        self._max_model_len = max_model_len
-        self._grammars = grammars
-        self._sampler = make_sampler(
+        sampler = make_sampler(
             vocab_size,
             device,
             max_num_draft_probs,
             num_token_ids=num_token_ids,
             token_ids=drafter.token_ids,
         )
+        super().__init__(sampler, grammars)
+        self._drafter = drafter
+        self._store = store
+        self._max_model_len = max_model_len
 
     def grow(self, growing: Iterable[Growing]) -> None:
         """Continues chains and trees until each has its tokens; every token before them has its features."""
@@ -99,59 +86,15 @@ class FeatureDrafting:
             if chains:
                 self.draw(logits[: len(chains)], chains)
             if nodes:
-                self._spread(logits[len(chains) :], nodes)
+                self.spread(logits[len(chains) :], nodes)
             going = [(each, each.advance(start)) for each, start in zip(growing, starts, strict=True)]
             growing = [each for each, continued in going if continued is not None]
             if growing:
                 logits = self._drafter.advance([rows for _, rows in going if rows is not None])
 
-    def draw(self, logits: torch.Tensor, chains: Sequence[Chain]) -> None:
-        """Gives each chain its next token, drawn from its row of logits."""
-        groups = [self._masked(chain) for chain in chains]
-        is_judged = any(chain.is_judged for chain in chains)
-        # A drafter that judges itself: its first rows are the chains'.
-        chances = self._drafter.acceptance() if is_judged else None
-        tokens = self._sampler.draw(logits, groups, is_judged=is_judged and chances is None)
-        for index, (chain, token) in enumerate(zip(chains, tokens, strict=True)):
-            if chances is not None and token is not None and token.probs is None:
-                token = token._replace(logprob=math.log(max(chances[index], _LEAST_CHANCE)))
-            chain.take(token)
-
-    def rank(self, logits: torch.Tensor, outcomes: Sequence[OutcomeBranches]) -> None:
-        """Makes a branch of each likely outcome, by a row of logits for each number of accepted tokens."""
-        ranked = self._sampler.rank(
-            logits,
-            [
-                self._with_masks(outcome.group, outcome.sequence.request_id, outcome.output_ids)
-                for outcome in outcomes
-            ],
-            [count for outcome in outcomes for count in outcome.counts],
-            [token for outcome in outcomes for token in outcome.excluded],
-        )
-        rows = iter(ranked)
-        for outcome in outcomes:
-            outcome.spread([next(rows) for _ in range(outcome.num_rows)])
-
-    def _spread(self, logits: torch.Tensor, nodes: Sequence[TreeRow]) -> None:
-        """Gives each node's next tokens to its tree."""
-        groups = [self._masked(node) for node in nodes]
-        ranked = self._sampler.rank(logits, groups, [node.count for node in nodes], [None] * len(nodes))
-        for node, next_tokens in zip(nodes, ranked, strict=True):
-            node.tree.add(node.node, next_tokens)
-
-    def _masked(self, row: Chain | TreeRow) -> RowGroup:
-        group, output_ids = masked_output(row)
-        return self._with_masks(group, row.request_id, output_ids)
-
-    def _with_masks(self, group: RowGroup, request_id: str, output_ids: list[int]) -> RowGroup:
-        """The rows with what a grammar allows; without where that is lost: the target refuses."""
-        if group.sampling.grammar is None or self._grammars is None:
-            return group
-        try:
-            masks = self._grammars.masks(request_id, group.sampling, output_ids, group.token_ids)
-        except SpecrayError:
-            return group
-        return replace(group, token_masks=masks)
+    def _acceptance(self) -> Sequence[float] | None:
+        # Of a drafter that judges itself: its first rows are the chains'.
+        return self._drafter.acceptance()
 
 
 class Failures:

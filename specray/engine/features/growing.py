@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 
 from specray.draft_tokens import DraftTokens, TreeBudget
 from specray.engine.cache.sequences import EngineSequence
-from specray.engine.drafting.chains import BranchChain, Chain
+from specray.engine.drafting.chains import Chain
 from specray.engine.drafting.trees import DraftTree, TreeRow
 from specray.engine.features.base import Context, Continued
-from specray.engine.sampling.state import RowGroup
 from specray.engine.visibility import Visibility
 from specray.types import Verdict, VerifyItem
 
@@ -63,7 +62,7 @@ class GrowingChain:
 
     @property
     def drawn(self) -> DraftTokens:
-        return DraftTokens(self.chain.draft_token_ids, probs=self.chain.draft_probs)
+        return self.chain.drawn_tokens
 
     def advance(self, first_row: int) -> Continued | None:
         """The token computed next, drawn from ``first_row``; None: the chain is full."""
@@ -138,14 +137,5 @@ def begin(request: DraftRequest, num_wanted: int, rank_acceptance: Sequence[Sequ
     state.advance(behind)
     # Log of 0 is minus infinity: no bound.
     min_logprob = math.log(request.min_acceptance) if request.min_acceptance > 0 else -math.inf
-    chain = Chain(state, token_ids, num_wanted, sequence=sequence, min_logprob=min_logprob)
+    chain = Chain(state, token_ids, num_wanted, sequence=sequence, min_logprob=min_logprob, behind=behind)
     return GrowingChain(context, chain)
-
-
-def masked_output(row: Chain | TreeRow) -> tuple[RowGroup, list[int]]:
-    """The row that is sampled from, and the output that its next token continues."""
-    group = row.group
-    if isinstance(row, TreeRow | BranchChain):
-        return group, row.output_ids
-    # The drawn token is not told yet.
-    return group, row.token_ids[group.sampling.num_prompt_tokens :]

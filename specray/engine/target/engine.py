@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens
-from specray.engine.base import EngineBase
+from specray.engine.base import RunnerEngine
 from specray.engine.cache.prefix import UNIT_TOKENS
 from specray.engine.features.drafting import TargetDrafting
 from specray.engine.features.growing import DraftRequest, draft_request
@@ -49,11 +49,11 @@ Answer = tuple[int, TargetReply]
 """Index of an item in its batch, and the reply to it."""
 
 
-class TargetEngine(EngineBase):
+class TargetEngine(RunnerEngine):
     """Implements ``interfaces.SyncTargetEngine`` over a runner.
 
     Args:
-        runner, info, prefix_cache: see :class:`EngineBase`.
+        runner, info, prefix_cache: see :class:`RunnerEngine`.
         device: device of the runner's logits.
         grammars: masks for requests with a grammar; None: these are refused.
         drafting: with a drafter of the target's own, over a runner that feeds it; None: there is none.

@@ -71,7 +71,7 @@ class NgramPool:
         return DraftTokens(tuple(token_ids), tuple(parents))
 
 
-class Window:
+class GuessWindow:
     """The levels of guesses.
 
     Args:
@@ -144,7 +144,7 @@ class WindowRows:
 
 
 class Lookahead:
-    """Window and pool of one request.
+    """GuessWindow and pool of one request.
 
     Args:
         budget: what is asked for.
@@ -153,7 +153,7 @@ class Lookahead:
     def __init__(self, budget: LookaheadBudget) -> None:
         self.budget = budget
         self._pool = NgramPool(budget.ngram_len, budget.num_guesses)
-        self._window: Window | None = None
+        self._window: GuessWindow | None = None
         self._known: list[int] = []
         """Tokens whose n-grams are in the pool."""
 
@@ -165,7 +165,7 @@ class Lookahead:
             room: rows that fit, those of draft tokens included.
         """
         if self._window is None:
-            self._window = Window(self.budget, token_ids)
+            self._window = GuessWindow(self.budget, token_ids)
         window = self._window
         tokens = window.token_ids
         if num_drafts + len(tokens) > min(room, MAX_DRAFT_NODES):

@@ -14,15 +14,13 @@ nothing is drafted: the answer is empty, and the next item may bring them.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from specray.draft_tokens import NO_DRAFT
-from specray.engine.cache.blocks import BlockAllocator, BlockTable
-from specray.engine.cache.sequences import EngineSequence, SequenceTable
+from specray.engine.base import Speculating, check_logits
+from specray.engine.cache.sequences import EngineSequence
 from specray.engine.drafting.chains import OutcomeBranches
 from specray.engine.features.base import Context, FeatureDrafter, FeatureStore
 from specray.engine.features.chained.drafter import ChainedDrafter
@@ -31,17 +29,8 @@ from specray.engine.features.growing import DraftRequest, Growing, begin
 from specray.engine.features.remote.outcomes import draft_outcomes
 from specray.engine.features.remote.wire import read_rows
 from specray.engine.sampling.grammars import GrammarMasks
-from specray.engine.schedule import check_speculation, failure_reply, split_waves, wanted_rows
-from specray.errors import EngineLostError, SpecrayError
-from specray.types import (
-    DraftReplies,
-    DraftReply,
-    EngineInfo,
-    GrammarStats,
-    Outcomes,
-    Proposal,
-    SpeculateItem,
-)
+from specray.engine.schedule import check_speculation, wanted_rows
+from specray.types import DraftReply, EngineInfo, Outcomes, Proposal, SpeculateItem
 
 _CHECK_TOKENS = 2
 """Tokens of the health check: one for an entry, and the one before it."""
@@ -51,24 +40,14 @@ _CHECK_TOKENS = 2
 class _Task:
     """An item whose sequence has its tokens, its features and its room."""
 
-    item: SpeculateItem
     sequence: EngineSequence
     growing: Growing | None = None
     """The proposal's chain or tree."""
     outcome: OutcomeBranches | None = None
-    """Outcome branches; both None: nothing to draft, or features are missing."""
-
-    @property
-    def reply(self) -> DraftReply:
-        item = self.item
-        if item.fanout:
-            branches = () if self.outcome is None else tuple(each.reply for each in self.outcome.branches)
-            return Outcomes(item.request_id, item.round_id, item.base_len, branches)
-        drawn = NO_DRAFT if self.growing is None else self.growing.drawn
-        return Proposal(item.request_id, item.round_id, item.base_len, drawn)
+    """Outcome branches. Both None: nothing to draft, or features are missing."""
 
 
-class FeatureDraftEngine:
+class FeatureDraftEngine(Speculating[_Task]):
     """Implements ``interfaces.SyncDraftEngine`` over a drafter.
 
     Args:
@@ -88,77 +67,21 @@ class FeatureDraftEngine:
         *,
         grammars: GrammarMasks | None = None,
     ) -> None:
+        super().__init__(info, can_evict=True, grammars=grammars, num_check_tokens=_CHECK_TOKENS)
         self._drafter = drafter
         self._chained = drafter if isinstance(drafter, ChainedDrafter) and not drafter.has_masks else None
         """The drafter, where it goes on from its own output."""
         self._store = store
         self._drafting = drafting
-        self._info = info
-        self._grammars = grammars
-        self._allocator = BlockAllocator(info.num_blocks, info.block_size)
-        self._check_table = BlockTable(self._allocator)
-        self._check_table.reserve(_CHECK_TOKENS)
-        self._num_blocks = self._allocator.num_free
-        self._table = SequenceTable(self._allocator, max_num_seqs=info.max_num_seqs, can_evict=True)
-
-    @property
-    def info(self) -> EngineInfo:
-        return replace(
-            self._info,
-            num_blocks_in_use=self._num_blocks - self._allocator.num_free,
-            grammar=GrammarStats() if self._grammars is None else self._grammars.stats,
-        )
-
-    @torch.inference_mode()
-    def speculate(self, items: Sequence[SpeculateItem]) -> DraftReplies:
-        """One batch to completion: catches up with what was accepted, then a step per further draft token."""
-        started_ns = time.perf_counter_ns()
-        replies: dict[int, DraftReply] = {}
-        for wave in split_waves(items):
-            replies.update(self._speculate_wave(wave))
-        ordered = tuple(replies[index] for index in range(len(items)))
-        return DraftReplies(ordered, time.perf_counter_ns() - started_ns)
-
-    def release(self, request_ids: Sequence[str]) -> None:
-        """Frees the sequences; unknown ids are ignored."""
-        self._table.release(request_ids)
-        if self._grammars is not None:
-            self._grammars.release(request_ids)
 
     @torch.inference_mode()
     def check(self) -> None:
         """Drafts a token in the room kept for it. Raises EngineLostError for broken logits."""
         context = Context((0,) * _CHECK_TOKENS, self._check_table.block_ids, 0)
         self._store.rows[self._check_table.block_ids[0] * self._info.block_size] = 0.0
-        logits = self._drafter.start(self._store, [context])
-        if logits.shape[0] != 1 or bool(logits.isnan().any()):
-            raise EngineLostError("a one-token step gives logits that are not numbers")
-
-    def close(self) -> None:
-        """Nothing is held beyond the process."""
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError when a block is lost or owned twice, or lengths do not fit together."""
-        self._table.check_integrity([self._check_table])
-
-    # ---- schedule
-
-    def _speculate_wave(self, wave: Sequence[tuple[int, SpeculateItem]]) -> dict[int, DraftReply]:
-        replies: dict[int, DraftReply] = {}
-        tasks: dict[int, _Task] = {}
-        self._table.begin_step()
-        for index, item in wave:
-            try:
-                tasks[index] = self._admit(item)
-            except SpecrayError as error:
-                replies[index] = failure_reply(item, error)
-        self._work(list(tasks.values()))
-        for index, task in tasks.items():
-            replies[index] = task.reply
-        return replies
+        check_logits(self._drafter.start(self._store, [context]))
 
     def _admit(self, item: SpeculateItem) -> _Task:
-        """Gives the sequence its tokens, features and room; raises before anything changed."""
         check_speculation(item, self._info, num_told_ids=self._info.vocab_size)
         item = item.of_first_chain()
         limit = self._info.max_model_len
@@ -177,15 +100,15 @@ class FeatureDraftEngine:
             assert item.features is not None
             self._take(sequence, item.features.first, rows)
         if num_wanted < 1 or length < _CHECK_TOKENS or sequence.num_computed_tokens < length - 1:
-            return _Task(item, sequence)
+            return _Task(sequence)
         if item.fanout:
             if last < 0 or self._chained is None:
-                return _Task(item, sequence)
+                return _Task(sequence)
             sequence.set_tail(proposed)
-            return _Task(item, sequence, outcome=OutcomeBranches(item, sequence, first, last, limit))
+            return _Task(sequence, outcome=OutcomeBranches(item, sequence, first, last, limit))
         num_wanted = min(num_wanted, self._drafter.max_draft_tokens or num_wanted)
         request = DraftRequest(sequence, None, num_wanted, item.min_acceptance, item.tree)
-        return _Task(item, sequence, growing=begin(request, num_wanted, self._drafting.rank_acceptance))
+        return _Task(sequence, growing=begin(request, num_wanted, self._drafting.rank_acceptance))
 
     def _take(self, sequence: EngineSequence, first: int, rows: torch.Tensor) -> None:
         start, end = sequence.num_computed_tokens, min(first + len(rows), sequence.num_tokens)
@@ -193,8 +116,6 @@ class FeatureDraftEngine:
             return
         self._store.write_tokens(sequence.block_table.block_ids, start, rows[start - first : end - first])
         sequence.num_computed_tokens = end
-
-    # ---- run
 
     def _work(self, tasks: Sequence[_Task]) -> None:
         for task in tasks:
@@ -211,6 +132,14 @@ class FeatureDraftEngine:
             if task.growing is not None or task.outcome is not None:
                 sequence.num_drafted_for = sequence.num_tokens - self._drafter.num_unread
             sequence.block_table.truncate(sequence.num_tokens)
+
+    def _reply(self, item: SpeculateItem, task: _Task | None) -> DraftReply:
+        if task is not None and task.outcome is not None:
+            branches = tuple(each.reply for each in task.outcome.branches)
+            return Outcomes(item.request_id, item.round_id, item.base_len, branches)
+        if task is not None and task.growing is not None:
+            return Proposal(item.request_id, item.round_id, item.base_len, task.growing.drawn)
+        return super()._reply(item, task)
 
     def _read(self, sequence: EngineSequence) -> None:
         """Catches up with a sequence for which nothing is drafted now, as far as its features go."""

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from specray.config import DraftConfig, TargetConfig
-from specray.engine.draft_view.view import Reading
-from specray.engine.window import NUM_SINKS, Window, with_window
+from specray.engine.draft_view.view import DraftView
+from specray.engine.window import NUM_SINKS, DraftWindow, with_window
 from specray.errors import ConfigError
 from specray.types import SamplingParams
 from tests.unit.engine.draft_view.toys import MARK, NAMES, BeginningVocabulary, ToyVocabulary
@@ -17,7 +17,7 @@ from tests.unit.engine.harness import VOCAB_SIZE
 PENALTY = SamplingParams(repetition_penalty=1.3, num_prompt_tokens=2)
 
 
-def expected_view(told: list[int], vocabulary: ToyVocabulary | None, window: Window | None) -> list[int]:
+def expected_view(told: list[int], vocabulary: ToyVocabulary | None, window: DraftWindow | None) -> list[int]:
     own = [piece for token in told for piece in (vocabulary.read(token) if vocabulary else (token,))]
     if vocabulary and own and own[: len(vocabulary.begin)] != [*vocabulary.begin]:
         own = [*vocabulary.begin, *own]
@@ -33,10 +33,10 @@ def test_engine_holds_the_view_after_any_tells(
     vocabulary: ToyVocabulary | None, num_tokens: int | None
 ) -> None:
     """Appends, rollbacks before and within the window, tells that the engine never saw, and repeats."""
-    window = None if num_tokens is None else Window(num_tokens)
+    window = None if num_tokens is None else DraftWindow(num_tokens)
     for seed in range(40):
         source = random.Random(seed)
-        reading = Reading(vocabulary, window, PENALTY)
+        reading = DraftView(vocabulary, window, PENALTY)
         told: list[int] = []
         held: list[int] = []
         for _ in range(60):
@@ -48,7 +48,7 @@ def test_engine_holds_the_view_after_any_tells(
             assert reading.num_seen == len(expected)
             assert reading.state.length == len(told) and reading.output_ids == told[2:]
             if source.random() < 0.8:
-                kept, behind = reading.view()
+                kept, behind = reading.update()
                 assert kept <= len(held)
                 held = [*held[:kept], *behind]
                 assert held == expected
@@ -56,20 +56,20 @@ def test_engine_holds_the_view_after_any_tells(
 
 
 def test_a_window_that_stays_keeps_what_is_computed() -> None:
-    reading = Reading(None, Window(8), PENALTY)
+    reading = DraftView(None, DraftWindow(8), PENALTY)
     reading.tell(0, range(100, 116), None)
-    assert reading.view() == (0, [100, 101, 102, 103, *range(108, 116)])
+    assert reading.update() == (0, [100, 101, 102, 103, *range(108, 116)])
     reading.hold()
     reading.tell(16, [1, 2, 3], None)
-    assert reading.view() == (12, [1, 2, 3])
+    assert reading.update() == (12, [1, 2, 3])
     reading.hold()
     reading.tell(19, [4], None)
-    assert reading.view() == (4, [*range(112, 116), 1, 2, 3, 4])
+    assert reading.update() == (4, [*range(112, 116), 1, 2, 3, 4])
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 100])
 def test_at_least_the_window_is_seen_and_never_more_than_half_of_it_beside(num_tokens: int) -> None:
-    window = Window(num_tokens)
+    window = DraftWindow(num_tokens)
     for length in range(1, 6 * num_tokens + 40):
         start = window.start(length)
         if start:
@@ -80,7 +80,7 @@ def test_at_least_the_window_is_seen_and_never_more_than_half_of_it_beside(num_t
 
 
 def test_tokens_that_are_two_pieces_are_not_proposed_behind() -> None:
-    reading = Reading(ToyVocabulary(), None, PENALTY)
+    reading = DraftView(ToyVocabulary(), None, PENALTY)
     assert reading.own_ids([1, 2, 7, 3]) == [NAMES[1], NAMES[2]]
     assert ToyVocabulary().read(7) == (MARK, NAMES[7])
 
@@ -102,6 +102,6 @@ def test_window_bounds_the_drafts_sequences() -> None:
 def test_a_draft_that_begins_its_texts_with_a_token_sees_it_once(
     told: list[int], expected: list[int]
 ) -> None:
-    reading = Reading(BeginningVocabulary(), None, PENALTY)
+    reading = DraftView(BeginningVocabulary(), None, PENALTY)
     reading.tell(0, told, None)
-    assert reading.view() == (0, [*expected])
+    assert reading.update() == (0, [*expected])

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from specray.config import Config, DraftConfig, TargetConfig
 from specray.engine.build import build_draft_engine, build_target_engine
 from specray.engine.draft_view import choice
-from specray.engine.draft_view.engine import NO_LIMIT, ReadingDraftEngine
+from specray.engine.draft_view.engine import NO_LIMIT, DraftViewEngine
 from specray.engine.draft_view.retokenizing import RetokenizingDraftEngine
 from specray.engine.drafting.engine import DraftEngine
 from specray.engine.inputs import SequenceInput
@@ -78,8 +78,8 @@ def sessions(pair: tuple[Path, Path]) -> list[Session]:
 @pytest.mark.parametrize(
     ("values", "kind"),
     [
-        ({}, ReadingDraftEngine),
-        ({"vocabulary": "intersect", "window": 16, "max_model_len": None}, ReadingDraftEngine),
+        ({}, DraftViewEngine),
+        ({"vocabulary": "intersect", "window": 16, "max_model_len": None}, DraftViewEngine),
         ({"vocabulary": "retokenize"}, RetokenizingDraftEngine),
     ],
     ids=["auto", "window", "retokenize"],
@@ -129,7 +129,7 @@ def test_auto_takes_the_text_where_little_probability_is_shared(
     assert isinstance(engine, RetokenizingDraftEngine)
     assert "draft.vocabulary: retokenize, since " in caplog.text
     assert f"{len(shared)} of the draft's" in caplog.text
-    assert type(build_draft_engine(config_of((pair[0], draft), vocabulary="intersect"))) is ReadingDraftEngine
+    assert type(build_draft_engine(config_of((pair[0], draft), vocabulary="intersect"))) is DraftViewEngine
 
 
 def test_share_of_probability_is_that_of_shared_tokens(pair: tuple[Path, Path]) -> None:
@@ -147,7 +147,7 @@ def test_equal_tokenizers_are_read_as_they_are(pair: tuple[Path, Path]) -> None:
     engine = build_draft_engine(config_of((pair[1], pair[1])))
     assert type(engine) is DraftEngine
     windowed = build_draft_engine(config_of((pair[1], pair[1]), window=32, max_model_len=None))
-    assert type(windowed) is ReadingDraftEngine and windowed.info.vocab_size == engine.info.vocab_size
+    assert type(windowed) is DraftViewEngine and windowed.info.vocab_size == engine.info.vocab_size
     assert windowed.info.tokenizer_fingerprint == engine.info.tokenizer_fingerprint
 
 

@@ -9,7 +9,7 @@ import pytest
 from specray.draft_tokens import DraftTokens
 from specray.engine.draft_view.engine import NO_LIMIT
 from specray.types import Outcomes, Proposal, SamplingParams, SpeculateItem, UnknownSequence
-from tests.unit.engine.draft_view.toys import ALONE, toy_reader
+from tests.unit.engine.draft_view.toys import ALONE, toy_viewer
 from tests.unit.engine.harness import (
     TARGET,
     Session,
@@ -42,7 +42,7 @@ def test_a_draft_that_knows_the_target_is_accepted_up_to_the_first_token_that_it
 ) -> None:
     """So noise, penalties and bias are by the target's ids, and the draft's context is what it should be."""
     target, _ = toy_target()
-    draft, _ = toy_reader("intersect", TARGET)
+    draft, _ = toy_viewer("intersect", TARGET)
     current = session(sampling)
     expected = expected_output(sampling, NUM_OUTPUT + 9)
     generate_serial(target, engine_drafter(draft), current, NUM_OUTPUT, 4)
@@ -58,7 +58,7 @@ def test_a_draft_that_knows_the_target_is_accepted_up_to_the_first_token_that_it
 @pytest.mark.parametrize("overlap", ["enumerated", "ahead"])
 def test_outcomes_of_a_draft_that_knows_the_target_hit(overlap: str) -> None:
     target, _ = toy_target()
-    draft, _ = toy_reader("intersect", TARGET)
+    draft, _ = toy_viewer("intersect", TARGET)
     current = session(COUPLED)
     expected = expected_output(COUPLED)
     assert generate_overlapped(target, draft, current, NUM_OUTPUT, 3, FANOUTS[overlap]) == expected
@@ -73,7 +73,7 @@ def test_outcomes_of_a_draft_that_knows_the_target_hit(overlap: str) -> None:
 def test_text_of_a_draft_that_knows_the_target_is_all_accepted_at_temperature_0() -> None:
     """Also of tokens that the draft has in two pieces."""
     target, _ = toy_target()
-    draft, _ = toy_reader("retokenize", TARGET)
+    draft, _ = toy_viewer("retokenize", TARGET)
     current, proposed = session(GREEDY), 0
     while len(current.token_ids) < len(PROMPT) + NUM_OUTPUT:
         drafted = propose(draft, current, 4)
@@ -86,7 +86,7 @@ def test_text_of_a_draft_that_knows_the_target_is_all_accepted_at_temperature_0(
 
 
 def test_sampled_tokens_come_with_their_chances_over_shared_tokens_alone() -> None:
-    draft, _ = toy_reader("intersect", TARGET)
+    draft, _ = toy_viewer("intersect", TARGET)
     drafted = propose(draft, session(REJECTION), 4)
     assert len(drafted.probs) == len(drafted) == 4
     for token_id, row in zip(drafted.token_ids, drafted.probs, strict=True):
@@ -96,7 +96,7 @@ def test_sampled_tokens_come_with_their_chances_over_shared_tokens_alone() -> No
 
 def test_text_is_certain_under_rejection() -> None:
     """A router drops sampled tokens without their chances."""
-    draft, _ = toy_reader("retokenize", TARGET)
+    draft, _ = toy_viewer("retokenize", TARGET)
     drafted = propose(draft, session(REJECTION), 4)
     assert [(row.token_ids, row.probs) for row in drafted.probs] == [
         ((token_id,), (1.0,)) for token_id in drafted.token_ids
@@ -105,7 +105,7 @@ def test_text_is_certain_under_rejection() -> None:
 
 
 def test_outcomes_end_before_a_proposed_token_that_is_none_of_the_drafts() -> None:
-    draft, _ = toy_reader("intersect", TARGET)
+    draft, _ = toy_viewer("intersect", TARGET)
     current = session(GREEDY)
     reply = outcomes(draft, current, DraftTokens((3, ALONE[1], 4)), (1, 2, 2, 2), 2)
     assert {branch.num_accepted_tokens for branch in reply.branches} == {0, 1}
@@ -113,7 +113,7 @@ def test_outcomes_end_before_a_proposed_token_that_is_none_of_the_drafts() -> No
 
 
 def test_a_window_takes_any_length_in_bounded_memory() -> None:
-    draft, runner = toy_reader("same", window=16, max_model_len=64, num_blocks=40)
+    draft, runner = toy_viewer("same", window=16, max_model_len=64, num_blocks=40)
     assert draft.info.max_model_len == NO_LIMIT
     current = Session("a", [token_id % 23 for token_id in range(700)], replace(GREEDY, num_prompt_tokens=700))
     for _ in range(60):
@@ -126,7 +126,7 @@ def test_a_window_takes_any_length_in_bounded_memory() -> None:
 
 
 def test_a_long_prompt_is_read_when_it_is_all_there() -> None:
-    draft, runner = toy_reader("same", window=16, max_model_len=64)
+    draft, runner = toy_viewer("same", window=16, max_model_len=64)
     prompt = [token_id % 23 for token_id in range(90)]
     for start in range(0, 90, 30):
         chunk = tuple(prompt[start : start + 30])
@@ -140,7 +140,7 @@ def test_a_long_prompt_is_read_when_it_is_all_there() -> None:
 
 
 def test_requests_with_equal_prompts_share_a_windows_prefix() -> None:
-    draft, runner = toy_reader("same", window=32, max_model_len=96, block_size=4, num_blocks=100)
+    draft, runner = toy_viewer("same", window=32, max_model_len=96, block_size=4, num_blocks=100)
     prompt = tuple(token_id % 23 for token_id in range(90))
     replies = []
     for name in "ab":
@@ -155,7 +155,7 @@ def test_requests_with_equal_prompts_share_a_windows_prefix() -> None:
 
 
 def test_what_is_not_known_is_asked_again_and_what_does_not_fit_is_left() -> None:
-    draft, runner = toy_reader("intersect", max_model_len=20)
+    draft, runner = toy_viewer("intersect", max_model_len=20)
     [unknown] = draft.speculate([SpeculateItem("a", 3, 5, (1,), 2)]).replies
     assert unknown == UnknownSequence("a", 3, 5)
     # Fifteen tokens, each two of the draft's.
@@ -169,7 +169,7 @@ def test_what_is_not_known_is_asked_again_and_what_does_not_fit_is_left() -> Non
 
 
 def test_an_evicted_sequence_is_told_again() -> None:
-    draft, _ = toy_reader("intersect", max_num_seqs=1)
+    draft, _ = toy_viewer("intersect", max_num_seqs=1)
     draft.speculate([SpeculateItem("a", 0, 0, tuple(PROMPT), 2, sampling=GREEDY)])
     # Idle for long enough.
     draft._table._step += 1000

@@ -8,10 +8,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from specray.engine.draft_view.engine import ReadingDraftEngine
+from specray.engine.draft_view.engine import DraftViewEngine
 from specray.engine.draft_view.retokenizing import RetokenizingDraftEngine
 from specray.engine.draft_view.sampler import partner_sampler
-from specray.engine.window import Window
+from specray.engine.window import DraftWindow
 from tests.unit.engine.harness import CLOSE, CPU, VOCAB_SIZE, SlotRunner, engine_info, model_logits
 
 ALONE = (0, 7, 14, 19)
@@ -77,27 +77,27 @@ def _is_open(prefix: Sequence[int]) -> bool:
     return is_marked
 
 
-def toy_reader(
+def toy_viewer(
     mode: Literal["same", "intersect", "retokenize"] = "same",
     rows: Tensor = CLOSE,
     *,
     window: int | None = None,
     **changes: int,
-) -> tuple[ReadingDraftEngine, SlotRunner]:
+) -> tuple[DraftViewEngine, SlotRunner]:
     """A draft over a table of logits in the target's vocabulary."""
     told = engine_info("draft", **changes)
     runner = SlotRunner(rows, told) if mode == "same" else TranslatingRunner(rows, told)
     sampler = None
     if mode == "intersect":
         sampler = partner_sampler(ToyVocabulary.draft_ids, CPU, vocab_size=VOCAB_SIZE, max_num_draft_probs=64)
-    make = RetokenizingDraftEngine if mode == "retokenize" else ReadingDraftEngine
+    make = RetokenizingDraftEngine if mode == "retokenize" else DraftViewEngine
     engine = make(
         runner,
         told,
         told=told,
         device=CPU,
         vocabulary=None if mode == "same" else ToyVocabulary(),
-        window=None if window is None else Window(window),
+        window=None if window is None else DraftWindow(window),
         sampler=sampler,
     )
     return engine, runner

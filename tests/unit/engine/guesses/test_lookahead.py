@@ -8,7 +8,7 @@ import pytest
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens, LookaheadBudget
 from specray.engine.target.engine import TargetEngine
-from specray.engine.target.lookahead import NgramPool, Window
+from specray.engine.target.lookahead import GuessWindow, NgramPool
 from specray.types import Verdict
 from tests.unit.engine.harness import TARGET, Session, commit, model_logits, toy_target, verify_item
 from tests.unit.engine.samplings import (
@@ -62,7 +62,7 @@ def test_pool_keeps_the_latest_ngrams_of_each_first_token() -> None:
 
 
 def test_window_fills_its_levels_and_then_moves_down() -> None:
-    window = Window(LookaheadBudget(3, 4, 2), range(100, 120))
+    window = GuessWindow(LookaheadBudget(3, 4, 2), range(100, 120))
     assert (window.token_ids, window.parents) == ([119, 118, 117, 116], [-1, 0, 1, 2])
     assert window.advance(1, [10, 11, 12, 13, 14]) == []
     assert (window.token_ids, window.parents) == ([118, 117, 116, 11, 12, 13, 14], [-1, 0, 1, -1, 0, 1, 2])

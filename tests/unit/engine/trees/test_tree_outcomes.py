@@ -18,7 +18,7 @@ from specray.engine.sampling.noise import NoiseSource
 from specray.engine.sampling.processors import process_logits
 from specray.engine.sampling.verify import add_draw_noise
 from specray.types import Branch, Outcomes, SamplingParams, Verdict
-from tests.unit.engine.draft_view.toys import toy_reader
+from tests.unit.engine.draft_view.toys import toy_viewer
 from tests.unit.engine.harness import (
     CLOSE,
     TARGET,
@@ -263,7 +263,7 @@ def test_branches_beyond_what_a_mask_can_tell_are_left_out() -> None:
 def test_draft_of_other_tokens_answers_for_the_first_chain(
     reading: Literal["intersect", "retokenize"],
 ) -> None:
-    draft, _ = toy_reader(reading)
+    draft, _ = toy_viewer(reading)
     reply = outcomes(draft, session(), TREE, 2, width=2)
     assert all(branch.last_accepted_node is None for branch in reply.branches)
     assert (len(reply.branches) > 0) == (reading == "intersect")
