@@ -23,7 +23,7 @@ from specray.engine.model.description import model_path
 from specray.engine.preflight import check_chains
 from specray.engine.profile import profile_draft, profile_target
 from specray.engine.runner.assembly import build_runner
-from specray.engine.runner.memory import NOTHING_BESIDE, Beside
+from specray.engine.runner.memory import NO_DRAFTER, DrafterMemory
 from specray.engine.runner.runner import ModelRunner, RunnerInfo
 from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.target.engine import TargetEngine
@@ -43,7 +43,7 @@ class Tapped(NamedTuple):
     """What a drafter asks of the target's runner."""
 
     feature_layers: tuple[int, ...] = ()
-    beside: Beside = NOTHING_BESIDE
+    drafter_memory: DrafterMemory = NO_DRAFTER
 
 
 NOTHING_TAPPED = Tapped()
@@ -57,7 +57,7 @@ def build_target_engine(config: Config, *, parallel: ParallelContext | None = No
         ConfigError: names the setting, its value and what is allowed.
     """
     plan = plan_drafter(config.target, is_remote=config.draft.reads_features)
-    tapped = NOTHING_TAPPED if plan is None else Tapped(plan.feature_layers, plan.beside)
+    tapped = NOTHING_TAPPED if plan is None else Tapped(plan.feature_layers, plan.drafter_memory)
     if plan is not None and parallel is not None:
         parallel.leaders(tapped)
     runner = _build_runner(config.target, role="target", parallel=parallel, tapped=tapped)
@@ -101,7 +101,6 @@ def build_draft_engine(
 
 
 def _build_feature_draft(config: Config) -> FeatureDraftEngine:
-    """Loads the target's drafter as the draft, in the target's vocabulary."""
     loaded = load_drafter_alone(config)
     compiler = _grammar_compiler(config.target, "target", loaded.info.vocab_size)
     grammars = GrammarMasks(compiler)
@@ -123,7 +122,6 @@ def _build_feature_draft(config: Config) -> FeatureDraftEngine:
 
 
 def _build_draft(config: Config, parallel: ParallelContext | None) -> DraftEngine:
-    """Loads a draft that is a model of its own."""
     inner = config.draft.inner_model
     # Before the draft, whose cache takes the memory that is left.
     inner_engine = None if inner is None else _build_inner(inner)
@@ -173,13 +171,13 @@ def _build_draft(config: Config, parallel: ParallelContext | None) -> DraftEngin
 
 
 def _longest_proposal(config: Config) -> int | None:
-    """Draft tokens of the longest proposals that are to be expected; None: any number, or not known yet."""
+    """Draft tokens of the longest proposal; None: any number, or not known yet."""
     own = config.speculation.num_speculative_tokens
     return None if own == "auto" or own == 0 else own
 
 
 def _guesser(config: DraftConfig, runner: RunnerInfo, inner: DraftEngine | None) -> Guesser | None:
-    """What a draft computes behind a chain in one forward. Raises ConfigError for two things at once."""
+    """What a draft computes after a chain in one forward. Raises ConfigError for two things at once."""
     if runner.mask_token_id is not None:
         if config.draft is not None:
             raise ConfigError(
@@ -201,7 +199,6 @@ def _guesser(config: DraftConfig, runner: RunnerInfo, inner: DraftEngine | None)
 
 
 def _build_inner(config: DraftConfig) -> DraftEngine:
-    """Loads the model that drafts for the draft, on one rank."""
     runner = _build_runner(config, role="draft", parallel=None)
     masks = None if runner.info.mask_token_id is None else Masks(runner.info.mask_token_id)
     return DraftEngine(
@@ -217,7 +214,7 @@ def _build_inner(config: DraftConfig) -> DraftEngine:
 def build_follower(config: EngineConfig, *, role: str, parallel: ParallelContext) -> ModelRunner:
     """Loads the shard of a follower rank, with as many blocks as the leader, which chooses among them.
 
-    A target's drafter is the leader's alone: the others are told what must be alike on all ranks.
+    A target's drafter is the leader's alone: the others receive what must be alike on all ranks.
 
     Raises:
         ConfigError: names the setting, its value and what is allowed.
@@ -227,7 +224,9 @@ def build_follower(config: EngineConfig, *, role: str, parallel: ParallelContext
     if isinstance(config, TargetConfig) and config.drafter is not None:
         told: Tapped = parallel.leaders()
         # The room of a token decides the number of blocks. Here it is left empty, as are weights not loaded.
-        tapped = Tapped(told.feature_layers, Beside(bytes_per_token=told.beside.bytes_per_token))
+        tapped = Tapped(
+            told.feature_layers, DrafterMemory(bytes_per_token=told.drafter_memory.bytes_per_token)
+        )
     return _build_runner(config, role=role, parallel=parallel, tapped=tapped)
 
 
@@ -257,7 +256,7 @@ def _build_runner(
         role=role,
         parallel=parallel,
         feature_layers=tapped.feature_layers,
-        beside=tapped.beside,
+        drafter_memory=tapped.drafter_memory,
     )
     info = runner.info
     needed = -(-info.max_model_len // info.block_size) + 1

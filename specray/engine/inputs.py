@@ -23,8 +23,8 @@ class SequenceInput:
     visibility: Sequence[Visibility] = ()
     """Visibility of each row, by ascending KV index; empty: the rows are a chain from ``start`` on."""
     settled_len: int | None = field(default=None, compare=False)
-    """First tokens of the sequence behind which it may go on: recurrent layers keep their state there;
-    None: all. Other ranks are not told: such a model has one."""
+    """First tokens of the sequence after which it may continue: recurrent layers keep their state there;
+    None: all. It is not sent to other ranks: such a model has one."""
 
     @property
     def end(self) -> int:

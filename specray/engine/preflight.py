@@ -85,7 +85,7 @@ def _check_inner(draft: EngineConfig, checked: ModelSummary) -> None:
 
 
 def _check_drafter(target: EngineConfig) -> None:
-    """Raises ConfigError for a drafter that is not there; what is in it, only the engine reads."""
+    """Raises ConfigError for a drafter that is not there; only the engine opens its tensors."""
     path = target.drafter if isinstance(target, TargetConfig) else None
     if path is not None and path != MTP and not (Path(path) / "config.json").is_file():
         raise ConfigError(f"target.drafter is {path!r}; allowed: a directory with config.json and tensors")

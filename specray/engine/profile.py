@@ -76,17 +76,11 @@ class _Workload(Protocol):
 
     num_context_tokens: int
 
-    def extend(self, num_tokens: int) -> None:
-        """Makes the context of the first sequence longer."""
-        ...
+    def extend(self, num_tokens: int) -> None: ...
 
-    def fits(self, num_rows: int) -> bool:
-        """Whether a step of ``num_rows`` is within the engine's limits."""
-        ...
+    def fits(self, num_rows: int) -> bool: ...
 
-    def prepare(self, num_rows: int) -> None:
-        """Gets the sequences for a step of ``num_rows`` ready."""
-        ...
+    def prepare(self, num_rows: int) -> None: ...
 
     def step(self, num_rows: int) -> float | None:
         """Runs a step; its seconds, or None when an item failed."""
@@ -212,7 +206,6 @@ class _TargetWorkload:
         self.num_context_tokens += num_tokens
 
     def sequences_of(self, num_rows: int) -> int:
-        """Returns the number of sequences in a step of ``num_rows``."""
         return -(-num_rows // self._rows_each(num_rows))
 
     def without_context_s(self, entry: StepTime, token_s: float) -> float:
@@ -307,12 +300,12 @@ class _DraftWorkload:
         return replies.forward_ns / 1e9 / _DRAFT_TOKENS if _is_answered(replies.replies) else None
 
     def compare(self, clock: Callable[[], float], deadline_s: float) -> None:
-        """A step's time tells all that there is."""
+        """There is nothing else to learn."""
 
     def _fill(self, index: int, base_len: int, num_tokens: int) -> None:
         tokens = _tokens(base_len, num_tokens, self._info)
         sampling, size = _sampling(base_len == 0), ITEM_BYTES * self._info.feature_size
-        # Whatever a drafter of features reads, it takes as long.
+        # The values of features do not change its time.
         features = FeatureRows(base_len, num_tokens, bytes(size * num_tokens)) if size else None
         item = SpeculateItem(str(index), 0, base_len, tokens, 0, sampling=sampling, features=features)
         self._engine.speculate([item])

@@ -72,18 +72,17 @@ class CatchUp:
     sequence: EngineSequence
     num_logits: int
     parents: Sequence[int] | None = None
-    """Parents of the tokens behind what was told, where they are a tree (as ``DraftTokens`` has them): they
-    count as computed only when the sequence is told which of them are kept. None: a chain."""
+    """Parents of the uncommitted tokens if they are a tree (as in ``DraftTokens``): they count as computed
+    only when some of them are committed. None: a chain."""
     extra_token_ids: Sequence[int] = ()
-    """Rows behind the sequence's tokens that never count as computed; nodes of the tree, if it is one."""
+    """Rows after the sequence's tokens that never count as computed; nodes of the tree, if it is one."""
     extra_visibility: Sequence[Visibility] = ()
     """Visibility of the extra rows, where they are not in ``parents``. Empty: they follow each other."""
     settled_len: int | None = None
-    """First tokens of the sequence behind which it may go on; None: all that were told."""
+    """First tokens of the sequence after which it may continue; None: all committed ones."""
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens of the sequence, and the extra ones."""
         token_ids = self.sequence.token_ids
         return [*token_ids, *self.extra_token_ids] if self.extra_token_ids else token_ids
 
@@ -119,7 +118,7 @@ def split_waves(
     Items of one request keep their order. Nearly always there is one wave.
 
     Args:
-        num_shared_tokens: of sequences that begin with the same so many tokens one is in the first wave, and
+        num_shared_tokens: common prefix length from which on one of the sequences is in the first wave, and
             the others are in the second, where they find that prefix computed.
     """
     rest = list(enumerate(items))
@@ -175,15 +174,15 @@ def check_length(base_len: int, length: int, max_model_len: int) -> None:
         raise ProtocolError(f"the sequence would have {length} tokens; allowed: 1..{max_model_len}")
 
 
-def check_speculation(item: SpeculateItem, info: EngineInfo, *, num_told_ids: int) -> None:
+def check_speculation(item: SpeculateItem, info: EngineInfo, *, num_item_ids: int) -> None:
     """Raises ProtocolError for what no draft can do.
 
     Args:
-        num_told_ids: token ids of what is proposed.
+        num_item_ids: token ids of what is proposed.
     """
     check_length(item.base_len, item.base_len + len(item.token_ids), info.max_model_len)
     check_token_ids("token_ids", item.token_ids, info.vocab_size)
-    check_token_ids("proposed_token_ids", item.proposed_token_ids, num_told_ids)
+    check_token_ids("proposed_token_ids", item.proposed_token_ids, num_item_ids)
     if not 0.0 <= item.min_acceptance < 1.0:
         raise ProtocolError(f"min_acceptance is {item.min_acceptance}; allowed: 0 or more, below 1")
     if item.num_speculative_tokens < 0:

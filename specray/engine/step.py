@@ -70,7 +70,6 @@ class CacheShape:
 
     @property
     def layers(self) -> tuple[LayerShape, ...]:
-        """The shape of each layer."""
         return self.unlike or (LayerShape(self.num_kv_heads, self.head_dim, self.head_dim),) * self.num_layers
 
     @property
@@ -109,11 +108,10 @@ class SequenceRows:
     visibility: Sequence[Visibility] = ()
     """Visibility of each row, KV indices ascending; empty: a chain from ``start`` on."""
     settled_len: int | None = None
-    """First tokens of the sequence behind which it may go on; None: all."""
+    """Prefix length from which the sequence may continue; None: all of it."""
 
     @property
     def num_settled(self) -> int:
-        """``settled_len``, or all tokens."""
         return self.end if self.settled_len is None else self.settled_len
 
     @property
@@ -184,7 +182,7 @@ class ForwardOutput(NamedTuple):
     """Residual stream of all rows by layer: what enters layer k, ``[num_rows, hidden_size]``.
 
     Numbers are those of ``output_hidden_states``, but for the last: k = number of layers is what leaves the
-    last layer, before the final norm, and one more is what the head reads, behind the norm. None where no
+    last layer, before the final norm, and one more is what the head reads, after the norm. None where no
     layer was asked for when the forward was built.
     """
 

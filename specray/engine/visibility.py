@@ -1,13 +1,13 @@
-"""Visibility of rows: each sees a prefix of its sequence, and its ancestors among the rows behind that.
+"""Visibility of rows: each sees a prefix of its sequence, and its ancestors among the rows after that.
 
 A *KV index* counts the tokens of one sequence in its cache, as its block table lists them. A chain's row at
-position p sees the KV indices 0..p. Rows of branches and trees share a prefix, and what lies behind it is a
+position p sees the KV indices 0..p. Rows of branches and trees share a prefix, and what lies after it is a
 matter of ancestors: siblings have the same position, lie side by side, and do not see each other::
 
     KV index    [0 ......... prefix_len)      [first_index ........ first_index + 64)
                  seen                          seen where the bit of ``ancestors`` is set
 
-Every attention path reads this one type. Its dense form exists inside a step only and never travels.
+Every attention path uses this one type. Its dense form exists inside a step only and never travels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 MAX_TREE_ROWS = 64
-"""Rows behind a prefix of which one mask can tell."""
+"""Rows after a prefix that one mask covers."""
 _ALL_BITS = (1 << MAX_TREE_ROWS) - 1
 
 
@@ -56,13 +56,13 @@ class Visibility(NamedTuple):
 
 
 def branch_visibility(prefix_len: int, first_index: int, num_rows: int) -> Visibility:
-    """The last of ``num_rows`` rows that follow each other from ``first_index`` on, behind a prefix."""
+    """The last of ``num_rows`` rows that follow each other from ``first_index`` on, after a prefix."""
     assert 1 <= num_rows <= MAX_TREE_ROWS, num_rows
     return Visibility(prefix_len, first_index, (1 << num_rows) - 1)
 
 
 def tree_visibility(prefix_len: int, parents: Sequence[int]) -> list[Visibility]:
-    """One row for each node of a tree that lies behind the prefix, in the order of its nodes.
+    """One row for each node of a tree that lies after the prefix, in the order of its nodes.
 
     Args:
         parents: the index of each node's parent, which comes before it; -1: the prefix.
@@ -90,7 +90,7 @@ def is_visible(
         window: sliding window: a row sees itself and the ``window - 1`` positions before it.
 
     Returns:
-        Booleans, the rows' shape and ``num_keys`` behind it. Only its shape depends on that of the arguments.
+        Booleans, the rows' shape and ``num_keys`` after it. Only its shape depends on that of the arguments.
     """
     prefix_end = prefix_lens[..., None]
     is_prefix = keys < prefix_end

@@ -1,4 +1,4 @@
-"""The window of a draft: which of a sequence's tokens it sees."""
+"""The window of a draft: which of a sequence's tokens it sees, and the longest sequence that this makes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from specray.types import MAX_SPECULATIVE_TOKENS
 NUM_SINKS: Final = 4
 """First tokens that a window keeps: much attention rests on them, whatever they are (arXiv 2309.17453)."""
 _ROOM: Final = 4 * MAX_SPECULATIVE_TOKENS
-"""Tokens behind a view: those under verification, the draft's own, and where an outcome's branches lie."""
+"""Tokens after a view: those under verification, the draft's own, and where an outcome's branches lie."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftWindow:
-    """The last tokens that a draft sees, beside the first.
+    """The last tokens that a draft sees, besides the first.
 
     It moves on by ``stride`` tokens at a time, since all of it is computed again then: what a token's keys
     and values are depends on all before it.
@@ -28,7 +28,7 @@ class DraftWindow:
 
     @property
     def stride(self) -> int:
-        """Tokens by which it moves on: fewer than so many are seen beside ``num_tokens``."""
+        """Tokens by which it moves on; fewer than these are seen besides ``num_tokens``."""
         return max(1, self.num_tokens // 2)
 
     @property
@@ -37,8 +37,8 @@ class DraftWindow:
         return NUM_SINKS + self.num_tokens + self.stride + _ROOM
 
     def start(self, length: int) -> int:
-        """Where the view's last part starts, of so many tokens; 0: all are seen. Of the length alone, so
-        that equal prompts are seen alike."""
+        """Start of the view's last part; 0: all are seen. Depends on the length only, so that equal prompts
+        share a view."""
         start = (length - self.num_tokens) // self.stride * self.stride
         return start if start > NUM_SINKS else 0
 

@@ -50,9 +50,7 @@ class StepAttention(Protocol):
 class Attention(Protocol):
     """What lies between the qkv and the output projection."""
 
-    def prepare(self, step: AttentionStep, positions: Slots) -> StepAttention:
-        """Computes what the layers of a step share."""
-        ...
+    def prepare(self, step: AttentionStep, positions: Slots) -> StepAttention: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ class CpuAttentionStep:
         """The step after, of some of the sequences (``AttentionCall.advance``); this one is no more then.
 
         Returns:
-            None where a token does not lie behind the one before, or there is no room.
+            None where a token does not lie after the one before, or there is no room.
         """
         block_size, block_ids = self.cache.block_size, [self.block_ids[index] for index in kept]
         ends = self.call.starts[list(kept)] + 1

@@ -65,7 +65,6 @@ def _can_keep(module: Any) -> bool:
 
 
 def _weights(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """What makes keys and values of a latent, ``[num_heads, size, kv_lora_rank]`` each."""
     sizes = module.qk_nope_head_dim, module.v_head_dim
     by_head = module.kv_b_proj.weight.view(-1, sum(sizes), module.kv_lora_rank)
     of_keys, of_values = by_head.split(sizes, dim=1)

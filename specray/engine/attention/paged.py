@@ -110,7 +110,6 @@ class BatchShape:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Returns the sizes of the parts of a packed batch, in their order."""
         rows, sequences = self.num_rows, self.num_sequences
         return (2 * rows, *[rows] * 6, sequences + 1, sequences, sequences * self.max_num_blocks)
 
@@ -127,7 +126,7 @@ class HostBatch:
     """A batch as it is written on the host, in one array, so that one copy takes it to the device.
 
     Args:
-        spare_slot: where rows that belong to nobody are put; nothing reads it.
+        spare_slot: slot of padding rows; never read.
     """
 
     def __init__(self, shape: BatchShape, *, block_size: int, spare_slot: int) -> None:
@@ -147,7 +146,7 @@ class HostBatch:
         """Writes a step; what of the shape it does not use is padding.
 
         Args:
-            num_ahead: of each sequence, tokens behind its rows whose blocks are written too; empty: none.
+            num_ahead: of each sequence, tokens after its rows whose blocks are written too; empty: none.
         """
         shape, count = self.shape, len(rows)
         num_used = len(token_ids)
@@ -382,7 +381,6 @@ def _visible(batch: PagedBatch, index: torch.Tensor, num_keys: int, window: int 
 
 
 def _split(packed: Any, shape: BatchShape) -> list[Any]:
-    """The parts of a packed batch, an array or a tensor, as views."""
     parts = [packed[start : start + size] for start, size in zip(shape.starts, shape.sizes, strict=False)]
     parts[-1] = parts[-1].reshape(shape.num_sequences, shape.max_num_blocks)
     return parts

@@ -3,7 +3,7 @@
 ``varlen``: torch's own, FlashAttention with block tables (``torch.nn.attention.varlen``): 16-bit numbers on
 CUDA, blocks of a multiple of 256 tokens, chains only, no attention sinks. ``triton``: our kernel, any number
 format and block size. ``gather``: torch's plain operators, anywhere. Each kernel first computes small steps
-beside ``gather``: one that does not compile on this device, or gives other numbers, is not used. Of those
+against ``gather``: one that does not compile on this device, or gives other numbers, is not used. Of those
 that are left, each step goes to the one that is fastest for its shape (``measured``).
 """
 
@@ -37,9 +37,9 @@ VARLEN_BLOCK_SIZE = 256
 DEFAULT_BLOCK_SIZE = 16
 _CHECKED_WINDOWS = (None, 7)
 _PROGRAMS_PER_PROCESSOR = (1, 4)
-"""Programs of the Triton kernel for each multiprocessor that are timed beside its default."""
+"""Programs of the Triton kernel for each multiprocessor that are timed besides its default."""
 _MEASURED_MODEL_LEN = 4096
-"""Tokens of the longest sequence for which kernels are timed, where the model's own is not told."""
+"""Tokens of the longest sequence for which kernels are timed, where the model's own is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,6 @@ def choose_backend(setting: str, model: Model, block_size: int | None) -> Backen
 
 
 def _fastest(backend: Backend, model: Model) -> Backend:
-    """The backend with whichever kernel is fastest for each shape of step."""
     if not backend.rivals:
         return backend
     try:
@@ -216,7 +215,7 @@ def _beside_varlen(model: Model, block_size: int) -> Backend:
 
 @torch.inference_mode()
 def check_backend(backend: Backend, model: Model) -> None:
-    """Works on small steps beside ``gather``. Raises ArithmeticError where the numbers differ."""
+    """Works on small steps against ``gather``. Raises ArithmeticError where the numbers differ."""
     tolerance = 1e-3 if model.dtype == torch.float32 else 3e-2
     _check_store(backend.store, model, tolerance)
     generator = torch.Generator().manual_seed(0)

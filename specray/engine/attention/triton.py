@@ -3,7 +3,7 @@
 One program takes some rows of one sequence, with all query heads that share a kv head, through a part of what
 they see; the parts are joined by a second kernel. So a step of few sequences keeps all multiprocessors busy,
 and keys and values are read once for all rows of a verification (Dao et al.: *Flash-Decoding for long-context
-inference*, 2023). What all rows of a program see needs no mask, and that is nearly everything: only behind it
+inference*, 2023). What all rows of a program see needs no mask, and that is nearly everything: only after it
 do windows, ancestors and the rows' own places decide. Sums are float32, and so are products of float32.
 """
 
@@ -236,7 +236,6 @@ class TritonAttend:
         self._num_wanted = programs_per_processor * num_processors
 
     def splitting(self, programs_per_processor: int) -> TritonAttend:
-        """The same with other splits."""
         return TritonAttend(self._num_processors, programs_per_processor)
 
     def __call__(

@@ -1,4 +1,4 @@
-"""The block cache: which sequence owns which block, and the K/V tensors behind the blocks.
+"""The block cache: which sequence owns which block, and the K/V tensors of the blocks.
 
 A *slot* is one token's place: ``block_id * block_size + offset``. Truncating a sequence frees whole tail
 blocks and nothing else; stale slots are overwritten before anything attends to them.
@@ -34,7 +34,7 @@ class BlockAllocator:
         num_blocks: blocks in the cache, >= 1.
         block_size: tokens per block, >= 1.
         index: what blocks hold; None: nothing is used again.
-        on_free: is told of blocks that nobody has any more.
+        on_free: receives blocks that nobody owns any more.
     """
 
     def __init__(
@@ -57,7 +57,6 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated now."""
         return len(self._blank) + len(self._waiting)
 
     @property
@@ -66,11 +65,9 @@ class BlockAllocator:
         return None if self._blank or not self._waiting else next(iter(self._waiting))
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that ``num_tokens`` tokens of one sequence occupy."""
         return -(-num_tokens // self.block_size)
 
     def num_owners(self, block_id: int) -> int:
-        """How often the block was taken and not given back."""
         return self._num_owners[block_id]
 
     def allocate(self, count: int) -> list[int]:
@@ -168,7 +165,6 @@ class BlockTable:
 
     @property
     def capacity(self) -> int:
-        """Tokens that fit into the blocks held now."""
         return len(self.block_ids) * self.allocator.block_size
 
     def reserve(self, num_tokens: int) -> None:
@@ -195,7 +191,6 @@ class BlockTable:
             self.replace(keep, ())
 
     def release(self) -> None:
-        """Frees everything; idempotent."""
         self.truncate(0)
 
 

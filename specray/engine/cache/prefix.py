@@ -10,8 +10,8 @@ the first token of the sequence on. That two different prefixes have one key is 
 choose the prompts (2^128 hashes), so tokens are not compared again.
 
 A block that is full is shared by all sequences with its prefix. A block that is not (on CPU a block holds a
-whole sequence, so this is every block there) has one owner who goes on writing behind what is known of it;
-others copy from it. Only tokens that a router has told, and that have one more such token behind them, are
+whole sequence, so this is every block there) has one owner who goes on writing after what is known of it;
+others copy from it. Only tokens that a router has told, and that have one more such token after them, are
 ever named here: an engine computes the last one again for its logits, and draft tokens come and go.
 """
 
@@ -62,7 +62,7 @@ class PrefixIndex:
         return num_blocks * self.block_size + rest * UNIT_TOKENS
 
     def next_key(self, keys: Sequence[bytes], token_ids: Sequence[int], root: bytes = b"") -> bytes:
-        """The key of the unit behind ``keys`` in the sequence of ``token_ids``, which must reach its end.
+        """The key of the unit after ``keys`` in the sequence of ``token_ids``, which must reach its end.
 
         Args:
             root: what stands before the first unit, from ``root_key``.
@@ -79,7 +79,6 @@ class PrefixIndex:
         return list(self._units.get(block_id, ()))
 
     def num_held(self, block_id: int) -> int:
-        """Units that the block is known to hold."""
         return len(self._units.get(block_id, ()))
 
     def holder(self, key: bytes) -> int | None:
@@ -88,7 +87,7 @@ class PrefixIndex:
         return holders[0] if holders else None
 
     def add(self, block_id: int, key: bytes) -> None:
-        """The block holds one more unit, behind those that it is known to hold."""
+        """The block holds one more unit, after those that it is known to hold."""
         self._units.setdefault(block_id, []).append(key)
         self._holders.setdefault(key, []).append(block_id)
 

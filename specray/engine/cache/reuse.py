@@ -60,7 +60,7 @@ class SequencePrefix:
         self._set_keys([])
 
     def publish(self, token_ids: Sequence[int], limit: int) -> None:
-        """Makes known the units that end within the first ``limit`` tokens, told and computed."""
+        """Makes known the units that end within the first ``limit`` tokens, committed and computed."""
         if limit < self.next_len:
             return
         index, keys = self._index, self._keys
@@ -73,7 +73,7 @@ class SequencePrefix:
     def withdraw(self, position: int) -> int:
         """Forgets what is known here of the tokens from ``position`` on, before they become others.
 
-        Blocks behind that of ``position`` are given back, with what they hold. One that others have too is
+        Blocks after that of ``position`` are given back, with what they hold. One that others have too is
         not written: its tokens must be computed again elsewhere.
 
         Returns:
@@ -113,7 +113,7 @@ class SequencePrefix:
     ) -> None:
         """Takes over what was found, and room for ``num_tokens`` tokens, at least one more than that.
 
-        Full blocks are shared. The tokens behind them are copied, or the block that has them is taken over
+        Full blocks are shared. The tokens after them are copied, or the block that has them is taken over
         when it is free and either holds nothing else or would be the next to be forgotten.
 
         Raises:

@@ -1,8 +1,8 @@
 """Keeps each request's tokens and cache blocks on one engine; appends, truncates, releases and evicts.
 
 The table owns *which* sequence holds which blocks; it never touches a tensor. Its one verb is *keep, append*:
-keep the first ``base_len`` tokens that the router has told, append more. What others have computed of the
-same tokens is found there (``prefix``, ``reuse``), so callers only ever see fewer missing tokens.
+keep the first ``base_len`` committed tokens, append more. What others have computed of the same tokens is
+found there (``prefix``, ``reuse``), so callers only ever see fewer missing tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
 from specray.engine.cache.prefix import UNIT_TOKENS
 from specray.engine.cache.reuse import CopyTokens, SequencePrefix
-from specray.engine.sampling.state import SamplingState, ToldTokens
+from specray.engine.sampling.state import CommittedTokens, SamplingState
 from specray.errors import OutOfBlocksError, OverloadedError, ProtocolError, SpecrayError
 from specray.types import SamplingParams
 
@@ -31,7 +31,7 @@ class UnknownSequenceError(SpecrayError):
 class EngineSequence:
     """One request as an engine sees it.
 
-    ``token_ids[:num_tokens]`` is what the router has told (and the target accepted); behind it lie tokens
+    ``token_ids[:num_tokens]`` is the committed tokens (and the target accepted); after it lie tokens
     that only this engine has put there: draft tokens under verification, or a draft's own guesses. K/V are
     valid for ``token_ids[:num_computed_tokens]``.
     """
@@ -49,49 +49,46 @@ class EngineSequence:
     """First tokens that a drafter on the target has caught up with."""
     prefix: SequencePrefix | None = None
     """Known units that others may use; None: there is no prefix cache."""
-    told: ToldTokens | None = None
-    """What the router has told, where the sequence holds other tokens; None: it holds those."""
+    committed: CommittedTokens | None = None
+    """The committed tokens, where the sequence holds other tokens; None: it holds those."""
     _state: SamplingState = field(init=False)
 
     def __post_init__(self) -> None:
         self._state = SamplingState(self.sampling)
 
     @property
-    def told_state(self) -> SamplingState:
-        """Sampling state of what the router has told; fork it to go on from there."""
-        if self.told is not None:
-            return self.told.state
+    def committed_state(self) -> SamplingState:
+        """Sampling state of the committed tokens; fork it to go on from there."""
+        if self.committed is not None:
+            return self.committed.state
         self._state.advance(self.token_ids[self._state.length : self.num_tokens])
         return self._state
 
     @property
-    def told_output_ids(self) -> list[int]:
-        """The output that the router has told."""
-        if self.told is not None:
-            return self.told.output_ids
+    def committed_output_ids(self) -> list[int]:
+        if self.committed is not None:
+            return self.committed.output_ids
         return self.token_ids[self.sampling.num_prompt_tokens : self.num_tokens]
 
     def own_id(self, token_id: int) -> int:
-        """The token that the sequence holds for one that follows what was told."""
-        return token_id if self.told is None else self.told.own_id(token_id)
+        """The sequence's own token for one in the router's vocabulary."""
+        return token_id if self.committed is None else self.committed.own_id(token_id)
 
     def set_sampling(self, sampling: SamplingParams) -> None:
-        """Changes the parameters of the request."""
         if sampling != self.sampling:
             self.sampling, self._state = sampling, SamplingState(sampling)
 
     @property
     def num_missing_tokens(self) -> int:
-        """Tokens whose K/V are still to be computed."""
         return len(self.token_ids) - self.num_computed_tokens
 
     def num_still_computed(self, base_len: int, token_ids: Sequence[int]) -> int:
-        """Told tokens whose K/V stay valid when ``token_ids`` follow the first ``base_len``."""
+        """Committed tokens whose K/V stay valid when ``token_ids`` follow the first ``base_len``."""
         num_equal = common_prefix_len(self.token_ids[base_len:], token_ids)
         return min(self.num_computed_tokens, base_len + num_equal)
 
     def replace_tail(self, base_len: int, token_ids: Sequence[int]) -> None:
-        """Keeps ``base_len`` tokens and appends; equal tokens behind ``base_len`` stay computed.
+        """Keeps ``base_len`` tokens and appends; equal tokens after ``base_len`` stay computed.
 
         A tail that the new tokens only confirm is kept: accepted draft tokens and a draft-ahead chain cost
         nothing again.
@@ -106,22 +103,22 @@ class EngineSequence:
             self.num_drafted_for = min(self.num_drafted_for, base_len + num_equal)
 
     def set_tail(self, token_ids: Sequence[int]) -> None:
-        """Makes ``token_ids`` all that follows what the router has told; equal tokens stay computed."""
+        """Makes ``token_ids`` all that follows the committed tokens; equal tokens stay computed."""
         num_tokens = self.num_tokens
         self.replace_tail(num_tokens, token_ids)
         self.truncate(self.num_tokens)
         self.num_tokens = num_tokens
 
     def accept_tail(self, count: int) -> None:
-        """Counts the first ``count`` tokens of the tail as told and forgets the others."""
+        """Commits the first ``count`` tokens of the tail and drops the others."""
         self.truncate(self.num_tokens + count)
         self.num_tokens = len(self.token_ids)
 
     def accept_path(self, path: Sequence[int]) -> None:
-        """Counts some tokens of the tail, a tree, as told and forgets the others.
+        """Commits some tokens of the tail, a tree, and drops the others.
 
         Args:
-            path: their places in the tail, ascending; their K/V are moved to where they are told.
+            path: their places in the tail, ascending; their K/V are moved to where they are committed.
         """
         told = self.num_tokens
         kept = [self.token_ids[told + place] for place in path]
@@ -142,7 +139,7 @@ class EngineSequence:
         self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids) - count)
 
     def release(self) -> None:
-        """Frees its blocks; idempotent. What was told stays findable."""
+        """Frees its blocks; idempotent. Published prefixes stay findable."""
         if self.prefix is not None:
             self.prefix.publish(self.token_ids, min(self.num_tokens, self.num_computed_tokens))
             self.prefix = None
@@ -169,9 +166,9 @@ class SequenceTable:
         copy_tokens: CopyTokens | None = None,
     ) -> None:
         self.num_queried_tokens = 0
-        """Told tokens looked up in the prefix cache since the start."""
+        """Committed tokens looked up in the prefix cache since the start."""
         self.num_cached_tokens = 0
-        """Told tokens found in the prefix cache since the start."""
+        """Committed tokens found in the prefix cache since the start."""
         self._allocator = allocator
         self._copy_tokens = copy_tokens
         self._max_num_seqs = max_num_seqs
@@ -197,15 +194,15 @@ class SequenceTable:
         num_extra_tokens: int = 0,
         max_new_tokens: int | None = None,
     ) -> EngineSequence:
-        """Keeps the first ``base_len`` told tokens, appends ``token_ids``, and makes room.
+        """Keeps the first ``base_len`` committed tokens, appends ``token_ids``, and makes room.
 
         Tokens that are a known prefix of other sequences come computed, all but the last.
 
         Args:
             sampling: needed for a new sequence.
-            num_extra_tokens: room to reserve behind the appended tokens.
-            max_new_tokens: the end of ``token_ids`` is left out when more than so many would have to be
-                computed; the sequence's ``num_tokens`` tells where it was cut.
+            num_extra_tokens: room to reserve after the appended tokens.
+            max_new_tokens: the end of ``token_ids`` is left out when more than that many would have to be
+                computed; the sequence's ``num_tokens`` is where it was cut.
 
         Raises:
             UnknownSequenceError: fewer than ``base_len`` tokens are held.
@@ -240,9 +237,7 @@ class SequenceTable:
         return sequence
 
     def publish(self, sequence: EngineSequence) -> None:
-        """Lets others use what is computed of a sequence's told tokens; not the last, which may be computed
-        again for its logits.
-        """
+        """Lets others use a sequence's computed tokens; not the last, which may be computed again for logits."""
         if sequence.prefix is not None:
             limit = min(sequence.num_computed_tokens, sequence.num_tokens - 1)
             sequence.prefix.publish(sequence.token_ids, limit)

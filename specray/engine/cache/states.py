@@ -1,12 +1,12 @@
-"""States of recurrent layers: of each sequence those behind a few of its tokens, which it can go on from.
+"""States of recurrent layers: for each sequence, those from which it can continue.
 
 K/V of a token stay where they are when later tokens are refused; the state of a recurrent layer is one for
-all tokens before it, and cannot be taken back. So states are kept behind some tokens of a sequence, and a
+all tokens before it, and cannot be taken back. So states are kept after some tokens of a sequence, and a
 sequence that was cut goes on from the last of them; the tokens from there on are computed again::
 
     tokens    [0 ............ start) [start ..... settled_len) [settled_len .... end)
                computed before        told by the router        draft tokens
-    states kept behind        ^                          ^                    ^
+    states kept after        ^                          ^                    ^
 
 If some draft tokens are refused, those accepted are computed again with the next step: fewer than that step
 had. If all or none are, nothing is. Of a prompt that is scored in chunks, all but a chunk's last token count
@@ -37,12 +37,10 @@ class LayerState:
         return cls(_joined([state.conv for state in states]), _joined([state.recurrent for state in states]))
 
     def parts(self, count: int) -> list[LayerState]:
-        """The inverse of :meth:`joined`: states that share no memory."""
         return [LayerState(_part(self.conv, index), _part(self.recurrent, index)) for index in range(count)]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its tensors."""
         return sum(tensor.nbytes for tensors in (self.conv, self.recurrent) for tensor in tensors.values())
 
 
@@ -60,7 +58,7 @@ def _part(tensors: Mapping[int, torch.Tensor], index: int) -> dict[int, torch.Te
 State = Mapping[int, LayerState]
 """What all recurrent layers have seen of a sequence, by a number of the layer."""
 STATES_PER_SEQUENCE = 3
-"""States that a sequence has at most: behind the tokens before a step, the settled ones, and all."""
+"""States that a sequence has at most: after the tokens before a step, the settled ones, and all."""
 
 
 class StateCache:
@@ -71,12 +69,12 @@ class StateCache:
         """By first block and number of tokens."""
 
     def resume_len(self, block_ids: Sequence[int], num_tokens: int) -> int:
-        """The most tokens of a sequence, up to ``num_tokens``, behind which it can go on."""
+        """The most tokens of a sequence, up to ``num_tokens``, after which it can continue."""
         kept = self._kept.get(block_ids[0], {})
         return max((length for length in kept if length <= num_tokens), default=0)
 
     def begin(self, rows: SequenceRows) -> State | None:
-        """The state from which the rows of a sequence go on, after which what lies behind it is forgotten.
+        """The state from which the rows of a sequence go on, after which what lies after it is forgotten.
 
         Returns:
             None where the sequence begins.
@@ -90,7 +88,7 @@ class StateCache:
         return kept.get(rows.start)
 
     def keep(self, rows: SequenceRows, states: Mapping[int, State]) -> None:
-        """Takes the states behind some of the rows of a sequence, by number of tokens."""
+        """Takes the states after some of the rows of a sequence, by number of tokens."""
         kept = self._kept[rows.block_ids[0]]
         kept.update(states)
         settled = sorted(length for length in kept if length <= rows.num_settled)
@@ -105,11 +103,10 @@ class StateCache:
             self._kept.pop(block_id, None)
 
     def clear(self) -> None:
-        """Forgets all sequences."""
         self._kept.clear()
 
     def lengths(self, block_id: int) -> list[int]:
-        """Numbers of tokens behind which states are kept of the sequence with that first block."""
+        """Numbers of tokens after which states are kept of the sequence with that first block."""
         return sorted(self._kept.get(block_id, {}))
 
     def bytes_of(self, block_id: int) -> int:

@@ -36,7 +36,7 @@ class CompiledFunction:
     """Native code of a C function, loaded from the cache or compiled.
 
     Args:
-        name: cache key of the function, beside this package's sources. None: never cached.
+        name: cache key of the function, next to this package's sources. None: never cached.
         signature: numba signature.
         prototype: the same signature as a ctypes prototype.
         make: returns the Python function to compile; called only on a cache miss.
@@ -50,7 +50,6 @@ class CompiledFunction:
 
 
 def _load_or_compile(name: str | None, signature: Any, make: Callable[[], Any]) -> tuple[Any, int]:
-    """Returns the library, which owns the code, and the function's address."""
     path = None if name is None or not _number_functions_apart() else _cache_path(name)
     if path is not None and (found := _load(path)) is not None:
         return found
@@ -127,8 +126,8 @@ def _cache_path(name: str) -> Path | None:
 
 
 def source_files() -> list[Path]:
-    """Source files of all kernels, in order."""
-    return sorted(Path(__file__).parent.rglob("*.py"))
+    engine = Path(__file__).parent.parent
+    return [*sorted((engine / "cpu").rglob("*.py")), engine / "sampling" / "gumbel_argmax.py"]
 
 
 @functools.cache

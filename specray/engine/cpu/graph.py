@@ -41,7 +41,6 @@ class CpuGraph:
         self._num_parts.append(num_parts)
 
     def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """See ``thread_pool.Recorder``."""
         return self._memory_pool.empty(shape, dtype)
 
     def finish(self) -> None:

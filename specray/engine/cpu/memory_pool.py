@@ -37,7 +37,6 @@ class MemoryPool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all its memory."""
         return sum(len(chunk) for chunk in self._chunks)
 
     def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

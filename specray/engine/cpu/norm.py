@@ -89,7 +89,6 @@ class FusedRMSNorm:
 
 @functools.cache
 def _norm_kernel(dtype: str, weight_dtype: str, lanes: int, *, has_summand: bool = False) -> Kernel:
-    """Loads or compiles the kernel for rows and a weight of these types; with a summand it adds that."""
     name = f"norm-{dtype}-{weight_dtype}-{lanes}{'-plus' * has_summand}"
     return Kernel(name, _NUM_ARGS, lambda: _make_norm(dtype, weight_dtype, lanes, has_summand=has_summand))
 

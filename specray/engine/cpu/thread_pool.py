@@ -78,9 +78,7 @@ class Kernel(CompiledFunction):
 class Recorder(Protocol):
     """Records the jobs of a thread pool, to replay them."""
 
-    def add(self, kernel: Kernel, args_address: int, num_parts: int) -> None:
-        """Records a job that has run."""
-        ...
+    def add(self, kernel: Kernel, args_address: int, num_parts: int) -> None: ...
 
     def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Returns a tensor for jobs to write to, now and in replays."""

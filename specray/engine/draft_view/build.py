@@ -1,4 +1,4 @@
-"""Builds the engine of a draft that reads other tokens than the router tells."""
+"""Builds the engine of a draft with its own view of requests."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def make_draft_view_engine(
             num_token_ids=runner.info.num_token_ids,
             token_ids=runner.info.token_ids,
         )
-    told = info
+    router_info = info
     if other is not None:
-        told = replace(info, vocab_size=other.vocab_size, tokenizer_fingerprint=other.fingerprint)
+        router_info = replace(info, vocab_size=other.vocab_size, tokenizer_fingerprint=other.fingerprint)
     make = RetokenizingDraftEngine if other is not None and other.mode == "retokenize" else DraftViewEngine
     return make(
         runner,
         info,
-        told=told,
+        router_info=router_info,
         device=device,
         vocabulary=None if other is None else other.partners,
         window=window,

@@ -1,4 +1,4 @@
-"""Decides how a draft reads the target's tokens: as they are, by partners, or as text."""
+"""Decides how the target's tokens are translated for a draft: not at all, by partners, or as text."""
 
 from __future__ import annotations
 

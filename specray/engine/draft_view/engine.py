@@ -30,7 +30,7 @@ class DraftViewEngine(DraftEngine):
 
     Args:
         info: of the draft, in its own vocabulary.
-        told: of the engine as the router sees it: the target's vocabulary.
+        router_info: the engine as the router sees it: the target's vocabulary.
         vocabulary: translates the target's tokens; None: the draft has the same.
         window: how many of them it sees; None: all.
         sampler: draws the target's tokens from the draft's logits; None: the vocabularies are the same.
@@ -41,7 +41,7 @@ class DraftViewEngine(DraftEngine):
         runner: Runner,
         info: EngineInfo,
         *,
-        told: EngineInfo,
+        router_info: EngineInfo,
         device: torch.device,
         vocabulary: Vocabulary | None = None,
         window: DraftWindow | None = None,
@@ -57,8 +57,8 @@ class DraftViewEngine(DraftEngine):
             grammars=grammars,
             sampler=sampler,
         )
-        self._told = told
-        self._num_told_ids = told.vocab_size
+        self._router_info = router_info
+        self._num_item_ids = router_info.vocab_size
         self._vocabulary = vocabulary
         self._window = window
         self._views: dict[str, DraftView] = {}
@@ -66,11 +66,11 @@ class DraftViewEngine(DraftEngine):
     @property
     def info(self) -> EngineInfo:
         """The engine as the router sees it: with the target's vocabulary."""
-        told = self._told
+        router_info = self._router_info
         return replace(
             super().info,
-            vocab_size=told.vocab_size,
-            tokenizer_fingerprint=told.tokenizer_fingerprint,
+            vocab_size=router_info.vocab_size,
+            tokenizer_fingerprint=router_info.tokenizer_fingerprint,
             max_model_len=self._info.max_model_len if self._window is None else NO_LIMIT,
         )
 
@@ -95,8 +95,8 @@ class DraftViewEngine(DraftEngine):
         """The request's view with the item's tokens. Raises before anything changed."""
         length = item.base_len + len(item.token_ids)
         check_length(item.base_len, length, NO_LIMIT)
-        check_token_ids("token_ids", item.token_ids, self._num_told_ids)
-        check_token_ids("proposed_token_ids", item.proposed_token_ids, self._num_told_ids)
+        check_token_ids("token_ids", item.token_ids, self._num_item_ids)
+        check_token_ids("proposed_token_ids", item.proposed_token_ids, self._num_item_ids)
         view = self._views.get(item.request_id)
         num_held = 0 if view is None else len(view.token_ids)
         if item.base_len > num_held:
@@ -139,5 +139,5 @@ class DraftViewEngine(DraftEngine):
         sequence = super()._keep_and_append(item, num_extra_tokens)
         view = self._views[item.request_id]
         view.hold()
-        sequence.told = view
+        sequence.committed = view
         return sequence

@@ -34,7 +34,7 @@ class RetokenizingDraftEngine(DraftViewEngine):
 
     def _keep_and_append(self, item: SpeculateItem, num_extra_tokens: int) -> EngineSequence:
         sequence = super()._keep_and_append(item, num_extra_tokens)
-        sequence.told = None
+        sequence.committed = None
         return sequence
 
     def _reply(self, item: SpeculateItem, task: Task | None) -> DraftReply:

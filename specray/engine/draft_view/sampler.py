@@ -25,7 +25,6 @@ class PartnerSampler(MappedRows):
         self._columns = columns
 
     def mapped(self, logits: Tensor) -> Tensor:
-        """Rows of the partners."""
         return logits.index_select(1, self._columns)
 
 

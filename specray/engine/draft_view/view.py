@@ -38,7 +38,7 @@ class Vocabulary(Protocol):
 
 
 class DraftView:
-    """Implements ``ToldTokens`` for one draft and request.
+    """Implements ``CommittedTokens`` for one draft and request.
 
     Args:
         vocabulary: of the draft; None: it is the target's.
@@ -69,7 +69,6 @@ class DraftView:
 
     @property
     def output_ids(self) -> list[int]:
-        """The output so far, in the target's tokens."""
         return self.token_ids[self.sampling.num_prompt_tokens :]
 
     @property

@@ -1,18 +1,18 @@
 """Builds the chains that a draft decodes: one per proposal, or one per likely outcome of a round.
 
-Branches share the K/V of the prefix that they continue. Their own lie behind the sequence, branch after
+Branches share the K/V of the prefix that they continue. Their own lie after the sequence, branch after
 branch::
 
-    sequence                               KV indices behind it
-    [told tokens][tokens under verification][its own branch][branch][branch] ...
+    sequence                               KV indices after it
+    [committed tokens][tokens under verification][its own branch][branch][branch] ...
 
 The branch of full acceptance with the likeliest next token is the sequence's own: it lies where the sequence
 goes on, so that it stays computed when the verdict confirms it. Of a tree under verification, the first chain
-is the sequence's tail; its other nodes lie behind the own branch, and the branches behind them see their
+is the sequence's tail; its other nodes lie after the own branch, and the branches after them see their
 ancestors there::
 
-    sequence                     KV indices behind it
-    [told tokens][first chain]   [own branch][other nodes][branches behind them][other branches] ...
+    sequence                     KV indices after it
+    [committed tokens][first chain]   [own branch][other nodes][branches after them][other branches] ...
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Chain:
     """Sequence that the chain continues."""
     min_logprob: float = field(default=-math.inf, kw_only=True)
     """Least log probability that all draft tokens are accepted; the chain ends before it falls below."""
-    behind: tuple[int, ...] = field(default=(), kw_only=True)
-    """Tokens between what the sequence was told and the first draft token."""
+    next_ids: tuple[int, ...] = field(default=(), kw_only=True)
+    """Tokens between the committed ones and the first draft token."""
     drawn: list[DraftToken] = field(default_factory=list, init=False)
     """Draft tokens so far."""
     _logprob: float = field(default=0.0, init=False)
@@ -57,7 +57,6 @@ class Chain:
 
     @property
     def num_left(self) -> int:
-        """Draft tokens that it still wants."""
         return self.num_wanted - len(self.drawn)
 
     @property
@@ -67,7 +66,6 @@ class Chain:
 
     @property
     def group(self) -> RowGroup:
-        """The row from which the next token is drawn."""
         return chain_rows(self.state)
 
     @property
@@ -78,10 +76,10 @@ class Chain:
     @property
     def output_ids(self) -> list[int]:
         """The output that the next token continues, draft tokens included, without the prompt."""
-        return [*self.sequence.told_output_ids, *self.behind, *self.draft_token_ids]
+        return [*self.sequence.committed_output_ids, *self.next_ids, *self.draft_token_ids]
 
     def split(self) -> tuple[list[int], list[int]]:
-        """What the router has told, and the other tokens that the next token continues."""
+        """The committed tokens, and those after them."""
         num_told = len(self.token_ids) - len(self.drawn)
         return self.token_ids[:num_told], self.token_ids[num_told:]
 
@@ -131,9 +129,9 @@ class BranchChain(Chain):
     accepted_ids: tuple[int, ...]
     """The accepted tokens."""
     next_token_id: int
-    """The token behind them."""
+    """The token after them."""
     base_index: int
-    """KV index of the first row that it sees behind the prefix: of its own, or of a node of a tree."""
+    """KV index of the first row that it sees after the prefix: of its own, or of a node of a tree."""
     ancestors: int = 0
     """Mask of the tree's nodes that it sees from there on."""
     node: int | None = None
@@ -145,7 +143,7 @@ class BranchChain(Chain):
         return sequence.token_ids[: sequence.num_tokens], [*accepted, *self.token_ids]
 
     def visibility(self, num_guesses: int) -> list[Visibility]:
-        """What its last token sees, and so many guesses behind it."""
+        """Visibility of its last token, and of the guesses after it."""
         length, base = 1 + len(self.drawn), self.base_index
         before, shift = self.ancestors, self.first_index - base
         return [
@@ -155,7 +153,7 @@ class BranchChain(Chain):
 
     @property
     def end_index(self) -> int:
-        """KV index behind the branch; its last draft token is never computed."""
+        """KV index after the branch; its last draft token is never computed."""
         return self.first_index + self.num_wanted
 
     @property
@@ -170,7 +168,7 @@ class _OtherNode:
     node: int
     """Index among the item's proposed tokens."""
     visibility: Visibility
-    """Visibility of the node's row, behind the sequence."""
+    """Visibility of the node's row, after the sequence."""
 
 
 @dataclass(slots=True, eq=False)
@@ -229,8 +227,7 @@ class OutcomeBranches:
 
     @property
     def group(self) -> RowGroup:
-        """The rows that rank next tokens, one for each number of accepted tokens, or node of a tree."""
-        state = self.sequence.told_state.fork()
+        state = self.sequence.committed_state.fork()
         if self._others:
             return draft_rows(state, self._tree)
         proposed = self.item.proposed_token_ids
@@ -240,10 +237,10 @@ class OutcomeBranches:
     @property
     def output_ids(self) -> list[int]:
         """The output before the first of the rows that rank next tokens."""
-        return [*self.sequence.told_output_ids, *self.item.proposed_token_ids[: self.first]]
+        return [*self.sequence.committed_output_ids, *self.item.proposed_token_ids[: self.first]]
 
     def catch_up(self) -> CatchUp:
-        """All missing tokens, and the nodes beside the first chain, with the rows that rank next tokens."""
+        """All missing tokens, and the nodes outside the first chain, with the rows that rank next tokens."""
         proposed = self.item.proposed_token_ids
         token_ids = [self.sequence.own_id(proposed[other.node]) for other in self._others]
         visibility = [other.visibility for other in self._others]
@@ -257,7 +254,7 @@ class OutcomeBranches:
         own_index = len(self.sequence.token_ids)
         first_index = self._others[-1].visibility.kv_index + 1 if self._others else own_index
         branches: dict[tuple[int, int], BranchChain] = {}
-        # Behind the other nodes come branches that must see them: a mask tells of few rows.
+        # Behind the other nodes come branches that must see them: a mask covers few rows.
         for outcome in sorted(chosen, key=lambda outcome: (outcome != own, outcome[0] < self.last)):
             branch = self._branch(*outcome, own_index if outcome == own else first_index)
             try:
@@ -282,7 +279,7 @@ class OutcomeBranches:
         return logprobs
 
     def _outcomes_of_tree(self, ranked: Sequence[RankedRow]) -> dict[tuple[int, int], float]:
-        """The same, with nodes by their index in the tree; no child of a node is a next token behind it."""
+        """The same, with nodes by their index in the tree; no child of a node is a next token after it."""
         logprobs: dict[tuple[int, int], float] = {}
         reached = {-1: 0.0}
         for node, (next_tokens, _) in enumerate(ranked, -1):
@@ -294,12 +291,11 @@ class OutcomeBranches:
         return logprobs
 
     def _children(self, node: int) -> list[int]:
-        """Children of a node of the tree; -1: the root."""
         parents = self._tree.parents or range(-1, len(self._tree) - 1)
         return [child for child, parent in enumerate(parents) if parent == node]
 
     def _place_others(self, parents: Sequence[int]) -> list[_OtherNode]:
-        """Places of the nodes beside the first chain, behind the own branch; none where there is no room."""
+        """Places of the nodes outside the first chain, after the own branch; none where there is no room."""
         told, num_chain = self.sequence.num_tokens, len(self.item.proposed.first_path)
         start = told + self.last + self._num_wanted(told + self.last)
         seen: dict[int, tuple[int, int]] = {-1: (told, 0)}
@@ -321,7 +317,7 @@ class OutcomeBranches:
         return others
 
     def _num_wanted(self, prefix_len: int) -> int:
-        """Draft tokens of a branch behind a next token at this position."""
+        """Draft tokens of a branch after a next token at this position."""
         return min(self.item.num_speculative_tokens, self.max_model_len - prefix_len - 1)
 
     @property
@@ -348,7 +344,7 @@ class OutcomeBranches:
         )
 
     def settle(self, *, drew_behind_masks: bool) -> None:
-        """Makes the own branch the sequence's tail, when all is drawn, and frees the others' room.
+        """Makes the own branch the sequence's tail and frees the others' blocks.
 
         Args:
             drew_behind_masks: of each branch the next token alone was computed.
@@ -371,7 +367,7 @@ class OutcomeBranches:
             prefix_len, start, mask = other.visibility
             lowest = (mask & -mask).bit_length() - 1
             base_index, ancestors, last_node = start + lowest, mask >> lowest, other.node
-        state = sequence.told_state.fork()
+        state = sequence.committed_state.fork()
         state.advance((*accepted, token_id))
         return BranchChain(
             state,
@@ -386,5 +382,5 @@ class OutcomeBranches:
             ancestors,
             last_node,
             sequence=sequence,
-            behind=(*accepted, token_id),
+            next_ids=(*accepted, token_id),
         )

@@ -42,7 +42,7 @@ class _Proposing:
     chain: Chain
 
     def catch_up(self, guess: Sequence[int]) -> CatchUp:
-        """All missing tokens and some guesses behind them, with a row for each token that is drawn."""
+        """All missing tokens and some guesses after them, with a row for each token that is drawn."""
         return CatchUp(self.sequence, 1 + len(guess), extra_token_ids=guess)
 
 
@@ -58,12 +58,12 @@ class DraftEngine(Speculating[Task], RunnerEngine):
         device: device of the runner's logits.
         max_num_draft_probs: support of the sparse draft distribution under rejection verification.
         grammars: masks for requests with a grammar; None: their draft tokens are drawn without.
-        num_token_ids: token ids up to the tokenizer's last one; those behind it are padding, and never
+        num_token_ids: token ids up to the tokenizer's last one; those after it are padding, and never
             proposed. None: all may be.
         token_ids: of the logits, ascending; None: of all tokens.
         sampler: draws draft tokens; None: of the logits' own tokens.
-        guesser: names what is computed behind a chain's last token in the same forward; None: nothing.
-        looped: runs proposals without guesses as captured work; None: all is told from here.
+        guesser: names what is computed after a chain's last token in the same forward; None: nothing.
+        looped: runs proposals without guesses as captured work; None: there is none.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class DraftEngine(Speculating[Task], RunnerEngine):
         super().__init__(runner, info, can_evict=True, prefix_cache=prefix_cache, grammars=grammars)
         self._guesser = guesser
         self._looped = looped if guesser is None else None
-        self._num_told_ids = info.vocab_size
+        self._num_item_ids = info.vocab_size
         """Token ids of what is proposed, which may be others than those of the sequences."""
         sampler = sampler or make_sampler(
             info.vocab_size,
@@ -142,7 +142,7 @@ class DraftEngine(Speculating[Task], RunnerEngine):
     def _admit(self, item: SpeculateItem) -> Task | None:
         """Gives the sequence its tokens and its room; raises before anything changed."""
         length = item.base_len + len(item.token_ids)
-        check_speculation(item, self._info, num_told_ids=self._num_told_ids)
+        check_speculation(item, self._info, num_item_ids=self._num_item_ids)
         return self._admit_outcomes(item, length) if item.fanout else self._admit_proposal(item, length)
 
     def _admit_proposal(self, item: SpeculateItem, length: int) -> _Proposing | DraftTree:
@@ -156,7 +156,7 @@ class DraftEngine(Speculating[Task], RunnerEngine):
         # Log of 0 is minus infinity: no bound.
         min_logprob = math.log(item.min_acceptance) if item.min_acceptance > 0 else -math.inf
         chain = Chain(
-            sequence.told_state.fork(),
+            sequence.committed_state.fork(),
             sequence.token_ids,
             num_wanted,
             sequence=sequence,
@@ -273,7 +273,7 @@ class DraftEngine(Speculating[Task], RunnerEngine):
             task.sequence.num_computed_tokens += max(0, len(task.chain.drawn) - length - 1)
 
     def _advance(self, before: Sequence[_Proposing]) -> Tensor | None:
-        """Next decode step of the unfinished chains; None: it must be planned anew."""
+        """Next decode step of the unfinished chains; None: it needs a new plan."""
         kept = [index for index, task in enumerate(before) if not task.chain.is_full]
         sequences = [before[index].sequence for index in kept]
         output = self._runner.advance(kept, [sequence.token_ids[-1] for sequence in sequences])

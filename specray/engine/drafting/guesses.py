@@ -1,4 +1,4 @@
-"""What a draft computes behind a chain's last token in one forward: masks, or tokens of its own draft.
+"""What a draft computes after a chain's last token in one forward: masks, or tokens of its own draft.
 
 Behind *masks* a model that was trained for it (PARD) predicts the tokens that follow, so that all draft
 tokens of a chain come from one forward. Tokens of an *inner draft* are verified as the target verifies: the
@@ -19,7 +19,7 @@ from specray.types import Proposal, SpeculateItem, UnknownSequence
 
 
 class Guesser(Protocol):
-    """Names the tokens that are computed behind a chain's last one."""
+    """Names the tokens that are computed after a chain's last one."""
 
     are_masks: bool
     """True: all rows count. False: a row counts where the tokens before it were drawn."""
@@ -28,9 +28,7 @@ class Guesser(Protocol):
         """For each chain, which is not full, fewer tokens than it wants."""
         ...
 
-    def release(self, request_ids: Sequence[str]) -> None:
-        """Forgets requests; unknown ids are ignored."""
-        ...
+    def release(self, request_ids: Sequence[str]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -48,10 +46,10 @@ class Masks:
         return [(self._token_id,) * (chain.num_left - 1) for chain in chains]
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """Nothing is kept."""
+        pass
 
     def close(self) -> None:
-        """Nothing is held."""
+        pass
 
 
 class NgramGuesses:
@@ -68,7 +66,6 @@ class NgramGuesses:
         self._told: dict[str, NgramProposer] = {}
 
     def guess(self, chains: Sequence[Chain]) -> list[Sequence[int]]:
-        """See Guesser."""
         guesses: list[Sequence[int]] = []
         for chain in chains:
             count = min(chain.num_left - 1, self._max_num_tokens)
@@ -77,15 +74,14 @@ class NgramGuesses:
         return guesses
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """See Guesser."""
         for request_id in request_ids:
             self._told.pop(request_id, None)
 
     def close(self) -> None:
-        """Nothing is held."""
+        pass
 
     def _proposer(self, request_id: str, told: Sequence[int]) -> NgramProposer:
-        """Knows the told tokens, to which tokens are added until the request starts anew."""
+        """Knows the committed tokens, to which tokens are added until the request starts again."""
         known = self._told.get(request_id)
         if known is None or not known.is_prefix_of(told):
             known = self._told[request_id] = NgramProposer()
@@ -96,9 +92,7 @@ class NgramGuesses:
 class InnerEngine(SyncDraftEngine, Protocol):
     """The engine of a smaller model in the draft's process."""
 
-    def close(self) -> None:
-        """Closes the engine; idempotent."""
-        ...
+    def close(self) -> None: ...
 
 
 class ModelGuesses:
@@ -119,7 +113,6 @@ class ModelGuesses:
         self._told: dict[str, list[int]] = {}
 
     def guess(self, chains: Sequence[Chain]) -> list[Sequence[int]]:
-        """See Guesser."""
         guesses: list[Sequence[int]] = [()] * len(chains)
         asked = [
             index
@@ -131,13 +124,11 @@ class ModelGuesses:
         return guesses
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """See Guesser."""
         for request_id in request_ids:
             self._told.pop(request_id, None)
         self._engine.release(request_ids)
 
     def close(self) -> None:
-        """Closes the smaller model's engine."""
         self._engine.close()
 
     def _ask(self, chains: Sequence[Chain]) -> Iterator[Sequence[int]]:

@@ -56,7 +56,6 @@ class LoopedProposals:
 
     @property
     def shapes(self) -> tuple[LoopShape, ...]:
-        """Shapes of the captured work."""
         return self._loop.shapes
 
     def propose(self, proposing: Sequence[tuple[EngineSequence, Chain]]) -> bool:
@@ -113,7 +112,6 @@ class LoopedProposals:
         )
 
     def _compute_prompts(self, proposing: Sequence[tuple[EngineSequence, Chain]]) -> None:
-        """Computes what sequences lack, but for what a loop computes."""
         inputs: list[SequenceInput] = []
         left = self._max_rows
         for sequence, chain in proposing:

@@ -5,12 +5,12 @@ noise of their position, which all nodes of a depth share; so a node's first chi
 drawn there. The distances of the scores say how likely the target draws each of them, and the products along
 a path how likely its node is reached: nodes are added in that order.
 
-The nodes' K/V lie behind the sequence. Those of the *spine*, which takes the first child of every node, lie
+The nodes' K/V lie after the sequence. Those of the *spine*, which takes the first child of every node, lie
 where the sequence goes on, so that they stay computed when the verdict confirms them; what the verdict takes
 of other branches is computed again, in the forward that reads the verdict's own token::
 
-    sequence       KV indices behind it
-    [told tokens]  [spine: depth 0, 1, 2, ...][other nodes, in the order in which they were continued]
+    sequence       KV indices after it
+    [committed tokens]  [spine: depth 0, 1, 2, ...][other nodes, in the order in which they were continued]
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class _Node:
 
     token_id: int
     parent: int
-    """Index of the parent; -1: the last told token."""
+    """Index of the parent; -1: the last committed token."""
     depth: int
     logprob: float
     """Estimated log probability that it is reached."""
     is_spine: bool
     mask: int = 0
-    """Ancestors and itself among the rows behind the sequence; 0: its row is not computed."""
+    """Ancestors and itself among the rows after the sequence; 0: its row is not computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +71,18 @@ class TreeRow:
 
     @property
     def count(self) -> int:
-        """Children wanted."""
         return self.tree.num_children(self.node)
 
     @property
     def output_ids(self) -> list[int]:
         """The output that the children continue, draft tokens included, without the prompt."""
-        return [*self.tree.sequence.told_output_ids, *self.tree.behind, *self.tree.path(self.node)]
+        return [*self.tree.sequence.committed_output_ids, *self.tree.next_ids, *self.tree.path(self.node)]
 
     @property
     def group(self) -> RowGroup:
         """The row as it is sampled from."""
-        state = self.tree.sequence.told_state.fork()
-        state.advance((*self.tree.behind, *self.tree.path(self.node)))
+        state = self.tree.sequence.committed_state.fork()
+        state.advance((*self.tree.next_ids, *self.tree.path(self.node)))
         return chain_rows(state)
 
 
@@ -91,11 +90,11 @@ class DraftTree:
     """An item that asks for a tree.
 
     Args:
-        sequence: of the request, with nothing behind its told tokens.
+        sequence: of the request, with nothing after its committed tokens.
         budget: nodes, or a shape.
         depth: most tokens of a path.
         min_acceptance: least chance that one of the leaves is reached, at which nodes are added to them.
-        behind: tokens between what is told and the root's children.
+        next_ids: tokens between the committed ones and the root's children.
         rank_acceptance: by depth, the chance of each rank; empty: the scores of each row say it.
     """
 
@@ -106,14 +105,14 @@ class DraftTree:
         depth: int,
         *,
         min_acceptance: float,
-        behind: tuple[int, ...] = (),
+        next_ids: tuple[int, ...] = (),
         rank_acceptance: Sequence[Sequence[float]] = (),
     ) -> None:
         self.sequence = sequence
-        self.behind = behind
+        self.next_ids = next_ids
         self._rank_acceptance = rank_acceptance
-        self.start = sequence.num_tokens + len(behind)
-        """KV index of the first row behind the tokens that it continues."""
+        self.start = sequence.num_tokens + len(next_ids)
+        """KV index of the first row after the tokens that it continues."""
         self.num_wanted = min(depth, len(budget.widths)) if budget.widths else depth
         self._budget = budget
         self._min_acceptance = 0.0 if budget.widths else min_acceptance
@@ -124,7 +123,7 @@ class DraftTree:
         self._depth = 0
         """Nodes of the longest path so far."""
         self._num_slots = max(0, self.num_wanted - 1)
-        """Rows behind the sequence that are taken: first those of the spine, whether or not it gets there."""
+        """Rows after the sequence that are taken: first those of the spine, whether or not it gets there."""
         self._has_room = True
 
     def rows(self) -> list[TreeRow]:
@@ -132,12 +131,10 @@ class DraftTree:
         return [TreeRow(self, _ROOT)] if self.num_wanted > 0 else []
 
     def num_children(self, node: int) -> int:
-        """Most children of a node."""
         depth = 0 if node == _ROOT else self._nodes[node].depth + 1
         return self._budget.widths[depth] if self._budget.widths else CHILDREN
 
     def parent(self, node: int) -> int:
-        """Index of a node's parent; -1: the root."""
         return self._nodes[node].parent
 
     def path(self, node: int) -> list[int]:
@@ -189,7 +186,7 @@ class DraftTree:
         return [TreeRow(self, index) for index in growing], BranchStep(sequence, token_ids, visibility)
 
     def settle(self) -> DraftTokens:
-        """Makes the spine the sequence's tail, when all is drawn, frees the other rows' room; the tree."""
+        """Keeps the first chain's K/V, frees the rest, returns the tree."""
         sequence = self.sequence
         spine = [self._nodes[index] for index in self._kept() if self._nodes[index].is_spine]
         sequence.token_ids.extend(sequence.own_id(node.token_id) for node in spine)
@@ -218,7 +215,7 @@ class DraftTree:
         return sampling.grammar is not None and self._nodes[index].token_id in sampling.stop_token_ids
 
     def _place(self, index: int) -> bool:
-        """Gives a node's row its place behind the sequence. False: there is no room."""
+        """Gives a node's row its place after the sequence. False: there is no room."""
         node = self._nodes[index]
         if node.is_spine:
             slot = node.depth
@@ -231,7 +228,7 @@ class DraftTree:
         return True
 
     def _reserve(self, num_rows: int) -> bool:
-        """Room for so many rows behind the sequence; without it, the tree has fewer branches."""
+        """Room for ``num_rows`` after the sequence; without it, the tree has fewer branches."""
         if self._has_room:
             try:
                 self.sequence.block_table.reserve(self.start + num_rows)

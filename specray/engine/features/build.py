@@ -14,7 +14,7 @@ from specray.engine.features.remote.sending import FeatureSender
 from specray.engine.features.tap import FeatureTap
 from specray.engine.model.description import ModelArgs, describe
 from specray.engine.runner.assembly import DTYPES, model_args
-from specray.engine.runner.memory import Beside
+from specray.engine.runner.memory import DrafterMemory
 from specray.engine.runner.runner import ModelRunner
 from specray.engine.sampling.grammars import GrammarMasks
 
@@ -46,19 +46,19 @@ class DrafterPlan:
         return self.layout.feature_layers
 
     @property
-    def beside(self) -> Beside:
+    def drafter_memory(self) -> DrafterMemory:
         """Memory that it will take."""
         layout, shape = self.layout, self.shape
         if self.is_remote:
             num_bytes = layout.num_fuser_weights * self.item_bytes
-            return Beside(num_bytes, layout.feature_size * self.item_bytes)
+            return DrafterMemory(num_bytes, layout.feature_size * self.item_bytes)
         # A group's leader has a shard of the target's embedding and head, and reads both once more.
         num_again = 2 * shape.vocab_size * shape.hidden_size if self.args.tensor_parallel_size > 1 else 0
         num_bytes = (layout.num_weights + num_again) * self.item_bytes
         step_bytes = layout.mask_bytes(self.max_model_len, self.item_bytes)
         if isinstance(layout, BlockLayout):
             step_bytes = layout.logit_bytes(self.max_num_seqs, shape.vocab_size)
-        return Beside(num_bytes, layout.bytes_per_token(self.item_bytes), step_bytes)
+        return DrafterMemory(num_bytes, layout.bytes_per_token(self.item_bytes), step_bytes)
 
 
 def plan_drafter(config: TargetConfig, *, is_remote: bool = False) -> DrafterPlan | None:

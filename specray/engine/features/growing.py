@@ -119,8 +119,8 @@ def begin(request: DraftRequest, num_wanted: int, rank_acceptance: Sequence[Sequ
         rank_acceptance: of the drafter.
     """
     sequence = request.sequence
-    behind = () if request.next_token_id is None else (request.next_token_id,)
-    token_ids = [*sequence.token_ids, *behind]
+    next_ids = () if request.next_token_id is None else (request.next_token_id,)
+    token_ids = [*sequence.token_ids, *next_ids]
     blocks, num_valid = sequence.block_table.block_ids, sequence.num_drafted_for
     context = Context(token_ids.copy(), blocks, num_valid, num_wanted)
     if request.tree is not None and not sequence.sampling.draws_by_rejection:
@@ -129,13 +129,13 @@ def begin(request: DraftRequest, num_wanted: int, rank_acceptance: Sequence[Sequ
             request.tree,
             num_wanted,
             min_acceptance=request.min_acceptance,
-            behind=behind,
+            next_ids=next_ids,
             rank_acceptance=rank_acceptance,
         )
         return GrowingTree(context, tree)
-    state = sequence.told_state.fork()
-    state.advance(behind)
+    state = sequence.committed_state.fork()
+    state.advance(next_ids)
     # Log of 0 is minus infinity: no bound.
     min_logprob = math.log(request.min_acceptance) if request.min_acceptance > 0 else -math.inf
-    chain = Chain(state, token_ids, num_wanted, sequence=sequence, min_logprob=min_logprob, behind=behind)
+    chain = Chain(state, token_ids, num_wanted, sequence=sequence, min_logprob=min_logprob, next_ids=next_ids)
     return GrowingChain(context, chain)

@@ -1,4 +1,4 @@
-"""A tensor-parallel group: how its ranks meet, and how the leader tells the others what to run.
+"""A tensor-parallel group: how its ranks meet, and how the leader sends the others what to run.
 
 Meeting: rank 0 opens a store on a free port and reports its address; every rank joins through it. The
 group's collectives inside a forward use the default process group (gloo on CPU, NCCL on CUDA). What the
@@ -50,7 +50,7 @@ class _Kind(enum.IntEnum):
 
 
 class Received(NamedTuple):
-    """What the leader tells a follower to do."""
+    """Kind of a message to a follower."""
 
     work: list[SequenceInput] | CopyInput
     """A step, or a copy."""
@@ -224,7 +224,6 @@ class ParallelContext:
         self._send(_Kind.STEP, self._sent_tables.encode(inputs), moves)
 
     def send_draws(self, inputs: Sequence[SequenceInput], draws: list[int], moves: Moves = NO_MOVES) -> None:
-        """Leader: as ``send_step``, with draws from the step's logits."""
         self._send(_Kind.DRAW, [len(draws), *draws, *self._sent_tables.encode(inputs)], moves)
 
     def send_copy(self, copy: CopyInput, moves: Moves = NO_MOVES) -> None:

@@ -66,7 +66,7 @@ class RingChannel:
         try:
             self._ring.write(message, self._timeout_s)
         except TimeoutError as error:
-            raise RuntimeError(f"a rank reads no messages: {error}") from None
+            raise RuntimeError(f"a rank receives no messages: {error}") from None
 
     def receive(self) -> list[int]:
         """See :class:`Channel`."""

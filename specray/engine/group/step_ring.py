@@ -38,7 +38,7 @@ class StepRing:
 
     Args:
         memory: of the ring.
-        num_readers: readers beside the writer.
+        num_readers: readers besides the writer.
         reader: which of the readers this process is; None: the writer.
     """
 
@@ -104,7 +104,7 @@ class StepRing:
 
     def read(self, timeout_s: float) -> list[int]:
         """The next message. Raises TimeoutError when there is none for so long."""
-        assert self._reader is not None, "the writer reads nothing"
+        assert self._reader is not None, "the writer receives nothing"
         message: list[int] = []
         while True:
             _wait(lambda: int(self._counts[0]) > self._count, timeout_s)

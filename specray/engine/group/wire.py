@@ -100,12 +100,10 @@ def _num_equal(known: Sequence[int], block_ids: Sequence[int]) -> int:
 
 
 def encode_copy(copy: CopyInput) -> list[int]:
-    """A copy as integers."""
     sources = copy.source_block_ids
     return [copy.first, copy.num_tokens, len(sources), *sources, *copy.destination_block_ids]
 
 
 def decode_copy(encoded: Sequence[int]) -> CopyInput:
-    """The inverse of :func:`encode_copy`."""
     first, num_tokens, num_sources = encoded[:3]
     return CopyInput(encoded[3 : 3 + num_sources], encoded[3 + num_sources :], first, num_tokens)

@@ -39,7 +39,7 @@ from specray.engine.model.quantized.formats import WeightFormats
 from specray.engine.model.quantized.operator_set import OperatorSet, operator_set
 from specray.engine.runner.cuda_graphs import SEQUENCES, WIDTHS, Bucket, CudaCapture, GraphedForward
 from specray.engine.runner.gpu_claim import claim_gpu, name_of, warn_of_turns
-from specray.engine.runner.memory import NOTHING_BESIDE, Beside, CudaMemory, cache_bytes, naming
+from specray.engine.runner.memory import NO_DRAFTER, CudaMemory, DrafterMemory, cache_bytes, naming
 from specray.engine.runner.runner import ModelRunner, RunnerInfo
 from specray.engine.step import CacheShape, Forward
 from specray.errors import ConfigError
@@ -63,15 +63,15 @@ def build_runner(
     role: str,
     parallel: ParallelContext | None = None,
     feature_layers: tuple[int, ...] = (),
-    beside: Beside = NOTHING_BESIDE,
+    drafter_memory: DrafterMemory = NO_DRAFTER,
 ) -> ModelRunner:
     """Loads the model and prepares everything that a first step needs.
 
     Args:
         role: ``draft`` or ``target``: which of the embedded pair ``embedded`` means.
         parallel: this process's place in a tensor-parallel group; every rank calls this with the same config.
-        feature_layers: layers whose input every forward gives beside its logits.
-        beside: memory that is to be left for a drafter.
+        feature_layers: layers whose input every forward gives besides its logits.
+        drafter_memory: memory that is to be left for a drafter.
 
     Raises:
         ConfigError: names the setting, its value and what is allowed.
@@ -95,8 +95,8 @@ def build_runner(
         )
     block_size = _block_size(config, loaded, backend)
     provisional = _info(config, loaded, forward, block_size, 0, tensor_parallel_size, backend)
-    wanted_bytes = _cache_bytes(config, provisional, forward, parallel, beside)
-    num_blocks = _num_blocks(config, loaded, forward.cache_shape, block_size, wanted_bytes, beside)
+    wanted_bytes = _cache_bytes(config, provisional, forward, parallel, drafter_memory)
+    num_blocks = _num_blocks(config, loaded, forward.cache_shape, block_size, wanted_bytes, drafter_memory)
     info = replace(provisional, num_blocks=num_blocks)
     with naming(lambda: f"cache_memory_gib is {config.cache_memory_gib}; lower it"):
         # The last block is for rows of captured forwards that belong to nobody.
@@ -164,7 +164,7 @@ def model_args(config: EngineConfig, role: str, tensor_parallel_size: int) -> Mo
 
 
 def _with_threads_left(runner: ModelRunner) -> ModelRunner:
-    """Takes from torch the threads that its operators do not need beside those of the kernels."""
+    """Takes from torch the threads that its operators do not need besides those of the kernels."""
     if runner.has_cpu_graphs:
         info = runner.info
         num_logits = info.vocab_size if info.token_ids is None else len(info.token_ids)
@@ -215,13 +215,13 @@ def _cache_bytes(
     info: RunnerInfo,
     forward: Forward,
     parallel: ParallelContext | None,
-    beside: Beside,
+    drafter_memory: DrafterMemory,
 ) -> int:
     memory = CudaMemory(info.device) if info.device.type == "cuda" else None
     peak_step = partial(_run_peak_step, config, info, forward)
     # While a step runs, a sequence has a state more than those that are kept.
     states = config.max_num_seqs * forward.cache_shape.state_bytes
-    reserved = beside.weight_bytes + beside.step_bytes + states
+    reserved = drafter_memory.weight_bytes + drafter_memory.step_bytes + states
     found = cache_bytes(config, memory, info.vocab_size, peak_step, reserved)
     # Ranks must have equally many blocks, and the leader's own memory is not the others'.
     return found if parallel is None or memory is None else parallel.least(found)
@@ -344,9 +344,9 @@ def _num_blocks(
     shape: CacheShape,
     block_size: int,
     num_bytes: int,
-    beside: Beside,
+    drafter_memory: DrafterMemory,
 ) -> int:
-    per_token = beside.bytes_per_token + bytes_per_token(shape, loaded.dtype)
+    per_token = drafter_memory.bytes_per_token + bytes_per_token(shape, loaded.dtype)
     per_block = block_size * per_token
     per_sequence = -(-loaded.max_model_len // block_size)
     state_bytes = _state_bytes(config, shape, num_bytes)

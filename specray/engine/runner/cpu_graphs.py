@@ -132,7 +132,7 @@ class CpuGraphForward:
         return ForwardOutput(logits[: len(kept)], features)
 
     def _shape(self, num_rows: int, first: int) -> _Shape:
-        """Returns the shape of the graph for so many rows, of which those from ``first`` on want logits."""
+        """Returns the shape of the graph for that many rows, of which those from ``first`` on want logits."""
         if not self._is_packed:
             return num_rows, num_rows - first
         rows = _made_up(num_rows, _FURTHER_ROWS) if num_rows > HEIGHT else num_rows
@@ -142,7 +142,6 @@ class CpuGraphForward:
         return rows, min(rows, _made_up(wanted, _FURTHER_ROWS if wanted > HEIGHT else _LOGIT_ROWS))
 
     def _is_due(self, shape: _Shape) -> bool:
-        """Counts runs of a shape without a graph: whether this one is to be captured."""
         if len(self._num_runs) == _MAX_COUNTED:
             self._num_runs.clear()
         self._num_runs[shape] += 1
@@ -167,7 +166,6 @@ class CpuGraphForward:
 
 
 def _made_up(number: int, step: int) -> int:
-    """The next multiple."""
     return -(-number // step) * step
 
 

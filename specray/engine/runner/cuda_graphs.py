@@ -1,4 +1,4 @@
-"""Forwards of a fixed shape, captured once and replayed: at few rows a GPU is faster than the host beside it.
+"""Forwards of a fixed shape, captured once and replayed: at few rows a GPU is faster than its host.
 
 A step's sequences and its widest one are rounded up to the sizes of a *bucket*. Each bucket has its own
 tensors, at fixed places, that describe the step, and a capture of the whole forward that reads them; a replay
@@ -126,7 +126,6 @@ class GraphedForward:
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """Those captured so far."""
         return tuple(bucket for bucket, prepared in self._prepared.items() if prepared.is_captured)
 
     def bucket_for(self, inputs: Sequence[SequenceInput]) -> Bucket | None:
@@ -196,7 +195,7 @@ class GraphedForward:
         host.fill((), ())
         on_device.load(host)
         if self._logits is None:
-            # Before any capture, whose memory it must not be: a first forward tells how wide logits are.
+            # Before any capture, whose memory it must not be: a first forward shows how wide logits are.
             logits = forward(None).logits
             self._logits = logits.new_empty(MAX_ROWS, logits.shape[1])
         kept = self._logits[: shape.num_rows]

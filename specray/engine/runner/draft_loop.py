@@ -1,7 +1,7 @@
 """All forwards and draws of a proposal as one captured piece of work: the host waits once for K tokens.
 
 The host writes a step of few rows per sequence (what the sequence lacks, its last token included), its block
-tables and the numbers that draws depend on. Everything behind that stays on the device: a draw gives the
+tables and the numbers that draws depend on. Everything else stays on the device: a draw gives the
 token of the next forward, whose position and slot follow from those before. Rows of sequences that want fewer
 tokens, or that belong to nobody, write to a spare slot.
 """
@@ -30,7 +30,7 @@ from specray.engine.step import AttentionStep, Forward, PagedBatch, SequenceRows
 _log = logging.getLogger(__name__)
 
 MAX_WIDTH = 2
-"""Tokens that a sequence may lack: after a round, the last accepted token and the one behind it."""
+"""Tokens that a sequence may lack: after a round, the last accepted token and the one after it."""
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8)
 """Draft tokens of a piece of work; longer proposals take several."""
 _CUT_LENGTHS = (4, 8)
@@ -57,7 +57,7 @@ class LoopShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoopRow:
-    """What one sequence's proposal depends on beside its tokens."""
+    """What one sequence's proposal depends on besides its tokens."""
 
     num_wanted: int
     """Draft tokens, at least 1."""
@@ -70,14 +70,14 @@ class LoopRow:
 
 
 class LoopAnswer(NamedTuple):
-    """What was drawn, on the host; draws behind those that a sequence wants mean nothing."""
+    """What was drawn, on the host; draws after those that a sequence wants mean nothing."""
 
     token_ids: list[list[int]]
     """Token of each draw and sequence: ``[num_tokens][num_sequences]``."""
     leads: list[list[float]]
     """How far each token leads, as ``draws.Draw`` has it."""
     truncated: list[list[list[float]]]
-    """Support and probabilities, behind each other, of each draw and sequence; empty without truncation."""
+    """Support and probabilities, one after the other, of each draw and sequence; empty without truncation."""
 
 
 def loop_shapes(max_num_sequences: int, max_num_tokens: int | None) -> list[LoopShape]:
@@ -125,7 +125,7 @@ class _Numbers:
         return numbers
 
     def fill(self, rows: Sequence[LoopRow]) -> None:
-        """Writes the rows, and padding behind them."""
+        """Writes the rows, and padding after them."""
         nothing = LoopRow(0, (0, 0, NO_NOISE), (1.0, 0.0, 1.0, -np.inf))
         padded = [*rows, *[nothing] * (len(self.words) - len(rows))]
         own = [row.truncated_key for row in padded]
@@ -136,7 +136,6 @@ class _Numbers:
         self.settings.copy_(torch.tensor([row.settings for row in padded], dtype=torch.float64))
 
     def table(self, cuts: bool) -> RowTable:
-        """The row table of the first draw."""
         divisors, top_k, top_p, log_min_p = self.settings.T.contiguous().unbind(0)
         return RowTable(self.keys.contiguous(), divisors, top_k.long(), top_p, log_min_p, cuts)
 
@@ -191,7 +190,6 @@ class DraftLoop:
 
     @property
     def shapes(self) -> tuple[LoopShape, ...]:
-        """Those captured."""
         return tuple(self._prepared)
 
     @torch.inference_mode()
@@ -226,7 +224,7 @@ class DraftLoop:
         """The smallest captured shape that holds a proposal, or as much of its beginning as any does.
 
         Returns:
-            None where nothing was captured for so many sequences of this kind.
+            None where nothing was captured for that many sequences of this kind.
         """
         wanted = LoopShape(num_sequences, num_tokens, cuts, truncates)
         if wanted not in self._chosen:
@@ -284,7 +282,7 @@ class DraftLoop:
         on_device.load(host)
         numbers = _Numbers.empty(count, self._device)
         # One copy of both to the device would need one tensor of both; two small ones cost the same to the K
-        # forwards behind them.
+        # forwards after them.
         on_host = _Numbers.empty(count, torch.device("cpu"))
 
         def work() -> Tensor:
@@ -329,7 +327,6 @@ class DraftLoop:
         return torch.cat((chosen[:, None], columns[:, 1:], truncated[:, 1:]), -1)
 
     def _next_step(self, index: int, token_ids: Tensor, first: PagedBatch, num_wanted: Tensor) -> Step:
-        """The forward of the tokens that the draw ``index`` gave."""
         is_active = num_wanted > index + 1
         positions = torch.where(is_active, first.lengths + index, 0).int()
         size = self._cache.block_size
@@ -352,6 +349,6 @@ class DraftLoop:
 
 
 def _behind(keys: Tensor, count: int) -> Tensor:
-    """Keys of draws so many positions later."""
+    """Noise keys shifted by n positions."""
     seeds, positions, purposes = keys.unbind(-1)
     return torch.stack((seeds, positions + count, purposes), -1)

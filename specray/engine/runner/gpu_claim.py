@@ -42,7 +42,7 @@ def claim_gpu(config: EngineConfig, role: str, gpu: str, *, directory: Path | No
         return
     kind = fcntl.LOCK_SH if config.shares_gpu else fcntl.LOCK_EX
     try:
-        # A lock of the process: an engine beside another in one process is no accident.
+        # A lock of the process: a second engine in one process is no accident.
         fcntl.lockf(descriptor, kind | fcntl.LOCK_NB)
     except OSError:
         holders = " and ".join(line for line in _lines(descriptor) if _process_of(line) != os.getpid())
@@ -57,7 +57,7 @@ def claim_gpu(config: EngineConfig, role: str, gpu: str, *, directory: Path | No
 
 
 def warn_of_turns(config: EngineConfig, role: str) -> None:
-    """Warns of an engine on a part of a GPU, where nothing lets its process compute beside others."""
+    """Warns of an engine on a part of a GPU, where nothing lets its process compute next to others."""
     pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or _MPS_PIPES)
     if config.shares_gpu and not (pipes / "control").exists():
         _log.warning(
@@ -70,7 +70,6 @@ def warn_of_turns(config: EngineConfig, role: str) -> None:
 
 
 def _lines(descriptor: int) -> list[str]:
-    """Claims of processes that still run."""
     text = os.pread(descriptor, 4096, 0).decode("utf-8", "replace")
     return [line for line in text.splitlines() if _is_running(_process_of(line))]
 

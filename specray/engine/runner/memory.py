@@ -29,8 +29,8 @@ class Usage(NamedTuple):
     """Bytes that this process holds."""
 
 
-class Beside(NamedTuple):
-    """What a drafter on the target takes beside it."""
+class DrafterMemory(NamedTuple):
+    """Memory of a drafter in the target's process."""
 
     weight_bytes: int = 0
     bytes_per_token: int = 0
@@ -39,8 +39,8 @@ class Beside(NamedTuple):
     """Bytes of the largest tensors of one of its steps."""
 
 
-NOTHING_BESIDE = Beside()
-"""No drafter beside the target."""
+NO_DRAFTER = DrafterMemory()
+"""No drafter."""
 
 
 class DeviceMemory(Protocol):
@@ -51,7 +51,7 @@ class DeviceMemory(Protocol):
         ...
 
     def peak_of(self, work: Callable[[], object]) -> int:
-        """Bytes that some work takes at most, beside what is there before it."""
+        """Bytes that some work takes at most, besides what is there before it."""
         ...
 
 

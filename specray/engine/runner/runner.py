@@ -53,7 +53,7 @@ class RunnerInfo:
     token_ids: NDArray[np.int64] | None = None
     """Token ids of the logits, ascending; None: all of the vocabulary."""
     mask_token_id: int | None = None
-    """Token behind which a draft predicts what it stands for (PARD); None: it has none."""
+    """PARD mask token id; None: the model has none."""
     attention: str = ""
     """Name of the paged attention backend; empty: attention runs sequence by sequence."""
 
@@ -98,12 +98,10 @@ class ModelRunner:
 
     @property
     def states(self) -> StateCache | None:
-        """See ``schedule.Runner``."""
         return self.cache.states if self.forward.cache_shape.state_bytes else None
 
     @property
     def is_group(self) -> bool:
-        """True if other ranks run what this one runs."""
         return self._parallel is not None
 
     @torch.inference_mode()
@@ -233,7 +231,7 @@ class ModelRunner:
 
     def move_tokens(self, block_ids: Sequence[int], sources: Sequence[int], first: int) -> None:
         """Moves the K/V at some KV indices of a sequence to those from ``first`` on, before the next step or
-        copy, with which the other ranks are told.
+        copy, with which it is sent to the other ranks.
 
         Args:
             block_ids: of the sequence.
@@ -248,7 +246,7 @@ class ModelRunner:
     @torch.inference_mode()
     def settle_moves(self) -> None:
         """Moves at once what waits for the next step; only where there are no other ranks."""
-        assert self._parallel is None, "other ranks are told of moves with a step"
+        assert self._parallel is None, "other ranks receive moves with a step"
         self._move(self._take_moves())
 
     def _take_moves(self) -> Moves:

@@ -96,7 +96,7 @@ class SamplingState:
         return copy
 
 
-class ToldTokens(Protocol):
+class CommittedTokens(Protocol):
     """What the router has sent of a request whose sequence holds other tokens: a draft's view of it."""
 
     @property

@@ -44,7 +44,7 @@ from specray.types import EngineInfo, TargetReplies, TargetReply, TokenLogprobs,
 
 _log = logging.getLogger(__name__)
 _SHARED_TOKENS = 64
-"""Equal first tokens from which on prompts of one step share work: one is computed first."""
+"""Minimum common prefix for prompts of one step to share prefill."""
 Answer = tuple[int, TargetReply]
 """Index of an item in its batch, and the reply to it."""
 
@@ -180,7 +180,7 @@ class TargetEngine(RunnerEngine):
         return window
 
     def _cut_tree(self, item: VerifyItem) -> DraftTokens:
-        """The part of a tree that can be verified: all that fits behind the sequence.
+        """The part of a tree that can be verified: all that fits after the sequence.
 
         Of one that was sampled, or where layers are recurrent, that is its first chain. It is exact, as any
         chain is: what is cut off is not verified, and a first child is drawn as if it were alone.
@@ -194,7 +194,9 @@ class TargetEngine(RunnerEngine):
         if self._group_draws is None or any(_takes_logits(entry) for entry in scheduled):
             return None
         groups = [
-            draft_rows(entry.sequence.told_state, entry.draft) for entry in scheduled if entry.item.sample
+            draft_rows(entry.sequence.committed_state, entry.draft)
+            for entry in scheduled
+            if entry.item.sample
         ]
         own_token_ids = self._group_draws.run([entry.work for entry in scheduled], groups)
         if own_token_ids is not None:
@@ -210,7 +212,7 @@ class TargetEngine(RunnerEngine):
                 continue
             own = own_token_ids[start : start + entry.num_sampled]
             start += entry.num_sampled
-            verified = accept_own(own, draft_rows(entry.sequence.told_state, entry.draft))
+            verified = accept_own(own, draft_rows(entry.sequence.committed_state, entry.draft))
             yield entry.index, self._commit(entry, torch.empty(0, 0), verified, ())
 
     def _run(self, scheduled: Sequence[Scheduled]) -> Tensor | None:
@@ -255,7 +257,7 @@ class TargetEngine(RunnerEngine):
                 yield entry.index, failure_reply(entry.item, error)
 
     def _take_windows(self, scheduled: Sequence[Scheduled], logits: Tensor) -> Tensor:
-        """Gives what the target said behind windows to those who look ahead; the other rows of logits."""
+        """Hands the windows' rows of logits to lookahead decoding; returns the other rows."""
         if all(entry.window is None for entry in scheduled):
             return logits
         kept: list[Tensor] = []
@@ -276,7 +278,6 @@ class TargetEngine(RunnerEngine):
     def _draft(
         self, drafting: TargetDrafting, scheduled: Sequence[Scheduled], answers: Mapping[int, TargetReply]
     ) -> Iterator[Answer]:
-        """Adds what the drafter expects next to the verdicts of those who ask for it."""
         asked: list[tuple[int, DraftRequest]] = []
         for entry in scheduled:
             request = draft_request(entry.item, entry.sequence, answers[entry.index])
@@ -291,7 +292,7 @@ class TargetEngine(RunnerEngine):
     def _with_features(
         self, features: FeatureSender, scheduled: Sequence[Scheduled], answers: Mapping[int, TargetReply]
     ) -> Iterator[Answer]:
-        """Adds the rows of features that items ask for to their verdicts."""
+        """Adds requested feature rows to verdicts."""
         asked = [
             (entry, verdict)
             for entry in scheduled
@@ -305,7 +306,7 @@ class TargetEngine(RunnerEngine):
     def _verify(self, sampled: Sequence[Scheduled], logits: Tensor) -> list[Verified]:
         rounds = [
             Round(
-                draft_rows(entry.sequence.told_state, entry.draft, token_masks=self._token_masks(entry)),
+                draft_rows(entry.sequence.committed_state, entry.draft, token_masks=self._token_masks(entry)),
                 entry.draft.token_ids,
                 entry.draft.probs,
             )
@@ -314,7 +315,6 @@ class TargetEngine(RunnerEngine):
         return self._sampler.verify(logits, rounds)
 
     def _token_masks(self, entry: Scheduled) -> TokenMasks | None:
-        """What the request's grammar allows each row; None without one. Raises SpecrayError."""
         sampling, sequence = entry.sequence.sampling, entry.sequence
         if sampling.grammar is None:
             return None
@@ -376,7 +376,7 @@ class TargetEngine(RunnerEngine):
 
 
 def _takes_logits(entry: Scheduled) -> bool:
-    """True if more is wanted of a step than its draws, or if what may be drawn is known only behind it."""
+    """Whether a step's logits are needed besides its draws, or grammars depend on them."""
     sampling = entry.sequence.sampling
     return (
         bool(entry.scored)

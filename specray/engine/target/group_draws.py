@@ -1,6 +1,6 @@
 """Draws of a group's target whose ranks exchange their best tokens instead of their logits.
 
-That takes draws which are told with the step: greedy and coupled ones, whole and unprocessed. Whatever needs
+That takes draws that are sent with the step: greedy and coupled ones, whole and unprocessed. Whatever needs
 a row of logits in one place goes the usual way.
 """
 

@@ -32,7 +32,7 @@ class Scheduled:
     """What is verified of the item's draft."""
     sequence: EngineSequence
     window: WindowRows | None = None
-    """Rows of lookahead decoding behind the draft's; None: there are none."""
+    """Rows of lookahead decoding after the draft's; None: there are none."""
 
     @property
     def num_window_rows(self) -> int:
@@ -49,7 +49,6 @@ class Scheduled:
 
     @property
     def num_sampled(self) -> int:
-        """Rows from which tokens are drawn."""
         return len(self.draft.token_ids) + 1 if self.item.sample else 0
 
     @property

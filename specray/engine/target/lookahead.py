@@ -1,4 +1,4 @@
-"""Lookahead decoding: n-grams that the target makes of its own guesses, beside every step.
+"""Lookahead decoding: n-grams that the target makes of its own guesses, in every step.
 
 Fu et al.: *Break the sequential dependency of LLM inference using lookahead decoding*, 2024 (arXiv
 2402.02057). Behind the last committed token lies a *window* of guesses: ``width`` columns, and a level for
@@ -9,7 +9,7 @@ its own column below it, and level 0 up to there::
     level 1       b0   b1   b2        c1 sees the prefix, the root, a1, b1
     level 0     root   a1   a2
 
-So the window is a tree, and rides in the forward that verifies draft tokens. What the target says behind the
+So the window is a tree, and rides in the forward that verifies draft tokens. The target's tokens after the
 last level ends an n-gram in each column. Then all levels move down by one and the new tokens are the last: a
 Jacobi iteration, of which the levels are the last few. The n-grams go into the request's pool, as do those of
 its prompt and output; those that begin with the next token are proposed.
@@ -53,7 +53,6 @@ class NgramPool:
             del kept[next(iter(kept))]
 
     def add_text(self, token_ids: Sequence[int]) -> None:
-        """Takes all n-grams of a text."""
         for start in range(len(token_ids) - self._ngram_len + 1):
             self.add(token_ids[start : start + self._ngram_len])
 
@@ -112,8 +111,8 @@ class GuessWindow:
         """Moves all levels down by one.
 
         Args:
-            root: the token behind which the window lay.
-            outputs: the best token behind each row of the last level, column by column.
+            root: the token after which the window lay.
+            outputs: the best token after each row of the last level, column by column.
 
         Returns:
             The n-grams that the columns have become; none until all levels are there.
@@ -132,7 +131,7 @@ class GuessWindow:
 
 @dataclass(frozen=True, slots=True)
 class WindowRows:
-    """The rows of a window in one step, behind the rows of draft tokens."""
+    """The rows of a window in one step, after the rows of draft tokens."""
 
     token_ids: Sequence[int]
     parents: Sequence[int]
@@ -158,10 +157,10 @@ class Lookahead:
         """Tokens whose n-grams are in the pool."""
 
     def rows(self, token_ids: Sequence[int], num_drafts: int, *, room: int) -> WindowRows | None:
-        """The window's rows behind some draft tokens; None: they do not fit.
+        """The window's rows after some draft tokens; None: they do not fit.
 
         Args:
-            token_ids: all that the target was told.
+            token_ids: the committed tokens.
             room: rows that fit, those of draft tokens included.
         """
         if self._window is None:
@@ -175,7 +174,7 @@ class Lookahead:
         return WindowRows(tokens, parents, window.num_columns - is_single, is_single)
 
     def take(self, root: int, outputs: Sequence[int]) -> None:
-        """Takes what the target said behind the window."""
+        """Takes the target's tokens after the window."""
         assert self._window is not None, "there were rows"
         for ngram in self._window.advance(root, outputs):
             self._pool.add(ngram)
@@ -192,6 +191,6 @@ class Lookahead:
         start = max(0, count - self.budget.ngram_len + 1)
         self._pool.add_text(token_ids[start:])
         self._known = list(token_ids)
-        # Beside them the window must fit.
+        # Besides them the window must fit.
         num_nodes = min(self.budget.max_guess_rows, MAX_DRAFT_NODES - self.budget.max_window_rows)
         return self._pool.draft(token_ids[-1], num_nodes=num_nodes)

@@ -44,7 +44,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of the tiny model, made by a process of its own."""
     directory = tmp_path_factory.mktemp("models")
     path = write_gguf(directory / "my tiny.gguf", values={"tokenizer.ggml.eot_token_id": 0})
-    # Beside the file, but not part of it.
+    # Next to the file, but not part of it.
     (directory / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
     (directory / "config.json").write_text('{"model_type": "gpt2"}')
     listener = Recorder()

@@ -19,7 +19,7 @@ from specray.engine.cpu.thread_pool import as_pointer
 MAX_QUERIES = 32
 """Maximum query heads times rows at once, so that their scores stay in L2."""
 NO_SINK = np.float32(-1e30)
-"""Score that weighs nothing beside any other."""
+"""Score that weighs nothing next to any other."""
 _LINE = 64
 """Bytes of a cache line."""
 

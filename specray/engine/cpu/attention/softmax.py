@@ -29,7 +29,7 @@ def softmax_kernel() -> Any:
     ) -> None:
         """Turns the scores of what a row sees (``attend.seen``) into unnormalised weights.
 
-        Hidden tokens get about 0. The normalising factor is written behind the row; the sink, a further score
+        Hidden tokens get about 0. The normalising factor is written after the row; the sink, a further score
         without a value, is a part of it.
         """
         begin = first // TILE * TILE

@@ -22,5 +22,4 @@ class Span:
 
     @property
     def end(self) -> int:
-        """KV index after the last row."""
         return self.visibility[-1].kv_index + 1 if self.visibility else self.start + self.num_rows

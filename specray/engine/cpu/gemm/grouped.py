@@ -33,7 +33,7 @@ class TiledGroup:
         self._biases = np.array([each.bias.data_ptr() for each in products])
 
     def takes(self, counts: NDArray[np.int64]) -> bool:
-        """Whether so many rows of layers can be multiplied at once."""
+        """Whether ``num_rows`` of layers can be multiplied at once."""
         most = self._any.max_flat_rows
         return most is None or int(counts.max()) <= most
 
@@ -68,6 +68,5 @@ class TiledGroup:
 
 
 def group(layers: Sequence[object]) -> TiledGroup | None:
-    """The layers as one; None: the kernel is not that of every one of them."""
     tiled = [layer for layer in layers if isinstance(layer, TiledLinear | TiledGate)]
     return TiledGroup(tiled) if len(tiled) == len(layers) and tiled else None

@@ -202,7 +202,6 @@ class TiledLinear:
         return self.product.run(rows, torch.bfloat16)
 
     def precise(self, rows: torch.Tensor) -> torch.Tensor:
-        """The layer with float32 output, not rounded."""
         return self.product.run(rows, torch.float32)
 
     def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ class PackedRows:
     """bfloat16 rows in blocks.
 
     Args:
-        data: ``[groups, blocks, height, 32]``; undefined behind the last row.
+        data: ``[groups, blocks, height, 32]``; undefined after the last row.
     """
 
     data: torch.Tensor
@@ -95,7 +95,6 @@ class FlatRows:
 
 
 def packed_shape(num_rows: int, num_features: int) -> tuple[int, int, int, int]:
-    """Shape of packed rows' data."""
     return -(-num_rows // HEIGHT), num_features // BLOCK, min(num_rows, HEIGHT), BLOCK
 
 

@@ -88,13 +88,11 @@ def stream(register: int) -> Callable[[int, int], None]:
 
 
 def store(register: int) -> Callable[[int, int], None]:
-    """``(address, bytes between rows)``."""
     function: Callable[[int, int], None] = _transfer("tilestored64", register)
     return function
 
 
 def zero(register: int) -> Callable[[], None]:
-    """Sets a register to 0."""
     function: Callable[[], None] = _command("tilezero", register)
     return function
 

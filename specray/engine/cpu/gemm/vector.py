@@ -83,7 +83,7 @@ def multiply_kernel(shape: Shape, finish: Any) -> tuple[Any, Any, Any]:
     ``multiply(rows, steps, weight, sums, num_rows, num_blocks, blocks, end, then, due)`` adds ``rows @
     panel`` over blocks ``[blocks[0], blocks[1])`` to the sums; block 0 starts them. ``rows``, ``weight`` (the
     panel) and ``sums`` ``[num_rows, 32]`` are addresses; ``steps`` are bytes to the next row and to the next
-    block of features; ``end`` is the address behind the last weight that this thread will read soon.
+    block of features; ``end`` is the address after the last weight that this thread will read soon.
     Meanwhile it may call ``finish(then, first, last)`` for rows of an earlier panel. ``due`` is a clock and
     its increment per product of 32 rows with a block, in ``1 << CLOCK_BITS``ths of a row. Returns the new
     clock.

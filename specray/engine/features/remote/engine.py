@@ -82,7 +82,7 @@ class FeatureDraftEngine(Speculating[_Task]):
         check_logits(self._drafter.start(self._store, [context]))
 
     def _admit(self, item: SpeculateItem) -> _Task:
-        check_speculation(item, self._info, num_told_ids=self._info.vocab_size)
+        check_speculation(item, self._info, num_item_ids=self._info.vocab_size)
         item = item.of_first_chain()
         limit = self._info.max_model_len
         first, last = wanted_rows(item, limit) if item.fanout else (0, -1)

@@ -94,7 +94,7 @@ def toy_viewer(
     engine = make(
         runner,
         told,
-        told=told,
+        router_info=told,
         device=CPU,
         vocabulary=None if mode == "same" else ToyVocabulary(),
         window=None if window is None else DraftWindow(window),

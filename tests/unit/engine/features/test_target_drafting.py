@@ -247,7 +247,7 @@ def test_the_mask_of_a_long_prompts_last_rows_has_its_memory(llama: Path, eagle:
     plan = plan_drafter(parse_config({"target": settings}).target)
     assert plan is not None
     # 64 rows of two query heads for each key head see 64 tokens: a float32 and a boolean each.
-    assert plan.beside.step_bytes == 64 * 2 * 64 * 5
+    assert plan.drafter_memory.step_bytes == 64 * 2 * 64 * 5
 
 
 def test_grammars_are_asked_for_the_place_of_each_draft_token(llama: Path, eagle: Path) -> None:

@@ -127,7 +127,7 @@ def test_a_tree_of_a_number_has_the_likeliest_nodes_and_a_depth(llama: Path, eag
 def test_a_node_alone_at_its_depth_is_a_chain_only_if_nothing_lies_between(
     ancestors: int, is_chain: bool
 ) -> None:
-    """Beside the first chain a node lies further back, and must not see what lies before it."""
+    """Besides the first chain a node lies further back, and must not see what lies before it."""
     context = Context([1] * 11, range(4), 10)
     continued = Continued(context, (5,), (0,), (Visibility(11, 11, ancestors),))
     assert continued.is_chain == is_chain

@@ -13,7 +13,7 @@ import torch
 from specray.config import EngineConfig
 from specray.engine.runner import assembly
 from specray.engine.runner.cuda_graphs import MAX_ROWS
-from specray.engine.runner.memory import Beside, Usage, cache_bytes
+from specray.engine.runner.memory import DrafterMemory, Usage, cache_bytes
 from specray.engine.step import CacheShape
 from specray.errors import ConfigError
 from tests.unit.engine.model.checkpoints import write_checkpoint
@@ -69,7 +69,7 @@ def test_auto_leaves_room_for_a_drafter_and_for_the_states_of_a_step(monkeypatch
     info: Any = SimpleNamespace(device=torch.device("cuda"), vocab_size=VOCAB_SIZE)
     forward: Any = SimpleNamespace(cache_shape=CacheShape(1, 1, 8, state_bytes=2_000_000))
     config = EngineConfig(max_num_seqs=10)
-    found = assembly._cache_bytes(config, info, forward, None, Beside(GIB, 7, step_bytes=78_000_000))
+    found = assembly._cache_bytes(config, info, forward, None, DrafterMemory(GIB, 7, step_bytes=78_000_000))
     assert found == int(0.92 * (58 * GIB - LOGITS - 78_000_000 - 10 * 2_000_000))
 
 

@@ -119,6 +119,6 @@ def test_a_sequence_keeps_the_state_of_what_was_told(kind: SamplingParams, seed:
         else:
             sequence.truncate(source.randint(0, len(sequence.token_ids)))
         if source.random() < 0.5:
-            check(sequence.told_state, sequence.token_ids[: sequence.num_tokens])
+            check(sequence.committed_state, sequence.token_ids[: sequence.num_tokens])
     sequence.set_sampling(KINDS[3])
-    check(sequence.told_state, sequence.token_ids[: sequence.num_tokens])
+    check(sequence.committed_state, sequence.token_ids[: sequence.num_tokens])

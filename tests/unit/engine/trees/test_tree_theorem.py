@@ -123,7 +123,7 @@ def test_a_tree_that_is_computed_in_pieces_is_the_same_tree(rounds: list[Shape],
 @settings(max_examples=10, deadline=None)
 @given(rounds=st.lists(ROUNDS, min_size=3, max_size=3))
 def test_sequences_with_trees_and_chains_share_steps_and_may_be_lost(rounds: list[list[Shape]]) -> None:
-    """Beside each other: trees, a chain, prompts in pieces; one is released in between, two have one id."""
+    """Next to each other: trees, a chain, prompts in pieces; one is released in between, two have one id."""
     target, runner = toy_target(max_num_batched_tokens=48)
     sessions = [
         Session(name, (PROMPT * 3)[: 9 + 5 * i], replace(sampling, num_prompt_tokens=9 + 5 * i))

@@ -39,7 +39,7 @@ def ask(how: str, *, model: ToyModel = CHANGING, max_tokens: int = 100, **option
 def test_predicted_output_comes_in_windows_and_the_draft_is_not_asked() -> None:
     output, pair = ask("equal")
     assert output.stats.num_spec_steps == pair.target.num_steps <= 10
-    # Beside the last window's, whose end is the output's, nothing was drafted in vain.
+    # Besides the last window's, whose end is the output's, nothing was drafted in vain.
     assert of_source(pair, PREDICTION)[1:] == (100 - pair.target.num_steps,) * 2
     # It reads the prompt, to be ready.
     assert of_source(pair, "model") == (0, 0, 0) and pair.draft.num_steps <= 2

@@ -40,7 +40,6 @@ _MAX_HEAD_DIM = 128
 
 
 def fits(head_dim: int) -> bool:
-    """Whether heads of this size fit the tile registers."""
     return head_dim % 32 == 0 and head_dim <= _MAX_HEAD_DIM
 
 

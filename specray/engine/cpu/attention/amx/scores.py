@@ -36,7 +36,7 @@ def pack_kernel(head_dim: int) -> Any:
 
     @kernel()
     def pack(args: Any, work: Work, queries: int, first_position: int) -> None:
-        """Packs queries as bfloat16, two elements of a query beside the same two of the next."""
+        """Packs queries as bfloat16, two elements of a query next to the same two of the next."""
         last_seen = carray(as_pointer(work.last_seen), (work.num_groups, COLUMNS), np.float32)
         for group in range(work.num_groups):
             for column in range(COLUMNS):

@@ -40,7 +40,6 @@ def _hide(scores: Any, column: int, places: tuple[int, int, int, int, int], chun
 def _hide_apart(
     args: Any, span: Any, work: Work, group: int, first_row: int, chunk: int, value: float
 ) -> None:
-    """Hides tokens for each query of a group by itself."""
     place = work.scores + group * CHUNK * tiles.LINE
     scores = carray(as_pointer(place), (padded_len(work, chunk), COLUMNS), np.float32)
     # A group of several heads has the same rows for each; a group of one head has a part of its queries.
@@ -79,7 +78,7 @@ def _hide_kernel() -> Any:
             store(place, token * COLUMNS, zero if is_weight else splat(_HIDDEN))
         # Tokens before the first row's own are seen by all rows.
         for token in range(max(0, first_own + 1 - chunk), num_tokens):
-            # Distance behind the last token that the query sees: 0 for those it sees.
+            # Distance after the last token that the query sees: 0 for those it sees.
             behind = larger(zero, sub(splat(np.float32(chunk + token)), last_seen))
             number = load(place, token * COLUMNS)
             if is_weight:

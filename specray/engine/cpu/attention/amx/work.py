@@ -142,6 +142,5 @@ def run_of(runs: Any, run: int, token: int) -> int:
 
 @kernel()
 def slot(args: Any, runs: Any, run: int, token: int, slot_bytes: int) -> int:
-    """Address of a token's keys in the cache."""
     address: int = args[fields.CACHE] + (token + runs[run, 2] - runs[run, 0]) * slot_bytes
     return address

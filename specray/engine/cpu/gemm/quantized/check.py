@@ -16,7 +16,7 @@ _SHAPE = (40, 96)
 """Output features, of a whole panel and a part, and input features, several groups."""
 _WIDTHS = (1, 2, 3, 4, 5, 6, 11)
 _TOLERANCE = 2e-2
-"""Largest error of a product beside numbers of about 10: rounding to bfloat16."""
+"""Largest error of a product for numbers of about 10: rounding to bfloat16."""
 
 
 @functools.cache
@@ -50,5 +50,4 @@ def check_kernels(format: Quantization, dtype: torch.dtype) -> None:
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest error, beside 1 or beside the number itself."""
     return float(((found.double() - expected) / expected.abs().clamp_min(1.0)).abs().max())

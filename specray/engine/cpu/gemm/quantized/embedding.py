@@ -48,5 +48,4 @@ class QuantizedEmbedding:
         return values.view(len(token_ids), -1).to(self._dtype)
 
     def into(self, token_ids: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes the hidden states to ``out``."""
         out.copy_(self(token_ids))

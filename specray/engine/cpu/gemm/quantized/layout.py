@@ -35,7 +35,6 @@ class Layout:
 
     @property
     def num_words(self) -> int:
-        """Words of a group for one output feature."""
         return GROUP // self.codes_per_word
 
     @property

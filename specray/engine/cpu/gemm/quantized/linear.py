@@ -139,7 +139,6 @@ class QuantizedLinear:
         return self._plain.run(rows, self._dtype)
 
     def precise(self, rows: torch.Tensor) -> torch.Tensor:
-        """The layer with float32 output, not rounded."""
         return self._plain.run(rows, torch.float32)
 
     def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:

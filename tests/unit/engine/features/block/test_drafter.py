@@ -14,7 +14,7 @@ from specray.config import parse_config
 from specray.draft_tokens import NO_DRAFT, DraftTokens, TreeBudget
 from specray.engine.features.block.drafter import BlockDrafter
 from specray.engine.features.build import plan_drafter
-from specray.engine.runner.memory import Beside
+from specray.engine.runner.memory import DrafterMemory
 from specray.types import SamplingParams, Verdict, Verification, VerifyItem
 from tests.unit.engine.features.block.checkpoints import LAYOUTS, SIZE, dflash, dspark, speculators
 from tests.unit.engine.features.block.reference import drafted
@@ -127,11 +127,11 @@ def test_the_head_reads_rows_of_several_depths_at_once_as_far_as_they_are_wanted
 def test_the_plan_of_memory_has_the_logits_of_those_rows(
     llama: Path, windowed: Path, tmp_path: Path, max_num_seqs: int, num_rows: int
 ) -> None:
-    def plan(drafter: Path) -> Beside:
+    def plan(drafter: Path) -> DrafterMemory:
         settings = {"model": str(llama), "drafter": str(drafter), "max_num_seqs": max_num_seqs}
         found = plan_drafter(parse_config({"target": settings}).target)
         assert found is not None
-        return found.beside
+        return found.drafter_memory
 
     assert plan(windowed).step_bytes == 4 * num_rows * VOCAB_SIZE
     some = speculators("vanilla")
