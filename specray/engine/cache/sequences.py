@@ -237,7 +237,7 @@ class SequenceTable:
         return sequence
 
     def publish(self, sequence: EngineSequence) -> None:
-        """Lets others use a sequence's computed tokens; not the last, which may be computed again for logits."""
+        """Lets others use a sequence's computed tokens but the last, which may be needed for its logits."""
         if sequence.prefix is not None:
             limit = min(sequence.num_computed_tokens, sequence.num_tokens - 1)
             sequence.prefix.publish(sequence.token_ids, limit)

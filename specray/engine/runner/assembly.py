@@ -165,7 +165,7 @@ def model_args(config: EngineConfig, role: str, tensor_parallel_size: int) -> Mo
 
 def _with_threads_left(runner: ModelRunner) -> ModelRunner:
     """Takes from torch the threads that its operators do not need besides those of the kernels."""
-    if runner.has_cpu_graphs:
+    if runner.cpu_graphs is not None:
         info = runner.info
         num_logits = info.vocab_size if info.token_ids is None else len(info.token_ids)
         torch.set_num_threads(num_threads_for_logits(num_logits, torch.get_num_threads()))

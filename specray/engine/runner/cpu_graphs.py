@@ -77,6 +77,16 @@ class CpuGraphForward:
         """Attention of the last step, if a graph ran it with one row per sequence."""
 
     @property
+    def shapes(self) -> list[_Shape]:
+        """Shapes recorded so far: numbers of rows, and of last rows with logits."""
+        return sorted(self._graphs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all recordings, in bytes."""
+        return self._memory_pool.num_bytes
+
+    @property
     def name(self) -> str:
         return self._forward.name
 

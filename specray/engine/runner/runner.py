@@ -65,6 +65,7 @@ class ModelRunner:
 
     Args:
         head: of a forward whose logits are this rank's alone; None: they are whole.
+        records: whether a CPU's steps are recorded and run again.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class ModelRunner:
         parallel: ParallelContext | None = None,
         graphs: GraphedForward | None = None,
         head: GatheredHead | None = None,
+        records: bool = True,
     ) -> None:
         self.info = info
         self.cache = cache
@@ -88,13 +90,9 @@ class ModelRunner:
         )
         self.pending_moves = Moves()
         """K/V that is moved before whatever comes next."""
-        self._cpu_graphs = None if parallel is not None else _with_cpu_graphs(forward, info.device)
-        self._forward: Forward = self._cpu_graphs or forward
-
-    @property
-    def has_cpu_graphs(self) -> bool:
-        """True if a step is kernels alone between tokens and logits; they have threads of their own."""
-        return self._cpu_graphs is not None
+        self.cpu_graphs = _with_cpu_graphs(forward, info.device) if records and parallel is None else None
+        """Runs steps that are kernels alone between tokens and logits, with threads of their own."""
+        self._forward: Forward = self.cpu_graphs or forward
 
     @property
     def states(self) -> StateCache | None:
@@ -179,9 +177,9 @@ class ModelRunner:
             Logits ``[len(kept), vocab_size]`` and features, there until the next step; None where ``run`` has
             to be told everything.
         """
-        if self._cpu_graphs is None or self.pending_moves:
+        if self.cpu_graphs is None or self.pending_moves:
             return None
-        return self._cpu_graphs.advance(kept, token_ids)
+        return self.cpu_graphs.advance(kept, token_ids)
 
     def follow(self) -> None:
         """Ranks other than the leader: runs what the leader runs until it closes.

@@ -13,6 +13,7 @@ from specray.engine.cpu.gemm import tiles
 from specray.engine.cpu.thread_pool import ThreadPool
 from specray.engine.step import AttentionStep, SequenceRows
 from specray.engine.visibility import branch_visibility
+from tests.pairwise import pairs
 from tests.unit.engine.cpu.test_kernels import ALONE, MAX_LEN, empty_cache, expected, fused, random
 
 pytestmark = pytest.mark.skipif(not tiles.is_usable(), reason="no AMX here")
@@ -45,10 +46,13 @@ def attend_pieces(
     return torch.cat(outputs)
 
 
-@pytest.mark.parametrize("heads", [(4, 2), (8, 8), (6, 1), (40, 2)])
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
-@pytest.mark.parametrize(("window", "has_norm"), [(None, False), (7, False), (40, True)])
-@pytest.mark.parametrize("block_size", [16, 7, MAX_LEN])
+@pairs(
+    head_dim=(32, 64, 96, 128),
+    heads=((4, 2), (8, 8), (6, 1), (40, 2)),
+    window=(None, 7, 40),
+    has_norm=(False, True),
+    block_size=(16, 7, MAX_LEN),
+)
 def test_equals_float64(
     head_dim: int, heads: tuple[int, int], window: int | None, has_norm: bool, block_size: int
 ) -> None:

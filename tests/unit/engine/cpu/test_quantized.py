@@ -14,6 +14,8 @@ from specray.engine.cpu.gemm.quantized.linear import QuantizedGate, QuantizedLin
 from specray.engine.cpu.thread_pool import ThreadPool
 from specray.engine.quantization import Quantization
 from specray.engine.quantized_weight import QuantizedWeight, quantize
+from tests.pairwise import pairs
+from tests.unit.engine.cpu.test_kernels import random
 
 pytestmark = [
     pytest.mark.slow,
@@ -24,23 +26,22 @@ FORMATS = (Quantization.INT8, Quantization.INT4)
 DTYPES = (torch.bfloat16, torch.float32)
 
 
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 @functools.cache
 def weight_of(format: Quantization, size: int, in_features: int, seed: int = 1) -> QuantizedWeight:
     return quantize(random(size, in_features, seed=seed), format)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("num_rows", [*range(1, 8), 13, 191, 390])
-@pytest.mark.parametrize(("size", "in_features"), [(64, 32), (7, 96), (200, 1184)])
+@pairs(
+    dtype=DTYPES,
+    format=FORMATS,
+    num_rows=(*range(1, 8), 13, 191, 390),
+    shape=((64, 32), (7, 96), (200, 1184)),
+)
 def test_quantized_layers_equal_float64(
-    dtype: torch.dtype, format: Quantization, num_rows: int, size: int, in_features: int
+    dtype: torch.dtype, format: Quantization, num_rows: int, shape: tuple[int, int]
 ) -> None:
     """Every tile of rows, more rows than are kept at once, a partial panel, more groups than are kept."""
+    size, in_features = shape
     rows = random(num_rows, in_features, dtype=dtype)
     weight, other = (weight_of(format, size, in_features, seed) for seed in (1, 2))
     bias, other_bias = (random(size, dtype=dtype, seed=seed) for seed in (3, 4))

@@ -24,7 +24,9 @@ pytest.importorskip("numba")
 
 from specray.engine.cpu.gemm import tiles
 from specray.engine.cpu.gemm.linear import can_tile
-from specray.engine.runner.cpu_graphs import CpuGraphForward, with_cpu_graphs
+from specray.engine.model.decoder import DecoderForward
+from specray.engine.model.decoder_amx import AmxDecoderForward
+from specray.engine.runner.cpu_graphs import with_cpu_graphs
 
 pytestmark = pytest.mark.skipif(
     not can_tile(torch.zeros(64, 32, dtype=torch.bfloat16)), reason="the instruction is missing"
@@ -44,9 +46,7 @@ def make_runner(role: str = "draft", num_threads: int = 1) -> ModelRunner:
 
 def eager(runner: ModelRunner) -> ModelRunner:
     """The same weights over a cache of its own, without graphs."""
-    other = ModelRunner(runner.forward, runner.cache, runner.info)
-    other._forward, other._cpu_graphs = runner.forward, None
-    return other
+    return ModelRunner(runner.forward, runner.cache, runner.info, records=False)
 
 
 @pytest.fixture(scope="module", params=[("draft", 1), ("target", 3)])
@@ -101,7 +101,6 @@ def run_all(runner: ModelRunner, inputs: Sequence[Sequence[SequenceInput]]) -> l
 
 def test_every_shape_gives_again_what_the_forward_gives(runner: ModelRunner) -> None:
     expected = run_all(eager(runner), steps())
-    assert isinstance(runner._forward, CpuGraphForward)
     # As they are, while they are captured, and from graphs.
     for _ in range(4):
         outputs = run_all(runner, steps())
@@ -122,7 +121,7 @@ def test_every_shape_of_gemma3(tmp_path: Path) -> None:
         block_size=8,
     )
     runner = build_runner(config, role="target")
-    assert isinstance(runner._forward, CpuGraphForward)
+    assert runner.cpu_graphs is not None
     expected = run_all(eager(runner), steps())
     for _ in range(4):
         for output, other in zip(run_all(runner, steps()), expected, strict=True):
@@ -135,7 +134,7 @@ def test_features_at_another_scale_are_not_captured(
 ) -> None:
     path = write_checkpoint(tmp_path, "granite", intermediate_size=64, hidden_size=128)
     config = EngineConfig(model=str(path), device="cpu", num_threads=1, max_num_seqs=1)
-    assert build_runner(config, role="target", feature_layers=layers).has_cpu_graphs is has_graphs
+    assert (build_runner(config, role="target", feature_layers=layers).cpu_graphs is not None) is has_graphs
 
 
 def verdicts_on_trees(runner: ModelRunner, *, is_eager: bool) -> list[Verdict]:
@@ -162,10 +161,9 @@ def verdicts_on_trees(runner: ModelRunner, *, is_eager: bool) -> list[Verdict]:
 def test_trees_run_from_graphs_as_they_run_without() -> None:
     runner = make_runner("target")
     expected = verdicts_on_trees(runner, is_eager=True)
-    assert isinstance(runner._forward, CpuGraphForward)
     for _ in range(2):
         assert verdicts_on_trees(runner, is_eager=False) == expected
-    assert len(runner._forward._graphs) >= 1
+    assert runner.cpu_graphs is not None and runner.cpu_graphs.shapes
 
 
 def test_a_step_that_would_go_on_from_the_last_one_waits_for_moves() -> None:
@@ -179,40 +177,26 @@ def test_a_step_that_would_go_on_from_the_last_one_waits_for_moves() -> None:
     assert runner.advance([0], [71]) is not None
 
 
-def test_repeated_shapes_run_from_the_graph() -> None:
+def test_repeated_shapes_run_from_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded the third time: recording a shape that never comes back would cost more than it brings."""
     runner = make_runner()
     fill(runner)
-    forward = runner._forward
-    assert isinstance(forward, CpuGraphForward)
-    calls = 0
-    decode = type(runner.forward).decode
-
-    class Counting(type(runner.forward)):  # type: ignore[misc]
-        def decode(self, hidden: torch.Tensor, step: object) -> torch.Tensor:
-            nonlocal calls
-            calls += 1
-            return decode(self, hidden, step)
-
-    inner = runner.forward
-    forward._forward = Counting(
-        inner.embedding, inner.layers, inner.final_norm, inner.head, inner.attention, inner.cache_shape
-    )
+    calls = []
+    for kind in (DecoderForward, AmxDecoderForward):
+        monkeypatch.setattr(kind, "decode", lambda *args, run=kind.decode: calls.append(1) or run(*args))
     for start in range(21, 29):
         runner.run([SequenceInput([70], start, list(range(8)), 1)])
         runner.run([SequenceInput([80, 81, 82], start, list(range(8)), 3)])
-    assert calls == 6
+    assert len(calls) == 6
 
 
 def test_a_failed_recording_leaves_nothing_behind() -> None:
     runner = make_runner()
     fill(runner)
-    forward = runner._forward
-    assert isinstance(forward, CpuGraphForward)
     expected = eager(runner).run([SequenceInput([70], 21, list(range(8)), 1)]).logits
     with pytest.raises((IndexError, AssertionError)):
         runner.run([SequenceInput([70], 21, [], 1)])
-    assert forward._attention.thread_pool.recorder is None
+    assert runner.forward.attention.thread_pool.recorder is None
     for _ in range(2):
         assert torch.equal(runner.run([SequenceInput([70], 21, list(range(8)), 1)]).logits, expected)
 
@@ -225,19 +209,18 @@ def test_a_forward_of_other_operators_is_not_recorded() -> None:
 
 def test_graphs_share_the_room_of_their_tensors() -> None:
     runner = make_runner()
-    forward = runner._forward
-    assert isinstance(forward, CpuGraphForward)
+    assert runner.cpu_graphs is not None
     sizes = []
     for num_rows in range(8, 0, -1):
         runner.run([SequenceInput([60] * num_rows, 0, list(range(8)), num_rows)])
-        sizes.append(forward._memory_pool.num_bytes)
+        sizes.append(runner.cpu_graphs.num_bytes)
     assert len(set(sizes)) == 1
 
 
 def test_torch_has_few_threads_beside_those_of_kernels() -> None:
     before = torch.get_num_threads()
     try:
-        assert make_runner("target", 3).has_cpu_graphs
+        assert make_runner("target", 3).cpu_graphs is not None
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
@@ -246,8 +229,7 @@ def test_torch_has_few_threads_beside_those_of_kernels() -> None:
 @pytest.mark.skipif(not tiles.is_usable(), reason="rows cost one by one")
 def test_numbers_of_rows_that_cost_the_same_share_a_recording() -> None:
     runner = make_runner("target")
-    forward = runner._forward
-    assert isinstance(forward, CpuGraphForward)
+    assert runner.cpu_graphs is not None
     plain = eager(runner)
 
     def rows_of(counts: Sequence[tuple[int, int]]) -> list[SequenceInput]:
@@ -267,7 +249,7 @@ def test_numbers_of_rows_that_cost_the_same_share_a_recording() -> None:
             expected = plain.run(step).logits
             for _ in range(3):
                 assert torch.equal(runner.run(step).logits, expected)
-    assert sorted(forward._graphs) == [(48, 48), (64, 8), (64, 16), (64, 24), (64, 48)]
+    assert runner.cpu_graphs.shapes == [(48, 48), (64, 8), (64, 16), (64, 24), (64, 48)]
 
 
 def continued(

@@ -12,6 +12,7 @@ import torch
 from specray.engine.sampling import draws as draws_module
 from specray.engine.sampling.draws import SCORE_SPREAD, best_tokens, draw_tokens
 from specray.engine.sampling.noise import NoiseKey, NoiseSource, Purpose
+from tests.pairwise import pairs
 
 CPU = torch.device("cpu")
 
@@ -38,12 +39,12 @@ def scores_of(logits: torch.Tensor, keys: list[NoiseKey]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 3, 4, 5, 15, 16, 17, 31, 33, 100, 4096, 5001])
-@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 3.0, 10.0, 1e3, 1e6])
-def test_token_is_the_best_of_all_scores(vocab_size: int, spread: float) -> None:
+def test_token_is_the_best_of_all_scores(vocab_size: int) -> None:
     """From rows where noise alone decides to rows where it decides nothing."""
-    logits, keys = random_logits(50, vocab_size, spread), keys_of(50)
-    drawn = [draw.token_id for draw in draw_tokens(logits, keys, NoiseSource(vocab_size))]
-    assert drawn == scores_of(logits, keys).argmax(-1).tolist()
+    for spread in (0.0, 0.1, 1.0, 3.0, 10.0, 1e3, 1e6):
+        logits, keys = random_logits(50, vocab_size, spread), keys_of(50)
+        drawn = [draw.token_id for draw in draw_tokens(logits, keys, NoiseSource(vocab_size))]
+        assert drawn == scores_of(logits, keys).argmax(-1).tolist(), spread
 
 
 @pytest.mark.parametrize(
@@ -60,9 +61,7 @@ def test_keys_of_any_size(key: NoiseKey) -> None:
     assert draw.token_id == int(scores_of(logits, [key]).argmax())
 
 
-@pytest.mark.parametrize("vocab_size", [5, 64, 5001])
-@pytest.mark.parametrize("share", [0.1, 0.9, 1.0])
-@pytest.mark.parametrize("spread", [0.0, 1.0, 10.0])
+@pairs(vocab_size=(5, 64, 5001), share=(0.1, 0.9, 1.0), spread=(0.0, 1.0, 10.0))
 def test_noise_of_some_tokens_is_that_of_their_ids(vocab_size: int, share: float, spread: float) -> None:
     order = np.random.default_rng(vocab_size).permutation(vocab_size)
     token_ids = np.sort(order[: max(1, int(share * vocab_size))])
@@ -105,18 +104,18 @@ def test_lead_is_the_share_of_the_best_score(vocab_size: int, spread: float) -> 
     )
 
 
-@pytest.mark.parametrize("spread", [0.0, 1.0, 5.0, 100.0, 1e6])
 @pytest.mark.parametrize("vocab_size", [1, 15, 16, 17, 4096, 5001])
-def test_lead_without_noise_is_exact(vocab_size: int, spread: float) -> None:
-    logits = random_logits(20, vocab_size, spread)
-    # Impossible tokens, at the beginning and at the end.
-    logits[7, : vocab_size // 2] = -math.inf
-    logits[8, (vocab_size + 1) // 2 :] = -math.inf
-    drawn = draw_tokens(logits, [None] * 20, NoiseSource(vocab_size), is_judged=True)
-    assert [draw.token_id for draw in drawn] == logits.argmax(-1).tolist()
-    leads = torch.tensor([draw.lead for draw in drawn])
-    expected = (logits.double() / SCORE_SPREAD).log_softmax(-1).amax(-1)
-    torch.testing.assert_close(leads.double(), expected, atol=2e-4, rtol=0.0)
+def test_lead_without_noise_is_exact(vocab_size: int) -> None:
+    for spread in (0.0, 1.0, 5.0, 100.0, 1e6):
+        logits = random_logits(20, vocab_size, spread)
+        # Impossible tokens, at the beginning and at the end.
+        logits[7, : vocab_size // 2] = -math.inf
+        logits[8, (vocab_size + 1) // 2 :] = -math.inf
+        drawn = draw_tokens(logits, [None] * 20, NoiseSource(vocab_size), is_judged=True)
+        assert [draw.token_id for draw in drawn] == logits.argmax(-1).tolist(), spread
+        leads = torch.tensor([draw.lead for draw in drawn])
+        expected = (logits.double() / SCORE_SPREAD).log_softmax(-1).amax(-1)
+        torch.testing.assert_close(leads.double(), expected, atol=2e-4, rtol=0.0)
 
 
 def test_lead_is_not_computed_unasked() -> None:

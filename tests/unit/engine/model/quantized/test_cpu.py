@@ -28,7 +28,7 @@ from specray.engine.model.quantized.operator_set import operator_set
 from specray.engine.quantization import Quantization
 from specray.engine.quantized_weight import quantize
 from specray.engine.runner.assembly import build_runner
-from specray.engine.runner.cpu_graphs import CpuGraphForward
+from specray.engine.runner.runner import ModelRunner
 from specray.errors import ConfigError
 from specray.types import SamplingParams
 from tests.unit.engine.harness import Session, generate_serial
@@ -169,14 +169,13 @@ def test_graphs_give_what_the_forward_gives(tmp_path: Path, dtype: str) -> None:
     path = write_checkpoint(tmp_path, "llama", intermediate_size=64, hidden_size=64)
     formats = {"quantization": "int4", "lm_head_quantization": "int8", "quantize_embedding": True}
     runner = build_runner(EngineConfig(**settings(path, **formats) | {"dtype": dtype}), role="target")
-    assert isinstance(runner._forward, CpuGraphForward)
-    graphs: list[torch.Tensor] = []
-    plain: list[torch.Tensor] = []
-    for forward, kept in ((runner._forward, graphs), (runner.forward, plain)):
-        runner._forward = forward
-        for start in range(0, 12, 2):
-            kept.append(runner.run([SequenceInput([5 + start, 9], start, [0], 2)]).logits)
-    assert torch.equal(torch.cat(graphs), torch.cat(plain))
+    assert runner.cpu_graphs is not None
+    plain = ModelRunner(runner.forward, runner.cache, runner.info, records=False)
+    graphs, others = (
+        [each.run([SequenceInput([5 + start, 9], start, [0], 2)]).logits for start in range(0, 12, 2)]
+        for each in (runner, plain)
+    )
+    assert torch.equal(torch.cat(graphs), torch.cat(others))
 
 
 def test_a_kernel_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
