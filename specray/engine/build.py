@@ -9,8 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 from specray.config import Config, DraftConfig, EngineConfig, TargetConfig
-from specray.engine.draft_view.build import make_draft_view_engine
-from specray.engine.draft_view.choice import choose_vocabulary
+from specray.engine.draft_view.choice import choose_vocabulary, make_draft_view_engine
 from specray.engine.drafting.engine import DraftEngine
 from specray.engine.drafting.guesses import Guesser, Masks, ModelGuesses, NgramGuesses
 from specray.engine.drafting.looped import looped_proposals
@@ -68,19 +67,17 @@ def build_target_engine(config: Config, *, parallel: ParallelContext | None = No
     info = _engine_info("target", config.target, runner.info)
     compiler = _grammar_compiler(config.target, "target", runner.info.vocab_size)
     grammars = GrammarMasks(compiler)
-    make_engine = partial(TargetEngine, runner, device=runner.info.device, grammars=grammars)
-    if plan is not None and plan.is_remote:
+    make_engine = partial(TargetEngine, device=runner.info.device, grammars=grammars)
+    if plan is None:
+        make_engine = partial(make_engine, runner)
+    elif plan.is_remote:
         sending, sender = send_features(runner, plan)
-        make_engine = partial(
-            TargetEngine, sending, device=runner.info.device, grammars=grammars, features=sender
-        )
+        make_engine = partial(make_engine, sending, features=sender)
         info = replace(info, feature_drafter=plan.name, feature_size=sender.feature_size)
-    elif plan is not None:
+    else:
         most = config.speculation.max_num_draft_probs
         tap, drafting = tap_features(runner, plan, grammars=grammars, max_num_draft_probs=most)
-        make_engine = partial(
-            TargetEngine, tap, device=runner.info.device, grammars=grammars, drafting=drafting
-        )
+        make_engine = partial(make_engine, tap, drafting=drafting)
         info = replace(info, drafter=plan.name)
     speed = profile_target(make_engine(info), budget_s=config.target.profile_s)
     _log("target", speed.step_times)
@@ -128,20 +125,20 @@ def _build_draft(config: Config, parallel: ParallelContext | None) -> DraftEngin
     runner = _build_runner(config.draft, role="draft", parallel=parallel)
     info = _engine_info("draft", config.draft, runner.info)
     other = choose_vocabulary(config, runner)
-    is_reading = other is not None or config.draft.window is not None
-    if is_reading and config.draft.draft is not None:
+    has_own_view = other is not None or config.draft.window is not None
+    if has_own_view and config.draft.draft is not None:
         raise ConfigError(
             f"draft.draft is {config.draft.draft!r} for a draft with a window or another tokenizer than the "
             "target; allowed: none"
         )
-    guesser = None if is_reading else _guesser(config.draft, runner.info, inner_engine)
+    guesser = None if has_own_view else _guesser(config.draft, runner.info, inner_engine)
     if other is None:
         compiler = _grammar_compiler(config.draft, "draft", runner.info.vocab_size)
     else:
         compiler = _grammar_compiler(config.target, "target", other.vocab_size)
     grammars = GrammarMasks(compiler)
     looped = None
-    if guesser is None and not is_reading:
+    if guesser is None and not has_own_view:
         looped = looped_proposals(
             runner,
             max_num_draft_probs=config.speculation.max_num_draft_probs,
@@ -165,7 +162,7 @@ def _build_draft(config: Config, parallel: ParallelContext | None) -> DraftEngin
     _log("draft", step_times)
     info = replace(info, step_times=step_times)
     compiler.prepare()
-    if is_reading:
+    if has_own_view:
         return make_draft_view_engine(config, runner, info, other, grammars)
     return make_engine(info, prefix_cache=config.draft.prefix_cache, guesser=guesser)
 

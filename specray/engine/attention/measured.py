@@ -89,7 +89,6 @@ class MeasuredAttend:
         window: int | None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See ``paged.AttendPaged``."""
         kernel = self.kernel_for(StepShape(batch.lengths.shape[0], batch.max_rows))
         return kernel.attend(
             query, layer, batch, block_size=block_size, scale=scale, window=window, sinks=sinks
@@ -181,7 +180,6 @@ class CudaTimer:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, work: Callable[[], object]) -> float:
-        """See :data:`Timer`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             # The first run compiles.

@@ -98,7 +98,6 @@ class VarlenAttend:
         window: int | None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See ``paged.AttendPaged``."""
         assert sinks is None, "models with sinks attend in another way"
         if batch.has_masks:
             return self._others(query, layer, batch, block_size=block_size, scale=scale, window=window)

@@ -249,7 +249,6 @@ class TritonAttend:
         window: int | None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See ``paged.AttendPaged``."""
         num_rows, num_heads, head_dim = query.shape
         num_kv_heads = layer.shape[1] // 2
         group_size = num_heads // num_kv_heads

@@ -1,23 +1,29 @@
-"""Decides how the target's tokens are translated for a draft: not at all, by partners, or as text."""
+"""How a draft gets the target's tokens: as they are, by partners, or as text; and its engine."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from specray.config import Config
-from specray.engine.draft_view.sampler import partner_columns
+from specray.engine.draft_view.engine import DraftViewEngine
+from specray.engine.draft_view.retokenizing import RetokenizingDraftEngine
+from specray.engine.draft_view.sampler import partner_columns, partner_sampler
 from specray.engine.inputs import SequenceInput
 from specray.engine.model.description import model_path
 from specray.engine.preflight import check_model
 from specray.engine.runner.runner import ModelRunner
+from specray.engine.sampling.grammars import GrammarMasks
+from specray.engine.sampling.sampler import Sampler, make_sampler
+from specray.engine.window import DraftWindow
 from specray.errors import ConfigError
 from specray.tokenization.fingerprint import fingerprint
 from specray.tokenization.pair import load_partners, partners_problem
 from specray.tokenization.partners import Partners
+from specray.types import EngineInfo
 
 logger = logging.getLogger(__name__)
 
@@ -88,3 +94,51 @@ def shared_mass(runner: ModelRunner, partners: Partners, token_ids: tuple[int, .
     columns, _ = partner_columns(partners.draft_ids, info.token_ids)
     probs = output.logits.float().softmax(-1)
     return float(probs[:, torch.from_numpy(columns).to(probs.device)].sum(-1).mean())
+
+
+def make_draft_view_engine(
+    config: Config,
+    runner: ModelRunner,
+    info: EngineInfo,
+    other: OtherVocabulary | None,
+    grammars: GrammarMasks,
+) -> DraftViewEngine:
+    """The draft engine.
+
+    Args:
+        info: of the draft, in its own vocabulary.
+        other: the target's vocabulary; None: it is the same.
+    """
+    device, max_num_draft_probs = runner.info.device, config.speculation.max_num_draft_probs
+    window = None if config.draft.window is None else DraftWindow(config.draft.window)
+    if other is not None and other.mode == "intersect":
+        sampler: Sampler = partner_sampler(
+            other.partners.draft_ids,
+            device,
+            vocab_size=other.vocab_size,
+            max_num_draft_probs=max_num_draft_probs,
+            token_ids=runner.info.token_ids,
+        )
+    else:
+        sampler = make_sampler(
+            info.vocab_size,
+            device,
+            max_num_draft_probs,
+            num_token_ids=runner.info.num_token_ids,
+            token_ids=runner.info.token_ids,
+        )
+    router_info = info
+    if other is not None:
+        router_info = replace(info, vocab_size=other.vocab_size, tokenizer_fingerprint=other.fingerprint)
+    make = RetokenizingDraftEngine if other is not None and other.mode == "retokenize" else DraftViewEngine
+    return make(
+        runner,
+        info,
+        router_info=router_info,
+        device=device,
+        vocabulary=None if other is None else other.partners,
+        window=window,
+        sampler=sampler,
+        prefix_cache=config.draft.prefix_cache,
+        grammars=grammars,
+    )

@@ -34,7 +34,6 @@ class NetworkChannel:
         self._group = group
 
     def send(self, message: Sequence[int]) -> None:
-        """See :class:`Channel`."""
         whole = [len(message), *message]
         first = whole[:_MESSAGE_LEN] + [0] * (_MESSAGE_LEN - len(whole))
         self._broadcast(torch.tensor(first))
@@ -42,7 +41,6 @@ class NetworkChannel:
             self._broadcast(torch.tensor(whole[_MESSAGE_LEN:]))
 
     def receive(self) -> list[int]:
-        """See :class:`Channel`."""
         message: list[int] = self._broadcast(torch.empty(_MESSAGE_LEN, dtype=torch.int64)).tolist()
         num_missing = 1 + message[0] - _MESSAGE_LEN
         if num_missing > 0:
@@ -62,14 +60,12 @@ class RingChannel:
         self._timeout_s = timeout.total_seconds()
 
     def send(self, message: Sequence[int]) -> None:
-        """See :class:`Channel`."""
         try:
             self._ring.write(message, self._timeout_s)
         except TimeoutError as error:
             raise RuntimeError(f"a rank receives no messages: {error}") from None
 
     def receive(self) -> list[int]:
-        """See :class:`Channel`."""
         try:
             return self._ring.read(self._timeout_s)
         except TimeoutError as error:

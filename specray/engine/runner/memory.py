@@ -62,13 +62,11 @@ class CudaMemory:
         self._device = device
 
     def usage(self) -> Usage:
-        """See :class:`DeviceMemory`."""
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         return Usage(free, total, torch.cuda.memory_reserved(self._device))
 
     def peak_of(self, work: Callable[[], object]) -> int:
-        """See :class:`DeviceMemory`."""
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
         work()

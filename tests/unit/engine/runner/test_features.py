@@ -17,16 +17,11 @@ from specray.engine.runner.cuda_graphs import GraphedForward, run_again
 from specray.engine.runner.runner import ModelRunner
 from specray.engine.schedule import CatchUp, catch_up
 from specray.types import SamplingParams
-from tests.unit.engine.model.checkpoints import reference_model, write_checkpoint
+from tests.unit.engine.model.checkpoints import reference_model
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 LAYERS = (0, 1)
 ATOL = 2e-5
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    return lambda name: write_checkpoint(tmp_path_factory.mktemp(name), name)
 
 
 def make_runner(path: Path, forward: str, layers: tuple[int, ...] = LAYERS, **changes: object) -> ModelRunner:
@@ -68,14 +63,13 @@ def test_features_are_what_enters_each_layer(
 
 
 @pytest.mark.parametrize("forward", ["decoder", "hf"])
-def test_none_where_nobody_listens(checkpoint: Callable[[str], Path], forward: str) -> None:
-    runner = make_runner(checkpoint("llama"), forward, ())
+def test_none_where_nobody_listens(llama: Path, forward: str) -> None:
+    runner = make_runner(llama, forward, ())
     assert runner.run([SequenceInput(PROMPT, 0, [0], 1)]).features is None
 
 
-def test_captured_forwards_give_copies(checkpoint: Callable[[str], Path]) -> None:
-    path = checkpoint("llama")
-    eager = make_runner(path, "decoder", attention="gather", block_size=16)
+def test_captured_forwards_give_copies(llama: Path) -> None:
+    eager = make_runner(llama, "decoder", attention="gather", block_size=16)
     info = eager.info
     graphs = GraphedForward(eager.forward, eager.cache, max_model_len=info.max_model_len, capture=run_again)
     runner = ModelRunner(eager.forward, eager.cache, info, graphs=graphs)
@@ -83,7 +77,7 @@ def test_captured_forwards_give_copies(checkpoint: Callable[[str], Path]) -> Non
     assert features is not None and graphs.buckets
     kept = {layer: rows.clone() for layer, rows in features.items()}
     runner.run([SequenceInput([40, 41, 42], 0, [1], 3)])
-    wanted = expected(path, PROMPT[:3])
+    wanted = expected(llama, PROMPT[:3])
     for layer in LAYERS:
         assert torch.equal(features[layer], kept[layer])
         torch.testing.assert_close(features[layer], wanted[layer], atol=ATOL, rtol=0)
@@ -107,15 +101,14 @@ def test_cpu_graphs_give_what_the_forward_gives() -> None:
         torch.testing.assert_close(singly.float(), whole[layer].float(), atol=0.02, rtol=0.02)
 
 
-def test_catch_up_joins_the_pieces(checkpoint: Callable[[str], Path]) -> None:
-    path = checkpoint("llama")
-    runner = make_runner(path, "decoder")
+def test_catch_up_joins_the_pieces(llama: Path) -> None:
+    runner = make_runner(llama, "decoder")
     allocator = BlockAllocator(runner.info.num_blocks, runner.info.block_size)
     sequence = EngineSequence("a", SamplingParams(), BlockTable(allocator))
     sequence.block_table.reserve(len(PROMPT))
     sequence.replace_tail(0, PROMPT)
     output = catch_up(runner, [CatchUp(sequence, 2)], 3)
     assert output is not None and output.features is not None and len(output.logits) == 2
-    for layer, rows in expected(path, PROMPT).items():
+    for layer, rows in expected(llama, PROMPT).items():
         torch.testing.assert_close(output.features[layer], rows, atol=ATOL, rtol=0)
     assert catch_up(runner, [CatchUp(sequence, 0)], 3) is None

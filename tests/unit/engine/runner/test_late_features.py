@@ -13,27 +13,11 @@ from specray.engine.inputs import SequenceInput
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.runner import ModelRunner
 from tests.unit.engine.model.checkpoints import reference_model, write_checkpoint
+from tests.unit.engine.runner.test_features import PROMPT, make_runner
 
-PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 NUM_LAYERS = 2
 ALL = (0, 1, 2, 3)
 """What enters both layers, what leaves the last one, and what the head reads."""
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
-
-
-def make_runner(path: Path, forward: str, layers: tuple[int, ...] = ALL) -> ModelRunner:
-    settings = {
-        "model": str(path),
-        "device": "cpu",
-        "dtype": "float32",
-        "forward": forward,
-        "max_num_seqs": 2,
-    }
-    return build_runner(EngineConfig.model_validate(settings), role="target", feature_layers=layers)
 
 
 def features(runner: ModelRunner, token_ids: list[int] = PROMPT, num_logits: int = 1) -> Any:
@@ -54,7 +38,7 @@ def expected(path: Path) -> dict[int, torch.Tensor]:
 
 @pytest.mark.parametrize("forward", ["decoder", "hf"])
 def test_the_last_two_lie_on_both_sides_of_the_final_norm(llama: Path, forward: str) -> None:
-    found, wanted = features(make_runner(llama, forward)), expected(llama)
+    found, wanted = features(make_runner(llama, forward, ALL)), expected(llama)
     assert sorted(found) == list(ALL)
     for layer in ALL:
         torch.testing.assert_close(found[layer], wanted[layer], atol=2e-5, rtol=0)
@@ -64,14 +48,14 @@ def test_the_last_two_lie_on_both_sides_of_the_final_norm(llama: Path, forward: 
 def test_late_features_of_a_model_with_multipliers(tmp_path: Path) -> None:
     """Its residual stream is computed at another scale, and its logits' factor is in the last norm."""
     path = write_checkpoint(tmp_path, "granite")
-    found, wanted = features(make_runner(path, "decoder")), expected(path)
+    found, wanted = features(make_runner(path, "decoder", ALL)), expected(path)
     for layer in ALL:
         torch.testing.assert_close(found[layer], wanted[layer], atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("forward", ["decoder", "hf"])
 def test_the_norm_joins_the_last_two_and_the_head_reads_the_last(llama: Path, forward: str) -> None:
-    runner = make_runner(llama, forward)
+    runner = make_runner(llama, forward, ALL)
     output = runner.run([SequenceInput(PROMPT, 0, [0], 2)])
     assert output.features is not None
     model = reference_model(llama)
@@ -85,7 +69,7 @@ def test_the_norm_joins_the_last_two_and_the_head_reads_the_last(llama: Path, fo
 
 def test_hf_features_are_the_models_own_bit_for_bit(llama: Path) -> None:
     """Two conventions: what enters layer k, and what leaves layer k - 1."""
-    runner = make_runner(llama, "hf")
+    runner = make_runner(llama, "hf", ALL)
     model, left = runner.forward.model, {}  # type: ignore[attr-defined]
     for index, layer in enumerate(model.model.layers):
         layer.register_forward_hook(
@@ -115,7 +99,7 @@ def test_a_shorter_model_leaves_what_enters_the_next_layer_bit_for_bit(tmp_path:
 @pytest.mark.parametrize("forward", ["decoder", "hf"])
 def test_listening_changes_no_logit(llama: Path, forward: str) -> None:
     plain = make_runner(llama, forward, ()).run([SequenceInput(PROMPT, 0, [0], 2)])
-    tapped = make_runner(llama, forward).run([SequenceInput(PROMPT, 0, [0], 2)])
+    tapped = make_runner(llama, forward, ALL).run([SequenceInput(PROMPT, 0, [0], 2)])
     assert plain.features is None
     torch.testing.assert_close(tapped.logits, plain.logits, atol=2e-5, rtol=0)
 

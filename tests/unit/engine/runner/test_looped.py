@@ -170,6 +170,17 @@ def assert_same(replies: Sequence[DraftReply], expected: Sequence[DraftReply]) -
             assert probs.probs == pytest.approx(others.probs, abs=1e-4)
 
 
+def speculate_both(
+    engines: tuple[DraftEngine, DraftEngine], items: Sequence[SpeculateItem]
+) -> list[Proposal]:
+    """The loop's proposals, which must be those of steps."""
+    plain, looped = engines
+    replies = looped.speculate(items).replies
+    assert_same(replies, plain.speculate(items).replies)
+    looped.check_integrity()
+    return [reply for reply in replies if isinstance(reply, Proposal)]
+
+
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("min_acceptance", [0.0, 0.3])
 def test_rounds_of_a_loop_are_those_of_steps(
@@ -177,22 +188,18 @@ def test_rounds_of_a_loop_are_those_of_steps(
 ) -> None:
     tape = Tape()
     count, cuts, truncates = SHAPES[name]
-    plain, looped = make_engines(runners, tape, all_of(count, 5, cuts=cuts, truncates=truncates))
+    engines = make_engines(runners, tape, all_of(count, 5, cuts=cuts, truncates=truncates))
     rounds = Rounds(SAMPLINGS[name], 1)
     sizes = itertools.cycle([4, 3, 5, 4, 1])
     num_drafted = 0
     for _ in range(6):
-        items = rounds.items([next(sizes) for _ in rounds.tokens], min_acceptance)
-        expected = plain.speculate(items).replies
-        replies = looped.speculate(items).replies
-        assert_same(replies, expected)
-        looped.check_integrity()
-        num_drafted += sum(len(reply.draft.token_ids) for reply in replies if isinstance(reply, Proposal))
+        replies = speculate_both(engines, rounds.items([next(sizes) for _ in rounds.tokens], min_acceptance))
+        num_drafted += sum(len(reply.draft) for reply in replies)
         rounds.accept(replies)
     assert num_drafted > 6
     # Judged proposals of five tokens may take a second one.
     assert tape.num_replays == 6 if min_acceptance == 0.0 else 6 <= tape.num_replays <= 12
-    for engine in (plain, looped):
+    for engine in engines:
         engine.release([f"r{index}" for index in range(len(rounds.tokens))])
 
 
@@ -201,16 +208,13 @@ def test_a_proposal_longer_than_captured_work_takes_several(
 ) -> None:
     tape = Tape()
     shapes = [LoopShape(2, 8, cuts=True), LoopShape(1, 8), LoopShape(1, 3)]
-    plain, looped = make_engines(runners, tape, shapes)
+    engines = make_engines(runners, tape, shapes)
     rounds = Rounds((COUPLED, TOP_P), 6)
-    items = rounds.items([19, 3])
-    replies = looped.speculate(items).replies
-    assert_same(replies, plain.speculate(items).replies)
-    assert [len(r.draft.token_ids) for r in replies if isinstance(r, Proposal)] == [19, 3]
+    replies = speculate_both(engines, rounds.items([19, 3]))
+    assert [len(reply.draft) for reply in replies] == [19, 3]
     # 8, 8 and 3 more: the other sequence has its tokens after the first.
     assert (tape.num_replays, tape.num_captures) == (3, 3)
-    looped.check_integrity()
-    for engine in (plain, looped):
+    for engine in engines:
         engine.release(["r0", "r1"])
 
 
@@ -219,52 +223,45 @@ def test_a_judged_proposal_is_drawn_in_parts_until_it_ends(
     runners: tuple[ModelRunner, ModelRunner], min_acceptance: float
 ) -> None:
     tape = Tape()
-    plain, looped = make_engines(runners, tape, [*all_of(2, JUDGED_TOKENS), *all_of(1, JUDGED_TOKENS)])
+    engines = make_engines(runners, tape, [*all_of(2, JUDGED_TOKENS), *all_of(1, JUDGED_TOKENS)])
     rounds = Rounds((COUPLED, GREEDY), 5)
     for _ in range(3):
         before = tape.num_replays
-        items = rounds.items([15, 10], min_acceptance)
-        replies = looped.speculate(items).replies
-        assert_same(replies, plain.speculate(items).replies)
-        looped.check_integrity()
-        longest = max(len(reply.draft.token_ids) for reply in replies if isinstance(reply, Proposal))
+        replies = speculate_both(engines, rounds.items([15, 10], min_acceptance))
+        longest = max(len(reply.draft) for reply in replies)
         # A proposal shows its end by a token that it does not keep.
         assert tape.num_replays - before == -(-min(longest + 1, 15) // JUDGED_TOKENS)
         rounds.accept(replies)
-    for engine in (plain, looped):
+    for engine in engines:
         engine.release(["r0", "r1"])
 
 
 def test_a_loop_ends_where_the_model_does(runners: tuple[ModelRunner, ModelRunner]) -> None:
     """Sequences of one batch want as many tokens as there is room for: 5, 1 and none."""
     tape = Tape()
-    plain, looped = make_engines(runners, tape, [LoopShape(2, 5)])
+    engines = make_engines(runners, tape, [LoopShape(2, 5)])
     rounds = Rounds((COUPLED,) * 3, 2)
     rounds.tokens = [[5] * length for length in (40, 63, 64)]
     spare = runners[1].cache.layers[0][-BLOCK_SIZE:].zero_()
-    items = rounds.items([5, 5, 5])
-    replies = looped.speculate(items).replies
-    assert_same(replies, plain.speculate(items).replies)
-    assert [len(r.draft.token_ids) for r in replies if isinstance(r, Proposal)] == [5, 1, 0]
+    replies = speculate_both(engines, rounds.items([5, 5, 5]))
+    assert [len(reply.draft) for reply in replies] == [5, 1, 0]
     assert tape.num_replays == 1
     # What has no sequence goes to the spare block.
     assert spare.any()
-    for engine in (plain, looped):
+    for engine in engines:
         engine.release(["r0", "r1", "r2"])
 
 
 def test_what_a_loop_cannot_draw_goes_step_by_step(runners: tuple[ModelRunner, ModelRunner]) -> None:
     tape = Tape()
     shapes = [LoopShape(2, 4)]
-    plain, looped = make_engines(runners, tape, shapes)
+    engines = make_engines(runners, tape, shapes)
     rounds = Rounds((PENALISED, COUPLED), 3)
     for _ in range(3):
-        items = rounds.items([4, 4])
-        replies = looped.speculate(items).replies
-        assert_same(replies, plain.speculate(items).replies)
+        replies = speculate_both(engines, rounds.items([4, 4]))
         rounds.accept(replies)
     assert tape.num_replays == 0
-    for engine in (plain, looped):
+    for engine in engines:
         engine.release(["r0", "r1"])
 
 
@@ -272,16 +269,14 @@ def test_prompts_are_computed_in_steps_of_the_budget_before_a_loop(
     runners: tuple[ModelRunner, ModelRunner],
 ) -> None:
     tape = Tape()
-    plain, looped = make_engines(runners, tape, [LoopShape(2, 3)], budget=7)
+    engines = make_engines(runners, tape, [LoopShape(2, 3)], budget=7)
     rounds = Rounds((COUPLED, GREEDY), 4)
     rounds.tokens = [list(range(2, 32)), list(range(40, 48))]
     for _ in range(2):
-        items = rounds.items([3, 3])
-        replies = looped.speculate(items).replies
-        assert_same(replies, plain.speculate(items).replies)
+        replies = speculate_both(engines, rounds.items([3, 3]))
         rounds.accept(replies)
     assert tape.num_replays == 2
-    for engine in (plain, looped):
+    for engine in engines:
         engine.release(["r0", "r1"])
 
 
@@ -304,7 +299,7 @@ def test_nothing_is_captured_while_a_request_waits(
 ) -> None:
     """What is missing goes in shorter pieces, beside sequences that are none, or step by step."""
     tape = Tape()
-    plain, looped = make_engines(runners, tape, captured)
+    engines = make_engines(runners, tape, captured)
     num_replays = []
     for samplings, sizes in (
         ((COUPLED,), [5]),  # in pieces of 2, 2 and 1
@@ -316,13 +311,10 @@ def test_nothing_is_captured_while_a_request_waits(
         before = tape.num_replays
         rounds = Rounds(samplings, 7)
         for _ in range(2):
-            items = rounds.items(sizes)
-            replies = looped.speculate(items).replies
-            assert_same(replies, plain.speculate(items).replies)
-            looped.check_integrity()
+            replies = speculate_both(engines, rounds.items(sizes))
             rounds.accept(replies)
         num_replays.append(tape.num_replays - before)
-        for engine in (plain, looped):
+        for engine in engines:
             engine.release([f"r{index}" for index in range(len(samplings))])
     assert tape.num_captures == len(captured)
     assert num_replays == ([6, 2, 4, 0, 0] if captured else [0] * 5)

@@ -16,7 +16,6 @@ from specray.engine.runner.cuda_graphs import MAX_ROWS
 from specray.engine.runner.memory import DrafterMemory, Usage, cache_bytes
 from specray.engine.step import CacheShape
 from specray.errors import ConfigError
-from tests.unit.engine.model.checkpoints import write_checkpoint
 
 GIB = 2**30
 VOCAB_SIZE = 1000
@@ -85,11 +84,6 @@ def test_a_largest_step_without_room_names_the_setting() -> None:
     )
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
-
-
 def config_of(path: Path, **values: object) -> EngineConfig:
     plain = {"model": str(path), "device": "cpu", "dtype": "float32", "max_num_seqs": 2, "num_threads": 1}
     return EngineConfig.model_validate({**plain, "max_model_len": 64, **values})
@@ -103,18 +97,18 @@ def config_of(path: Path, **values: object) -> EngineConfig:
     ],
 )
 def test_what_does_not_fit_at_the_start_is_named(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, broken: str, message: str
+    llama: Path, monkeypatch: pytest.MonkeyPatch, broken: str, message: str
 ) -> None:
     def too_much(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(assembly, broken, too_much)
     with pytest.raises(ConfigError, match=message):
-        assembly.build_runner(config_of(checkpoint), role="target")
+        assembly.build_runner(config_of(llama), role="target")
 
 
-def test_a_step_without_room_names_what_to_lower(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = assembly.build_runner(config_of(checkpoint), role="target")
+def test_a_step_without_room_names_what_to_lower(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = assembly.build_runner(config_of(llama), role="target")
 
     def too_much(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -126,9 +120,9 @@ def test_a_step_without_room_names_what_to_lower(checkpoint: Path, monkeypatch: 
 
 @pytest.mark.parametrize("num_rows", [16, 100, 256])
 def test_the_largest_step_has_all_rows_and_their_logits(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, num_rows: int
+    llama: Path, monkeypatch: pytest.MonkeyPatch, num_rows: int
 ) -> None:
-    config = config_of(checkpoint, max_num_batched_tokens=num_rows, attention="gather", block_size=16)
+    config = config_of(llama, max_num_batched_tokens=num_rows, attention="gather", block_size=16)
     runner = assembly.build_runner(config, role="target")
     seen: list[tuple[int, int]] = []
     run = assembly.ModelRunner.run
@@ -143,9 +137,7 @@ def test_the_largest_step_has_all_rows_and_their_logits(
     assert seen == [(min(64, num_rows), num_rows)]
 
 
-def test_attention_is_tried_before_any_weight_is_read(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_is_tried_before_any_weight_is_read(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that writes beyond its buffers must have nothing there that it can spoil."""
     order: list[str] = []
     choose, lower = assembly.choose_backend, assembly.lower
@@ -160,5 +152,5 @@ def test_attention_is_tried_before_any_weight_is_read(
 
     monkeypatch.setattr(assembly, "choose_backend", chosen)
     monkeypatch.setattr(assembly, "lower", lowered)
-    assembly.build_runner(config_of(checkpoint, attention="gather"), role="target")
+    assembly.build_runner(config_of(llama, attention="gather"), role="target")
     assert order == ["attention", "weights"]
