@@ -45,7 +45,6 @@ def plans(pair: Pair) -> dict[tuple[str, str, str], float]:
 
 
 async def test_every_token_is_counted_once_and_every_verdict_under_its_plan(clock: VirtualClock) -> None:
-
     async with serving(clock, overlap="serial", num_speculative_tokens=3) as pair:
         given = request(max_tokens=24)
         output = await pair.router.complete(given)

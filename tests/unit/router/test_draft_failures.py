@@ -38,7 +38,6 @@ from tests.unit.router.harness import (
 
 
 async def test_lost_draft_costs_no_pause_and_another_is_leased(clock: VirtualClock) -> None:
-
     draft = fake_draft(PerfectGuesser(MODEL))
     leased: list[LocalDrafter] = []
 
@@ -69,7 +68,6 @@ async def test_lost_draft_costs_no_pause_and_another_is_leased(clock: VirtualClo
 
 @pytest.mark.parametrize("overlap", ["serial", "ahead"])
 async def test_hanging_draft_costs_at_most_one_round_timeout(clock: VirtualClock, overlap: str) -> None:
-
     draft = fake_draft(PerfectGuesser(MODEL))
 
     def lease(number: int) -> Drafter:
@@ -98,7 +96,6 @@ async def test_hanging_draft_costs_at_most_one_round_timeout(clock: VirtualClock
 async def test_draft_that_is_late_beyond_patience_is_not_waited_for_again_and_again(
     clock: VirtualClock,
 ) -> None:
-
     draft = fake_draft(PerfectGuesser(MODEL))
     hanging = LocalDrafter(draft, clock, hangs_after=10)
     config = router_config(round_timeout_s=50.0)
@@ -116,7 +113,6 @@ async def test_draft_that_is_late_beyond_patience_is_not_waited_for_again_and_ag
 
 
 async def test_no_draft_at_start_is_plain_decoding_until_one_comes(clock: VirtualClock) -> None:
-
     draft = fake_draft(PerfectGuesser(MODEL))
 
     def lease(number: int) -> Drafter:
@@ -135,7 +131,6 @@ async def test_no_draft_at_start_is_plain_decoding_until_one_comes(clock: Virtua
 
 @pytest.mark.parametrize("info", [{"tokenizer_fingerprint": "other"}, {"protocol_version": 99}])
 async def test_draft_that_does_not_fit_is_refused_at_start(clock: VirtualClock, info: dict[str, Any]) -> None:
-
     draft = fake_draft(**info)
     router = Router(
         LocalVerifier(fake_target(), clock),
@@ -147,7 +142,6 @@ async def test_draft_that_does_not_fit_is_refused_at_start(clock: VirtualClock, 
 
 
 async def test_draft_that_refuses_a_session_is_left_alone_for_a_while(clock: VirtualClock) -> None:
-
     draft = fake_draft(PerfectGuesser(MODEL), max_num_seqs=1)
     async with serving(clock, draft=draft, overlap="ahead", num_speculative_tokens=3) as pair:
         await asyncio.gather(
@@ -177,7 +171,6 @@ async def test_draft_that_does_not_know_what_it_was_told_from_the_start_is_left_
 
 
 async def test_context_beyond_the_drafts_length_goes_on_without_it(clock: VirtualClock) -> None:
-
     draft = fake_draft(PerfectGuesser(MODEL), max_model_len=64)
     async with serving(clock, draft=draft, overlap="ahead", num_speculative_tokens=3) as pair:
         output = await complete(pair, max_tokens=200)
@@ -186,7 +179,6 @@ async def test_context_beyond_the_drafts_length_goes_on_without_it(clock: Virtua
 
 
 async def test_request_may_switch_speculation_off_or_choose_k(clock: VirtualClock) -> None:
-
     draft = fake_draft(PerfectGuesser(MODEL))
     async with serving(clock, draft=draft, overlap="ahead", num_speculative_tokens=3) as pair:
         off = await complete(pair, speculation=SpeculationParams(enabled=False))

@@ -92,7 +92,6 @@ def test_an_experiment_that_is_given_up_is_told_without_a_speedup() -> None:
 
 @pytest.mark.slow
 async def test_a_router_tells_metrics_and_trace_the_same(clock: VirtualClock) -> None:
-
     target = fake_target()
     draft = fake_draft(NoisyGuesser(target.model, 0.6))
     config = router_config(trace_events=100_000)

@@ -18,7 +18,6 @@ SCORES = tuple(TokenLogprobs(token, -float(token)) for token in PROMPT[1:])
 async def test_last_chunk_carries_those_of_all_prompt_tokens_but_the_first(
     clock: VirtualClock, chunk: int
 ) -> None:
-
     async with serving(clock, config=router_config(prefill_chunk_tokens=chunk)) as pair:
         given = request("a", PROMPT, 6, num_prompt_logprobs=0)
         output = await pair.router.complete(given)
@@ -29,7 +28,6 @@ async def test_last_chunk_carries_those_of_all_prompt_tokens_but_the_first(
 
 
 async def test_stream_has_them_in_its_last_chunk(clock: VirtualClock) -> None:
-
     async with serving(clock) as pair:
         given = request("a", PROMPT, 6, num_prompt_logprobs=0)
         chunks = [chunk async for chunk in pair.router.stream(given)]

@@ -123,7 +123,6 @@ def test_request_that_was_only_beside_it_is_cleared_by_a_step_of_its_own(overlap
 
 
 async def test_session_that_the_lost_target_did_not_work_on_is_not_suspected(clock: VirtualClock) -> None:
-
     async with serving(clock, has_draft_model=False) as pair:
         calls = [asyncio.create_task(_complete(pair, name)) for name in ("other0", "other1")]
         await asyncio.sleep(1.5 * TARGET_S)

@@ -29,7 +29,6 @@ from tests.unit.router.harness import (
 
 
 async def test_stream_gives_first_tokens_at_once_and_then_a_chunk_per_interval(clock: VirtualClock) -> None:
-
     config = router_config(stream_interval_ms=91)
     async with serving(clock, config=config, num_speculative_tokens=0) as pair:
         given = request(max_tokens=23)
@@ -43,7 +42,6 @@ async def test_stream_gives_first_tokens_at_once_and_then_a_chunk_per_interval(c
 
 
 async def test_logprobs_travel_with_their_tokens(clock: VirtualClock) -> None:
-
     async with serving(clock) as pair:
         given = request(max_tokens=30, num_logprobs=2)
         for _, chunk in await chunks_of(pair, given):
@@ -56,7 +54,6 @@ async def test_logprobs_travel_with_their_tokens(clock: VirtualClock) -> None:
 
 
 async def test_cancelled_complete_is_released_on_both_engines_within_one_step(clock: VirtualClock) -> None:
-
     async with serving(clock, overlap="ahead", num_speculative_tokens=3) as pair:
         call = asyncio.create_task(pair.router.complete(request(max_tokens=2000)))
         await asyncio.sleep(0.25)
@@ -70,7 +67,6 @@ async def test_cancelled_complete_is_released_on_both_engines_within_one_step(cl
 
 
 async def test_closed_stream_is_released_on_both_engines_within_one_step(clock: VirtualClock) -> None:
-
     async with serving(clock, overlap="serial", num_speculative_tokens=3) as pair:
         stream = pair.router.stream(request(max_tokens=2000))
         await anext(stream)
@@ -81,7 +77,6 @@ async def test_closed_stream_is_released_on_both_engines_within_one_step(clock: 
 
 
 async def test_request_that_is_aborted_while_it_waits_never_reaches_an_engine(clock: VirtualClock) -> None:
-
     async with serving(clock, target=fake_target(max_num_seqs=1), num_speculative_tokens=0) as pair:
         first = asyncio.create_task(complete(pair, request_id="first", max_tokens=20))
         await asyncio.sleep(0.01)
@@ -95,7 +90,6 @@ async def test_request_that_is_aborted_while_it_waits_never_reaches_an_engine(cl
 
 
 async def test_request_timeout_ends_running_and_waiting_requests_with_an_error(clock: VirtualClock) -> None:
-
     config = router_config(request_timeout_s=1.0)
     async with serving(clock, target=fake_target(max_num_seqs=1), config=config) as pair:
         outputs = await asyncio.gather(
@@ -114,7 +108,6 @@ async def test_request_timeout_ends_running_and_waiting_requests_with_an_error(c
 
 
 async def test_failed_item_ends_its_request_and_no_other(clock: VirtualClock) -> None:
-
     async with serving(clock) as pair:
         pair.target.fail_next("bad", "the mask is empty", is_retriable=False)
         calls = pair.router.complete(request("bad")), complete(pair, request_id="good")
@@ -125,7 +118,6 @@ async def test_failed_item_ends_its_request_and_no_other(clock: VirtualClock) ->
 
 
 async def test_item_that_is_its_callers_mistake_is_an_invalid_request(clock: VirtualClock) -> None:
-
     async with serving(clock) as pair:
         wrong = {"is_retriable": False, "is_invalid": True, "field": "grammar"}
         pair.target.fail_next("bad", "the grammar is too big", **wrong)
@@ -137,7 +129,6 @@ async def test_item_that_is_its_callers_mistake_is_an_invalid_request(clock: Vir
 
 
 async def test_retriable_failure_puts_the_request_back_and_it_completes(clock: VirtualClock) -> None:
-
     async with serving(clock) as pair:
         other = asyncio.create_task(complete(pair, request_id="other", max_tokens=60))
         for _ in range(3):
@@ -160,7 +151,6 @@ async def test_retriable_failure_puts_the_request_back_and_it_completes(clock: V
 async def test_silent_target_is_lost_after_verify_timeout_and_all_requests_hear_of_it(
     clock: VirtualClock,
 ) -> None:
-
     target = fake_target()
     verifier = LocalVerifier(target, clock)
     config = router_config(verify_timeout_s=3.0)
@@ -181,7 +171,6 @@ async def test_silent_target_is_lost_after_verify_timeout_and_all_requests_hear_
 
 
 async def test_readiness_runs_a_real_step(clock: VirtualClock) -> None:
-
     target = fake_target()
     verifier = LocalVerifier(target, clock)
     config = router_config(verify_timeout_s=3.0)
@@ -197,7 +186,6 @@ async def test_readiness_runs_a_real_step(clock: VirtualClock) -> None:
 
 
 async def test_stop_with_drain_finishes_what_runs_and_refuses_what_comes(clock: VirtualClock) -> None:
-
     async with serving(clock) as pair:
         call = asyncio.create_task(complete(pair, max_tokens=100))
         await asyncio.sleep(0.1)
@@ -211,7 +199,6 @@ async def test_stop_with_drain_finishes_what_runs_and_refuses_what_comes(clock: 
 
 
 async def test_stop_without_drain_ends_streams_with_a_retriable_error(clock: VirtualClock) -> None:
-
     async with serving(clock) as pair:
         call = asyncio.create_task(chunks_of(pair, request(max_tokens=1000)))
         await asyncio.sleep(0.1)
@@ -245,7 +232,6 @@ async def test_stop_strings_end_the_output_through_the_injected_matcher(clock: V
 
 
 async def test_service_info_says_what_the_engines_say(clock: VirtualClock) -> None:
-
     async with serving(clock) as pair:
         info = await pair.router.service_info()
         assert (info.model, info.draft_model) == ("toy-target", "toy-draft")
@@ -253,7 +239,6 @@ async def test_service_info_says_what_the_engines_say(clock: VirtualClock) -> No
 
 
 async def test_metrics_text_has_the_published_names(clock: VirtualClock) -> None:
-
     async with serving(clock, overlap="enumerate", num_speculative_tokens=3) as pair:
         await complete(pair)
         text = await pair.router.metrics_text()

@@ -26,7 +26,6 @@ def charged(pair: Pair, tenant: str) -> int:
 
 
 async def test_request_that_was_not_begun_costs_its_tenant_nothing(clock: VirtualClock) -> None:
-
     async with serving(clock, target=fake_target(max_num_seqs=2), num_speculative_tokens=0) as pair:
         ended: list[str] = []
         tasks = await begin_at_once(
@@ -54,7 +53,6 @@ async def test_request_that_was_not_begun_costs_its_tenant_nothing(clock: Virtua
 async def test_request_that_ends_after_it_was_put_back_is_charged_for_what_it_had(
     clock: VirtualClock, end: str
 ) -> None:
-
     async with serving(clock, target=fake_target(max_num_seqs=3), num_speculative_tokens=0) as pair:
         ended: list[str] = []
         tasks = await begin_at_once(
@@ -84,7 +82,6 @@ async def test_request_that_ends_after_it_was_put_back_is_charged_for_what_it_ha
 
 
 async def test_request_that_was_put_back_is_charged_once(clock: VirtualClock) -> None:
-
     async with serving(clock, target=fake_target(max_num_seqs=2), num_speculative_tokens=0) as pair:
         ended: list[str] = []
         pair.target.fail_next("back", "no room", is_retriable=True)

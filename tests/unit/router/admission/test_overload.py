@@ -28,7 +28,6 @@ ONE_PLACE = {"max_num_seqs": 1}
 
 
 async def test_newcomer_takes_turns_with_a_tenant_that_waits_with_a_hundred(clock: VirtualClock) -> None:
-
     async with serving(clock, target=fake_target(**ONE_PLACE)) as pair:
         ended: list[str] = []
         tasks = [await begin(pair, ended, of_tenant(f"many{index}", "many")) for index in range(101)]
@@ -42,7 +41,6 @@ async def test_newcomer_takes_turns_with_a_tenant_that_waits_with_a_hundred(cloc
 async def test_more_urgent_request_is_served_before_those_that_wait_and_stops_nobody(
     clock: VirtualClock,
 ) -> None:
-
     async with serving(clock, target=fake_target(**ONE_PLACE)) as pair:
         ended: list[str] = []
         tasks = [await begin(pair, ended, of_tenant(f"n{index}", "")) for index in range(3)]
@@ -55,7 +53,6 @@ async def test_more_urgent_request_is_served_before_those_that_wait_and_stops_no
 
 
 async def test_tenant_with_less_takes_the_place_of_the_newest_of_one_with_more(clock: VirtualClock) -> None:
-
     config = router_config(max_queued_requests=3)
     async with serving(clock, target=fake_target(**ONE_PLACE), config=config) as pair:
         ended: list[str] = []
@@ -75,7 +72,6 @@ async def test_tenant_with_less_takes_the_place_of_the_newest_of_one_with_more(c
 async def test_burst_of_long_prompts_fills_an_idle_router_and_the_rest_is_bounded(
     clock: VirtualClock,
 ) -> None:
-
     config = router_config(max_queued_tokens=250)
     async with serving(clock, target=fake_target(max_num_seqs=4), config=config) as pair:
         calls = [pair.router.complete(request(str(n), [n] * 100, max_tokens=2)) for n in range(8)]
@@ -87,7 +83,6 @@ async def test_burst_of_long_prompts_fills_an_idle_router_and_the_rest_is_bounde
 
 
 async def test_all_places_are_open_again_when_who_found_no_room_has_left(clock: VirtualClock) -> None:
-
     async with serving(clock, num_speculative_tokens=0) as pair:
         ended: list[str] = []
         pair.target.fail_next("back", "no room", is_retriable=True)
@@ -113,7 +108,6 @@ def shown(pair: Pair) -> tuple[float, float, float]:
 
 
 async def test_who_was_put_back_and_who_comes_meanwhile_are_shown_as_waiting(clock: VirtualClock) -> None:
-
     async with serving(clock, num_speculative_tokens=0) as pair:
         ended: list[str] = []
         pair.target.fail_next("back", "no room", is_retriable=True)
@@ -130,7 +124,6 @@ async def test_who_was_put_back_and_who_comes_meanwhile_are_shown_as_waiting(clo
 
 
 async def test_prompt_of_a_request_that_is_let_in_again_is_counted_once(clock: VirtualClock) -> None:
-
     async with serving(clock, num_speculative_tokens=0) as pair:
         for _ in range(50):
             pair.target.fail_next("back", "no room", is_retriable=True)
@@ -161,7 +154,6 @@ class NotedDraft(FakeDraft):
 async def test_cancelled_request_is_released_with_the_next_message_while_others_go_on(
     clock: VirtualClock, overlap: str, share_of_step: float
 ) -> None:
-
     target = NotedTarget(MODEL, cost=lambda rows: int(TARGET_S * 1e9))
     draft = NotedDraft(NoisyGuesser(MODEL), cost=lambda steps: int(steps * DRAFT_STEP_S * 1e9))
     async with serving(clock, target=target, draft=draft, overlap=overlap, num_speculative_tokens=3) as pair:
@@ -187,7 +179,6 @@ async def test_cancelled_request_is_released_with_the_next_message_while_others_
 async def test_request_whose_time_ends_in_the_queue_is_dropped_then_and_never_computed(
     clock: VirtualClock,
 ) -> None:
-
     async with serving(clock, target=fake_target(**ONE_PLACE), num_speculative_tokens=0) as pair:
         ended: list[str] = []
         first = await begin(pair, ended, request("first", max_tokens=100))
@@ -206,7 +197,6 @@ async def test_request_whose_time_ends_in_the_queue_is_dropped_then_and_never_co
 async def test_running_request_ends_at_its_own_deadline_and_frees_both_engines_within_a_step(
     clock: VirtualClock,
 ) -> None:
-
     async with serving(clock, num_speculative_tokens=3) as pair:
         stream = pair.router.stream(replace(request(max_tokens=2000), timeout_s=0.5))
         with pytest.raises(DeadlineExceededError, match=r"the time of 0.5 s ended after \d+ tokens"):
@@ -218,7 +208,6 @@ async def test_running_request_ends_at_its_own_deadline_and_frees_both_engines_w
 
 
 async def test_request_that_cannot_have_its_first_token_in_time_is_not_begun(clock: VirtualClock) -> None:
-
     async with serving(clock, target=fake_target(max_num_seqs=2), num_speculative_tokens=0) as pair:
         ended: list[str] = []
         tasks = [
@@ -240,7 +229,6 @@ async def test_request_that_cannot_have_its_first_token_in_time_is_not_begun(clo
 
 
 async def test_deadline_of_a_request_is_never_later_than_the_services(clock: VirtualClock) -> None:
-
     async with serving(clock, config=router_config(request_timeout_s=0.2)) as pair:
         with pytest.raises(DeadlineExceededError, match=r"the time of 0\.2 s"):
             await pair.router.complete(replace(request(max_tokens=2000), timeout_s=50.0))
@@ -248,7 +236,6 @@ async def test_deadline_of_a_request_is_never_later_than_the_services(clock: Vir
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan")])
 async def test_time_that_is_not_positive_is_refused(clock: VirtualClock, timeout_s: float) -> None:
-
     async with serving(clock) as pair:
         with pytest.raises(InvalidRequestError, match="timeout_s"):
             await pair.router.complete(replace(request(), timeout_s=timeout_s))
@@ -257,7 +244,6 @@ async def test_time_that_is_not_positive_is_refused(clock: VirtualClock, timeout
 async def test_deadline_of_a_request_that_ended_is_not_that_of_the_next_with_its_id(
     clock: VirtualClock,
 ) -> None:
-
     async with serving(clock, num_speculative_tokens=0) as pair:
 
         async def seconds_of(request_id: str, timeout_s: float) -> float:
@@ -279,7 +265,6 @@ async def test_deadline_of_a_request_that_ended_is_not_that_of_the_next_with_its
 
 
 async def test_deadlines_of_requests_that_ended_long_before_do_not_pile_up(clock: VirtualClock) -> None:
-
     async with serving(clock, num_speculative_tokens=0) as pair:
         for index in range(300):
             await pair.router.complete(request(str(index), max_tokens=1))

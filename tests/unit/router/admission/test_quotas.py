@@ -25,7 +25,6 @@ def of_key(request_id: str, quota: Quota | None = TWO, num_tokens: int = 5) -> G
 
 
 async def test_requests_of_a_key_are_bounded_until_they_end_however_they_end(clock: VirtualClock) -> None:
-
     async with serving(clock, target=fake_target(max_num_seqs=1)) as pair:
         calls = [asyncio.create_task(pair.router.complete(of_key(str(index)))) for index in range(2)]
         await asyncio.sleep(0)

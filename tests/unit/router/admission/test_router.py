@@ -14,7 +14,6 @@ from tests.unit.router.harness import complete, fake_target, request, router_con
 
 
 async def test_full_queue_refuses_with_retry_after_and_admitted_requests_go_on(clock: VirtualClock) -> None:
-
     config = router_config(max_queued_requests=1)
     async with serving(clock, target=fake_target(max_num_seqs=2), config=config) as pair:
         calls = [asyncio.create_task(complete(pair, request_id=str(index))) for index in range(3)]
@@ -30,7 +29,6 @@ async def test_full_queue_refuses_with_retry_after_and_admitted_requests_go_on(c
 
 
 async def test_more_requests_than_sequences_are_served_in_turn(clock: VirtualClock) -> None:
-
     async with serving(
         clock,
         target=fake_target(max_num_seqs=3, max_num_batched_tokens=16),
@@ -59,7 +57,6 @@ async def test_more_requests_than_sequences_are_served_in_turn(clock: VirtualClo
 async def test_request_that_cannot_be_served_is_refused_by_field(
     clock: VirtualClock, options: dict[str, Any], field: str
 ) -> None:
-
     async with serving(clock) as pair:
         with pytest.raises(InvalidRequestError) as refusal:
             await pair.router.complete(request(**options))
@@ -68,7 +65,6 @@ async def test_request_that_cannot_be_served_is_refused_by_field(
 
 
 async def test_request_id_in_use_is_refused_and_the_first_goes_on(clock: VirtualClock) -> None:
-
     async with serving(clock) as pair:
         first = asyncio.create_task(complete(pair, request_id="same"))
         await asyncio.sleep(0.01)

@@ -29,7 +29,6 @@ async def batch_now(sink: StreamSink) -> list[OutputChunk] | None:
 
 
 async def test_what_one_step_brings_leaves_as_one_batch_in_order(clock: VirtualClock) -> None:
-
     sink = StreamSink(clock, INTERVAL_S)
     first, second = sink.open("a"), sink.open("b")
     second.push([7], ())
@@ -39,7 +38,6 @@ async def test_what_one_step_brings_leaves_as_one_batch_in_order(clock: VirtualC
 
 
 async def test_later_chunks_wait_for_the_interval_and_first_and_last_ones_do_not(clock: VirtualClock) -> None:
-
     sink = StreamSink(clock, INTERVAL_S)
     one, other = sink.open("a"), sink.open("b")
     one.push([1], ())
@@ -58,7 +56,6 @@ async def test_later_chunks_wait_for_the_interval_and_first_and_last_ones_do_not
 
 
 async def test_an_outlet_that_fails_ends_everybody_who_waits_for_it(clock: VirtualClock) -> None:
-
     sink = StreamSink(clock, INTERVAL_S)
     waits = asyncio.ensure_future(sink.wait_ended(sink.open("a")))
     takes = asyncio.ensure_future(sink.batch())
@@ -73,7 +70,6 @@ async def test_an_outlet_that_fails_ends_everybody_who_waits_for_it(clock: Virtu
 async def test_a_request_that_failed_sends_no_chunk_and_raises_where_it_is_waited_for(
     clock: VirtualClock,
 ) -> None:
-
     sink = StreamSink(clock, INTERVAL_S)
     failed, other = sink.open("a"), sink.open("b")
     failed.push([1], ())
@@ -91,7 +87,6 @@ async def take_all(sink: StreamSink, into: Delivery) -> None:
 
 
 async def test_the_router_delivers_the_whole_output_through_an_outlet(clock: VirtualClock) -> None:
-
     async with serving(clock) as pair:
         sink, received = StreamSink(clock, INTERVAL_S), Delivery("a", is_stream=False)
         taker = asyncio.ensure_future(take_all(sink, received))
@@ -103,7 +98,6 @@ async def test_the_router_delivers_the_whole_output_through_an_outlet(clock: Vir
 
 
 async def test_a_request_whose_outlet_fails_is_aborted(clock: VirtualClock) -> None:
-
     async with serving(clock) as pair:
         sink = StreamSink(clock, INTERVAL_S)
         call = asyncio.ensure_future(pair.router.deliver(request(max_tokens=1000), sink))

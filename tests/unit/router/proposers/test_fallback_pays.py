@@ -105,7 +105,6 @@ def test_before_steps_were_measured_all_have_one() -> None:
 
 
 async def test_router_counts_those_that_wait_too(clock: VirtualClock) -> None:
-
     async with serving(clock, fallback="ngram") as pair:
         router = pair.router
         asked: list[int] = []

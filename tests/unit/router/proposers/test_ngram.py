@@ -126,7 +126,6 @@ def test_request_for_a_model_that_is_not_there_is_refused() -> None:
 
 
 async def test_past_outputs_serve_the_same_tenant_alone(clock: VirtualClock) -> None:
-
     async with serving(
         clock,
         target=target_of(CHANGING),
@@ -185,7 +184,6 @@ async def test_outputs_that_tests_of_acceptance_drew_are_no_drafts_for_the_same_
 
 
 async def test_nothing_is_kept_by_default(clock: VirtualClock) -> None:
-
     async with serving(
         clock, target=target_of(CHANGING), has_draft_model=False, num_speculative_tokens=3
     ) as pair:

@@ -216,7 +216,6 @@ async def test_a_prompt_does_not_stall_a_running_stream(
 
 
 async def test_a_cached_prompt_takes_two_steps_whatever_its_length(clock: VirtualClock) -> None:
-
     target = target_of(prefix_cache=True)
     async with serving(clock, target=target, config=router_config(prefill_chunk_tokens=64)) as pair:
         steps = []
@@ -232,7 +231,6 @@ async def test_a_cached_prompt_takes_two_steps_whatever_its_length(clock: Virtua
 
 
 async def test_other_requests_with_a_common_beginning_find_it(clock: VirtualClock) -> None:
-
     target = target_of(prefix_cache=True)
     async with serving(clock, target=target, config=router_config(prefill_chunk_tokens=64)) as pair:
         for name, prompt in (("a", LONG), ("b", (*LONG[:200], 1, 2, 3)), ("c", LONG[:40])):
@@ -257,7 +255,6 @@ class RecordingTarget(FakeTarget):
 async def test_while_several_of_few_sessions_wait_for_their_prompts_the_others_do_not_speculate(
     clock: VirtualClock, num_prompts: int, has_drafts: bool
 ) -> None:
-
     target = RecordingTarget(MODEL, cost=lambda rows: int((0.010 + 0.001 * rows) * 1e9))
     target.steps = []
     config = router_config(prefill_chunk_tokens=32)

@@ -42,7 +42,6 @@ class NotedDrafter(LocalDrafter):
 async def test_end_of_a_session_goes_with_the_next_round_and_before_its_caller_is_told(
     clock: VirtualClock,
 ) -> None:
-
     draft = fake_draft()
     ended: list[str] = []
     drafter = NotedDrafter(draft, clock, ended)

@@ -37,7 +37,6 @@ async def test_period_of_a_round(clock: VirtualClock, overlap: str, period_s: fl
 
 
 async def test_miss_costs_one_fresh_proposal(clock: VirtualClock) -> None:
-
     draft = fake_draft(AdversarialGuesser(MODEL))
     async with serving(clock, draft=draft, overlap="ahead", num_speculative_tokens=2) as pair:
         await complete(pair, max_tokens=101)
@@ -47,7 +46,6 @@ async def test_miss_costs_one_fresh_proposal(clock: VirtualClock) -> None:
 
 
 async def test_round_overhead_leaves_both_forwards_out(clock: VirtualClock) -> None:
-
     for overlap in ("serial", "enumerate"):
         async with serving(clock, overlap=overlap, num_speculative_tokens=3) as pair:
             await complete(pair, max_tokens=100)
@@ -59,7 +57,6 @@ async def test_round_overhead_leaves_both_forwards_out(clock: VirtualClock) -> N
 async def test_late_proposal_of_one_session_holds_back_another_for_a_quarter_step_at_most(
     clock: VirtualClock,
 ) -> None:
-
     draft = fake_draft(AdversarialGuesser(MODEL))
     async with serving(clock, draft=draft, overlap="ahead", num_speculative_tokens=4) as pair:
         drafted = asyncio.create_task(complete(pair, request_id="drafted", max_tokens=300))
@@ -74,7 +71,6 @@ async def test_late_proposal_of_one_session_holds_back_another_for_a_quarter_ste
 
 
 async def test_straggler_whose_proposal_comes_in_the_grace_time_rides_along(clock: VirtualClock) -> None:
-
     draft = fake_draft(AdversarialGuesser(MODEL))
     async with serving(clock, draft=draft, overlap="ahead", num_speculative_tokens=1) as pair:
         off = SpeculationParams(enabled=False)
@@ -87,7 +83,6 @@ async def test_straggler_whose_proposal_comes_in_the_grace_time_rides_along(cloc
 
 
 async def test_last_chunk_of_a_prefill_already_carries_draft_tokens(clock: VirtualClock) -> None:
-
     draft = fake_draft(PerfectGuesser(MODEL))
     config = router_config(prefill_chunk_tokens=16)
     async with serving(clock, draft=draft, config=config, overlap="ahead", num_speculative_tokens=3) as pair:

@@ -45,7 +45,6 @@ async def begun(pair: Pair, request_id: str) -> asyncio.Task[OutputChunk]:
 
 
 async def test_a_new_k_is_for_new_requests_and_a_running_one_keeps_its_own(clock: VirtualClock) -> None:
-
     async with serving(clock, num_speculative_tokens=4, overlap="serial") as pair:
         running = await begun(pair, "a")
         configure(pair, num_speculative_tokens=2, overlap="serial")
@@ -64,7 +63,6 @@ async def test_a_new_k_is_for_new_requests_and_a_running_one_keeps_its_own(clock
 async def test_the_loops_take_over_from_each_other_in_the_middle_of_a_request(
     clock: VirtualClock, overlap: str
 ) -> None:
-
     async with serving(clock, num_speculative_tokens=4, overlap="serial") as pair:
         for turn in range(4):
             running = await begun(pair, f"long-{turn}")
@@ -82,7 +80,6 @@ async def test_the_loops_take_over_from_each_other_in_the_middle_of_a_request(
 
 
 async def test_a_smaller_queue_refuses_who_comes_and_keeps_who_waits(clock: VirtualClock) -> None:
-
     async with serving(clock, num_speculative_tokens=0) as pair:
         places = pair.target.info.max_num_seqs
         tasks = [

@@ -76,7 +76,6 @@ def gaps_of(timed: Sequence[tuple[float, OutputChunk]]) -> list[float]:
 
 @pytest.mark.parametrize("overlap", ["serial", "ahead"])
 async def test_draft_that_will_end_is_left_without_a_round_alone(clock: VirtualClock, overlap: str) -> None:
-
     engines = [fake_draft(PerfectGuesser(MODEL)) for _ in range(2)]
     leased: list[LeavingDrafter] = []
 
@@ -106,7 +105,6 @@ async def test_draft_that_will_end_is_left_without_a_round_alone(clock: VirtualC
 
 
 async def test_draft_that_ends_before_another_is_there_is_lost_as_any(clock: VirtualClock) -> None:
-
     draft = fake_draft(PerfectGuesser(MODEL))
     leased: list[LeavingDrafter] = []
 
@@ -134,7 +132,6 @@ async def test_draft_that_ends_before_another_is_there_is_lost_as_any(clock: Vir
 
 @pytest.mark.slow
 async def test_router_moves_to_a_draft_that_fewer_routers_share(clock: VirtualClock) -> None:
-
     engines = [fake_draft(PerfectGuesser(MODEL)) for _ in range(2)]
     pool = Pool(lambda number: LocalDrafter(engines[number], clock), better=[1])
     async with serving(clock, drafters=pool, overlap="ahead", num_speculative_tokens=3) as pair:
@@ -182,7 +179,6 @@ def test_draft_is_closed_when_its_measuring_is_interrupted(error: Exception | No
 
 
 async def test_pool_that_cannot_be_asked_costs_nothing(clock: VirtualClock) -> None:
-
     class Failing(Pool):
         async def lease_better(self, current: Drafter) -> Drafter | None:
             self.num_asked += 1
@@ -203,7 +199,6 @@ async def test_pool_that_cannot_be_asked_costs_nothing(clock: VirtualClock) -> N
 async def test_drafts_that_may_scale_to_none_are_asked_for_only_by_sessions(
     clock: VirtualClock, wants: bool
 ) -> None:
-
     draft = fake_draft(PerfectGuesser(MODEL))
     leased: list[int] = []
 
@@ -224,7 +219,6 @@ async def test_drafts_that_may_scale_to_none_are_asked_for_only_by_sessions(
 
 
 async def test_idle_router_lets_the_last_draft_scale_away(clock: VirtualClock) -> None:
-
     draft = fake_draft(PerfectGuesser(MODEL))
     leased: list[LeavingDrafter] = []
 
@@ -253,7 +247,6 @@ async def test_idle_router_lets_the_last_draft_scale_away(clock: VirtualClock) -
 async def test_hanging_draft_costs_less_than_two_seconds_with_the_default_round_timeout(
     clock: VirtualClock, overlap: str, hangs_after: int
 ) -> None:
-
     draft = fake_draft(PerfectGuesser(MODEL))
 
     def lease(number: int) -> Drafter:
@@ -277,7 +270,6 @@ async def test_hanging_draft_costs_less_than_two_seconds_with_the_default_round_
 async def test_hanging_draft_is_given_up_though_every_request_is_short(
     clock: VirtualClock, overlap: str
 ) -> None:
-
     draft = fake_draft(PerfectGuesser(MODEL))
 
     def lease(number: int) -> Drafter:
@@ -298,7 +290,6 @@ async def test_hanging_draft_is_given_up_though_every_request_is_short(
 
 
 async def test_slow_draft_is_not_given_up_in_serial_rounds(clock: VirtualClock) -> None:
-
     draft = FakeDraft(PerfectGuesser(MODEL), cost=lambda steps: int(0.2e9))
     async with serving(
         clock,
@@ -317,7 +308,6 @@ async def test_slow_draft_is_not_given_up_in_serial_rounds(clock: VirtualClock) 
 async def test_request_that_ends_draft_after_draft_goes_on_without_one_and_others_with(
     clock: VirtualClock,
 ) -> None:
-
     class Poisoned(LocalDrafter):
         async def speculate(self, items: Sequence[SpeculateItem], released: Sequence[str] = ()) -> None:
             if any(item.request_id == "poison" for item in items):

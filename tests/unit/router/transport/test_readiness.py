@@ -13,7 +13,6 @@ from tests.unit.router.harness import MODEL, TARGET_S, fake_target, request, rou
 
 
 async def test_chunk_of_a_prompt_is_a_step_that_proves_readiness(clock: VirtualClock) -> None:
-
     target = FakeTarget(MODEL, cost=lambda rows: 100_000_000)
     async with serving(clock, target=target, config=router_config(prefill_chunk_tokens=16)) as pair:
         call = asyncio.create_task(pair.router.complete(request(prompt=[1] * 4000, max_tokens=1)))
@@ -27,7 +26,6 @@ async def test_chunk_of_a_prompt_is_a_step_that_proves_readiness(clock: VirtualC
 
 
 async def test_step_of_others_is_proof_while_the_probe_waits_behind_them(clock: VirtualClock) -> None:
-
     target = FakeTarget(MODEL, cost=lambda rows: 6_000_000_000)
     config = router_config(prefill_chunk_tokens=16, verify_timeout_s=20.0)
     async with serving(clock, target=target, config=config) as pair:
@@ -40,7 +38,6 @@ async def test_step_of_others_is_proof_while_the_probe_waits_behind_them(clock: 
 
 
 async def test_full_queue_is_ready_with_the_next_step_of_the_target(clock: VirtualClock) -> None:
-
     info = replace(fake_target().info, max_num_seqs=1)
     target = FakeTarget(MODEL, info=info, cost=lambda rows: 8_000_000_000)
     async with serving(
@@ -56,7 +53,6 @@ async def test_full_queue_is_ready_with_the_next_step_of_the_target(clock: Virtu
 
 
 async def test_full_queue_of_a_target_that_is_silent_is_not_ready(clock: VirtualClock) -> None:
-
     target = fake_target(max_num_seqs=1)
     verifier = LocalVerifier(target, clock)
     config = router_config(max_queued_requests=0, verify_timeout_s=20.0)
@@ -72,7 +68,6 @@ async def test_full_queue_of_a_target_that_is_silent_is_not_ready(clock: Virtual
 
 
 async def test_target_that_fails_the_probe_is_not_ready(clock: VirtualClock) -> None:
-
     async with serving(clock, config=router_config(verify_timeout_s=20.0)) as pair:
         probe_id = f"ready-{id(pair.router._readiness):x}-1"
         pair.target.fail_next(probe_id, "the kernel is broken", is_retriable=False)
@@ -83,7 +78,6 @@ async def test_target_that_fails_the_probe_is_not_ready(clock: VirtualClock) -> 
 
 
 async def test_full_queue_of_a_target_that_has_no_room_for_anybody_is_not_ready(clock: VirtualClock) -> None:
-
     config = router_config(max_queued_requests=0, verify_timeout_s=20.0)
     async with serving(clock, config=config) as pair:
         for _ in range(1000):

@@ -22,7 +22,6 @@ async def texts(chunks: AsyncIterator[OutputChunk]) -> tuple[int, ...]:
 
 
 async def test_sessions_pause_while_the_target_starts_anew_and_none_fails(clock: VirtualClock) -> None:
-
     target = fake_target()
     made: list[LocalVerifier] = []
 
@@ -99,7 +98,6 @@ def test_nothing_is_done_without_a_target_for_what_had_no_room_in_the_lost_one(
 
 
 async def test_a_target_that_does_not_come_back_is_given_up_after_start_timeout(clock: VirtualClock) -> None:
-
     target = fake_target()
     made: list[LocalVerifier] = []
 
@@ -121,7 +119,6 @@ async def test_a_target_that_does_not_come_back_is_given_up_after_start_timeout(
 
 
 async def test_a_wrong_setting_is_given_up_at_once(clock: VirtualClock) -> None:
-
     target = fake_target()
     made: list[LocalVerifier] = []
 
@@ -185,7 +182,6 @@ def test_a_new_target_is_closed_when_its_measuring_is_interrupted(error: Excepti
 
 
 async def test_drain_ends_what_is_not_finished_at_its_deadline(clock: VirtualClock) -> None:
-
     async with serving(clock) as pair:
         short = asyncio.create_task(pair.router.complete(request("short", max_tokens=50)))
         long = asyncio.create_task(pair.router.complete(request("long", max_tokens=4000)))
@@ -263,7 +259,6 @@ class Site:
 
 
 async def test_a_whole_group_is_connected_again_and_not_started_anew(clock: VirtualClock) -> None:
-
     site = Site(clock)
     await site.source.connect()
     await site.source.connect()
@@ -277,7 +272,6 @@ async def test_a_whole_group_is_connected_again_and_not_started_anew(clock: Virt
 async def test_a_group_that_is_not_needed_any_more_is_ended_in_order_and_one_that_hangs_is_not_asked(
     clock: VirtualClock,
 ) -> None:
-
     site = Site(clock)
     await site.source.end()
     await site.source.connect()
@@ -290,7 +284,6 @@ async def test_a_group_that_is_not_needed_any_more_is_ended_in_order_and_one_tha
 
 
 async def test_a_rank_that_ends_takes_the_others_with_it_before_anybody_asks(clock: VirtualClock) -> None:
-
     site = Site(clock)
     await site.source.connect()
     site.groups[0].lose_a_rank()
@@ -303,7 +296,6 @@ async def test_a_rank_that_ends_takes_the_others_with_it_before_anybody_asks(clo
 
 
 async def test_a_group_that_hangs_is_ended_after_one_probe(clock: VirtualClock) -> None:
-
     site = Site(clock)
     await site.source.connect()
     site.groups[0].is_hanging = True
@@ -314,7 +306,6 @@ async def test_a_group_that_hangs_is_ended_after_one_probe(clock: VirtualClock) 
 
 
 async def test_a_group_that_does_not_start_or_answer_is_followed_by_another(clock: VirtualClock) -> None:
-
     site = Site(clock)
     site.num_failing = 1
     with pytest.raises(EngineLostError, match="did not start"):
@@ -330,7 +321,6 @@ async def test_a_group_that_does_not_start_or_answer_is_followed_by_another(cloc
 
 
 async def test_a_target_that_cannot_be_connected_anew_fails_all(clock: VirtualClock) -> None:
-
     target = fake_target()
     connections: list[LocalVerifier] = []
 

@@ -67,7 +67,6 @@ async def test_steps_that_also_worked_for_sessions_which_have_ended_are_not_lear
 
 
 async def test_a_try_of_speculation_begins_when_the_draft_has_read_the_text(clock: VirtualClock) -> None:
-
     draft = RecordingDraft(token_s=0.001)
     config = router_config(prefill_chunk_tokens=64)
     async with serving(clock, draft=draft, config=config, overlap="serial", num_speculative_tokens=3) as pair:

@@ -16,7 +16,6 @@ from tests.unit.router.proposers.prefill.harness import LONG, RecordingDraft, co
 async def test_draft_lost_in_the_middle_of_reading_is_told_all_anew(
     clock: VirtualClock, overlap: str
 ) -> None:
-
     drafts = [RecordingDraft(), RecordingDraft()]
     config = router_config(prefill_chunk_tokens=64)
     async with serving(
@@ -39,7 +38,6 @@ async def test_draft_lost_in_the_middle_of_reading_is_told_all_anew(
 async def test_sequence_evicted_in_the_middle_of_reading_is_told_anew(
     clock: VirtualClock, overlap: str
 ) -> None:
-
     draft = RecordingDraft()
     config = router_config(prefill_chunk_tokens=64)
     async with serving(clock, draft=draft, config=config, overlap=overlap, num_speculative_tokens=3) as pair:
@@ -61,7 +59,6 @@ async def test_sequence_evicted_in_the_middle_of_reading_is_told_anew(
 async def test_piece_whose_answer_was_lost_is_read_again_when_a_draft_would_be_given_up(
     clock: VirtualClock, overlap: str
 ) -> None:
-
     draft = RecordingDraft()
     config = router_config(prefill_chunk_tokens=128, round_timeout_s=0.3)
     async with serving(clock, draft=draft, config=config, overlap=overlap, num_speculative_tokens=3) as pair:
@@ -79,7 +76,6 @@ async def test_piece_whose_answer_was_lost_is_read_again_when_a_draft_would_be_g
 
 
 async def test_session_that_ends_while_it_is_read_leaves_nothing_behind(clock: VirtualClock) -> None:
-
     draft = RecordingDraft(token_s=0.001)
     config = router_config(prefill_chunk_tokens=256)
     async with serving(clock, draft=draft, config=config, overlap="serial", num_speculative_tokens=3) as pair:

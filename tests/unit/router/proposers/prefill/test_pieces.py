@@ -28,7 +28,6 @@ from tests.unit.router.proposers.prefill.harness import (
 async def test_alone_a_prompt_goes_in_whole_chunks_and_the_last_with_a_question(
     clock: VirtualClock, overlap: str
 ) -> None:
-
     draft = RecordingDraft()
     config = router_config(prefill_chunk_tokens=128)
     async with serving(clock, draft=draft, config=config, overlap=overlap, num_speculative_tokens=3) as pair:
@@ -50,7 +49,6 @@ async def test_alone_a_prompt_goes_in_whole_chunks_and_the_last_with_a_question(
 async def test_output_is_the_targets_alone_however_it_is_read(
     clock: VirtualClock, overlap: str, temperature: float, dies_after: int | None, k: int | str
 ) -> None:
-
     draft = RecordingDraft()
     async with serving(
         clock,
@@ -141,7 +139,6 @@ async def test_others_are_drafted_for_in_every_round_while_a_prompt_is_read(
 
 
 async def test_what_is_left_when_a_piece_was_read_goes_with_the_next_question(clock: VirtualClock) -> None:
-
     draft = RecordingDraft(token_s=TOKEN_S / 4)
     config = router_config(prefill_chunk_tokens=256)
     async with serving(clock, draft=draft, config=config, overlap="serial", num_speculative_tokens=3) as pair:
@@ -165,7 +162,6 @@ async def test_what_is_left_when_a_piece_was_read_goes_with_the_next_question(cl
 async def test_a_burst_of_prompts_shares_what_is_read_at_once_and_the_first_comes_first(
     clock: VirtualClock, overlap: str
 ) -> None:
-
     draft = RecordingDraft(token_s=TOKEN_S / 4)
     config = router_config(prefill_chunk_tokens=256)
     async with serving(clock, draft=draft, config=config, overlap=overlap, num_speculative_tokens=3) as pair:
@@ -178,7 +174,6 @@ async def test_a_burst_of_prompts_shares_what_is_read_at_once_and_the_first_come
 
 
 async def test_prompts_that_come_while_one_is_being_read_are_not_added_to_it(clock: VirtualClock) -> None:
-
     # A piece takes as long as twelve target steps.
     draft = RecordingDraft(token_s=0.001)
     config = router_config(prefill_chunk_tokens=256)
@@ -197,7 +192,6 @@ async def test_prompts_that_come_while_one_is_being_read_are_not_added_to_it(clo
 
 
 async def test_many_short_prompts_at_once_are_no_long_call_either(clock: VirtualClock) -> None:
-
     draft = RecordingDraft()
     config = router_config(prefill_chunk_tokens=64)
     async with serving(clock, draft=draft, config=config, overlap="serial", num_speculative_tokens=3) as pair:
