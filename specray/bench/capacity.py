@@ -103,8 +103,8 @@ async def measure_profile(
             partial(_measure_pass, loads, plan, sweep),
             *([partial(in_turn, pair)] if in_turn else []),
         ]
-        for turn in in_turns(parts, plan.num_passes):
-            await turn.arm()
+        for _, _, measure in in_turns(parts, plan.num_passes):
+            await measure()
     draft = (
         fit_draft(sweep, draft_info, hardware=hardware_name(config.draft)) if draft_info is not None else None
     )

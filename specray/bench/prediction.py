@@ -96,13 +96,13 @@ async def measure_prediction(
         ]
         outputs = [output.token_ids for output in await ask_all(router, requests, concurrency=1)]
         predictions = _predictions(outputs, tokenizer, plan.seed)
-        for turn in in_turns(arms, num_repeats, num_places=len(prompts), is_rotated=True):
-            arm, place, tally = turn.arm, turn.place, tallies[turn.arm]
-            on_progress(f"turn {turn.number + 1} of {num_repeats}, prompt {place + 1}, {arm}")
+        for turn, place, arm in in_turns(arms, num_repeats, num_places=len(prompts), is_rotated=True):
+            tally = tallies[arm]
+            on_progress(f"turn {turn + 1} of {num_repeats}, prompt {place + 1}, {arm}")
             if place == 0:
                 tally.begin_turn()
             predicted = SpeculationParams(enabled=arm != PLAIN, prediction=predictions[place].get(arm, ()))
-            name = f"{arm}-{turn.number}-{place}"
+            name = f"{arm}-{turn}-{place}"
             request = request_of(name, prompts[place], max_tokens, speculation=predicted)
             (output,), seconds = await timed(router, [request])
             tally.add_output(output, seconds=seconds, is_equal=output.token_ids == outputs[place])

@@ -12,6 +12,7 @@ from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Literal
 
+from specray.bench.core.turns import in_turns
 from specray.config import SpeculationConfig
 from specray.draft_tokens import DraftTokens
 from specray.fakes import FakeTarget
@@ -107,7 +108,7 @@ async def _decode(address: str, num_sessions: int, num_tokens: int) -> float:
     await router.start()
     sampling = SamplingParams(temperature=0.0, num_prompt_tokens=4)
     seconds = 0.0
-    for turn in range(2):
+    for turn, _, _ in in_turns([router], 1, num_warmup=1):
         requests = [
             GenerateRequest(f"{turn}-{index}", (1, 2, 3, index % 64), sampling, num_tokens)
             for index in range(num_sessions)

@@ -67,7 +67,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RankedEntry:
     measured: Measured
     predictions: tuple[Prediction, ...]
     """By concurrency."""
@@ -96,10 +96,10 @@ class Advice:
     largest_batch: int
     """Largest batch for which ``stops_paying`` was looked for."""
     plain: Times
-    entries: tuple[Entry, ...]
+    entries: tuple[RankedEntry, ...]
 
     @property
-    def winner(self) -> Entry | None:
+    def winner(self) -> RankedEntry | None:
         """The best candidate; None: none gains anything."""
         best = self.entries[0]
         return best if best.first.speedup > 1.0 else None
@@ -133,7 +133,7 @@ def advise(
     by_candidate = [tuple(one.best(count) for count in concurrencies) for one in predictors]
     best = max(found[0].tokens_per_s for found in by_candidate)
     entries = [
-        Entry(
+        RankedEntry(
             one.measured,
             found,
             one.stops_paying(largest),

@@ -266,8 +266,8 @@ class _Bench:
         plan = self._plan
         chains = {one.timed_as: one for one in self._candidates}
         sources = [*([None] if self._has_plain else []), *chains.values()]
-        for turn in in_turns(sources, plan.num_passes, num_places=len(plan.concurrencies)):
-            one, count = turn.arm, plan.concurrencies[turn.place]
+        for _, place, one in in_turns(sources, plan.num_passes, num_places=len(plan.concurrencies)):
+            count = plan.concurrencies[place]
             name = PLAIN if one is None else one.timed_as
             self._clock.begin(f"step times, {count} at a time, {name}")
             found = self.plain if one is None else self._found[name]

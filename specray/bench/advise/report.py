@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from rich.table import Table
 
-from specray.bench.advise.advice import Advice, Entry, Measured, Prediction
+from specray.bench.advise.advice import Advice, Measured, Prediction, RankedEntry
 from specray.bench.advise.figures import Likeness, Times
 from specray.bench.core.chart import Panel, Series, draw
 from specray.bench.core.report import DASH, grid_of, number, table_of
@@ -115,7 +115,7 @@ def advice_chart(advice: Advice) -> str:
     return draw(f"Drafts at temperature {advice.temperature:g}", panels, num_columns=3)
 
 
-def _entry_json(entry: Entry) -> dict[str, Any]:
+def _entry_json(entry: RankedEntry) -> dict[str, Any]:
     measured = entry.measured
     return {
         "name": entry.name,
@@ -174,7 +174,7 @@ def _prediction(one: Prediction) -> str:
 
 
 def _changes(advice: Advice) -> Table:
-    columns: dict[str, Callable[[Entry], object]] = {
+    columns: dict[str, Callable[[RankedEntry], object]] = {
         "draft": lambda entry: entry.name,
         "a faster draft (trimmed vocabulary, int4 weights)": _faster,
         "a likelier draft (fine-tuning on the domain)": _likelier,
@@ -183,7 +183,7 @@ def _changes(advice: Advice) -> Table:
     return table_of(title, columns, advice.entries, text=columns)
 
 
-def _faster(entry: Entry) -> str:
+def _faster(entry: RankedEntry) -> str:
     if entry.change is None:
         return "it is"
     if not entry.measured.times.has_draft_steps:
@@ -194,7 +194,7 @@ def _faster(entry: Entry) -> str:
     return f"steps at most {entry.change.draft_factor:.2f} times as long"
 
 
-def _likelier(entry: Entry) -> str:
+def _likelier(entry: RankedEntry) -> str:
     change = entry.change
     if change is None:
         return "it is"

@@ -144,8 +144,8 @@ async def measure(
             for prompt in prompts[: plan.num_warmup]:
                 body = request_body(plan, arm, prompt.text, f"{name}, {arm.name}, warm-up")
                 await send(client, body, is_stream=plan.stream)
-        for turn in in_turns(arms, plan.num_repeats):
-            await run_arm(client, results[turn.arm.name], f"{turn.arm.name}, pass {turn.number + 1}")
+        for number, _, arm in in_turns(arms, plan.num_repeats):
+            await run_arm(client, results[arm.name], f"{arm.name}, pass {number + 1}")
     return ServeResult(plan, len(prompts), model, tuple(results.values()))
 
 

@@ -57,17 +57,17 @@ async def measure_methods(
             tallies = {(method.name, category): Tally() for method in methods for category in categories}
             async with running_all(_routers(config, pair, methods)) as routers:
                 turns = in_turns(ordered, num_repeats, num_warmup=1, num_places=len(prompts), is_rotated=True)
-                for turn in turns:
-                    method, place, router = turn.arm, turn.place, routers[turn.arm.name]
+                for turn, place, method in turns:
+                    router = routers[method.name]
                     on_progress(
-                        f"temperature {temperature:g}, turn {max(turn.number, 0) + 1} of {num_repeats}, "
+                        f"temperature {temperature:g}, turn {max(turn, 0) + 1} of {num_repeats}, "
                         f"prompt {place + 1} of {len(prompts)}, {method.name}"
                     )
-                    request = _request(method, prompts[place], temperature, max_tokens, turn.number, place)
+                    request = _request(method, prompts[place], temperature, max_tokens, turn, place)
                     draft_s = router.metrics.value(_DRAFT_SECONDS)
                     (output,), seconds = await timed(router, [request])
                     outputs.setdefault(place, output.token_ids)
-                    if not turn.counts:
+                    if turn < 0:
                         continue
                     for category in categories:
                         tally = tallies[method.name, category]

@@ -180,13 +180,13 @@ async def measure_arms(
         num_bytes = dict.fromkeys(tallies, 0)
         async with running_all({arm.name: (pair, arm.config(config)) for arm in arms}) as routers:
             # The first turn warms up caches and threads, and lets the controller learn.
-            for turn in in_turns(arms, num_repeats, num_warmup=1):
-                arm, router = turn.arm, routers[turn.arm.name]
+            for turn, _, arm in in_turns(arms, num_repeats, num_warmup=1):
+                router = routers[arm.name]
                 at = f"{concurrency} at a time, temperature {temperature:g}"
-                progress(f"{at}, {arm.name}, pass {max(turn.number, 0) + 1}")
-                batch = prompts if turn.counts else prompts[:concurrency]
+                progress(f"{at}, {arm.name}, pass {max(turn, 0) + 1}")
+                batch = prompts if turn >= 0 else prompts[:concurrency]
                 lengths = lengths_of(len(batch), max_tokens, concurrency)
-                label = f"{arm.name}-{temperature:g}-{turn.number}"
+                label = f"{arm.name}-{temperature:g}-{turn}"
                 before = 0 if link is None else link.num_bytes
                 outputs, seconds = await timed(
                     router,
@@ -196,7 +196,7 @@ async def measure_arms(
                     ),
                     concurrency=concurrency,
                 )
-                if not turn.counts:
+                if turn < 0:
                     rounds_before[arm.name] = router.metrics.value("specray_rounds_total")
                     continue
                 num_bytes[arm.name] += 0 if link is None else link.num_bytes - before

@@ -219,7 +219,7 @@ async def measure_hostile(
 
 
 @dataclass(slots=True)
-class _Measured:
+class _AttackRun:
     quiet_s: float
     """When the quiet time began, on the monotonic clock."""
     started_s: float
@@ -240,10 +240,10 @@ class _Measured:
         )
 
 
-async def _attack(client: RawClient, attack: Attack, plan: StructuredPlan, pids: Sequence[int]) -> _Measured:
+async def _attack(client: RawClient, attack: Attack, plan: StructuredPlan, pids: Sequence[int]) -> _AttackRun:
     began_s = time.monotonic()
     await asyncio.sleep(plan.quiet_s)
-    measured = _Measured(began_s, time.monotonic(), _memory_mb(pids))
+    measured = _AttackRun(began_s, time.monotonic(), _memory_mb(pids))
 
     async def send() -> None:
         while not measured.answers or time.monotonic() < measured.started_s + plan.attack_s:

@@ -17,7 +17,7 @@ from specray.bench.core.samples import by_label, difference, parse_samples
 from specray.bench.core.turns import in_turns
 from specray.bench.load.client import ServerClient
 from specray.bench.plans import StructuredPlan
-from specray.bench.structured.schemas import Case
+from specray.bench.structured.schemas import SchemaCase
 from specray.environment import api_key
 from specray.errors import EngineLostError, InvalidRequestError, SpecrayError
 
@@ -34,7 +34,7 @@ BLOCK: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    case: Case
+    case: SchemaCase
     arm: str
     temperature: float
     text: str = ""
@@ -60,14 +60,14 @@ class Group:
 @dataclass(frozen=True, slots=True)
 class StructuredResult:
     plan: StructuredPlan
-    cases: Sequence[Case]
+    cases: Sequence[SchemaCase]
     model: str
     groups: tuple[Group, ...]
     duration_s: float
 
 
 async def measure_structured(
-    plan: StructuredPlan, cases: Sequence[Case], on_progress: Callable[[str, int, int], None]
+    plan: StructuredPlan, cases: Sequence[SchemaCase], on_progress: Callable[[str, int, int], None]
 ) -> StructuredResult:
     """Asks for every schema in every arm and at every temperature.
 
@@ -94,7 +94,9 @@ async def measure_structured(
     return StructuredResult(plan, cases, model, tuple(groups), time.monotonic() - started_s)
 
 
-async def _run_block(client: ServerClient, plan: StructuredPlan, group: Group, cases: Sequence[Case]) -> None:
+async def _run_block(
+    client: ServerClient, plan: StructuredPlan, group: Group, cases: Sequence[SchemaCase]
+) -> None:
     before = parse_samples(await client.metrics_text())
     waiting = iter(cases)
 
@@ -108,7 +110,7 @@ async def _run_block(client: ServerClient, plan: StructuredPlan, group: Group, c
     group.accepted.update({source: round(value) for source, value in by_source.items()})
 
 
-async def _ask(client: ServerClient, plan: StructuredPlan, group: Group, case: Case) -> Answer:
+async def _ask(client: ServerClient, plan: StructuredPlan, group: Group, case: SchemaCase) -> Answer:
     started_s = time.monotonic()
     try:
         body = await client.complete(_body(plan, group, case))
@@ -130,7 +132,7 @@ async def _ask(client: ServerClient, plan: StructuredPlan, group: Group, case: C
     )
 
 
-def _body(plan: StructuredPlan, group: Group, case: Case) -> dict[str, Any]:
+def _body(plan: StructuredPlan, group: Group, case: SchemaCase) -> dict[str, Any]:
     form = {"name": case.name, "schema": case.schema, "strict": case.is_strict}
     return {
         "messages": [{"role": "user", "content": case.prompt}],

@@ -54,7 +54,7 @@ _REFUSED: Final[dict[str, Schema]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class SchemaCase:
     name: str
     topic: str
     schema: Schema
@@ -70,12 +70,12 @@ class Case:
         return f"Write a JSON object that describes {self.topic}. Its fields are: {names}."
 
 
-def compose(num_cases: int, seed: int) -> list[Case]:
+def compose(num_cases: int, seed: int) -> list[SchemaCase]:
     """Returns the cases; the first ones are the same for every number."""
     return [_case(index, random.Random(f"{seed}-{index}")) for index in range(num_cases)]
 
 
-def _case(index: int, source: random.Random) -> Case:
+def _case(index: int, source: random.Random) -> SchemaCase:
     composer = _Composer(source)
     topic, names = source.choice(list(_TOPICS.items()))
     schema = composer.object_of(source.sample(names, source.randint(1, 5)), _MAX_DEPTH)
@@ -87,7 +87,7 @@ def _case(index: int, source: random.Random) -> Case:
         schema["required"] = [*{*schema["required"], name}]
     if composer.definitions:
         schema["$defs"] = composer.definitions
-    return Case(f"schema-{index}", topic, schema, frozenset(composer.kinds), index % 2 == 1, refused_by)
+    return SchemaCase(f"schema-{index}", topic, schema, frozenset(composer.kinds), index % 2 == 1, refused_by)
 
 
 @dataclass(slots=True)

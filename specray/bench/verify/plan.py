@@ -11,7 +11,7 @@ SELF = "plain, other batch"
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class VerifyWay:
     name: str
     speculation: dict[str, Any]
 
@@ -27,12 +27,12 @@ class VerifyCase:
 
 
 WAYS = (
-    Way(SELF, PLAIN),
-    Way("as the service chooses", {}),
-    Way("draft model, K=4", {"draft": "model", "num_speculative_tokens": 4}),
-    Way("n-grams, K=8", {"draft": "ngram", "num_speculative_tokens": 8}),
-    Way("suffixes, K=8", {"draft": "suffix", "num_speculative_tokens": 8}),
-    Way("drafter on the target, K=4", {"draft": "features", "num_speculative_tokens": 4}),
+    VerifyWay(SELF, PLAIN),
+    VerifyWay("as the service chooses", {}),
+    VerifyWay("draft model, K=4", {"draft": "model", "num_speculative_tokens": 4}),
+    VerifyWay("n-grams, K=8", {"draft": "ngram", "num_speculative_tokens": 8}),
+    VerifyWay("suffixes, K=8", {"draft": "suffix", "num_speculative_tokens": 8}),
+    VerifyWay("drafter on the target, K=4", {"draft": "features", "num_speculative_tokens": 4}),
 )
 TASK_WAYS = WAYS[:2]
 """Ways in which tasks are worked on: plain decoding at another batch, and as the service chooses."""

@@ -22,7 +22,7 @@ from specray.bench.verify.outputs import (
     agreement,
     ask_outputs,
 )
-from specray.bench.verify.plan import CASES, PLAIN, TASK_WAYS, WAYS, VerifyCase, Way
+from specray.bench.verify.plan import CASES, PLAIN, TASK_WAYS, WAYS, VerifyCase, VerifyWay
 from specray.bench.verify.samples import sampled_outputs
 from specray.bench.verify.statistics import excess_p_value, worse_p_value
 from specray.bench.verify.tasks import Task
@@ -92,7 +92,7 @@ async def verify(
     async with ServerClient(plan.url, timeout_s=plan.timeout_s, key=api_key()) as client:
         result = VerifyResult(await client.model(), plan, prompts, tasks)
 
-        async def compare(case: str, way: Way, compared: Awaitable[Comparison]) -> None:
+        async def compare(case: str, way: VerifyWay, compared: Awaitable[Comparison]) -> None:
             on_progress(f"{case}: {way.name}", len(result.comparisons), num_all)
             try:
                 result.comparisons.append(await compared)
@@ -117,7 +117,7 @@ async def _agreement(
     client: ServerClient,
     result: VerifyResult,
     case: VerifyCase,
-    way: Way,
+    way: VerifyWay,
     plain: Sequence[VerifiedOutput],
     base: list[Agreement],
 ) -> Comparison:
@@ -137,7 +137,7 @@ async def _agreement(
     return Comparison(case.name, way.name, found, p_value=p_value)
 
 
-async def _calibration(client: ServerClient, result: VerifyResult, way: Way) -> Comparison:
+async def _calibration(client: ServerClient, result: VerifyResult, way: VerifyWay) -> Comparison:
     """Whether tokens under rejection are draws from the target's own distribution."""
     found = calibrate(await sampled_outputs(client, result.plan, result.prompts, way))
     if not found.num_tokens:
@@ -145,7 +145,9 @@ async def _calibration(client: ServerClient, result: VerifyResult, way: Way) -> 
     return Comparison("rejection", way.name, calibration=found, p_value=found.p_value)
 
 
-async def _tasks(client: ServerClient, result: VerifyResult, way: Way, plain: Sequence[bool]) -> Comparison:
+async def _tasks(
+    client: ServerClient, result: VerifyResult, way: VerifyWay, plain: Sequence[bool]
+) -> Comparison:
     """Whether tasks are solved as often with drafts as without."""
     solved = await _solved(client, result.tasks, way.speculation, concurrency=result.plan.concurrency)
     pairs = list(zip(plain, solved, strict=True))

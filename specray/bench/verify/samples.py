@@ -10,7 +10,7 @@ from specray.bench.load.client import ServerClient
 from specray.bench.plans import VerifyPlan
 from specray.bench.verify.calibration import NUM_LIKELY, ScoredOutput
 from specray.bench.verify.outputs import ask_answers, ask_outputs
-from specray.bench.verify.plan import PLAIN, Way
+from specray.bench.verify.plan import PLAIN, VerifyWay
 from specray.errors import SpecrayError
 
 _CHOICES_PER_CALL = 8
@@ -21,7 +21,7 @@ _FIRST_SEED = 1 << 20
 
 
 async def sampled_outputs(
-    client: ServerClient, plan: VerifyPlan, prompts: Sequence[str], way: Way
+    client: ServerClient, plan: VerifyPlan, prompts: Sequence[str], way: VerifyWay
 ) -> list[ScoredOutput]:
     """Samples from the model's own distribution, and then lets the service score prompt and output.
 

@@ -12,7 +12,7 @@ from specray.bench.structured.hostile import ORDINARY, AttackResult, HostileResu
 from specray.bench.structured.judgement import judge, refusals, shortfalls
 from specray.bench.structured.report import structured_report
 from specray.bench.structured.run import Answer, Group, StructuredResult, measure_structured
-from specray.bench.structured.schemas import Case, compose
+from specray.bench.structured.schemas import SchemaCase, compose
 from specray.errors import EngineLostError, SpecrayError
 from specray.fakes import FakeRouterClient
 from specray.tokenization import make_stop_matcher
@@ -20,7 +20,7 @@ from tests.unit.serving.http.chat.models import PLAIN, babbling, chat_tokenizer,
 from tests.unit.serving.http.service import RealClock, serving
 
 NUMBER = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}
-CASE = Case("one", "a number", NUMBER, frozenset({"bounds"}), is_strict=False)
+CASE = SchemaCase("one", "a number", NUMBER, frozenset({"bounds"}), is_strict=False)
 STRICT = replace(CASE, name="two", is_strict=True)
 REFUSED = replace(CASE, name="three", refused_by='"not"')
 VALID = Answer(CASE, "off", 0.0, text='{"n": 3}', token_ids=(5, 6, 7, 8), has_ended=True, seconds=2.0)
