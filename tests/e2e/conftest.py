@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Iterator
 import aiohttp
 import pytest
 
-from tests.e2e.service import DEADLINE_S, Service, started
+from tests.e2e.calls import DEADLINE_S
+from tests.e2e.service import Service, started
 
 
 @pytest.fixture(scope="session", autouse=True)

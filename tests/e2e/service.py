@@ -9,14 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from specray.bench.compare.peers.process import free_port
 from specray.config import Config, parse_config
 from specray.serving.launch import running_service
 from tests.e2e.listeners import descendants
 
-DEADLINE_S = 60.0
 # float32: a forward's width does not change the tokens, so outputs can be compared exactly.
 # One thread each: OpenMP threads that share a core with others' spin instead of working.
 ENGINE = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "num_threads": 1, "profile_s": 0.5}
@@ -77,11 +74,3 @@ def is_running(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-async def complete(http: aiohttp.ClientSession, service: Service, **fields: Any) -> dict[str, Any]:
-    body = {"model": service.model, "max_tokens": 48, "temperature": 0, **fields}
-    async with http.post("/v1/completions", json=body) as response:
-        answer: dict[str, Any] = await response.json()
-        assert response.status == 200, answer
-        return answer

@@ -16,7 +16,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.e2e.service import DEADLINE_S, ENGINE, Service, processes, started
+from tests.e2e.calls import DEADLINE_S
+from tests.e2e.service import ENGINE, Service, processes, started
 from tests.unit.engine.features.checkpoints import eagle3_weights, official, write
 from tests.unit.engine.model.checkpoints import reference_greedy, reference_model, write_checkpoint
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,18 @@ import aiohttp
 import grpc
 import pytest
 from grpc import aio
-from prometheus_client.parser import text_string_to_metric_families
 
 from specray.bench.compare.peers.process import free_port
 from specray.rpc.inference.client import SpecrayClient
 from specray.rpc.inference.types import GenerateParams
+from tests.e2e.calls import DEADLINE_S, complete, eventually, metric, replicas
 from tests.e2e.listeners import descendants, listeners
-from tests.e2e.service import DEADLINE_S
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 
 START_S = 180.0
 PROMPT = "def a_name_that_must_not_be_logged(value):\n"
+ASKED = {"prompt": PROMPT, "max_tokens": 16, "temperature": 0}
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 TRACE = f"00-{TRACE_ID}-b7ad6b7169203331-01"
 DASHBOARD = Path(__file__).resolve().parents[2] / "helm" / "specray" / "dashboards" / "specray.json"
@@ -129,23 +129,6 @@ async def http(command: Command) -> Any:
         yield session
 
 
-async def complete(http: aiohttp.ClientSession, **headers: str) -> tuple[dict[str, Any], list[str]]:
-    """Returns the response, and its X-Request-Id."""
-    body = {"prompt": PROMPT, "max_tokens": 16, "temperature": 0}
-    async with http.post("/v1/completions", json=body, headers=headers) as response:
-        assert response.status == 200
-        return await response.json(), response.headers.getall("X-Request-Id")
-
-
-async def eventually(find: Any, what: str) -> Any:
-    """Returns the first result that is not empty."""
-    end = time.monotonic() + DEADLINE_S
-    while not (found := find()):
-        assert time.monotonic() < end, f"not within {DEADLINE_S} s: {what}"
-        await asyncio.sleep(0.2)
-    return found
-
-
 def objects(command: Command) -> list[dict[str, Any]]:
     """Returns every JSON object that a process has written on a line of its own."""
     found = []
@@ -181,43 +164,23 @@ async def test_ray_answers_only_who_has_this_services_token(command: Command) ->
     assert codes == [grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.OK]
 
 
-async def scrape(http: aiohttp.ClientSession) -> list[Any]:
-    """Returns the samples of one scrape of /metrics."""
-    async with http.get("/metrics") as response:
-        families = list(text_string_to_metric_families(await response.text()))
-    assert len({family.name for family in families}) == len(families)
-    return [sample for family in families for sample in family.samples]
-
-
-def replicas(samples: Iterable[Any]) -> dict[str, int]:
-    """Returns the number of replicas of each deployment in the samples."""
-    found = {(sample.labels["deployment"], sample.labels["replica"]) for sample in samples}
-    return {name: sum(name == other for other, _ in found) for name in REPLICAS}
-
-
 async def test_any_ingress_shows_the_metrics_of_every_replica(http: aiohttp.ClientSession) -> None:
+    async def are_all_there() -> bool:
+        return await replicas(http, *REPLICAS) == REPLICAS
+
     # One Router is enough for the service to be ready; the other may still load its target.
-    end = time.monotonic() + START_S
-    while (shown := replicas(await scrape(http))) != REPLICAS:
-        assert time.monotonic() < end, shown
-        await asyncio.sleep(0.2)
-    answers = [await complete(http) for _ in range(8)]
+    await eventually(are_all_there, "every replica is there", deadline_s=START_S)
+    answers = [await complete(http, **ASKED) for _ in range(8)]
+    num_tokens = sum(answer["usage"]["completion_tokens"] for answer in answers)
     for _ in range(4):
-        samples = await scrape(http)
-        assert replicas(samples) == REPLICAS
-
-        def total(metric: str, samples: Any = samples, **labels: str) -> float:
-            found = (sample for sample in samples if sample.name == metric)
-            return sum(sample.value for sample in found if labels.items() <= sample.labels.items())
-
-        num_tokens = sum(answer["usage"]["completion_tokens"] for answer, _ in answers)
+        assert await are_all_there()
         # Each look at readiness, while nothing else is done, is a request of at most one token: it ends with
         # the target's next verdict, and two that look at the same time need only one.
-        num_looks = total("specray_requests_total") - len(answers)
-        assert num_tokens <= total("specray_output_tokens_total") <= num_tokens + num_looks
-        calls = total("specray_ingress_calls_total", name="POST /v1/completions", code="200")
-        assert calls == len(answers)
-        assert total("specray_draft_replica_routers") == REPLICAS["Router"]
+        num_looks = await metric(http, "specray_requests_total") - len(answers)
+        assert num_tokens <= await metric(http, "specray_output_tokens_total") <= num_tokens + num_looks
+        calls = {"name": "POST /v1/completions", "code": "200"}
+        assert await metric(http, "specray_ingress_calls_total", **calls) == len(answers)
+        assert await metric(http, "specray_draft_replica_routers") == REPLICAS["Router"]
 
 
 async def test_the_dashboard_asks_for_what_a_scrape_holds(http: aiohttp.ClientSession) -> None:
@@ -233,8 +196,11 @@ async def test_the_dashboard_asks_for_what_a_scrape_holds(http: aiohttp.ClientSe
 async def test_a_request_is_followed_by_its_ids_through_logs_and_spans(
     command: Command, http: aiohttp.ClientSession
 ) -> None:
-    answer, echoed = await complete(http, **{"X-Request-Id": "my-own-id", "traceparent": TRACE})
-    assert echoed == ["my-own-id"]
+    named = {"X-Request-Id": "my-own-id", "traceparent": TRACE}
+    async with http.post("/v1/completions", json=ASKED, headers=named) as response:
+        assert response.status == 200
+        assert response.headers.getall("X-Request-Id") == ["my-own-id"]
+        answer = await response.json()
 
     def lines() -> list[dict[str, Any]]:
         return [entry for entry in objects(command) if entry.get("request_id") == answer["id"]]
@@ -287,7 +253,7 @@ async def test_a_grpc_call_is_logged_under_the_id_that_its_caller_got(command: C
 async def test_no_process_writes_what_was_asked_or_answered(
     command: Command, http: aiohttp.ClientSession
 ) -> None:
-    answer, _ = await complete(http)
+    answer = await complete(http, **ASKED)
     text = answer["choices"][0]["text"].strip()
     assert len(text) > 10
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +17,15 @@ from specray.rpc.inference.client import SpecrayClient
 from specray.rpc.inference.types import GenerateParams
 from specray.serving.app import bind_app
 from specray.serving.launch import APP_NAME, wait_running
+from tests.e2e.calls import PROMPT, complete, eventually, streamed, text_of
 from tests.e2e.ranks.service import TENSOR_PARALLEL_SIZE
-from tests.e2e.service import Service, complete, is_running, processes
+from tests.e2e.service import Service, is_running, processes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 
 DEADLINE_S = 120.0
-PROMPT = "def fibonacci(n):\n"
 FIELDS: dict[str, Any] = {
-    "prompt": PROMPT, "max_tokens": 64, "temperature": 1, "seed": 3, "ignore_eos": True
+    "max_tokens": 64, "temperature": 1, "seed": 3, "ignore_eos": True
 }  # fmt: skip
 LONG: dict[str, Any] = {**FIELDS, "max_tokens": 240}
 """Fields of requests that still run when Serve has begun to replace their Router."""
@@ -39,7 +36,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 STRUCTURED: dict[str, Any] = {
-    "prompt": PROMPT,
     "max_tokens": 48,
     "temperature": 1,
     "seed": 3,
@@ -57,48 +53,14 @@ async def patient(service: Service) -> Any:
         yield session
 
 
-async def streamed(
-    http: aiohttp.ClientSession,
-    service: Service,
-    *,
-    midway: Callable[[], object] = lambda: None,
-    fields: dict[str, Any] = FIELDS,
-) -> tuple[str, dict[str, Any] | None]:
-    """Returns the text, and the error that ended it; ``midway`` is called after the second chunk."""
-    pieces: list[str] = []
-    body = {"model": service.model, "stream": True, **fields}
-    async with http.post("/v1/completions", json=body) as response:
-        async for line in response.content:
-            if line.startswith(b"data: {"):
-                event = json.loads(line[6:])
-                if "error" in event:
-                    return "".join(pieces), event["error"]
-                pieces.append(event["choices"][0]["text"])
-                if len(pieces) == 2:
-                    midway()
-    return "".join(pieces), None
-
-
-async def eventually(condition: Callable[[], Any], what: str) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not await condition():
-        assert time.monotonic() < end, f"not within {DEADLINE_S} s: {what}"
-        await asyncio.sleep(0.3)
-
-
 async def status(http: aiohttp.ClientSession, path: str) -> int:
     async with http.get(path) as response:
         return response.status
 
 
-async def whole(http: aiohttp.ClientSession, service: Service, fields: dict[str, Any] = FIELDS) -> str:
-    answer = await complete(http, service, **fields)
-    return str(answer["choices"][0]["text"])
-
-
-async def structured(http: aiohttp.ClientSession, service: Service, **options: Any) -> str:
+async def structured(http: aiohttp.ClientSession, **options: Any) -> str:
     """An output under a grammar, too long to be over before anything is lost."""
-    answer = await complete(http, service, **STRUCTURED, **options)
+    answer = await complete(http, **STRUCTURED, **options)
     text = str(answer["choices"][0]["text"])
     assert text.startswith("{") and '"names"' in text
     return text
@@ -107,11 +69,11 @@ async def structured(http: aiohttp.ClientSession, service: Service, **options: A
 _baselines: list[str] = []
 
 
-async def baselines(http: aiohttp.ClientSession, service: Service) -> tuple[str, str]:
+async def baselines(http: aiohttp.ClientSession) -> tuple[str, str]:
     """What nothing disturbs: the text, and the one under a grammar; written once for all tests."""
     if not _baselines:
-        _baselines.append(await whole(http, service))
-        _baselines.append(await structured(http, service, speculation={"enabled": False}))
+        _baselines.append(await text_of(http, **FIELDS))
+        _baselines.append(await structured(http, speculation={"enabled": False}))
     text, under_grammar = _baselines
     return text, under_grammar
 
@@ -139,20 +101,20 @@ def leader_first(ranks: list[int]) -> list[int]:
 async def test_a_lost_rank_is_a_pause_and_no_token_changes(
     service: Service, patient: aiohttp.ClientSession, number: signal.Signals, rank: int
 ) -> None:
-    undisturbed, plain_under_grammar = await baselines(patient, service)
+    undisturbed, plain_under_grammar = await baselines(patient)
     before = leader_first(processes(RANK))
     assert len(before) == TENSOR_PARALLEL_SIZE
     router = processes(ROUTER_REPLICA)
-    disturbed = streamed(patient, service, midway=lambda: os.kill(before[rank], number))
+    disturbed = streamed(patient, lambda: os.kill(before[rank], number), **FIELDS)
     stream = asyncio.create_task(disturbed)
-    under_grammar = asyncio.create_task(structured(patient, service))
+    under_grammar = asyncio.create_task(structured(patient))
 
     async def is_unready() -> bool:
         return await status(patient, "/ready") == 503
 
-    await eventually(is_unready, "the loss is noticed")
+    await eventually(is_unready, "the loss is noticed", deadline_s=DEADLINE_S)
     assert await status(patient, "/health") == 200
-    waiting = asyncio.create_task(whole(patient, service))
+    waiting = asyncio.create_task(text_of(patient, **FIELDS))
     assert await stream == (undisturbed, None)
     assert await waiting == undisturbed
     assert await under_grammar == plain_under_grammar
@@ -165,7 +127,7 @@ async def test_a_lost_rank_is_a_pause_and_no_token_changes(
 async def test_a_lost_router_is_a_pause_and_no_token_changes(
     service: Service, patient: aiohttp.ClientSession
 ) -> None:
-    undisturbed, plain_under_grammar = await baselines(patient, service)
+    undisturbed, plain_under_grammar = await baselines(patient)
     ranks, (router,) = processes(RANK), processes(ROUTER_REPLICA)
     has_begun = asyncio.Event()
 
@@ -180,9 +142,9 @@ async def test_a_lost_router_is_a_pause_and_no_token_changes(
 
     rpc = asyncio.create_task(over_grpc())
     await asyncio.wait_for(has_begun.wait(), DEADLINE_S)
-    unary = asyncio.create_task(whole(patient, service))
-    under_grammar = asyncio.create_task(structured(patient, service))
-    killed = streamed(patient, service, midway=lambda: os.kill(router, signal.SIGKILL))
+    unary = asyncio.create_task(text_of(patient, **FIELDS))
+    under_grammar = asyncio.create_task(structured(patient))
+    killed = streamed(patient, lambda: os.kill(router, signal.SIGKILL), **FIELDS)
     assert await killed == (undisturbed, None)
     assert (await rpc).startswith(undisturbed)
     assert await unary == undisturbed
@@ -191,8 +153,8 @@ async def test_a_lost_router_is_a_pause_and_no_token_changes(
     async def are_gone() -> bool:
         return not any(is_running(process) for process in ranks)
 
-    await eventually(are_gone, "ranks end with their Router")
-    assert await streamed(patient, service) == (undisturbed, None)
+    await eventually(are_gone, "ranks end with their Router", deadline_s=DEADLINE_S)
+    assert await streamed(patient, **FIELDS) == (undisturbed, None)
     assert processes(ROUTER_REPLICA) != [router]
     assert len(processes(RANK)) == TENSOR_PARALLEL_SIZE
 
@@ -200,7 +162,7 @@ async def test_a_lost_router_is_a_pause_and_no_token_changes(
 async def test_a_router_that_is_replaced_finishes_its_requests(
     service: Service, patient: aiohttp.ClientSession
 ) -> None:
-    undisturbed = await whole(patient, service, LONG)
+    undisturbed = await text_of(patient, **LONG)
     (router,), drafts = processes(ROUTER_REPLICA), processes(DRAFT_RANK)
     # The service stays the same, and so does its claim to its ports.
     handle = serve.get_app_handle(APP_NAME)
@@ -220,14 +182,14 @@ async def test_a_router_that_is_replaced_finishes_its_requests(
             wait_for_applications_running=False,
         )
 
-    streams = [asyncio.create_task(streamed(patient, service, fields=LONG)) for _ in range(3)]
-    assert await streamed(patient, service, midway=replace, fields=LONG) == (undisturbed, None)
+    streams = [asyncio.create_task(streamed(patient, **LONG)) for _ in range(3)]
+    assert await streamed(patient, replace, **LONG) == (undisturbed, None)
     assert await asyncio.gather(*streams) == [(undisturbed, None)] * 3
 
     async def is_replaced() -> bool:
         return processes(ROUTER_REPLICA) not in ([], [router])
 
-    await eventually(is_replaced, "another Router is there")
+    await eventually(is_replaced, "another Router is there", deadline_s=DEADLINE_S)
     assert processes(DRAFT_RANK) == drafts != [], "the draft is the same"
     # Other modules use this service next.
     await asyncio.to_thread(wait_running, threading.Event(), timeout_s=DEADLINE_S)

@@ -9,7 +9,8 @@ import aiohttp
 import pytest
 
 from specray.serving.admission.api_keys import key_hash
-from tests.e2e.service import DEADLINE_S, Service, started
+from tests.e2e.calls import DEADLINE_S
+from tests.e2e.service import Service, started
 
 
 @pytest.fixture(scope="package")

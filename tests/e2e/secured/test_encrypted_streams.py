@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import aiohttp
 import pytest
 from ray import serve
 
@@ -14,29 +13,12 @@ from specray.rpc.channel import channel_options
 from specray.rpc.connection import GrpcDrafter, GrpcVerifier
 from specray.serving.launch import APP_NAME
 from tests.e2e.listeners import listeners
-from tests.e2e.secured.access import HEADERS, peer
-from tests.e2e.service import DEADLINE_S, Service
+from tests.e2e.secured.access import peer
+from tests.e2e.service import Service
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 
 CONNECT_S = 5.0
-
-
-async def post(service: Service, *, is_stream: bool) -> str:
-    body = {"prompt": "def mean(values):\n", "max_tokens": 24, "temperature": 0, "stream": is_stream}
-    timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
-    async with aiohttp.ClientSession(service.url, headers=HEADERS, timeout=timeout) as http:
-        asked = {**body, "return_speculation_metrics": True}
-        async with http.post("/v1/completions", json=asked) as response:
-            assert response.status == 200
-            return await response.text()
-
-
-@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
-async def test_requests_are_speculated_over_encrypted_streams(service: Service, is_stream: bool) -> None:
-    text = await post(service, is_stream=is_stream)
-    assert '"num_accepted_draft_tokens":' in text
-    assert '"num_accepted_draft_tokens":0' not in text
 
 
 async def draft_address() -> str:

@@ -19,14 +19,14 @@ import aiohttp
 import pytest
 
 from specray.serving.admission.api_keys import key_hash, new_key
+from tests.e2e.calls import PROMPT, eventually
 from tests.e2e.secured.access import HEADERS, KEY
-from tests.e2e.service import DEADLINE_S, Service, is_running, processes
+from tests.e2e.service import Service, is_running, processes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 
 RELOAD_S = 150.0
 """Longest time of one command, in seconds; a loaded machine imports Ray slowly."""
-PROMPT = "def fibonacci(n):\n"
 MAX_TOKENS = 220
 STREAM_LENS = (MAX_TOKENS, 151, 103, 67)
 """Output tokens of the streams that go on: of different lengths, so that they do not all end in one step."""
@@ -100,15 +100,15 @@ async def hang_ingress(service: Service) -> None:
     """Stops the Ingress; returns when another asks for the new key, and that one has ended."""
     (hung,) = processes("ray::ServeReplica:specray:Ingress")
     os.kill(hung, signal.SIGSTOP)
-    end_s = time.monotonic() + DEADLINE_S
     async with session(service, HEADERS) as http:
-        while True:
+
+        async def is_refused_by_another() -> bool:
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                 async with asyncio.timeout(1.0):
-                    assert (await ask(http))[0] == 401
-                    break
-            assert time.monotonic() < end_s, "no other Ingress"
-            await asyncio.sleep(0.2)
+                    return (await ask(http))[0] == 401
+            return False
+
+        await eventually(is_refused_by_another, "another Ingress is there")
     assert not is_running(hung)
 
 
@@ -181,10 +181,7 @@ async def test_streams_go_on_while_speculation_limits_keys_and_logs_change(servi
             async with http.get("/health") as response:
                 assert response.status == 200
         # The line is written when its answer has been sent.
-        end_s = time.monotonic() + DEADLINE_S
-        while not debug_lines():
-            assert time.monotonic() < end_s, "no line of level DEBUG"
-            await asyncio.sleep(0.1)
+        await eventually(debug_lines, "a line of level DEBUG")
         async with session(service, HEADERS) as http:
             assert (await ask(http))[0] == 401
         await hang_ingress(service)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -19,8 +17,9 @@ from ray import serve
 
 from specray.rpc.inference.client import SpecrayClient
 from specray.rpc.inference.types import GenerateParams
+from tests.e2e.calls import DEADLINE_S, complete, eventually, metric, speculates, streamed
 from tests.e2e.secured.access import KEY
-from tests.e2e.service import DEADLINE_S, Service, complete
+from tests.e2e.service import Service
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
@@ -33,23 +32,6 @@ async def openai(service: Service) -> AsyncIterator[AsyncOpenAI]:
         base_url=f"{service.url}/v1", api_key=KEY, timeout=DEADLINE_S, max_retries=0
     ) as client:
         yield client
-
-
-async def metric(http: aiohttp.ClientSession, name: str) -> float:
-    """Returns the sum of a metric over its labels."""
-    async with http.get("/metrics") as response:
-        lines = (await response.text()).splitlines()
-    values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name]
-    assert values, f"/metrics has no {name}"
-    return sum(values)
-
-
-async def eventually(condition: Callable[[], Any], what: str) -> None:
-    """Waits until an awaitable condition holds; fails after the deadline."""
-    end = time.monotonic() + DEADLINE_S
-    while not await condition():
-        assert time.monotonic() < end, f"not within {DEADLINE_S} s: {what}"
-        await asyncio.sleep(0.1)
 
 
 async def is_idle(http: aiohttp.ClientSession) -> bool:
@@ -101,8 +83,8 @@ async def test_output_is_the_same_with_speculation_on_and_off(
     service: Service, http: aiohttp.ClientSession, fields: dict[str, Any]
 ) -> None:
     for prompt in PROMPTS:
-        plain = await complete(http, service, prompt=prompt, speculation={"enabled": False}, **fields)
-        speculated = await complete(http, service, prompt=prompt, return_speculation_metrics=True, **fields)
+        plain = await complete(http, prompt=prompt, speculation={"enabled": False}, **fields)
+        speculated = await complete(http, prompt=prompt, return_speculation_metrics=True, **fields)
         assert speculated["choices"] == plain["choices"]
         assert speculated["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
 
@@ -114,14 +96,14 @@ async def test_concurrent_mixed_requests_answer_as_if_alone(
         {"prompt": PROMPTS[i % len(PROMPTS)], "seed": i, "temperature": i % 2, "max_tokens": 16 + 8 * i}
         for i in range(8)
     ]
-    alone = [(await complete(http, service, **fields))["choices"][0]["text"] for fields in variants]
+    alone = [(await complete(http, **fields))["choices"][0]["text"] for fields in variants]
 
     async def streamed(fields: dict[str, Any]) -> str:
         stream = await openai.completions.create(model=service.model, stream=True, **fields)
         return "".join([part.choices[0].text async for part in stream])
 
     async def whole(fields: dict[str, Any]) -> str:
-        text: str = (await complete(http, service, **fields))["choices"][0]["text"]
+        text: str = (await complete(http, **fields))["choices"][0]["text"]
         return text
 
     async def over_grpc(fields: dict[str, Any]) -> str:
@@ -150,7 +132,7 @@ async def test_grpc_info_and_generate(service: Service, http: aiohttp.ClientSess
             )
         ]
     assert (info.model, info.vocab_size, info.max_model_len) == (service.model, 4096, 512)
-    expected = await complete(http, service, prompt=PROMPTS[0], max_tokens=20)
+    expected = await complete(http, prompt=PROMPTS[0], max_tokens=20)
     assert "".join(event.text for event in events) == expected["choices"][0]["text"]
     assert events[-1].usage is not None and events[-1].usage.num_output_tokens == 20
 
@@ -169,33 +151,20 @@ async def test_abandoned_requests_free_both_engines(service: Service, http: aioh
 
 async def test_killed_draft_costs_only_speed(service: Service, http: aiohttp.ClientSession) -> None:
     fields = {"prompt": PROMPTS[1], "max_tokens": 160, "temperature": 1, "seed": 3, "ignore_eos": True}
-    undisturbed = await complete(http, service, speculation={"enabled": False}, **fields)
+    undisturbed = await complete(http, speculation={"enabled": False}, **fields)
 
     handle: Any = serve.get_deployment_handle("Draft", "specray")
     killed = await handle.lease.remote()
     lost = await metric(http, "specray_draft_lost_total")
-    pieces: list[str] = []
-    async with http.post(
-        "/v1/completions", json={"model": service.model, "stream": True, **fields}
-    ) as response:
-        async for line in response.content:
-            if line.startswith(b"data: {"):
-                pieces.append(json.loads(line[6:])["choices"][0]["text"])
-                if len(pieces) == 2:
-                    os.kill(killed.pid, signal.SIGKILL)
-    assert "".join(pieces) == undisturbed["choices"][0]["text"]
-    await eventually(lambda: _grew(http, "specray_draft_lost_total", lost), "the loss is noticed")
+    text, error = await streamed(http, lambda: os.kill(killed.pid, signal.SIGKILL), **fields)
+    assert (text, error) == (undisturbed["choices"][0]["text"], None)
 
-    async def speculates_again() -> bool:
-        answer = await complete(http, service, prompt=PROMPTS[0], return_speculation_metrics=True)
-        return bool(answer["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0)
+    async def is_noticed() -> bool:
+        return await metric(http, "specray_draft_lost_total") > lost
 
-    await eventually(speculates_again, "a new draft is leased")
+    await eventually(is_noticed, "the loss is noticed")
+    await eventually(lambda: speculates(http), "a new draft is leased")
     assert (await handle.lease.remote()).pid != killed.pid
-
-
-async def _grew(http: aiohttp.ClientSession, name: str, before: float) -> bool:
-    return await metric(http, name) > before
 
 
 @pytest.mark.parametrize(
@@ -222,7 +191,7 @@ async def test_bad_input_is_refused_by_name_and_hurts_nobody(
     async with http.post("/v1/completions", data=data, headers={"Content-Type": content_type}) as response:
         assert response.status == status
         assert (await response.json())["error"]["message"]
-    answer = await complete(http, service, prompt=PROMPTS[0], max_tokens=2)
+    answer = await complete(http, prompt=PROMPTS[0], max_tokens=2)
     assert answer["usage"]["completion_tokens"] == 2
 
 
