@@ -127,9 +127,14 @@ _HINTS: Final = get_type_hints(GenerationOptions)
 
 def _body_field(declared: Option) -> tuple[Any, Any]:
     hint = _HINTS[declared.name]
-    kind = _OWN_TYPES.get(declared.name, _BODY_TYPES.get(hint, hint))
+    kind = _BODY_TYPES.get(hint, hint)
     fail_fast = True if kind in (list[int], list[str]) else None
-    return kind | None, Field(None, fail_fast=fail_fast, description=declared.doc)
+    if declared.name in _OWN_TYPES:
+        # Not within a union, where pydantic would not find what marks the field.
+        kind, fail_fast = _OWN_TYPES[declared.name], None
+    else:
+        kind = kind | None
+    return kind, Field(None, fail_fast=fail_fast, description=declared.doc)
 
 
 def _object(name: str, parent: str) -> Any:
