@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol, TypeVar, runtime_checkable
 
+from specray.engine_info import EngineInfo
 from specray.requests import GenerateRequest, OutputChunk, RequestLife, ServiceInfo
-from specray.types import DraftReplies, EngineInfo, Grammar, SpeculateItem, TargetReplies, VerifyItem
+from specray.types import DraftReplies, Grammar, SpeculateItem, TargetReplies, VerifyItem
 
 RepliesT_co = TypeVar("RepliesT_co", covariant=True)
 

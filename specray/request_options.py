@@ -51,7 +51,7 @@ class Option:
     """False: gRPC has it otherwise, such as a call's deadline."""
 
 
-def option(
+def declare(
     doc: str,
     allowed: Range | None = None,
     *,
@@ -80,94 +80,94 @@ _DAY_MS: Final = 86_400_000
 class RequestOptions:
     """What a caller may ask for besides the prompt; None, or empty, is the service's default."""
 
-    max_tokens: int | None = option("Most output tokens; the context bounds it, too.")
-    min_tokens: int | None = option("Output tokens before which stop tokens are impossible.")
-    temperature: float | None = option("Divisor of the logits; 0 means greedy.", Range(0, 2))
-    top_k: int | None = option(
+    max_tokens: int | None = declare("Most output tokens; the context bounds it, too.")
+    min_tokens: int | None = declare("Output tokens before which stop tokens are impossible.")
+    temperature: float | None = declare("Divisor of the logits; 0 means greedy.", Range(0, 2))
+    top_k: int | None = declare(
         "Number of likeliest tokens that remain; 0 and -1 are all.", Range(-1, 2**31 - 1)
     )
-    top_p: float | None = option(
+    top_p: float | None = declare(
         "Probability that the smallest set of remaining tokens reaches.", Range(0, 1, is_low_open=True)
     )
-    min_p: float | None = option(
+    min_p: float | None = declare(
         "Least probability of a remaining token, relative to the likeliest.", Range(0, 1)
     )
-    repetition_penalty: float | None = option(
+    repetition_penalty: float | None = declare(
         "Divisor of positive logits (factor of negative ones) of tokens in the prompt or the output.",
         Range(1 / 64, 64),
     )
-    presence_penalty: float | None = option("Subtracted from logits of tokens in the output.", Range(-2, 2))
-    frequency_penalty: float | None = option("The same, times the token's count.", Range(-2, 2))
-    seed: int | None = option("Key of all noise, of which 64 bits count.", Range(-(1 << 63), (1 << 64) - 1))
-    logit_bias: tuple[tuple[int, float], ...] = option(
+    presence_penalty: float | None = declare("Subtracted from logits of tokens in the output.", Range(-2, 2))
+    frequency_penalty: float | None = declare("The same, times the token's count.", Range(-2, 2))
+    seed: int | None = declare("Key of all noise, of which 64 bits count.", Range(-(1 << 63), (1 << 64) - 1))
+    logit_bias: tuple[tuple[int, float], ...] = declare(
         "Biases that are added to the logits of tokens.",
         Range(-100, 100),
         default=(),
         num_entries=Range(0, 1024),
     )
-    stop: tuple[str, ...] = option(
+    stop: tuple[str, ...] = declare(
         "Strings that end the output.",
         Range(1, 256),
         default=(),
         num_entries=Range(0, 64),
         entries="strings",
     )
-    stop_token_ids: tuple[int, ...] = option(
+    stop_token_ids: tuple[int, ...] = declare(
         "Token ids that end the output.", default=(), num_entries=Range(0, 128), entries="ids"
     )
-    ignore_eos: bool = option("The end-of-sequence token does not end the output.", default=False)
-    logprobs: int | None = option("Likeliest tokens with logprobs besides each output token.", Range(0, 20))
-    prompt_logprobs: int | None = option(
+    ignore_eos: bool = declare("The end-of-sequence token does not end the output.", default=False)
+    logprobs: int | None = declare("Likeliest tokens with logprobs besides each output token.", Range(0, 20))
+    prompt_logprobs: int | None = declare(
         "Likeliest tokens with logprobs besides each prompt token.", Range(0, 20)
     )
-    speculation_enabled: bool | None = option("False: the target alone decodes.", path="speculation.enabled")
-    num_speculative_tokens: int | None = option(
+    speculation_enabled: bool | None = declare("False: the target alone decodes.", path="speculation.enabled")
+    num_speculative_tokens: int | None = declare(
         "Most draft tokens of a round.",
         Range(0, MAX_SPECULATIVE_TOKENS),
         path="speculation.num_speculative_tokens",
     )
-    verification: Verification | None = option(
+    verification: Verification | None = declare(
         "Rule by which draft tokens are accepted.", path="speculation.verification"
     )
-    draft: DraftKind | None = option("What proposes draft tokens.", path="speculation.draft")
-    tenant: str = option(
+    draft: DraftKind | None = declare("What proposes draft tokens.", path="speculation.draft")
+    tenant: str = declare(
         "Tenant whose past outputs a suffix draft may use, where the service stores them.",
         Range(0, 64),
         default="",
         path="speculation.tenant",
     )
-    prediction: str = option("Text that the output is expected to be close to.", default="")
-    grammar: Grammar | None = option("Language of the output.")
-    allowed_token_ids: tuple[int, ...] | None = option(
+    prediction: str = declare("Text that the output is expected to be close to.", default="")
+    grammar: Grammar | None = declare("Language of the output.")
+    allowed_token_ids: tuple[int, ...] | None = declare(
         "The only tokens that the output may have.", num_entries=Range(1, 4096), entries="ids"
     )
-    bad_words: tuple[str, ...] = option(
+    bad_words: tuple[str, ...] = declare(
         "Words that the output must not contain.",
         Range(1, 256),
         default=(),
         num_entries=Range(0, 128),
         entries="words",
     )
-    skip_special_tokens: bool | None = option("False: special tokens are text, too.")
-    include_stop_str_in_output: bool = option("The text ends with what ended the output.", default=False)
-    truncate_prompt_tokens: int | None = option(
+    skip_special_tokens: bool | None = declare("False: special tokens are text, too.")
+    include_stop_str_in_output: bool = declare("The text ends with what ended the output.", default=False)
+    truncate_prompt_tokens: int | None = declare(
         "Tokens of a prompt's end that remain; -1: as many as leave room for max_tokens."
     )
-    cache_salt: str = option(
+    cache_salt: str = declare(
         "Only requests with an equal one share computed prefixes.", Range(0, 256), default=""
     )
-    priority: int | None = option("Lower is served earlier.", Range(-(1 << 63), (1 << 63) - 1))
-    ttft_ms: float | None = option(
+    priority: int | None = declare("Lower is served earlier.", Range(-(1 << 63), (1 << 63) - 1))
+    ttft_ms: float | None = declare(
         "Milliseconds to the first token that the caller wants.",
         Range(0, _DAY_MS, is_low_open=True),
         path="slo.ttft_ms",
     )
-    itl_ms: float | None = option(
+    itl_ms: float | None = declare(
         "Milliseconds per later output token that the caller wants.",
         Range(0, _DAY_MS, is_low_open=True),
         path="slo.itl_ms",
     )
-    timeout_s: float | None = option(
+    timeout_s: float | None = declare(
         "Seconds that the whole answer may take, cut to what the service allows.",
         Range(0, 86_400, is_low_open=True),
         on_wire=False,

@@ -24,8 +24,6 @@ from specray.feature_rows import FeatureRows
 
 MAX_SPECULATIVE_TOKENS: Final = 32
 """Largest K: most draft tokens per round that a configuration or a request may ask for."""
-PROTOCOL_VERSION: Final = 2
-"""Version of the engines' wire protocol, carried by ``EngineInfo``; peers with another are refused."""
 
 
 class Verification(enum.StrEnum):
@@ -361,73 +359,3 @@ class TargetReplies:
     forward_ns: int
     num_rows: int | None = None
     """Tokens that were computed; fewer than asked where the prefix cache had them. None: unknown."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepTime:
-    """What a step of one width took when the engine measured itself at its start."""
-
-    num_rows: int
-    """Target: tokens of one Verify. Draft: sequences that draft side by side, one row each."""
-    seconds: float
-    """Target: of a Verify. Draft: per draft token. Both as ``forward_ns``, without queueing and RPC."""
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarStats:
-    """What grammars have cost one engine since its start."""
-
-    compile_s: float = 0.0
-    """Seconds spent on compiling."""
-    mask_s: float = 0.0
-    """Seconds spent on masks."""
-    num_compiled: int = 0
-    num_cache_hits: int = 0
-    """Requests whose grammar had been compiled before."""
-    num_illegal_drafts: int = 0
-    """Draft tokens that a grammar forbade."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineInfo:
-    """What a worker says of itself, so that nothing is configured twice."""
-
-    role: str
-    """``draft`` or ``target``."""
-    model: str
-    vocab_size: int
-    tokenizer_fingerprint: str
-    """Hash of the vocabulary: draft and target must agree."""
-    block_size: int
-    num_blocks: int
-    max_model_len: int
-    """Most tokens of one sequence, prompt and output together."""
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    """Most new tokens of one step over all sequences."""
-    protocol_version: int
-    dtype: str = ""
-    tensor_parallel_size: int = 1
-    num_blocks_in_use: int = 0
-    """Blocks in use of ``num_blocks``, at the moment of asking; 0 when idle."""
-    num_prefix_cache_queries: int = 0
-    """Tokens looked up in the prefix cache since the engine started."""
-    num_prefix_cache_hits: int = 0
-    """Those of them that were found and not computed again."""
-    step_times: tuple[StepTime, ...] = ()
-    """Durations of steps by increasing rows; empty: the engine has not measured itself."""
-    context_token_s: float = 0.0
-    """Target: what a step takes longer per token that its sequences hold, all together; ``step_times`` are
-    without it."""
-    num_routers: int = 0
-    """Streams that are open now."""
-    busy_share: float = 0.0
-    """Share of the last seconds that was spent computing, in [0, 1]."""
-    grammar: GrammarStats = GrammarStats()
-    drafter: str = ""
-    """Target: name of its own drafter, which uses its features; empty: it has none."""
-    feature_drafter: str = ""
-    """Draft: name of the drafter that it runs, which uses the target's features. Target: name of the drafter
-    for which it gives them. Empty: neither; draft and target must agree."""
-    feature_size: int = 0
-    """Numbers of that drafter's row of features; 0: there is none."""

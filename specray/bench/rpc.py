@@ -15,6 +15,7 @@ from typing import Literal
 from specray.bench.core.turns import in_turns
 from specray.config import SpeculationConfig
 from specray.draft_tokens import DraftTokens
+from specray.engine_info import PROTOCOL_VERSION, EngineInfo
 from specray.fakes import FakeTarget
 from specray.interfaces import SyncTargetEngine
 from specray.requests import GenerateRequest
@@ -22,7 +23,7 @@ from specray.router import Router, SystemClock
 from specray.rpc.connection import GrpcVerifier
 from specray.rpc.event_loop import new_event_loop
 from specray.rpc.workers.worker import serve_engine
-from specray.types import PROTOCOL_VERSION, EngineInfo, SamplingParams, TargetReplies, Verdict, VerifyItem
+from specray.types import SamplingParams, TargetReplies, Verdict, VerifyItem
 
 NUM_WARMUP = 200
 """Round trips before the measurement."""

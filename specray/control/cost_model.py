@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 
 from specray.control.estimators import Average, OutcomesTime, Rate, TimeTable
 from specray.control.expectations import prior_hit_rate
-from specray.types import DraftReply, Proposal, SpeculateItem, StepTime
+from specray.engine_info import StepTime
+from specray.types import DraftReply, Proposal, SpeculateItem
 
 PRIOR_DRAFT_SHARE = 0.15
 """Draft step as a share of a target step, before the draft's steps are known."""

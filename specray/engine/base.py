@@ -17,16 +17,9 @@ from specray.engine.cache.sequences import EngineSequence, SequenceTable
 from specray.engine.inputs import SequenceInput
 from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.schedule import Runner, failure_reply, split_waves
+from specray.engine_info import EngineInfo, GrammarStats
 from specray.errors import EngineLostError, SpecrayError
-from specray.types import (
-    DraftReplies,
-    DraftReply,
-    EngineInfo,
-    GrammarStats,
-    Outcomes,
-    Proposal,
-    SpeculateItem,
-)
+from specray.types import DraftReplies, DraftReply, Outcomes, Proposal, SpeculateItem
 
 Task = TypeVar("Task")
 

@@ -27,10 +27,10 @@ from specray.engine.runner.runner import ModelRunner, RunnerInfo
 from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.target.engine import TargetEngine
 from specray.engine.window import with_window
+from specray.engine_info import PROTOCOL_VERSION, EngineInfo, StepTime
 from specray.errors import ConfigError
 from specray.grammar import GrammarCompiler, PreparedCompiler
 from specray.tokenization import load_tokenizer
-from specray.types import PROTOCOL_VERSION, EngineInfo, StepTime
 
 logger = logging.getLogger(__name__)
 

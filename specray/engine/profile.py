@@ -13,15 +13,14 @@ from statistics import median
 from typing import Final, NamedTuple, Protocol
 
 from specray.draft_tokens import DraftTokens
+from specray.engine_info import EngineInfo, StepTime
 from specray.feature_rows import ITEM_BYTES, FeatureRows
 from specray.interfaces import SyncDraftEngine, SyncTargetEngine
 from specray.types import (
     DraftReply,
-    EngineInfo,
     ItemFailed,
     SamplingParams,
     SpeculateItem,
-    StepTime,
     TargetReply,
     UnknownSequence,
     VerifyItem,

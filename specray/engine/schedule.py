@@ -14,8 +14,9 @@ from specray.engine.cache.states import StateCache
 from specray.engine.inputs import Moves, SequenceInput
 from specray.engine.step import ForwardOutput
 from specray.engine.visibility import MAX_TREE_ROWS, Visibility, branch_visibility, tree_visibility
+from specray.engine_info import EngineInfo
 from specray.errors import InvalidRequestError, OutOfBlocksError, OverloadedError, ProtocolError, SpecrayError
-from specray.types import EngineInfo, ItemFailed, SpeculateItem, UnknownSequence, VerifyItem
+from specray.types import ItemFailed, SpeculateItem, UnknownSequence, VerifyItem
 
 
 class Runner(Protocol):

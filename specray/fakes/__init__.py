@@ -6,7 +6,13 @@ between them delays, loses, duplicates and reorders replies by a seeded schedule
 
 from specray.fakes.client import FakeRouterClient
 from specray.fakes.clock import VirtualClock
-from specray.fakes.connections import FakeDrafterSource, LocalDrafter, LocalVerifier, ReplyQueue, Transport
+from specray.fakes.connections import (
+    FakeDrafterSource,
+    FakeTransport,
+    LocalDrafter,
+    LocalVerifier,
+    ReplyQueue,
+)
 from specray.fakes.engines import FakeDraft, FakeTarget
 from specray.fakes.models import (
     AdversarialGuesser,
@@ -25,6 +31,7 @@ __all__ = [
     "FakeDrafterSource",
     "FakeRouterClient",
     "FakeTarget",
+    "FakeTransport",
     "Guesser",
     "LocalDrafter",
     "LocalVerifier",
@@ -33,6 +40,5 @@ __all__ = [
     "RandomGuesser",
     "ReplyQueue",
     "ToyModel",
-    "Transport",
     "VirtualClock",
 ]

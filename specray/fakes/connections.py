@@ -9,15 +9,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+from specray.engine_info import EngineInfo
 from specray.errors import EngineLostError
 from specray.interfaces import Clock, Drafter, SyncDraftEngine, SyncTargetEngine
-from specray.types import DraftReplies, EngineInfo, SpeculateItem, TargetReplies, VerifyItem
+from specray.types import DraftReplies, SpeculateItem, TargetReplies, VerifyItem
 
 RepliesT = TypeVar("RepliesT", DraftReplies, TargetReplies)
 
 
 @dataclass(slots=True)
-class Transport:
+class FakeTransport:
     """Delays, loses and duplicates replies, each independently, so that they may be reordered.
 
     Args:
@@ -74,7 +75,7 @@ class ReplyQueue(Generic[RepliesT]):
 class _Wire(ReplyQueue[RepliesT]):
     """Replies in flight, and the state of the connection."""
 
-    def __init__(self, clock: Clock, transport: Transport | None) -> None:
+    def __init__(self, clock: Clock, transport: FakeTransport | None) -> None:
         super().__init__()
         self._clock = clock
         self._transport = transport
@@ -133,7 +134,7 @@ class _Local(Generic[RepliesT]):
     """
 
     def __init__(
-        self, engine: SyncDraftEngine | SyncTargetEngine, clock: Clock, transport: Transport | None
+        self, engine: SyncDraftEngine | SyncTargetEngine, clock: Clock, transport: FakeTransport | None
     ) -> None:
         self._engine = engine
         self._wire: _Wire[RepliesT] = _Wire(clock, transport)
@@ -167,7 +168,9 @@ class _Local(Generic[RepliesT]):
 class LocalVerifier(_Local[TargetReplies]):
     """interfaces.Verifier over a SyncTargetEngine in this process; for the arguments see ``_Local``."""
 
-    def __init__(self, engine: SyncTargetEngine, clock: Clock, *, transport: Transport | None = None) -> None:
+    def __init__(
+        self, engine: SyncTargetEngine, clock: Clock, *, transport: FakeTransport | None = None
+    ) -> None:
         super().__init__(engine, clock, transport)
         self._target = engine
 
@@ -189,7 +192,7 @@ class LocalDrafter(_Local[DraftReplies]):
         engine: SyncDraftEngine,
         clock: Clock,
         *,
-        transport: Transport | None = None,
+        transport: FakeTransport | None = None,
         dies_after: int | None = None,
         hangs_after: int | None = None,
     ) -> None:

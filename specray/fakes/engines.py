@@ -8,14 +8,13 @@ from functools import cache
 from typing import Any
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens, LookaheadBudget
+from specray.engine_info import PROTOCOL_VERSION, EngineInfo
 from specray.errors import ProtocolError
 from specray.fakes.models import Guesser, ToyModel, guessed, guessed_tree
 from specray.types import (
-    PROTOCOL_VERSION,
     Branch,
     DraftReplies,
     DraftReply,
-    EngineInfo,
     ItemFailed,
     Outcomes,
     Proposal,

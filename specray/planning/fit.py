@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from statistics import mean, median
 from typing import Any, TypeVar
 
+from specray.engine_info import EngineInfo
 from specray.planning.curves import (
     MAX_JUMP,
     Point,
@@ -38,7 +39,6 @@ from specray.planning.profile import (
     VerifyPoint,
 )
 from specray.planning.samples import DraftSample, Samples, TargetSample
-from specray.types import EngineInfo
 
 _MIN_SAMPLES = 3
 """Least number of samples per size; fewer say nothing."""

@@ -12,8 +12,8 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from specray.engine_info import PROTOCOL_VERSION, EngineInfo, StepTime
 from specray.errors import ConfigError
-from specray.types import PROTOCOL_VERSION, EngineInfo, StepTime
 
 SCHEMA_VERSION: Final = 2
 INFO_FIELDS: Final = (

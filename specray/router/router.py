@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator
 from specray import __version__
 from specray.config import RouterConfig, SpeculationConfig
 from specray.control.controller import Controller
+from specray.engine_info import EngineInfo
 from specray.errors import EngineLostError, InvalidRequestError
 from specray.interfaces import (
     Clock,
@@ -44,7 +45,7 @@ from specray.router.transport.leases import DraftLeases
 from specray.router.transport.links import Inbox, TargetLink, current_info
 from specray.router.transport.renewal import TargetRenewal, VerifierFactory
 from specray.telemetry.metrics import RouterMetrics
-from specray.types import DraftKind, EngineInfo
+from specray.types import DraftKind
 
 logger = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from specray.control.cost_model import CostModel
+from specray.engine_info import EngineInfo
 from specray.router.admission.service_levels import ServiceLevels
 from specray.router.admission.sessions import Sessions
 from specray.router.draft_model.budgets import MIN_PREFILL_TOKENS, Budgets
 from specray.router.draft_model.prefill import are_prompts_first
 from specray.router.live_session import LiveSession
 from specray.router.settings import Settings
-from specray.types import EngineInfo
 
 
 class Schedulable(Protocol):

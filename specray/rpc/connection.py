@@ -11,12 +11,13 @@ from typing import Any, ClassVar, Generic, Self
 import grpc
 from grpc import aio
 
+from specray.engine_info import PROTOCOL_VERSION, EngineInfo
 from specray.errors import ConfigError, EngineLostError, ProtocolError
 from specray.rpc.channel import Address, ChannelOptions, open_channel, parse_peer
 from specray.rpc.codec.values import decode_info
-from specray.rpc.role import DRAFT, TARGET, EngineRole, ItemT, RepliesT
+from specray.rpc.role import DRAFT, TARGET, EngineService, ItemT, RepliesT
 from specray.rpc.security import Metadata, PeerSecurity
-from specray.types import PROTOCOL_VERSION, DraftReplies, EngineInfo, SpeculateItem, TargetReplies, VerifyItem
+from specray.types import DraftReplies, SpeculateItem, TargetReplies, VerifyItem
 
 BytesStream = aio.StreamStreamCall[bytes, bytes]
 
@@ -28,7 +29,7 @@ class GrpcConnection(Generic[ItemT, RepliesT]):
     the stream and ``replies`` would cost every round another iteration of the event loop.
     """
 
-    role: ClassVar[EngineRole[Any, Any]]
+    role: ClassVar[EngineService[Any, Any]]
 
     def __init__(
         self,
@@ -225,7 +226,7 @@ class GrpcVerifier(GrpcConnection[VerifyItem, TargetReplies]):
 
 
 async def _open_stream(
-    role: EngineRole[Any, Any],
+    role: EngineService[Any, Any],
     address: Address,
     *,
     timeout_s: float,
@@ -263,7 +264,7 @@ async def _open_stream(
 
 
 async def _get_info(
-    role: EngineRole[Any, Any],
+    role: EngineService[Any, Any],
     address: Address,
     channel: aio.Channel,
     metadata: Metadata,
@@ -282,7 +283,7 @@ async def _get_info(
     return decode_info(role.info_message, data)
 
 
-def _check_info(role: EngineRole[Any, Any], address: Address, info: EngineInfo) -> None:
+def _check_info(role: EngineService[Any, Any], address: Address, info: EngineInfo) -> None:
     if info.role != role.name:
         raise ConfigError(f"the worker at {address.target} is a {info.role!r}; needed: {role.name!r}")
     if info.protocol_version != PROTOCOL_VERSION:
@@ -292,7 +293,7 @@ def _check_info(role: EngineRole[Any, Any], address: Address, info: EngineInfo) 
         )
 
 
-def _name(role: EngineRole[Any, Any], address: Address) -> str:
+def _name(role: EngineService[Any, Any], address: Address) -> str:
     return f"{role.name} at {address.target}"
 
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
+from specray.engine_info import EngineInfo
 from specray.interfaces import SyncDraftEngine, SyncTargetEngine
 from specray.rpc.codec import draft as draft_codec
 from specray.rpc.codec import target as target_codec
 from specray.rpc.codec.values import InfoMessage, RequestBatch
 from specray.rpc.pb import draft_pb2, target_pb2
-from specray.types import DraftReplies, EngineInfo, SpeculateItem, TargetReplies, VerifyItem
+from specray.types import DraftReplies, SpeculateItem, TargetReplies, VerifyItem
 
 RoleName = Literal["draft", "target"]
 
@@ -33,7 +34,7 @@ RepliesT = TypeVar("RepliesT", bound=DraftReplies | TargetReplies)
 
 
 @dataclass(frozen=True, slots=True)
-class EngineRole(Generic[ItemT, RepliesT]):
+class EngineService(Generic[ItemT, RepliesT]):
     """One engine's service: names, codec, and how its requests are batched."""
 
     name: RoleName
@@ -111,7 +112,7 @@ def _num_verified_tokens(item: VerifyItem) -> int:
     return len(item.token_ids) + len(item.draft.token_ids)
 
 
-DRAFT: Final[EngineRole[SpeculateItem, DraftReplies]] = EngineRole(
+DRAFT: Final[EngineService[SpeculateItem, DraftReplies]] = EngineService(
     name="draft",
     service="specray.v1.DraftService",
     stream_method="Speculate",
@@ -127,7 +128,7 @@ DRAFT: Final[EngineRole[SpeculateItem, DraftReplies]] = EngineRole(
     drain_notice=DraftReplies((), 0, is_draining=True),
 )
 
-TARGET: Final[EngineRole[VerifyItem, TargetReplies]] = EngineRole(
+TARGET: Final[EngineService[VerifyItem, TargetReplies]] = EngineService(
     name="target",
     service="specray.v1.TargetService",
     stream_method="Verify",

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from specray.errors import InvalidRequestError, ModelNotFoundError, shown
-from specray.request_options import Option, Range, RequestOptions, declared_options, option
+from specray.request_options import Option, Range, RequestOptions, declare, declared_options
 from specray.requests import TextOptions
 from specray.types import DraftKind, Verification
 
@@ -50,7 +50,7 @@ class Limits:
 class GenerationOptions(RequestOptions):
     """Options of one call, whatever API it came through, and what was made of them."""
 
-    n: int | None = option("Number of answers to each prompt.", Range(1, 128))
+    n: int | None = declare("Number of answers to each prompt.", Range(1, 128))
     default_max_tokens: int | None = None
     """Output tokens without ``max_tokens``, cut to the context that is left; None: all that is left."""
     prediction_ids: tuple[int, ...] = ()

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from specray.engine_info import EngineInfo
 from specray.telemetry import counters as counts
 from specray.telemetry.exposition import registry_text
-from specray.types import MAX_SPECULATIVE_TOKENS, EngineInfo
+from specray.types import MAX_SPECULATIVE_TOKENS
 
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 _OVERHEAD_S = (

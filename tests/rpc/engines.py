@@ -9,13 +9,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from specray.draft_tokens import DraftTokens
+from specray.engine_info import PROTOCOL_VERSION, EngineInfo
 from specray.requests import FinishReason, ServiceInfo
-from specray.rpc.inference.types import GenerateEvent, GenerateParams, Usage
+from specray.rpc.inference.types import GenerateEvent, GenerateParams, TokenUsage
 from specray.types import (
-    PROTOCOL_VERSION,
     DraftReplies,
     DraftReply,
-    EngineInfo,
     ItemFailed,
     Proposal,
     SamplingParams,
@@ -212,7 +211,7 @@ class ScriptedHandler:
                 yield GenerateEvent("r-1", text=f"<{token_id}>", token_ids=(token_id,))
             if self.failure is not None:
                 raise self.failure
-            usage = Usage(len(token_ids), len(token_ids), len(token_ids) - 1)
+            usage = TokenUsage(len(token_ids), len(token_ids), len(token_ids) - 1)
             yield GenerateEvent("r-1", finish_reason=FinishReason.STOP, usage=usage)
         finally:
             self.closed.set()

@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens, LookaheadBudget, SparseProbs, TreeBudget
+from specray.engine_info import EngineInfo, GrammarStats, StepTime
 from specray.errors import ProtocolError
 from specray.feature_rows import FeatureRows
 from specray.rpc.codec import draft as draft_codec
@@ -21,16 +22,11 @@ from specray.rpc.role import DRAFT, TARGET
 from specray.types import (
     Branch,
     DraftReplies,
-    EngineInfo,
-    Grammar,
-    GrammarKind,
-    GrammarStats,
     ItemFailed,
     Outcomes,
     Proposal,
     SamplingParams,
     SpeculateItem,
-    StepTime,
     TargetReplies,
     UnknownSequence,
     Verdict,
@@ -184,163 +180,139 @@ def test_info_round_trip_in_both_services(info: EngineInfo) -> None:
         assert decode_info(role.info_message, encode_info(role.info_message, info)) == info
 
 
-def draft_reply(**reply: Message) -> bytes:
-    return draft_pb2.SpeculateResponse(replies=[draft_pb2.DraftReply(**reply)]).SerializeToString()
+def draft_reply(**reply: Message) -> Message:
+    return draft_pb2.SpeculateResponse(replies=[draft_pb2.DraftReply(**reply)])
 
 
-def target_reply(**reply: Message) -> bytes:
-    return target_pb2.VerifyResponse(replies=[target_pb2.TargetReply(**reply)]).SerializeToString()
+def target_reply(**reply: Message) -> Message:
+    return target_pb2.VerifyResponse(replies=[target_pb2.TargetReply(**reply)])
 
 
-def verify_item(**fields: object) -> bytes:
-    return target_pb2.VerifyRequest(items=[target_pb2.VerifyItem(**fields)]).SerializeToString()
+def verify_item(**fields: object) -> Message:
+    return target_pb2.VerifyRequest(items=[target_pb2.VerifyItem(**fields)])
 
 
-def speculate_item(**fields: object) -> bytes:
-    return draft_pb2.SpeculateRequest(items=[draft_pb2.SpeculateItem(**fields)]).SerializeToString()
+def speculate_item(**fields: object) -> Message:
+    return draft_pb2.SpeculateRequest(items=[draft_pb2.SpeculateItem(**fields)])
 
 
+def proposal(*parents: int, **fields: object) -> Message:
+    return draft_reply(proposal=draft_pb2.Proposal(draft_parents=parents, **fields))
+
+
+DECODERS = {
+    draft_pb2.SpeculateRequest: draft_codec.decode_speculate_request,
+    draft_pb2.SpeculateResponse: draft_codec.decode_draft_replies,
+    target_pb2.VerifyRequest: target_codec.decode_verify_request,
+    target_pb2.VerifyResponse: target_codec.decode_target_replies,
+    draft_pb2.GetDraftInfoResponse: partial(decode_info, DRAFT.info_message),
+    target_pb2.GetTargetInfoResponse: partial(decode_info, TARGET.info_message),
+}
 PROBS = types_pb2.SparseProbs(token_ids=[1], probs=[1.0])
 UNPAIRED_PROBS = types_pb2.SparseProbs(token_ids=[1, 2], probs=[1.0])
 UNPAIRED_LOGPROBS = types_pb2.TokenLogprobs(top_token_ids=[1], top_logprobs=[-0.1, -0.2])
+WIDE = types_pb2.TreeBudget(num_nodes=65)
+CHAIN = {"proposed_token_ids": [1, 2], "fanout": [1, 1, 1]}
+NO_VERIFICATION = types_pb2.SamplingParams(top_p=1.0)
+UNKNOWN_VERIFICATION = types_pb2.SamplingParams(verification=9)  # type: ignore[arg-type]
+UNKNOWN_GRAMMAR = types_pb2.SamplingParams(verification=1, grammar=types_pb2.Grammar(kind=9))  # type: ignore[arg-type]
+HALF_A_NUMBER = types_pb2.FeatureRows(num_rows=2, data=b"123456")
+LOOKAHEAD = {"width": 7, "ngram_len": 5, "num_guesses": 10}
 
 
 @pytest.mark.parametrize(
-    ("decode", "data", "says"),
+    ("message", "says"),
     [
-        (draft_codec.decode_draft_replies, draft_reply(), "DraftReply without a reply"),
-        (target_codec.decode_target_replies, target_reply(), "TargetReply without a reply"),
-        (partial(decode_info, DRAFT.info_message), b"", "without info"),
-        (partial(decode_info, TARGET.info_message), b"", "without info"),
-        (draft_codec.decode_speculate_request, b"\xff\xff", "specray.v1.SpeculateRequest"),
-        (draft_codec.decode_draft_replies, b"\xff\xff", "specray.v1.SpeculateResponse"),
-        (target_codec.decode_verify_request, b"\xff\xff", "specray.v1.VerifyRequest"),
-        (target_codec.decode_target_replies, b"\xff\xff", "specray.v1.VerifyResponse"),
-        # Field 1 (an item) of field 1 (its request_id) holding a byte that is not UTF-8.
-        (draft_codec.decode_speculate_request, b"\x0a\x03\x0a\x01\xff", "specray.v1.SpeculateRequest"),
+        (draft_reply(), "DraftReply without a reply"),
+        (target_reply(), "TargetReply without a reply"),
+        (draft_pb2.GetDraftInfoResponse(), "without info"),
+        (target_pb2.GetTargetInfoResponse(), "without info"),
+        (speculate_item(tree=WIDE), "SpeculateItem: tree.num_nodes is 65; allowed: 1..64"),
+        (verify_item(next_tree=WIDE), "VerifyItem: tree.num_nodes is 65; allowed: 1..64"),
         (
-            draft_codec.decode_speculate_request,
-            speculate_item(tree=types_pb2.TreeBudget(num_nodes=65)),
-            "SpeculateItem: tree.num_nodes is 65; allowed: 1..64",
-        ),
-        (
-            target_codec.decode_verify_request,
-            verify_item(next_tree=types_pb2.TreeBudget(num_nodes=65)),
-            "VerifyItem: tree.num_nodes is 65; allowed: 1..64",
-        ),
-        (
-            draft_codec.decode_speculate_request,
             speculate_item(proposed_token_ids=[1, 2], fanout=[1, 1]),
             "fanout has 2 entries for 2 proposed tokens; allowed: none or 3",
         ),
         (
-            draft_codec.decode_speculate_request,
             speculate_item(proposed_token_ids=[1], fanout=[1, 1], other_token_ids=[2], other_parents=[-1]),
             "1 other_token_ids, 1 other_parents, 0 other_fanout and 2 fanout; allowed: as many",
         ),
         (
-            draft_codec.decode_speculate_request,
             speculate_item(proposed_token_ids=[1], other_token_ids=[2], other_parents=[-1], other_fanout=[1]),
             "1 other_token_ids, 1 other_parents, 1 other_fanout and 0 fanout; allowed: as many",
         ),
         (
-            draft_codec.decode_speculate_request,
-            speculate_item(
-                proposed_token_ids=[1],
-                fanout=[1, 1],
-                other_token_ids=[2],
-                other_parents=[1],
-                other_fanout=[1],
-            ),
-            "SpeculateItem: draft.parents[1] is 1; allowed: -1..0",
+            speculate_item(**CHAIN, other_token_ids=[3], other_parents=[2], other_fanout=[1]),
+            "SpeculateItem: draft.parents[2] is 2; allowed: -1..1",
         ),
         (
-            draft_codec.decode_speculate_request,
-            speculate_item(
-                proposed_token_ids=[1, 2],
-                fanout=[1, 1, 1],
-                other_token_ids=[3, 4],
-                other_parents=[-1, 1],
-                other_fanout=[1, 1],
-            ),
+            speculate_item(**CHAIN, other_token_ids=[3, 4], other_parents=[-1, 1], other_fanout=[1, 1]),
             "SpeculateItem.other_parents is [-1, 1] after 2 proposed tokens; allowed: parents by which",
         ),
         (
-            draft_codec.decode_speculate_request,
-            speculate_item(sampling=types_pb2.SamplingParams(top_p=1.0)),
+            speculate_item(sampling=NO_VERIFICATION),
             "verification is 0; allowed: 1 (coupled), 2 (rejection)",
         ),
+        (verify_item(sampling=UNKNOWN_VERIFICATION), "verification is 9"),
+        (verify_item(sampling=UNKNOWN_GRAMMAR), "grammar.kind is 9"),
         (
-            target_codec.decode_verify_request,
-            verify_item(sampling=types_pb2.SamplingParams(verification=9)),
-            "verification is 9",
-        ),
-        (
-            target_codec.decode_verify_request,
             verify_item(draft_token_ids=[1, 2], draft_probs=[PROBS]),
             "draft.probs has 1 entries for 2 draft tokens",
         ),
         (
-            target_codec.decode_verify_request,
             verify_item(draft_token_ids=[1], draft_probs=[UNPAIRED_PROBS]),
             "SparseProbs has 2 token_ids and 1 probs",
         ),
         (
-            draft_codec.decode_draft_replies,
-            draft_reply(proposal=draft_pb2.Proposal(draft_token_ids=[1], draft_probs=[PROBS, PROBS])),
+            proposal(draft_token_ids=[1], draft_probs=[PROBS, PROBS]),
             "draft.probs has 2 entries for 1 draft tokens",
         ),
         (
-            draft_codec.decode_draft_replies,
             draft_reply(outcomes=draft_pb2.Outcomes(branches=[draft_pb2.Branch(draft_probs=[PROBS])])),
             "draft.probs has 1 entries for 0 draft tokens",
         ),
         (
-            target_codec.decode_verify_request,
             verify_item(draft_token_ids=[1, 2, 3], draft_parents=[-1, 0]),
             "draft.parents has 2 entries for 3 draft tokens; allowed: none or 3",
         ),
+        (proposal(-1, 2, 0, draft_token_ids=[1, 2, 3]), "draft.parents[1] is 2; allowed: -1..0"),
+        (proposal(draft_token_ids=[1] * 65), "draft.token_ids has 65 entries; allowed: at most 64"),
         (
-            draft_codec.decode_draft_replies,
-            draft_reply(proposal=draft_pb2.Proposal(draft_token_ids=[1, 2, 3], draft_parents=[-1, 2, 0])),
-            "draft.parents[1] is 2; allowed: -1..0",
-        ),
-        (
-            draft_codec.decode_draft_replies,
-            draft_reply(proposal=draft_pb2.Proposal(draft_token_ids=[1] * 65)),
-            "draft.token_ids has 65 entries; allowed: at most 64",
-        ),
-        (
-            target_codec.decode_target_replies,
             target_reply(verdict=target_pb2.Verdict(logprobs=[UNPAIRED_LOGPROBS])),
             "TokenLogprobs has 1 top_token_ids and 2 top_logprobs",
         ),
         (
-            target_codec.decode_target_replies,
             target_reply(
-                verdict=target_pb2.Verdict(features=types_pb2.FeatureRows(num_rows=2, data=b"1" * 6))
+                verdict=target_pb2.Verdict(features=types_pb2.FeatureRows(num_rows=2, data=b"123456"))
             ),
             "Verdict: features.data has 6 bytes for 2 rows; allowed: a multiple of 4, above 0",
         ),
         (
-            draft_codec.decode_speculate_request,
             speculate_item(features=types_pb2.FeatureRows(first=3, data=b"12")),
             "SpeculateItem: features has first 3 and num_rows 0; allowed: 0 or more, 1 or more",
         ),
+        (
+            verify_item(sample=True, lookahead=LOOKAHEAD),
+            "VerifyItem: lookahead 7x5x10 takes 67 rows; allowed: ",
+        ),
     ],
+    ids=lambda value: value[:50] if isinstance(value, str) else type(value).__name__,
 )
-def test_malformed_peer_message_is_a_protocol_error(decode: object, data: bytes, says: str) -> None:
-    assert callable(decode)
+def test_malformed_peer_message_is_a_protocol_error(message: Message, says: str) -> None:
     with pytest.raises(ProtocolError) as caught:
-        decode(data)
+        DECODERS[type(message)](message.SerializeToString())
     assert says in str(caught.value)
 
 
-def test_a_budget_that_the_engine_could_not_keep_is_refused() -> None:
-    wide = {"width": 7, "ngram_len": 5, "num_guesses": 10}
-    message = target_pb2.VerifyRequest(items=[target_pb2.VerifyItem(sample=True, lookahead=wide)])
-    with pytest.raises(ProtocolError, match="VerifyItem: lookahead 7x5x10 takes 67 rows; allowed: "):
-        target_codec.decode_verify_request(message.SerializeToString())
+NOT_UTF8 = b"\x0a\x03\x0a\x01\xff"
+"""Field 1 (an item) of field 1 (its request_id) holding a byte that is not UTF-8."""
+
+
+@pytest.mark.parametrize("kind", list(DECODERS)[:4])
+def test_bytes_that_are_no_message_are_a_protocol_error(kind: type[Message]) -> None:
+    for data in (b"\xff\xff", NOT_UTF8) if "Request" in kind.__name__ else (b"\xff\xff",):
+        with pytest.raises(ProtocolError, match=f"specray.v1.{kind.__name__}"):
+            DECODERS[kind](data)
 
 
 @pytest.mark.slow
@@ -352,20 +324,3 @@ def test_invalid_parents_are_refused_by_name(draft: DraftTokens, foreign: int, d
     parents[index] = foreign if not -1 <= foreign < index else index
     with pytest.raises(ValueError, match=rf"draft\.parents\[{index}\] is {parents[index]}; allowed: -1"):
         DraftTokens((*draft.token_ids, 1), tuple(parents))
-
-
-@pytest.mark.parametrize("kind", GrammarKind)
-def test_a_grammar_survives_the_wire(kind: GrammarKind) -> None:
-    sampling = SamplingParams(grammar=Grammar(kind, 'source "ä"'))
-    item = VerifyItem("a", 1, 0, (1, 2), sampling=sampling)
-    [received] = target_codec.decode_verify_request(target_codec.encode_verify_request([item], ())).items
-    assert received == item
-
-
-def test_an_unknown_kind_of_grammar_is_refused() -> None:
-    message = target_pb2.VerifyRequest.FromString(
-        target_codec.encode_verify_request([VerifyItem("a", 1, 0, (1,), sampling=SamplingParams())], ())
-    )
-    message.items[0].sampling.grammar.kind = 9  # type: ignore[assignment]
-    with pytest.raises(ProtocolError, match=r"grammar\.kind is 9"):
-        target_codec.decode_verify_request(message.SerializeToString())

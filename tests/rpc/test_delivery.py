@@ -25,59 +25,44 @@ from specray.rpc.delivery import ACCEPTED, DELIVERY_SERVICE, DeliveryConnection,
 from specray.rpc.pb import delivery_pb2
 from specray.rpc.security import PeerSecurity
 from specray.types import TokenLogprobs
+from tests.rpc.strategies import F32, built, tuples_of
 
 DEADLINE_S = 10.0
 
-token_ids = st.integers(0, 2**31 - 1)
-logprobs = st.builds(
-    TokenLogprobs,
-    token_ids,
-    st.floats(-100, 0, width=32),
-    st.lists(token_ids, max_size=2).map(tuple),
-    st.just(()),
-).map(lambda entry: TokenLogprobs(entry.token_id, entry.logprob, (), ()))
-ids = st.lists(token_ids, max_size=4).map(tuple)
-times = st.floats(0, 1e6)
-steps = st.builds(EngineStep, times, times, times)
-rounds = st.builds(
+SMALL = st.integers(0, 2**31 - 1)
+IDS = st.lists(SMALL, max_size=4).map(tuple)
+SECONDS = st.floats(0, 60)
+LOGPROBS = tuples_of(st.builds(TokenLogprobs, SMALL, F32), max_size=2)
+STEPS = st.builds(EngineStep, SECONDS, SECONDS, SECONDS)
+ROUNDS = built(
     RoundReport,
-    token_ids=ids,
-    draft_token_ids=ids,
-    num_accepted_tokens=st.integers(0, 64),
-    source=st.sampled_from(["", "model"]),
-    lookup=st.sampled_from(["", "hit"]),
-    overlap=st.sampled_from(["off", "serial"]),
-    num_speculative_tokens=st.integers(0, 32),
-    reason=st.text(max_size=8),
-    verify=steps,
-    drafting=st.lists(steps, max_size=2).map(tuple),
+    token_ids=IDS,
+    draft_token_ids=IDS,
+    verify=STEPS,
+    drafting=tuples_of(STEPS, max_size=2),
     draft_parents=st.none() | st.lists(st.integers(-1, 63), min_size=1, max_size=4).map(tuple),
-    draft_probs=st.lists(st.floats(0, 1), max_size=4).map(tuple),
+    draft_probs=tuples_of(st.floats(0, 1)),
 )
-open_chunks = st.builds(
+COMMON = {
+    "request_id": st.text(min_size=1, max_size=8),
+    "token_ids": IDS,
+    "rounds": tuples_of(ROUNDS, max_size=2),
+}
+OPEN_CHUNKS = st.builds(OutputChunk, **COMMON, logprobs=LOGPROBS)
+LAST_CHUNKS = st.builds(
     OutputChunk,
-    st.text(min_size=1, max_size=8),
-    ids,
-    st.lists(logprobs, max_size=2).map(tuple),
-    rounds=st.lists(rounds, max_size=2).map(tuple),
-)
-last_chunks = st.builds(
-    OutputChunk,
-    st.text(min_size=1, max_size=8),
-    st.lists(token_ids, max_size=4).map(tuple),
+    **COMMON,
     finish_reason=st.sampled_from([FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT]),
-    stop_reason=st.none() | st.text(max_size=4) | token_ids,
-    stats=st.none()
-    | st.builds(SpeculationStats, token_ids, token_ids, token_ids, st.just((1, 2)), token_ids, token_ids),
-    num_cached_tokens=token_ids,
-    ttft_s=st.none() | st.floats(0, 60),
-    prompt_logprobs=st.lists(logprobs, max_size=2).map(tuple),
-    rounds=st.lists(rounds, max_size=2).map(tuple),
+    stop_reason=st.none() | st.text(max_size=4) | SMALL,
+    stats=st.none() | built(SpeculationStats, acceptance_histogram=st.just((1, 2))),
+    num_cached_tokens=SMALL,
+    ttft_s=st.none() | SECONDS,
+    prompt_logprobs=LOGPROBS,
 )
 
 
 @pytest.mark.slow
-@given(st.lists(open_chunks | last_chunks, max_size=4))
+@given(st.lists(OPEN_CHUNKS | LAST_CHUNKS, max_size=4))
 def test_chunks_come_back_as_they_were_sent(chunks: list[OutputChunk]) -> None:
     assert decode_chunks(encode_chunks(chunks)) == chunks
 

@@ -29,7 +29,7 @@ from specray.rpc.event_loop import new_event_loop
 from specray.rpc.inference import server as inference
 from specray.rpc.inference.client import SpecrayClient
 from specray.rpc.inference.server import InferenceServer
-from specray.rpc.inference.types import GenerateEvent, GenerateParams, Usage
+from specray.rpc.inference.types import GenerateEvent, GenerateParams, TokenUsage
 from specray.rpc.pb import inference_pb2, inference_pb2_grpc
 from tests.rpc.engines import SERVICE_INFO, ScriptedHandler
 
@@ -65,7 +65,7 @@ async def test_generate_streams_events_and_the_last_one_tells_why(address: str) 
     assert events == [
         GenerateEvent("r-1", text="<7>", token_ids=(7,)),
         GenerateEvent("r-1", text="<8>", token_ids=(8,)),
-        GenerateEvent("r-1", finish_reason=FinishReason.STOP, usage=Usage(2, 2, 1)),
+        GenerateEvent("r-1", finish_reason=FinishReason.STOP, usage=TokenUsage(2, 2, 1)),
     ]
     (seen,) = handler.seen
     # The call's deadline; gRPC rounds it up by a little.

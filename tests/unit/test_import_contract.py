@@ -18,6 +18,7 @@ MAX_FILES_IN_FOLDER = 16
 VOCABULARY = {
     "draft_tokens",
     "feature_rows",
+    "engine_info",
     "types",
     "round_reports",
     "request_options",
@@ -30,6 +31,7 @@ SERVICE = {"engine", "rpc", "router", "drafting", "grammar", "tokenization", "de
 ALLOWED: dict[str, set[str]] = {
     "draft_tokens": set(),
     "feature_rows": set(),
+    "engine_info": set(),
     "types": {"draft_tokens", "feature_rows"},
     "round_reports": set(),
     "request_options": {"types"},

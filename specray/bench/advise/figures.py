@@ -11,7 +11,7 @@ from statistics import fmean, median
 
 from specray.bench.core.figures import Tally
 from specray.control.cost_model import CostModel
-from specray.types import StepTime
+from specray.engine_info import StepTime
 
 _NUM_TRUSTED = 3
 """Samples from which on the time of steps of one size is trusted."""

@@ -25,10 +25,11 @@ from specray.bench.methods.prompts import LabelledPrompt
 from specray.bench.methods.run import written_outputs
 from specray.bench.proposals import WrittenOutput
 from specray.config import Config
+from specray.engine_info import StepTime
 from specray.planning.samples import Samples, read_samples
 from specray.requests import GenerateRequest, SpeculationParams
 from specray.serving.local.pair import WORKER_COMMAND, LocalPair, PeerDrafterSource, local_pair
-from specray.types import DraftKind, StepTime, Verification
+from specray.types import DraftKind, Verification
 
 TIMED_KS = (1, 3, 7)
 """K of the loads that time steps, as far as K goes."""

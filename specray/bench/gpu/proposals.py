@@ -20,15 +20,9 @@ from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.cuda_graphs import GraphedForward, run_again
 from specray.engine.runner.draft_loop import loop_shapes
 from specray.engine.runner.runner import ModelRunner
+from specray.engine_info import PROTOCOL_VERSION, EngineInfo
 from specray.errors import ConfigError
-from specray.types import (
-    PROTOCOL_VERSION,
-    EngineInfo,
-    Proposal,
-    SamplingParams,
-    SpeculateItem,
-    Verification,
-)
+from specray.types import Proposal, SamplingParams, SpeculateItem, Verification
 
 _SAMPLINGS = {
     "greedy": SamplingParams(temperature=0.0),

@@ -19,11 +19,11 @@ from specray.engine.runner.runner import ModelRunner
 from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.sampling.sampler import Sampler, make_sampler
 from specray.engine.window import DraftWindow
+from specray.engine_info import EngineInfo
 from specray.errors import ConfigError
 from specray.tokenization.fingerprint import fingerprint
 from specray.tokenization.pair import load_partners, partners_problem
 from specray.tokenization.partners import Partners
-from specray.types import EngineInfo
 
 logger = logging.getLogger(__name__)
 

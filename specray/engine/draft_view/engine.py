@@ -18,8 +18,9 @@ from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.sampling.sampler import Sampler
 from specray.engine.schedule import Runner, check_length, check_token_ids
 from specray.engine.window import DraftWindow
+from specray.engine_info import EngineInfo
 from specray.errors import ProtocolError
-from specray.types import EngineInfo, SamplingParams, SpeculateItem
+from specray.types import SamplingParams, SpeculateItem
 
 NO_LIMIT = 2**31 - 1
 """Tokens of a sequence that a draft with a window takes: any number."""

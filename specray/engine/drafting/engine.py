@@ -28,7 +28,8 @@ from specray.engine.drafting.trees import DraftTree, TreeRow
 from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.sampling.sampler import Sampler, make_sampler
 from specray.engine.schedule import BranchStep, CatchUp, Runner, catch_up, check_speculation, wanted_rows
-from specray.types import DraftReply, EngineInfo, Outcomes, Proposal, SpeculateItem
+from specray.engine_info import EngineInfo
+from specray.types import DraftReply, Outcomes, Proposal, SpeculateItem
 
 if TYPE_CHECKING:
     from specray.engine.drafting.looped import LoopedProposals

@@ -10,8 +10,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
+from specray.engine_info import GrammarStats
 from specray.grammar import GrammarMatcher, PreparedCompiler, TokenMasks
-from specray.types import Grammar, GrammarStats, SamplingParams
+from specray.types import Grammar, SamplingParams
 
 _MAX_MATCHERS: Final = 1024
 """Number of matchers that are kept, the latest used; another is made again from its output."""

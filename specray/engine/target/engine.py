@@ -38,9 +38,10 @@ from specray.engine.target.group_draws import group_draws
 from specray.engine.target.items import Scheduled, Scores, split_scores, with_rows
 from specray.engine.target.lookahead import Lookahead, WindowRows
 from specray.engine.visibility import MAX_TREE_ROWS
+from specray.engine_info import EngineInfo
 from specray.errors import InvalidRequestError, OutOfBlocksError, ProtocolError, SpecrayError
 from specray.grammar import TokenMasks
-from specray.types import EngineInfo, TargetReplies, TargetReply, TokenLogprobs, Verdict, VerifyItem
+from specray.types import TargetReplies, TargetReply, TokenLogprobs, Verdict, VerifyItem
 
 _log = logging.getLogger(__name__)
 _SHARED_TOKENS = 64
@@ -120,7 +121,7 @@ class TargetEngine(RunnerEngine):
             except SpecrayError as error:
                 failed.append((index, failure_reply(item, error)))
         for place, entry in enumerate(scheduled):
-            # Behind all that must fit: a window takes only what is left.
+            # After all that must fit: a window takes only what is left.
             if entry.item.lookahead is not None and self._states is None:
                 scheduled[place] = replace(entry, window=self._window(entry))
         return scheduled, failed
@@ -168,13 +169,13 @@ class TargetEngine(RunnerEngine):
             lookahead = self._lookaheads[item.request_id] = Lookahead(item.lookahead)
         if not item.sample or entry.scored or sequence.num_missing_tokens > MAX_TREE_ROWS:
             return None
-        told = sequence.num_tokens
-        room = self._info.max_model_len - told
-        window = lookahead.rows(sequence.token_ids[:told], len(entry.draft), room=room)
+        num_tokens = sequence.num_tokens
+        room = self._info.max_model_len - num_tokens
+        window = lookahead.rows(sequence.token_ids[:num_tokens], len(entry.draft), room=room)
         if window is None:
             return None
         try:
-            sequence.block_table.reserve(told + len(entry.draft) + len(window.token_ids))
+            sequence.block_table.reserve(num_tokens + len(entry.draft) + len(window.token_ids))
         except OutOfBlocksError:
             return None
         return window
@@ -191,7 +192,7 @@ class TargetEngine(RunnerEngine):
 
     def _draw_in_group(self, scheduled: Sequence[Scheduled]) -> list[int] | None:
         """Runs a step whose draws the ranks of a group make together; None: it has not run."""
-        if self._group_draws is None or any(_takes_logits(entry) for entry in scheduled):
+        if self._group_draws is None or any(entry.takes_logits for entry in scheduled):
             return None
         groups = [
             draft_rows(entry.sequence.committed_state, entry.draft)
@@ -208,7 +209,7 @@ class TargetEngine(RunnerEngine):
         start = 0
         for entry in scheduled:
             if not entry.item.sample:
-                yield entry.index, _chunk_verdict(entry, ())
+                yield entry.index, entry.chunk_verdict()
                 continue
             own = own_token_ids[start : start + entry.num_sampled]
             start += entry.num_sampled
@@ -233,7 +234,7 @@ class TargetEngine(RunnerEngine):
         logits, scores = split_scores(scheduled, logits)
         for entry in scheduled:
             if not entry.item.sample:
-                yield entry.index, _chunk_verdict(entry, scores.get(entry.index, ()))
+                yield entry.index, entry.chunk_verdict(scores.get(entry.index, ()))
         if logits is None:
             return
         try:
@@ -286,7 +287,7 @@ class TargetEngine(RunnerEngine):
         drafts = drafting.draft([request for _, request in asked]) if asked else []
         for (index, _), draft in zip(asked, drafts, strict=True):
             verdict = answers[index]
-            assert isinstance(verdict, Verdict), "nothing else is drafted behind"
+            assert isinstance(verdict, Verdict), "draft tokens follow verdicts alone"
             yield index, replace(verdict, draft=draft)
 
     def _with_features(
@@ -351,8 +352,8 @@ class TargetEngine(RunnerEngine):
                 committed = (*(draft.token_ids[node] for node in path), next_token_id)
                 rows = logits[[0, *(1 + node for node in path)]]
                 logprobs = token_logprobs(rows, committed, num_logprobs)
-            told = sequence.num_tokens
-            self._runner.move_tokens(sequence.block_table.block_ids, [told + node for node in path], told)
+            start = sequence.num_tokens
+            self._runner.move_tokens(sequence.block_table.block_ids, [start + node for node in path], start)
             sequence.accept_path(path)
         return Verdict(
             item.request_id,
@@ -373,31 +374,6 @@ class TargetEngine(RunnerEngine):
         if entry.item.lookahead is None or lookahead is None:
             return NO_DRAFT
         return lookahead.draft([*entry.sequence.token_ids, next_token_id])
-
-
-def _takes_logits(entry: Scheduled) -> bool:
-    """Whether a step's logits are needed besides its draws, or grammars depend on them."""
-    sampling = entry.sequence.sampling
-    return (
-        bool(entry.scored)
-        or entry.num_window_rows > 0
-        or sampling.grammar is not None
-        or (entry.item.sample and sampling.num_logprobs is not None)
-    )
-
-
-def _chunk_verdict(entry: Scheduled, prompt_logprobs: tuple[TokenLogprobs, ...]) -> Verdict:
-    item, sequence = entry.item, entry.sequence
-    return Verdict(
-        item.request_id,
-        item.round_id,
-        item.base_len,
-        0,
-        None,
-        held_len=None if item.max_new_tokens is None else sequence.num_tokens,
-        num_cached_tokens=sequence.num_cached_tokens,
-        prompt_logprobs=prompt_logprobs,
-    )
 
 
 def _check_draft_probs(item: VerifyItem, vocab_size: int) -> None:

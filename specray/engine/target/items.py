@@ -14,7 +14,7 @@ from specray.engine.cache.sequences import EngineSequence
 from specray.engine.sampling.logprobs import token_logprobs
 from specray.engine.schedule import CatchUp
 from specray.engine.target.lookahead import WindowRows
-from specray.types import TokenLogprobs, VerifyItem
+from specray.types import TokenLogprobs, Verdict, VerifyItem
 
 T = TypeVar("T")
 
@@ -80,6 +80,31 @@ class Scheduled:
             self.parents,
             () if self.window is None else self.window.token_ids,
             settled_len=self.sequence.num_tokens - 1 if goes_back else None,
+        )
+
+    @property
+    def takes_logits(self) -> bool:
+        """Whether the step's logits are needed besides its draws, or a grammar depends on them."""
+        sampling = self.sequence.sampling
+        return (
+            bool(self.scored)
+            or self.num_window_rows > 0
+            or sampling.grammar is not None
+            or (self.item.sample and sampling.num_logprobs is not None)
+        )
+
+    def chunk_verdict(self, prompt_logprobs: tuple[TokenLogprobs, ...] = ()) -> Verdict:
+        """The answer to a prefill chunk."""
+        item, sequence = self.item, self.sequence
+        return Verdict(
+            item.request_id,
+            item.round_id,
+            item.base_len,
+            0,
+            None,
+            held_len=None if item.max_new_tokens is None else sequence.num_tokens,
+            num_cached_tokens=sequence.num_cached_tokens,
+            prompt_logprobs=prompt_logprobs,
         )
 
 

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from specray.types import EngineInfo, SpeculateItem, UnknownSequence, VerifyItem
+from specray.engine_info import EngineInfo
+from specray.types import SpeculateItem, UnknownSequence, VerifyItem
 
 _LEAST_S = 1e-6
 """Shortest delay in seconds that is made up for."""

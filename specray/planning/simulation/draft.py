@@ -15,21 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specray.draft_tokens import DraftTokens
+from specray.engine_info import EngineInfo
 from specray.errors import EngineLostError
 from specray.fakes import ReplyQueue
 from specray.planning.profile import RouterProfile
 from specray.planning.simulation.busy import Held, SimulatedEngine, unknown
 from specray.planning.simulation.scripts import Scripts
 from specray.planning.simulation.times import SimulatedDraftTimes, drawn
-from specray.types import (
-    DraftReplies,
-    DraftReply,
-    EngineInfo,
-    Outcomes,
-    Proposal,
-    SpeculateItem,
-    UnknownSequence,
-)
+from specray.types import DraftReplies, DraftReply, Outcomes, Proposal, SpeculateItem, UnknownSequence
 
 
 @dataclass(slots=True, eq=False)

@@ -12,19 +12,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from specray.engine_info import EngineInfo
 from specray.fakes import ReplyQueue
 from specray.planning.profile import RouterProfile
 from specray.planning.simulation.busy import Held, SimulatedEngine, unknown
 from specray.planning.simulation.scripts import Scripts
 from specray.planning.simulation.times import SimulatedTargetTimes, StepSize, drawn
-from specray.types import (
-    EngineInfo,
-    ItemFailed,
-    TargetReplies,
-    TargetReply,
-    Verdict,
-    VerifyItem,
-)
+from specray.types import ItemFailed, TargetReplies, TargetReply, Verdict, VerifyItem
 
 
 @dataclass(slots=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from specray.engine_info import EngineInfo
 from specray.errors import InvalidRequestError
 from specray.request_options import OPTIONS
 from specray.requests import GenerateRequest, SpeculationParams
-from specray.types import DraftKind, EngineInfo, SamplingParams
+from specray.types import DraftKind, SamplingParams
 
 
 def check_request(

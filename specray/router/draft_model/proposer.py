@@ -23,7 +23,7 @@ from specray.router.deferred import Later
 from specray.router.draft_model.budgets import Budgets
 from specray.router.draft_model.feature_room import FeatureRoom, feature_size, needs_chunk
 from specray.router.draft_model.prefill import DraftPrefill, are_prompts_first
-from specray.router.draft_model.waits import DraftWaits
+from specray.router.draft_model.waits import DraftWaits, patience_s
 from specray.router.live_session import LiveSession
 from specray.router.proposers.base import PENDING, Budget, Pending
 from specray.router.session.session import Session
@@ -46,10 +46,6 @@ from specray.types import (
 
 logger = logging.getLogger(__name__)
 
-UNMEASURED_PATIENCE_S = 1.5
-"""Seconds that a round waits for a draft of which nothing is known yet."""
-SERIAL_PATIENCE_S = 1.0
-"""Least seconds that a round waits for the draft when both engines take turns."""
 MAX_DRAFT_LOSSES = 3
 """Drafts in a row lost with one request, from which on it may be what ended them."""
 
@@ -124,7 +120,7 @@ class ModelProposer:
         return not has_draft or self._controller.resting_plan(live.stats) is not None
 
     def _can_ask(self, live: LiveSession) -> bool:
-        """The draft reads no features, or has all that it needs with a question."""
+        """The draft uses no features, or has all that it needs with a question."""
         return not feature_size(self.link) or self._features.can_ask(live.session)
 
     def ask_features(self, live: LiveSession) -> None:
@@ -157,21 +153,21 @@ class ModelProposer:
         self.flush()
         self._prefill.begin()
         self._prefill.begin_step(step)
-        reads = feature_size(self.link) > 0
+        uses_features = feature_size(self.link) > 0
         for live in self._running.values():
             session, is_due = live.session, self._prefill.is_due(live)
-            if live.is_drafted_locally or not (is_due or (reads and needs_chunk(session))):
+            if live.is_drafted_locally or not (is_due or (uses_features and needs_chunk(session))):
                 continue
             if self._controller.resting_plan(live.stats) is not None:
                 continue
             plan = self._plan(live, session.num_remaining, now)
-            if plan.is_off or (reads and not self._features.fits(session)):
+            if plan.is_off or (uses_features and not self._features.fits(session)):
                 continue
             num_tokens = self._prefill.share(live) if is_due else 0
             if is_due and num_tokens == 0:
                 continue
             is_last = num_tokens == live.num_unread and session.is_prefilling and not live.is_predicted
-            if is_last and not reads:
+            if is_last and not uses_features:
                 live.plan = plan
                 self._ask(session, plan, now)
             else:
@@ -368,13 +364,7 @@ class ModelProposer:
         return min(dues, default=None)
 
     def _patience_s(self) -> float:
-        patience_s = self._budgets.patience_s()
-        if patience_s is None:
-            patience_s = UNMEASURED_PATIENCE_S
-        if self._settings.is_serial:
-            # The reference loop goes on without a draft only when something is wrong with it.
-            patience_s = max(patience_s, SERIAL_PATIENCE_S)
-        return min(patience_s, self._settings.router.round_timeout_s)
+        return patience_s(self._budgets.patience_s(), self._settings)
 
     def _plan(self, live: LiveSession, num_remaining: int, now: float) -> Plan:
         """The controller's plan, or no speculation where the draft cannot be asked."""
@@ -387,7 +377,7 @@ class ModelProposer:
         resting = self._controller.resting_plan(live.stats)
         if resting is not None:
             return resting
-        if self._is_stalled(link, now):
+        if link.unanswered_since is not None and now >= link.unanswered_since + self._patience_s():
             return OFF_BY_REASON[Reason.STALLED]
         num_running, unread = len(self._running), live.num_unread
         plan = self._controller.plan(
@@ -395,9 +385,6 @@ class ModelProposer:
         )
         longest = len(live.session.committed) + 2 * (plan.num_speculative_tokens + 1)
         return plan if plan.is_off or longest <= link.info.max_model_len else OFF_BY_REASON[Reason.TOO_LONG]
-
-    def _is_stalled(self, link: DraftLink, now: float) -> bool:
-        return link.unanswered_since is not None and now >= link.unanswered_since + self._patience_s()
 
     def _ask(self, session: Session, plan: Plan, now: float) -> None:
         self._push(session.proposal_item(plan.num_speculative_tokens, plan.min_acceptance, plan.tree), now)

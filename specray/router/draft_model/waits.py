@@ -5,6 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from specray.router.live_session import LiveSession
+from specray.router.settings import Settings
+
+UNMEASURED_PATIENCE_S = 1.5
+"""Seconds that a round waits for a draft of which nothing is known yet."""
+SERIAL_PATIENCE_S = 1.0
+"""Least seconds that a round waits for the draft when both engines take turns."""
+
+
+def patience_s(measured_s: float | None, settings: Settings) -> float:
+    """Longest seconds that a round waits for the draft, whose measured times allow ``measured_s``."""
+    allowed_s = UNMEASURED_PATIENCE_S if measured_s is None else measured_s
+    if settings.is_serial:
+        # The reference loop goes on without a draft only when something is wrong with it.
+        allowed_s = max(allowed_s, SERIAL_PATIENCE_S)
+    return min(allowed_s, settings.router.round_timeout_s)
 
 
 class DraftWaits:

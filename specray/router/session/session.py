@@ -12,27 +12,23 @@ An item in flight changes nothing here until its reply arrives: lengths are plan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from specray.draft_tokens import MAX_DRAFT_NODES, NO_DRAFT, DraftTokens, TreeBudget
 from specray.errors import InvalidRequestError, ProtocolError, SpecrayError
 from specray.interfaces import StopMatcher
 from specray.requests import FinishReason, GenerateRequest
 from specray.router.session.branches import Branches
-from specray.router.session.features import FeatureQueue
 from specray.router.session.guide import Guide
 from specray.router.session.stops import StopConditions
+from specray.router.session.sync import DraftSync, TargetSync
 from specray.router.session.values import (
     NOTHING_NEXT,
     Commit,
-    DraftSync,
     Lookup,
     NextDraft,
     PromptScores,
     RequestCounts,
-    TargetSync,
     fitting_draft,
     kept_of,
     usable_draft,
@@ -64,9 +60,9 @@ class Session:
         self.committed: list[int] = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.committed)
         self.target = TargetSync()
-        self.draft = DraftSync()
-        self.features = FeatureQueue()
-        """Features for a draft that reads them."""
+        self.draft = DraftSync(request)
+        self.features = self.draft.features
+        """Features for a draft that uses them."""
         self.drafted: DraftTokens | None = None
         """Draft tokens of the next Verify; None: not decided yet. Set by ``take_draft`` and by replies."""
         self._next = NOTHING_NEXT
@@ -81,7 +77,11 @@ class Session:
         self.prompt_scores = PromptScores()
         self._stops = StopConditions(request, matcher)
         if request.resumed is not None:
-            self._resume(request.resumed.token_ids)
+            # Another router's session ended here, where the output itself may have ended.
+            token_ids = request.resumed.token_ids
+            cut = self._stops.cut(token_ids, 0)
+            self.committed.extend(token_ids[: cut.num_kept])
+            self.finish_reason, self.stop_reason = cut.finish_reason, cut.stop_reason
         # A model's draft tokens are samples; those of anything else were chosen without randomness.
         needs_probs = request.sampling.draws_by_rejection
         self._usable = partial(usable_draft, vocab_size=vocab_size, needs_probs=needs_probs)
@@ -92,12 +92,6 @@ class Session:
         self._verified = NO_DRAFT
         """Draft tokens of the last sampled round; its verdict may be known already."""
         self._verified_source = self._source
-
-    def _resume(self, token_ids: Sequence[int]) -> None:
-        """Begins where another router's session ended; that may have been the end of the output itself."""
-        cut = self._stops.cut(token_ids, 0)
-        self.committed.extend(token_ids[: cut.num_kept])
-        self.finish_reason, self.stop_reason = cut.finish_reason, cut.stop_reason
 
     # What is known
 
@@ -137,7 +131,7 @@ class Session:
 
     @property
     def has_features(self) -> bool:
-        """A draft that reads features can draft: those of all tokens but the last have come."""
+        """A draft that uses features can draft: those of all tokens but the last have come."""
         return self.features.end >= len(self.committed) - 1 > 0
 
     @property
@@ -198,7 +192,8 @@ class Session:
     ) -> SpeculateItem:
         """Asks the draft what may follow the committed tokens; replaces what it was asked before."""
         self._branches.ask_proposal()
-        return self._speculate_item(num_speculative_tokens, min_acceptance=min_acceptance, tree=tree)
+        most = num_speculative_tokens
+        return self.draft.next_item(self.committed, most, min_acceptance=min_acceptance, tree=tree)
 
     def outcomes_item(
         self, num_speculative_tokens: int, fanout: tuple[int, ...], max_branches: int = 0
@@ -217,7 +212,8 @@ class Session:
         nodes = nodes[: len(fanout) - 1]
         self._branches.ask(nodes, num_chain)
         asked = draft if draft.is_chain else draft.only(nodes)
-        return self._speculate_item(num_speculative_tokens, asked, fanout=fanout, max_branches=max_branches)
+        most = num_speculative_tokens
+        return self.draft.next_item(self.committed, most, asked, fanout=fanout, max_branches=max_branches)
 
     def prefill_chunk_item(self, num_tokens: int) -> SpeculateItem:
         """Lets the draft prefill the next unread tokens; it is asked nothing.
@@ -226,29 +222,7 @@ class Session:
             num_tokens: 0: it is given features alone.
         """
         assert self.draft.in_flight is None and (num_tokens >= 1 or self.features.waiting is not None)
-        return self._speculate_item(0, end=self.draft.synced_len + num_tokens)
-
-    def _speculate_item(
-        self, most: int, proposed: DraftTokens = NO_DRAFT, *, end: int | None = None, **asked: Any
-    ) -> SpeculateItem:
-        """An item with the unread tokens up to ``end``; ``asked``: its other fields."""
-        view = self.draft
-        view.round_id += 1
-        start = view.synced_len
-        token_ids = tuple(self.committed[start:end])
-        view.in_flight = SpeculateItem(
-            self.request_id,
-            view.round_id,
-            start,
-            token_ids,
-            most,
-            proposed.token_ids,
-            sampling=self.request.sampling if start == 0 else None,
-            proposed_parents=proposed.parents,
-            features=self.features.sent(start + len(token_ids)),
-            **asked,
-        )
-        return view.in_flight
+        return self.draft.next_item(self.committed, 0, end=self.draft.synced_len + num_tokens)
 
     # Replies of the target
 
@@ -290,7 +264,11 @@ class Session:
         self.tally.observe(len(draft), draft.depth, num_accepted, num_kept)
         self.committed.extend(token_ids)
         self.finish_reason, self.stop_reason = cut.finish_reason, cut.stop_reason
-        asks_next, looked_ahead = item.max_next_nodes > 0, item.lookahead is not None
+        asks_next, looked_ahead, offered = item.max_next_nodes > 0, item.lookahead is not None, NO_DRAFT
+        if looked_ahead:
+            # Looking ahead draws nothing, so it needs no distributions.
+            most, vocab_size = MAX_DRAFT_NODES, self._vocab_size
+            offered = usable_draft(verdict.draft, most=most, vocab_size=vocab_size, needs_probs=False)
         return Commit(
             token_ids,
             verdict.logprobs[: cut.num_kept],
@@ -301,7 +279,7 @@ class Session:
             source=self._verified_source,
             depth=draft.depth,
             tree=verdict_on_tree(draft, kept.last_node),
-            offered=self._offered(verdict.draft) if looked_ahead else NO_DRAFT,
+            offered=offered,
             had_window=looked_ahead,
             next_draft=self._usable(verdict.draft, most=item.max_next_nodes) if asks_next else NO_DRAFT,
         )
@@ -315,10 +293,6 @@ class Session:
         if asked is not None and found.lookup is not Lookup.PENDING:
             self.draft.in_flight = None
         return found.lookup
-
-    def _offered(self, draft: DraftTokens) -> DraftTokens:
-        """What the target itself proposes by looking ahead; it drew nothing, so it needs no distributions."""
-        return usable_draft(draft, most=MAX_DRAFT_NODES, vocab_size=self._vocab_size, needs_probs=False)
 
     def on_target_refused(self, reply: UnknownSequence | ItemFailed) -> bool:
         """The target lost the sequence, or failed: the next item carries everything, unless the failure is
@@ -349,11 +323,9 @@ class Session:
         While the target verifies something else after the same prefix (nothing for the first token, or a
         fallback), a proposal is one branch: the tokens that both have in common, then its next one.
         """
-        item = self.draft.accept(proposal)
-        if item is None or item.fanout:
+        item = self.draft.take(proposal)
+        if item is None:
             return False
-        self.draft.synced_len = item.base_len + len(item.token_ids)
-        self.features.confirm(item.features)
         if item.is_prefill_chunk:
             self.draft.in_flight = None
             return True
@@ -370,11 +342,9 @@ class Session:
 
     def on_outcomes(self, outcomes: Outcomes) -> bool:
         """Takes branches of the round in flight, or of the verdict that came before them. False: late."""
-        item = self.draft.accept(outcomes)
-        if item is None or not item.fanout:
+        item = self.draft.take(outcomes)
+        if item is None:
             return False
-        self.draft.synced_len = item.base_len + len(item.token_ids)
-        self.features.confirm(item.features)
         for branch in outcomes.branches:
             draft = self._usable(branch.draft, most=item.num_speculative_tokens)
             self._branches.add(branch, draft)
@@ -391,7 +361,6 @@ class Session:
     def lose_draft(self) -> None:
         """The draft holds nothing of this session and owes nothing. What it had answered is kept."""
         self.draft.lose()
-        self.features.lose()
         self._branches.give_up()
 
     # What to verify next

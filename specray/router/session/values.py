@@ -1,4 +1,4 @@
-"""Small values of a session: what is drafted, what an engine was sent, what a verdict meant."""
+"""Small values of a session: what is drafted, what a verdict meant."""
 
 from __future__ import annotations
 
@@ -6,23 +6,13 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import eq
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 from specray.control.state import TreeVerdict
-from specray.draft_tokens import NO_DRAFT, DraftTokens, LookaheadBudget, TreeBudget
+from specray.draft_tokens import NO_DRAFT, DraftTokens, TreeBudget
 from specray.errors import ProtocolError
 from specray.requests import SpeculationStats
-from specray.types import (
-    DraftKind,
-    DraftReply,
-    SpeculateItem,
-    TargetReply,
-    TokenLogprobs,
-    VerifyItem,
-)
-
-ItemT = TypeVar("ItemT", SpeculateItem, VerifyItem)
-
+from specray.types import DraftKind, TokenLogprobs
 
 FALLBACK = "fallback"
 """Source of draft tokens from the local proposer that stands in for a draft model."""
@@ -146,56 +136,6 @@ class Commit(NamedTuple):
     def num_chain_accepted(self) -> int:
         """Those of them that were accepted."""
         return self.num_accepted_tokens if self.tree is None else self.tree.num_chain_accepted
-
-
-@dataclass(slots=True)
-class EngineSync(Generic[ItemT]):
-    """What one engine was sent of a session."""
-
-    round_id: int = 0
-    """Id of the last item made; never reused, not even after the engine was lost."""
-    synced_len: int = 0
-    """Committed tokens that the engine is known to hold."""
-    in_flight: ItemT | None = None
-
-    def accept(self, reply: DraftReply | TargetReply) -> ItemT | None:
-        """The item that ``reply`` answers; None when it comes late.
-
-        This is the one place where late replies are dropped: those of rounds that were timed out, replaced,
-        answered before, or sent to an engine that has been lost since.
-        """
-        item = self.in_flight
-        return item if item is not None and item.round_id == reply.round_id else None
-
-    def lose(self) -> None:
-        """The engine no longer holds anything, and owes nothing."""
-        self.synced_len = 0
-        self.in_flight = None
-
-
-@dataclass(slots=True)
-class TargetSync(EngineSync[VerifyItem]):
-    """What the target was sent of a session."""
-
-    lookahead: LookaheadBudget | None = None
-    """What it computes with the next round to look ahead; None: nothing."""
-
-
-class DraftSync(EngineSync[SpeculateItem]):
-    """What the draft was sent of a session."""
-
-    __slots__ = ()
-
-    @property
-    def asked(self) -> SpeculateItem | None:
-        """Item that it is to answer with draft tokens; a prefill chunk is no question."""
-        item = self.in_flight
-        return None if item is None or item.is_prefill_chunk else item
-
-    @property
-    def is_prefilling(self) -> bool:
-        """It was given a prefill chunk, and has not answered yet."""
-        return self.in_flight is not None and self.in_flight.is_prefill_chunk
 
 
 @dataclass(slots=True)

@@ -7,12 +7,12 @@ import logging
 import random
 
 from specray.control.controller import Controller
+from specray.engine_info import EngineInfo
 from specray.errors import ConfigError
 from specray.interfaces import Clock, Drafter, DrafterPool, DrafterSource
 from specray.router.transport.clock import within
 from specray.router.transport.links import DraftLink, DraftMoved, Inbox, close_unused, measure_round_trip
 from specray.telemetry.metrics import RouterMetrics
-from specray.types import EngineInfo
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
+from specray.engine_info import EngineInfo
 from specray.errors import EngineLostError
 from specray.interfaces import Clock, Drafter, Verifier
 from specray.router.transport.clock import within
-from specray.types import DraftReplies, EngineInfo, SpeculateItem, TargetReplies, VerifyItem
+from specray.types import DraftReplies, SpeculateItem, TargetReplies, VerifyItem
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from specray.rpc.codec.values import (
     parse,
     set_fields,
 )
-from specray.rpc.inference.types import GenerateEvent, GenerateParams, Message, Usage
+from specray.rpc.inference.types import GenerateEvent, GenerateParams, Message, TokenUsage
 from specray.rpc.pb import inference_pb2, types_pb2
 from specray.types import DraftKind, Grammar, Verification
 
@@ -54,7 +54,7 @@ DRAFT_KIND_FROM_PB = {
 }
 _PARAMS: Final = ("model", "tools", "chat_template_kwargs")
 _MESSAGE: Final = tuple(each.name for each in fields(Message) if each.name != "content")
-_USAGE: Final = tuple(each.name for each in fields(Usage))
+_USAGE: Final = tuple(each.name for each in fields(TokenUsage))
 _STATS: Final = tuple(each.name for each in fields(SpeculationStats) if each.name != "acceptance_histogram")
 _SERVICE: Final = tuple(each.name for each in fields(ServiceInfo))
 _WIRE_OPTIONS: Final = tuple(each for each in OPTIONS.values() if each.on_wire)
@@ -203,7 +203,7 @@ def decode_generate_event(data: bytes) -> GenerateEvent:
         token_ids=tuple(message.token_ids[:]),
         logprobs=tuple(map(decode_token_logprobs, message.logprobs)),
         finish_reason=FINISH_REASON_FROM_PB[message.finish_reason],
-        usage=Usage(**get_fields(message.usage, _USAGE)) if message.HasField("usage") else None,
+        usage=TokenUsage(**get_fields(message.usage, _USAGE)) if message.HasField("usage") else None,
         speculation=decode_stats(message.speculation) if message.HasField("speculation") else None,
         prompt_logprobs=tuple(map(decode_token_logprobs, message.prompt_logprobs)),
     )

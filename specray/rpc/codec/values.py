@@ -9,17 +9,15 @@ from typing import Any, Final, Generic, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from specray.draft_tokens import DraftTokens, SparseProbs, TreeBudget
+from specray.engine_info import EngineInfo, GrammarStats, StepTime
 from specray.errors import ProtocolError
 from specray.feature_rows import FeatureRows
 from specray.rpc.pb import draft_pb2, target_pb2, types_pb2
 from specray.types import (
-    EngineInfo,
     Grammar,
     GrammarKind,
-    GrammarStats,
     ItemFailed,
     SamplingParams,
-    StepTime,
     TokenLogprobs,
     UnknownSequence,
     Verification,

@@ -53,7 +53,7 @@ class GenerateParams(RequestOptions):
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenUsage:
     """Token counts of one request."""
 
     num_prompt_tokens: int
@@ -73,7 +73,7 @@ class GenerateEvent:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     """Reason of the end, never ``error``: a failed request raises an exception."""
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
     speculation: SpeculationStats | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Logprobs of the prompt's tokens but the first, on the last message, where they were asked for."""

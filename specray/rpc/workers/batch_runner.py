@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from specray.rpc.codec.values import RequestBatch
-from specray.rpc.role import BoundEngine, EngineRole, Item, ItemT, RepliesT
+from specray.rpc.role import BoundEngine, EngineService, Item, ItemT, RepliesT
 from specray.rpc.workers.sequence_names import SequenceNames
 from specray.types import ItemFailed, UnknownSequence
 
@@ -58,7 +58,7 @@ class BatchRunner(Generic[ItemT, RepliesT]):
 
     def __init__(
         self,
-        role: EngineRole[ItemT, RepliesT],
+        role: EngineService[ItemT, RepliesT],
         engine: BoundEngine[ItemT, RepliesT],
         deliver: Callable[[list[StreamReplies[RepliesT]]], None],
     ) -> None:

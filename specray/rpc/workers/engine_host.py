@@ -16,13 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Generic
 
+from specray.engine_info import EngineInfo
 from specray.errors import EngineLostError, SpecrayError
 from specray.rpc.codec.values import RequestBatch
-from specray.rpc.role import BoundEngine, EngineRole, ItemT, RepliesT
+from specray.rpc.role import BoundEngine, EngineService, ItemT, RepliesT
 from specray.rpc.workers.batch_runner import BatchRunner, ReplySink, StreamReplies
 from specray.rpc.workers.busy import BusyMeter
 from specray.rpc.workers.item_queue import ItemQueue
-from specray.types import EngineInfo
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class EngineHost(Generic[ItemT, RepliesT]):
 
     def __init__(
         self,
-        role: EngineRole[ItemT, RepliesT],
+        role: EngineService[ItemT, RepliesT],
         make_engine: Callable[[], BoundEngine[ItemT, RepliesT]],
         *,
         on_broken: Callable[[EngineLostError], None],

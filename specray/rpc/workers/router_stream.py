@@ -14,7 +14,7 @@ from grpc import aio
 
 from specray.errors import ProtocolError
 from specray.rpc.codec.values import RequestBatch
-from specray.rpc.role import EngineRole, ItemT, RepliesT
+from specray.rpc.role import EngineService, ItemT, RepliesT
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class RouterStream(Generic[ItemT, RepliesT]):
 
     def __init__(
         self,
-        role: EngineRole[ItemT, RepliesT],
+        role: EngineService[ItemT, RepliesT],
         context: aio.ServicerContext[Any, Any],
         *,
         max_pending: int,

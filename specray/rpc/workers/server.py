@@ -12,6 +12,7 @@ from typing import Any, Generic, cast
 import grpc
 from grpc import aio
 
+from specray.engine_info import EngineInfo
 from specray.errors import ConfigError, EngineLostError
 from specray.interfaces import SyncDraftEngine, SyncTargetEngine
 from specray.rpc.channel import ChannelOptions, bind, check_can_listen, parse_address
@@ -21,7 +22,7 @@ from specray.rpc.role import (
     DRAFT,
     TARGET,
     BoundEngine,
-    EngineRole,
+    EngineService,
     ItemT,
     RepliesT,
     RoleName,
@@ -32,7 +33,6 @@ from specray.rpc.workers.busy import BusyMeter
 from specray.rpc.workers.engine_host import EngineHost
 from specray.rpc.workers.router_stream import Ending, RouterStream
 from specray.rpc.workers.run_ahead import RunAhead
-from specray.types import EngineInfo
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class EngineServer(Generic[ItemT, RepliesT]):
 
     def __init__(
         self,
-        role: EngineRole[ItemT, RepliesT],
+        role: EngineService[ItemT, RepliesT],
         make_engine: Callable[[], BoundEngine[ItemT, RepliesT]],
         address: str,
         *,

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from specray.engine_info import EngineInfo
 from specray.errors import EngineLostError
 from specray.rpc.channel import ChannelOptions
 from specray.rpc.loop_thread import LoopThread, NoAnswerError
 from specray.rpc.role import RoleName
 from specray.rpc.workers.server import EngineFactory, engine_server
-from specray.types import EngineInfo
 
 logger = logging.getLogger(__name__)
 

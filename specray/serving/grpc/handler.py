@@ -21,7 +21,14 @@ from specray.request_options import given_options
 from specray.requests import GenerateRequest, ServiceInfo
 from specray.rpc.inference.messages import MESSAGE_TIMEOUT_S, PlainCall
 from specray.rpc.inference.server import InferenceServer
-from specray.rpc.inference.types import AdmittedCall, Admitter, GenerateEvent, GenerateParams, Incoming, Usage
+from specray.rpc.inference.types import (
+    AdmittedCall,
+    Admitter,
+    GenerateEvent,
+    GenerateParams,
+    Incoming,
+    TokenUsage,
+)
 from specray.rpc.status import status_of
 from specray.serving.admission.api_keys import Caller, Keyring
 from specray.serving.admission.capacity import Admission
@@ -245,5 +252,5 @@ def _event(request: GenerateRequest, delta: Delta, num_output_tokens: int) -> Ge
     )
 
 
-def _usage(request: GenerateRequest, delta: Delta, num_output_tokens: int) -> Usage:
-    return Usage(len(request.prompt_token_ids), num_output_tokens, delta.num_cached_tokens)
+def _usage(request: GenerateRequest, delta: Delta, num_output_tokens: int) -> TokenUsage:
+    return TokenUsage(len(request.prompt_token_ids), num_output_tokens, delta.num_cached_tokens)

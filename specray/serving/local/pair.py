@@ -16,11 +16,11 @@ from typing import TypeVar
 import yaml
 
 from specray.config import Config, EngineConfig, RpcConfig
+from specray.engine_info import EngineInfo
 from specray.errors import ConfigError, EngineLostError
 from specray.interfaces import Drafter, StopMatcherFactory
 from specray.router import Router
 from specray.rpc.connection import GrpcDrafter, GrpcVerifier
-from specray.types import EngineInfo
 
 T = TypeVar("T", bound=EngineConfig)
 

@@ -13,7 +13,7 @@ from specray.errors import InvalidRequestError
 from specray.request_options import OPTIONS
 from specray.requests import FinishReason, ServiceInfo, SpeculationStats
 from specray.rpc.codec import inference as inference_codec
-from specray.rpc.inference.types import GenerateEvent, GenerateParams, Message, Usage
+from specray.rpc.inference.types import GenerateEvent, GenerateParams, Message, TokenUsage
 from specray.rpc.pb import inference_pb2, types_pb2
 from specray.types import DraftKind
 from tests.rpc.strategies import IDS, TEXT, U32, U64, built, token_logprobs, tuples_of
@@ -49,7 +49,7 @@ EVENTS = st.builds(
     IDS,
     tuples_of(token_logprobs()),
     st.none() | st.sampled_from([FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT]),
-    st.none() | built(Usage),
+    st.none() | built(TokenUsage),
     st.none() | built(SpeculationStats),
 )
 

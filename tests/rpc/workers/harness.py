@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from grpc import aio
@@ -18,6 +19,23 @@ DEADLINE_S = 10.0
 ResultT = TypeVar("ResultT")
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+@dataclass(eq=False)
+class ScriptedStream:
+    """A router's stream without gRPC, which stores replies."""
+
+    is_open: bool = True
+    num_deliveries: int = 0
+    """Replies, and notices that an item needs none."""
+    got: list[Any] = field(default_factory=list)
+    has_got: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def deliver(self, replies: Any, num_requests: int) -> None:
+        self.num_deliveries += 1
+        if replies is not None:
+            self.got.append(replies)
+            self.has_got.set()
 
 
 @asynccontextmanager

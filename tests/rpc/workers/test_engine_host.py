@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 
@@ -19,6 +17,7 @@ from tests.rpc.engines import ScriptedDraft, ScriptedTarget, speculate, verify
 from tests.rpc.workers.harness import (
     DEADLINE_S,
     NOT_SERVING,
+    ScriptedStream,
     check,
     drafters,
     health,
@@ -26,17 +25,6 @@ from tests.rpc.workers.harness import (
     serving_target,
     within,
 )
-
-
-@dataclass(eq=False)
-class ScriptedStream:
-    is_open: bool = True
-    got: list[tuple[Any, int]] = field(default_factory=list)
-    has_got: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def deliver(self, replies: Any, num_requests: int) -> None:
-        self.got.append((replies, num_requests))
-        self.has_got.set()
 
 
 async def test_items_of_a_closed_stream_are_not_computed() -> None:
@@ -49,10 +37,8 @@ async def test_items_of_a_closed_stream_are_not_computed() -> None:
     host.end_stream(gone)
     await host.check()
     assert engine.calls == [("a",)]
-    assert gone.got == []
-    assert [replies.replies for replies, _ in waiting.got if replies is not None] == [
-        (Proposal("a", 0, 0, DraftTokens((4, 5))),)
-    ]
+    assert gone.num_deliveries == 0
+    assert [replies.replies for replies in waiting.got] == [(Proposal("a", 0, 0, DraftTokens((4, 5))),)]
 
 
 async def test_a_reply_leaves_before_the_next_step_begins() -> None:
@@ -90,7 +76,7 @@ async def test_a_stopped_engine_is_closed_once_and_answers_nothing_more() -> Non
     host.submit(stream, RequestBatch((speculate("a"),), ()))
     with pytest.raises(EngineLostError, match="the draft engine does not run"):
         await host.check()
-    assert (engine.num_closed, engine.calls, stream.got) == (1, [], [])
+    assert (engine.num_closed, engine.calls, stream.num_deliveries) == (1, [], 0)
 
 
 async def test_a_failing_call_fails_only_the_item_that_causes_it(address: str) -> None:

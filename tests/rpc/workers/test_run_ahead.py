@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from specray.rpc.role import TARGET, bind_target
 from specray.rpc.workers.engine_host import EngineHost
 from specray.rpc.workers.run_ahead import RunAhead
 from specray.types import SamplingParams, TargetReplies, Verdict, VerifyItem
+from tests.rpc.workers.harness import ScriptedStream
 
 PROMPT = (1, 2, 3)
 GREEDY = SamplingParams(temperature=0.0, num_prompt_tokens=len(PROMPT))
@@ -48,12 +49,22 @@ def first(request_id: str = "a", *, runs_on: bool = True, sampling: SamplingPara
 
 
 def following(item: VerifyItem, replies: TargetReplies, **changes: Any) -> VerifyItem:
-    """The plain step behind an item."""
+    """The plain step after an item."""
     [verdict] = [reply for reply in replies.replies if reply.request_id == item.request_id]
     assert isinstance(verdict, Verdict) and verdict.next_token_id is not None
     length = item.base_len + len(item.token_ids) + verdict.num_accepted_tokens
     plain = VerifyItem(item.request_id, item.round_id + 1, length, (verdict.next_token_id,), runs_on=True)
     return replace(plain, **changes)
+
+
+@pytest.fixture
+def target() -> Target:
+    return Target()
+
+
+@pytest.fixture
+def ahead(target: Target) -> RunAhead:
+    return RunAhead(bind_target(target))
 
 
 def alone(*items: VerifyItem) -> TargetReplies:
@@ -62,9 +73,7 @@ def alone(*items: VerifyItem) -> TargetReplies:
     return [target.verify([item]) for item in items][-1]
 
 
-def test_the_step_that_is_asked_for_was_computed_before() -> None:
-    target = Target()
-    ahead = RunAhead(bind_target(target))
+def test_the_step_that_is_asked_for_was_computed_before(target: Target, ahead: RunAhead) -> None:
     item = first()
     replies = ahead.run([item])
     assert ahead.advance() is True
@@ -88,24 +97,22 @@ def test_the_step_that_is_asked_for_was_computed_before() -> None:
         {"sample": False},
     ],
 )
-def test_any_other_item_is_computed_as_if_nothing_had_been(changes: dict[str, Any]) -> None:
-    target = Target()
-    ahead = RunAhead(bind_target(target))
+def test_any_other_item_is_computed_as_if_nothing_had_been(
+    target: Target, ahead: RunAhead, changes: dict[str, Any]
+) -> None:
     item = first()
     replies = ahead.run([item])
     assert ahead.advance() is True
     other = following(item, replies, **changes)
     assert ahead.run([other]).replies == alone(item, other).replies
     assert target.calls[-1] == (other,)
-    # What was kept is gone: it is not the answer to a later item.
+    # What was stored is gone: it is not the answer to a later item.
     again = following(item, replies)
     assert ahead.run([again]).replies == alone(item, again).replies
     assert target.calls[-1] == (again,)
 
 
-def test_nothing_is_expected_behind_what_does_not_run_on() -> None:
-    target = Target()
-    ahead = RunAhead(bind_target(target))
+def test_nothing_is_expected_after_what_does_not_run_on(target: Target, ahead: RunAhead) -> None:
     item = first(runs_on=False)
     replies = ahead.run([item])
     assert ahead.advance() is False
@@ -115,35 +122,29 @@ def test_nothing_is_expected_behind_what_does_not_run_on() -> None:
     assert len(target.calls) == 2
 
 
-def test_nothing_is_computed_behind_a_stop_token() -> None:
-    target = Target()
+def test_nothing_is_computed_after_a_stop_token(ahead: RunAhead) -> None:
     drawn = alone(first()).replies[0]
     assert isinstance(drawn, Verdict) and drawn.next_token_id is not None
-    ahead = RunAhead(bind_target(target))
     ahead.run([first(sampling=replace(GREEDY, stop_token_ids=(drawn.next_token_id,)))])
     assert ahead.advance() is False
 
 
-def test_sequences_of_one_step_stay_one_step() -> None:
-    target = Target()
-    ahead = RunAhead(bind_target(target))
+def test_sequences_of_one_step_stay_one_step(target: Target, ahead: RunAhead) -> None:
     items = [first("a"), first("b")]
     replies = ahead.run(items)
     assert ahead.advance() is True
     a, b = (following(item, replies) for item in items)
     answer = ahead.run([a])
-    # The rows of the step are told once.
+    # The rows of the step are reported once.
     assert (answer.forward_ns, answer.num_rows) == (2, 2)
     assert ahead.advance() is False
     answer = ahead.run([b])
-    assert (answer.forward_ns, answer.num_rows) == (0, 0)  # told before
+    assert (answer.forward_ns, answer.num_rows) == (0, 0)  # reported before
     assert ahead.advance() is True
     assert [[item.request_id for item in call] for call in target.calls] == [["a", "b"]] * 3
 
 
-def test_what_joins_a_step_is_computed_with_it() -> None:
-    target = Target()
-    ahead = RunAhead(bind_target(target))
+def test_what_joins_a_step_is_computed_with_it(target: Target, ahead: RunAhead) -> None:
     item = first("a")
     replies = ahead.run([item])
     ahead.advance()
@@ -156,9 +157,7 @@ def test_what_joins_a_step_is_computed_with_it() -> None:
     assert [item.request_id for item in target.calls[-1]] == ["a", "b"]
 
 
-def test_released_sequences_are_forgotten() -> None:
-    target = Target()
-    ahead = RunAhead(bind_target(target))
+def test_released_sequences_are_forgotten(target: Target, ahead: RunAhead) -> None:
     items = [first("a"), first("b")]
     ahead.run(items)
     ahead.advance()
@@ -174,9 +173,7 @@ def test_released_sequences_are_forgotten() -> None:
     assert ahead.advance() is False
 
 
-def test_a_step_ahead_that_fails_for_one_sequence_is_asked_for_anew() -> None:
-    target = Target()
-    ahead = RunAhead(bind_target(target))
+def test_a_step_ahead_that_fails_for_one_sequence_is_asked_for_anew(target: Target, ahead: RunAhead) -> None:
     item = first()
     replies = ahead.run([item])
     target.fail_next("a", "no room", is_retriable=True)
@@ -185,9 +182,7 @@ def test_a_step_ahead_that_fails_for_one_sequence_is_asked_for_anew() -> None:
     assert ahead.run([second]).replies == alone(item, second).replies
 
 
-def test_what_failed_ahead_is_computed_when_it_is_asked_for() -> None:
-    target = Target()
-    ahead = RunAhead(bind_target(target))
+def test_what_failed_ahead_is_computed_when_it_is_asked_for(target: Target, ahead: RunAhead) -> None:
     item = first()
     replies = ahead.run([item])
     target.is_broken = True
@@ -202,7 +197,7 @@ def test_what_failed_ahead_is_computed_when_it_is_asked_for() -> None:
 
 @pytest.mark.parametrize("is_lost", [False, True])
 async def test_a_step_ahead_that_fails_breaks_the_engine_only_if_its_check_fails(is_lost: bool) -> None:
-    target, stream, broken = Target(), Stream(), []
+    target, stream, broken = Target(), ScriptedStream(), []
     host = EngineHost(TARGET, lambda: RunAhead(bind_target(target)).bound(), on_broken=broken.append)
     host.start()
     target.most_calls, target.is_lost = 1, is_lost
@@ -217,21 +212,21 @@ async def test_a_step_ahead_that_fails_breaks_the_engine_only_if_its_check_fails
 @settings(deadline=None)
 @given(st.data())
 def test_answers_are_those_of_a_target_that_never_goes_ahead(data: st.DataObject) -> None:
-    """Items of three sequences in any order: plain, with draft tokens, taken back, told anew, released."""
+    """Items of three sequences in any order: plain, with draft tokens, taken back, sent anew, released."""
     target = Target()
     ahead, reference = RunAhead(bind_target(target)), FakeTarget()
     tokens: dict[str, list[int]] = {}
     for round_id in range(data.draw(st.integers(1, 12))):
         items = []
         for request_id in data.draw(st.lists(st.sampled_from("abc"), unique=True, min_size=1)):
-            told = tokens.get(request_id)
+            sent = tokens.get(request_id)
             runs_on, draft = data.draw(st.booleans()), data.draw(st.sampled_from([(), (), (1, 2)]))
-            if told is None:
+            if sent is None:
                 item = first(request_id)
                 tokens[request_id] = [*PROMPT]
             else:
-                base = data.draw(st.sampled_from([len(told) - 1, len(told) - 1, max(1, len(told) - 3)]))
-                item = VerifyItem(request_id, round_id, base, tuple(told[base:]), DraftTokens(draft))
+                base = data.draw(st.sampled_from([len(sent) - 1, len(sent) - 1, max(1, len(sent) - 3)]))
+                item = VerifyItem(request_id, round_id, base, tuple(sent[base:]), DraftTokens(draft))
             items.append(replace(item, round_id=round_id, runs_on=runs_on))
         found, expected = ahead.run(items), reference.verify(items)
         assert found.replies == expected.replies
@@ -239,8 +234,8 @@ def test_answers_are_those_of_a_target_that_never_goes_ahead(data: st.DataObject
             if isinstance(reply, Verdict) and reply.next_token_id is not None:
                 own = {item.request_id: item for item in items}[reply.request_id]
                 kept = own.draft.token_ids[: reply.num_accepted_tokens]
-                told = [*tokens[reply.request_id][: own.base_len], *own.token_ids, *kept]
-                tokens[reply.request_id] = [*told, reply.next_token_id]
+                sent = [*tokens[reply.request_id][: own.base_len], *own.token_ids, *kept]
+                tokens[reply.request_id] = [*sent, reply.next_token_id]
         if data.draw(st.booleans()):
             ahead.advance()
         if data.draw(st.integers(0, 5)) == 0:
@@ -250,20 +245,8 @@ def test_answers_are_those_of_a_target_that_never_goes_ahead(data: st.DataObject
             reference.release([gone])
 
 
-@dataclass(eq=False)
-class Stream:
-    is_open: bool = True
-    got: list[TargetReplies] = field(default_factory=list)
-    has_got: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def deliver(self, replies: TargetReplies | None, num_requests: int) -> None:
-        if replies is not None:
-            self.got.append(replies)
-            self.has_got.set()
-
-
 async def test_a_host_goes_ahead_when_replies_have_left_and_nothing_waits() -> None:
-    target, stream, seen = Target(), Stream(), []
+    target, stream, seen = Target(), ScriptedStream(), []
     host = EngineHost(TARGET, lambda: RunAhead(bind_target(target)).bound(), on_broken=lambda error: None)
     host.start()
 

@@ -10,10 +10,11 @@ import pytest
 
 from specray.bench.proposals import BOUNDS, WrittenOutput, read_proposals
 from specray.draft_tokens import DraftTokens
+from specray.engine_info import EngineInfo
 from specray.errors import EngineLostError
 from specray.fakes import FakeDraft, NoisyGuesser, ToyModel
 from specray.fakes.engines import fake_info
-from specray.types import DraftReplies, EngineInfo, ItemFailed, Proposal, SamplingParams, SpeculateItem
+from specray.types import DraftReplies, ItemFailed, Proposal, SamplingParams, SpeculateItem
 
 MODEL = ToyModel()
 CHANCE = 0.5

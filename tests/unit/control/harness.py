@@ -7,7 +7,8 @@ from typing import Any
 from specray.control.controller import Controller
 from specray.control.goodput import WIDTHS
 from specray.control.state import Plan, SessionStats
-from specray.types import Overlap, StepTime
+from specray.engine_info import StepTime
+from specray.types import Overlap
 from tests.unit.router.harness import request, speculation_config
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from specray.control.controller import Controller
 from specray.control.cost_model import TargetTimes
-from specray.types import StepTime
+from specray.engine_info import StepTime
 from tests.unit.router.harness import speculation_config
 
 

@@ -10,10 +10,10 @@ from specray.control.controller import Controller
 from specray.control.expectations import expected_drafts, expected_steps, expected_tokens
 from specray.control.goodput import ANY_K, AUTO_K, HANDLING_S
 from specray.control.state import OFF, Plan
+from specray.engine_info import EngineInfo, StepTime
 from specray.fakes import LocalVerifier, VirtualClock
 from specray.router.trace import Planned, VerdictReceived, decode_trace
 from specray.router.transport.links import measure_round_trip
-from specray.types import EngineInfo, StepTime
 from tests.unit.control.harness import times
 from tests.unit.router.harness import (
     budgets,

@@ -24,16 +24,8 @@ from specray.engine.sampling.verify import add_draw_noise
 from specray.engine.step import ForwardOutput
 from specray.engine.target.engine import TargetEngine
 from specray.engine.visibility import Visibility
-from specray.types import (
-    PROTOCOL_VERSION,
-    EngineInfo,
-    Outcomes,
-    Proposal,
-    SamplingParams,
-    SpeculateItem,
-    Verdict,
-    VerifyItem,
-)
+from specray.engine_info import PROTOCOL_VERSION, EngineInfo
+from specray.types import Outcomes, Proposal, SamplingParams, SpeculateItem, Verdict, VerifyItem
 from tests.unit.engine.sampling.rows import row_group
 
 VOCAB_SIZE = 23

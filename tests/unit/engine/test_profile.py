@@ -8,15 +8,8 @@ from dataclasses import replace
 import pytest
 
 from specray.engine.profile import _TargetWorkload, profile_draft, profile_target
-from specray.types import (
-    DraftReplies,
-    EngineInfo,
-    ItemFailed,
-    SpeculateItem,
-    StepTime,
-    TargetReplies,
-    VerifyItem,
-)
+from specray.engine_info import EngineInfo, StepTime
+from specray.types import DraftReplies, ItemFailed, SpeculateItem, TargetReplies, VerifyItem
 from tests.unit.engine.harness import engine_info, toy_draft, toy_target
 
 

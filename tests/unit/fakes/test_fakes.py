@@ -15,10 +15,10 @@ from specray.fakes import (
     FakeDraft,
     FakeRouterClient,
     FakeTarget,
+    FakeTransport,
     LocalVerifier,
     NoisyGuesser,
     PerfectGuesser,
-    Transport,
     VirtualClock,
 )
 from specray.requests import FinishReason
@@ -143,7 +143,7 @@ def test_transport_loses_doubles_and_reorders_by_its_seed() -> None:
         clock = VirtualClock()
 
         async def main() -> list[int]:
-            transport = Transport(random.Random(seed), max_delay_s=1.0, loss=0.2, duplication=0.3)
+            transport = FakeTransport(random.Random(seed), max_delay_s=1.0, loss=0.2, duplication=0.3)
             verifier = LocalVerifier(FakeTarget(MODEL), clock, transport=transport)
             for round_id in range(1, 30):
                 await verifier.verify([VerifyItem("a", round_id, 0, PROMPT, sampling=GREEDY)])

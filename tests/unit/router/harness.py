@@ -170,6 +170,11 @@ def of_tenant(request_id: str, tenant: str, *, max_tokens: int = 4, priority: in
     return replace(one, priority=priority)
 
 
+def charged(pair: Pair, tenant: str) -> int:
+    """Tokens at which the tenant's next waiting request starts."""
+    return pair.router._sessions._queue._classes[0].lines[tenant].tag
+
+
 async def begin(pair: Pair, ended: list[str], one: GenerateRequest) -> asyncio.Task[None]:
     """Sends a request; when it ends its id is appended, and its tokens are the right ones."""
     (task,) = await begin_at_once(pair, ended, one)

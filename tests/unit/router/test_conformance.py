@@ -14,13 +14,13 @@ from specray.fakes import (
     AdversarialGuesser,
     EmptyGuesser,
     FakeTarget,
+    FakeTransport,
     LocalDrafter,
     LocalVerifier,
     NoisyGuesser,
     PerfectGuesser,
     RandomGuesser,
     ToyModel,
-    Transport,
     VirtualClock,
 )
 from specray.fakes.models import Guesser
@@ -171,13 +171,13 @@ async def test_loss_delay_duplication_and_reordering_change_nothing(
         target = FakeTarget(model, info=target.info, cost=lambda rows: 20_000_000, drafter=guesser)
 
     async def connect() -> Verifier:
-        transport = Transport(rng, max_delay_s=0.03, loss=0.01, duplication=0.2)
+        transport = FakeTransport(rng, max_delay_s=0.03, loss=0.01, duplication=0.2)
         return LocalVerifier(target, clock, transport=transport)
 
     def lease(number: int) -> Drafter:
         if rng.random() < 0.3:
             raise EngineLostError("no draft")
-        transport = Transport(rng, max_delay_s=0.05, loss=0.1, duplication=0.2)
+        transport = FakeTransport(rng, max_delay_s=0.05, loss=0.1, duplication=0.2)
         return LocalDrafter(draft, clock, transport=transport, dies_after=rng.choice([None, 4, 20]))
 
     async def forget() -> None:

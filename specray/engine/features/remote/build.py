@@ -23,8 +23,9 @@ from specray.engine.runner.assembly import DTYPES, model_args
 from specray.engine.runner.gpu_claim import claim_gpu, name_of, warn_of_turns
 from specray.engine.runner.memory import CudaMemory, cache_bytes, naming
 from specray.engine.visibility import MAX_TREE_ROWS
+from specray.engine_info import PROTOCOL_VERSION, EngineInfo
 from specray.errors import ConfigError
-from specray.types import PROTOCOL_VERSION, EngineInfo, Overlap
+from specray.types import Overlap
 
 _LEAST_BLOCK_SIZE = 2
 """Tokens of a block: those of the health check have one."""

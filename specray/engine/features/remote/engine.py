@@ -30,7 +30,8 @@ from specray.engine.features.remote.outcomes import draft_outcomes
 from specray.engine.features.remote.wire import read_rows
 from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.schedule import check_speculation, wanted_rows
-from specray.types import DraftReply, EngineInfo, Outcomes, Proposal, SpeculateItem
+from specray.engine_info import EngineInfo
+from specray.types import DraftReply, Outcomes, Proposal, SpeculateItem
 
 _CHECK_TOKENS = 2
 """Tokens of the health check: one for an entry, and the one before it."""

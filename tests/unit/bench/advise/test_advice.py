@@ -20,8 +20,8 @@ from specray.bench.advise.report import (
 )
 from specray.bench.methods.method import ALL, Tally
 from specray.config import parse_config
+from specray.engine_info import StepTime
 from specray.requests import SpeculationStats
-from specray.types import StepTime
 
 TARGET_STEPS = tuple(StepTime(rows, 0.009 + 0.001 * rows) for rows in (1, 2, 4, 8))
 PLAIN = Times(8, TARGET_STEPS)

@@ -11,18 +11,13 @@ from specray.errors import DeadlineExceededError
 from specray.fakes import VirtualClock
 from tests.unit.router.harness import (
     TARGET_S,
-    Pair,
     begin,
     begin_at_once,
+    charged,
     fake_target,
     of_tenant,
     serving,
 )
-
-
-def charged(pair: Pair, tenant: str) -> int:
-    """Tokens at which the tenant's next waiting request starts."""
-    return pair.router._sessions._queue._classes[0].lines[tenant].tag
 
 
 async def test_request_that_was_not_begun_costs_its_tenant_nothing(clock: VirtualClock) -> None:

@@ -10,6 +10,7 @@ from specray.control.controller import Controller
 from specray.control.state import OFF, Plan
 from specray.draft_tokens import DraftTokens
 from specray.drafting import LONG_MATCH_LEN
+from specray.engine_info import StepTime
 from specray.fakes import FakeDraft, FakeTarget, PerfectGuesser, VirtualClock
 from specray.fakes.engines import fake_info
 from specray.requests import GenerateRequest, SpeculationParams
@@ -18,7 +19,7 @@ from specray.router.live_session import LiveSession
 from specray.router.output.delivery import Delivery
 from specray.router.proposers.local import LocalProposer
 from specray.router.session.session import Session
-from specray.types import DraftKind, Overlap, StepTime, Verification
+from specray.types import DraftKind, Overlap, Verification
 from tests.unit.router.harness import DRAFT_STEP_S, factory, request, serving, speculation_config
 from tests.unit.router.proposers.harness import REPEATING
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from specray.control.controller import Controller
+from specray.engine_info import StepTime
 from specray.fakes import VirtualClock
 from specray.requests import SpeculationParams
 from specray.router.proposers.factory import LOOK_S, SESSIONS_PER_EXPLORATION, ProposerFactory
 from specray.router.proposers.local import LocalProposer
 from specray.router.session.session import Session
 from specray.router.session.values import Commit
-from specray.types import DraftKind, StepTime
+from specray.types import DraftKind
 from tests.unit.router.harness import expected, factory, request, serving, speculation_config
 
 STEP_S = 0.02

@@ -15,11 +15,11 @@ from specray.fakes import (
     AdversarialGuesser,
     EmptyGuesser,
     FakeTarget,
+    FakeTransport,
     LocalVerifier,
     NoisyGuesser,
     PerfectGuesser,
     RandomGuesser,
-    Transport,
     VirtualClock,
 )
 from specray.interfaces import Verifier
@@ -130,7 +130,7 @@ async def test_targets_that_die_cost_no_token(clock: VirtualClock, seed: int) ->
     target = Dying(random.Random(seed))
 
     async def connect() -> Verifier:
-        transport = Transport(random.Random(seed), max_delay_s=0.03, duplication=0.2)
+        transport = FakeTransport(random.Random(seed), max_delay_s=0.03, duplication=0.2)
         return LocalVerifier(target, clock, transport=transport)
 
     async with serving(clock, target=target, verifier=connect, num_speculative_tokens=3, **FEATURES) as pair:

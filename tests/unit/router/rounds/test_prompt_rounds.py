@@ -11,13 +11,14 @@ import pytest
 
 from specray.control.controller import Controller
 from specray.control.estimators import TimeTable
+from specray.engine_info import EngineInfo, GrammarStats
 from specray.errors import ProtocolError
 from specray.fakes import FakeTarget, PerfectGuesser, VirtualClock
 from specray.requests import SpeculationParams
 from specray.router.draft_model.budgets import MIN_PREFILL_TOKENS
 from specray.router.session.session import Session
 from specray.telemetry.metrics import RouterMetrics
-from specray.types import EngineInfo, GrammarStats, ItemFailed, TargetReplies, Verdict, VerifyItem
+from specray.types import ItemFailed, TargetReplies, Verdict, VerifyItem
 from tests.unit.router.harness import (
     MODEL,
     PROMPT,

@@ -8,11 +8,12 @@ from itertools import pairwise
 
 import pytest
 
+from specray.engine_info import EngineInfo, StepTime
 from specray.errors import EngineLostError
 from specray.fakes import FakeDraft, LocalDrafter, PerfectGuesser, VirtualClock
 from specray.interfaces import Drafter
 from specray.requests import OutputChunk, SpeculationParams
-from specray.types import DraftReplies, EngineInfo, SpeculateItem, StepTime
+from specray.types import DraftReplies, SpeculateItem
 from tests.unit.router.harness import (
     MODEL,
     TARGET_S,

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator
 import pytest
 
 from specray.actors.targets.source import PROBE_TIMEOUT_S, TargetSource
+from specray.engine_info import EngineInfo, StepTime
 from specray.errors import ConfigError, EngineLostError
 from specray.fakes import FakeTarget, LocalVerifier, VirtualClock
 from specray.interfaces import Verifier
 from specray.requests import OutputChunk
 from specray.router.rounds import VerifyInFlight
-from specray.types import EngineInfo, StepTime
 from tests.unit.router.harness import TARGET_S, expected, fake_target, request, router_config, run, serving
 
 

@@ -10,18 +10,11 @@ from typing import Any
 
 from specray.engine.features.remote.engine import FeatureDraftEngine
 from specray.engine.target.engine import TargetEngine
+from specray.engine_info import EngineInfo
 from specray.fakes import LocalDrafter, LocalVerifier, VirtualClock
 from specray.interfaces import Drafter
 from specray.requests import GenerateRequest
-from specray.types import (
-    DraftReplies,
-    EngineInfo,
-    SamplingParams,
-    SpeculateItem,
-    TargetReplies,
-    Verdict,
-    VerifyItem,
-)
+from specray.types import DraftReplies, SamplingParams, SpeculateItem, TargetReplies, Verdict, VerifyItem
 from tests.unit.engine.features.targets import Session, generate, make_target
 from tests.unit.router.harness import request, run, serving
 

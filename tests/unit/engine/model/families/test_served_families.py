@@ -20,10 +20,11 @@ from specray.engine.build import build_draft_engine
 from specray.engine.drafting.engine import DraftEngine
 from specray.engine.runner.assembly import build_runner
 from specray.engine.target.engine import TargetEngine
+from specray.engine_info import EngineInfo
 from specray.fakes import LocalDrafter, LocalVerifier, VirtualClock
 from specray.interfaces import Drafter, Verifier
 from specray.requests import GenerateRequest
-from specray.types import DraftReplies, EngineInfo, SamplingParams, SpeculateItem, TargetReplies, VerifyItem
+from specray.types import DraftReplies, SamplingParams, SpeculateItem, TargetReplies, VerifyItem
 from tests.unit.engine.harness import engine_info, target_only
 from tests.unit.engine.model.checkpoints import (
     reference_greedy,

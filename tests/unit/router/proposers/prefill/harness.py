@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
+from specray.engine_info import StepTime
 from specray.fakes import FakeDraft, FakeTarget, PerfectGuesser
 from specray.requests import GenerateRequest
-from specray.types import DraftReplies, SpeculateItem, StepTime, TargetReplies, VerifyItem
+from specray.types import DraftReplies, SpeculateItem, TargetReplies, VerifyItem
 from tests.unit.router.harness import (
     DRAFT_STEP_S,
     MODEL,

@@ -10,11 +10,12 @@ from specray.control.controller import Controller
 from specray.control.cost_model import CostModel
 from specray.control.state import Plan
 from specray.draft_tokens import DraftTokens
+from specray.engine_info import StepTime
 from specray.router.draft_model.budgets import MIN_DRAFT_PREFILL_TOKENS, Budgets
 from specray.router.draft_model.prefill import DraftPrefill
 from specray.router.live_session import LiveSession
 from specray.router.session.session import Session
-from specray.types import StepTime, Verdict
+from specray.types import Verdict
 from tests.unit.router.harness import DRAFT_STEP_S, TARGET_S, budgets, request, speculation_config
 from tests.unit.router.proposers.prefill.harness import LONG, SIZES, TOKEN_S
 
