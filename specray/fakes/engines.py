@@ -183,11 +183,11 @@ class FakeTarget(_FakeEngine):
     def _cut(self, item: VerifyItem) -> tuple[VerifyItem, int]:
         """Returns the part of the item that this step computes, and the number of its cached tokens."""
         sequence = self._sequences.held.get(item.request_id)
-        told = [*(sequence.tokens[: item.base_len] if sequence is not None else ()), *item.token_ids]
+        tokens = [*(sequence.tokens[: item.base_len] if sequence is not None else ()), *item.token_ids]
         known_len = 0
         if self._known is not None and len(item.token_ids) >= self._info.block_size:
-            ends = range(self._info.block_size, len(told), self._info.block_size)
-            known_len = max((end for end in ends if tuple(told[:end]) in self._known), default=0)
+            ends = range(self._info.block_size, len(tokens), self._info.block_size)
+            known_len = max((end for end in ends if tuple(tokens[:end]) in self._known), default=0)
         cached = max(0, known_len - item.base_len)
         if item.max_new_tokens is not None:
             item = replace(item, token_ids=item.token_ids[: cached + item.max_new_tokens])
@@ -205,8 +205,8 @@ class FakeTarget(_FakeEngine):
         scores: tuple[TokenLogprobs, ...] = ()
         if sequence.sampling.num_prompt_logprobs is not None:
             end = min(len(sequence.tokens), sequence.sampling.num_prompt_tokens)
-            told = sequence.tokens[max(1, item.base_len) : end]
-            scores = tuple(TokenLogprobs(token, -float(token)) for token in told)
+            scored = sequence.tokens[max(1, item.base_len) : end]
+            scores = tuple(TokenLogprobs(token, -float(token)) for token in scored)
         if not item.sample:
             held_len = len(sequence.tokens) if is_limited else None
             return Verdict(

@@ -85,11 +85,6 @@ async def test_the_generated_stub_of_another_client_works(address: str) -> None:
     assert (info.model, info.draft_model, info.max_model_len) == ("tiny", "tiny-draft", 128)
 
 
-async def test_info(address: str) -> None:
-    async with serving(ScriptedHandler(), address), SpecrayClient(address) as client:
-        assert await client.info(timeout_s=DEADLINE_S) == SERVICE_INFO
-
-
 @dataclass
 class Case:
     failure: Exception
@@ -196,35 +191,23 @@ async def closed(handler: ScriptedHandler) -> bool:
     return await asyncio.to_thread(handler.closed.wait, DEADLINE_S)
 
 
-async def test_client_cancel_closes_the_handlers_iterator(address: str) -> None:
+@pytest.mark.parametrize("how", ["cancel", "deadline", "vanish"])
+async def test_a_client_that_leaves_closes_the_handlers_iterator(how: str, address: str) -> None:
     handler = ScriptedHandler(waits_after=1)
     async with serving(handler, address), SpecrayClient(address) as client:
-        events = client.generate(GenerateParams(text="abc"), timeout_s=DEADLINE_S)
+        timeout_s = 0.2 if how == "deadline" else DEADLINE_S
+        events = client.generate(GenerateParams(text="abc"), timeout_s=timeout_s)
         await anext(events)
-        assert not handler.closed.is_set()
-        await events.aclose()
+        if how == "deadline":
+            with pytest.raises(DeadlineExceededError):
+                await anext(events)
+        else:
+            assert not handler.closed.is_set()
+            await (events.aclose() if how == "cancel" else client.close())
         assert await closed(handler)
-
-
-async def test_client_deadline_closes_the_handlers_iterator(address: str) -> None:
-    handler = ScriptedHandler(waits_after=0)
-    async with serving(handler, address), SpecrayClient(address) as client:
-        with pytest.raises(DeadlineExceededError):
-            async for _ in client.generate(GenerateParams(text="abc"), timeout_s=0.2):
-                pass
-        assert await closed(handler)
-
-
-async def test_a_client_that_vanishes_closes_the_handlers_iterator(address: str) -> None:
-    handler = ScriptedHandler(waits_after=1)
-    async with serving(handler, address):
-        client = SpecrayClient(address)
-        events = client.generate(GenerateParams(text="abc"), timeout_s=DEADLINE_S)
-        await anext(events)
-        await client.close()
-        assert await closed(handler)
-        with pytest.raises((SpecrayError, asyncio.CancelledError)):
-            await anext(events)
+        if how == "vanish":
+            with pytest.raises((SpecrayError, asyncio.CancelledError)):
+                await anext(events)
 
 
 @dataclass

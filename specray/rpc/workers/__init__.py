@@ -1,1 +1,1 @@
-"""Server of one engine: routers' streams in front, the engine behind."""
+"""Server of one engine: routers' streams on one side, the engine on the other."""

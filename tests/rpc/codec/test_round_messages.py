@@ -31,43 +31,38 @@ TREE = DraftTokens(tuple(range(48_000, 48_016)), (-1, -1, 0, 0, 1, 2, 2, 3, 5, 5
 """Sixteen nodes, with token ids of a large vocabulary."""
 
 
+def bytes_of_round(
+    ask: SpeculateItem, answer: Proposal | Outcomes, item: VerifyItem, verdict: Verdict
+) -> int:
+    """What a round of one session costs, draft and target, both ways."""
+    return (
+        len(draft_codec.encode_speculate_request([ask], ()))
+        + len(draft_codec.encode_draft_replies(DraftReplies((answer,), 20_000_000)))
+        + len(target_codec.encode_verify_request([item], ()))
+        + len(target_codec.encode_target_replies(TargetReplies((verdict,), 20_000_000)))
+    )
+
+
+HEAD = ("r" * 36, 1000, 4000)
+"""A request of usual length of name, far into its output."""
+
+
 @pytest.mark.parametrize("draft", [DraftTokens(tuple(range(8))), TREE], ids=["chain", "tree"])
 def test_a_round_of_one_coupled_session_fits_the_network_budget(draft: DraftTokens) -> None:
-    """A request of usual length of name, far into its output: draft and target, both ways."""
-    name, told = "r" * 36, tuple(range(48_000, 48_009))
-    ask = SpeculateItem(name, 1000, 4000, told, 8, tree=None if draft.is_chain else TreeBudget(16, (), 0.02))
-    proposal = Proposal(name, 1000, 4000, draft)
-    item = VerifyItem(name, 1000, 4000, told, draft)
-    last = None if draft.is_chain else 15
-    reply = Verdict(name, 1000, 4000, 8, 4009, last_accepted_node=last)
-    size = (
-        len(draft_codec.encode_speculate_request([ask], ()))
-        + len(draft_codec.encode_draft_replies(DraftReplies((proposal,), 20_000_000)))
-        + len(target_codec.encode_verify_request([item], ()))
-        + len(target_codec.encode_target_replies(TargetReplies((reply,), 20_000_000)))
-    )
-    assert size < 1024
+    tokens, last = tuple(range(48_000, 48_009)), None if draft.is_chain else 15
+    ask = SpeculateItem(*HEAD, tokens, 8, tree=None if draft.is_chain else TreeBudget(16, (), 0.02))
+    verdict = Verdict(*HEAD, 8, 4009, last_accepted_node=last)
+    assert bytes_of_round(ask, Proposal(*HEAD, draft), VerifyItem(*HEAD, tokens, draft), verdict) < 1024
 
 
 def test_outcomes_of_a_tree_fit_the_network_budget() -> None:
     """All branches of a lone request whose tree has sixteen nodes, with the verify that they are about."""
-    name, told = "r" * 36, tuple(range(48_000, 48_005))
-    tree = TREE.only(TREE.chain_first)
-    fanout, parents = (8,) * 17, tree.parents
-    ask = SpeculateItem(
-        name, 1000, 4000, told, 4, tree.token_ids, fanout, max_branches=15, proposed_parents=parents
-    )
+    tokens, tree = tuple(range(48_000, 48_005)), TREE.only(TREE.chain_first)
+    asked = {"max_branches": 15, "proposed_parents": tree.parents}
+    ask = SpeculateItem(*HEAD, tokens, 4, tree.token_ids, (8,) * 17, **asked)
     branches = tuple(Branch(2, 48_000 + i, DraftTokens((48_001,) * 4), 15) for i in range(15))
-    outcomes = Outcomes(name, 1000, 4000, branches)
-    item = VerifyItem(name, 1000, 4000, told, TREE)
-    reply = Verdict(name, 1000, 4000, 4, 4009, last_accepted_node=15)
-    size = (
-        len(draft_codec.encode_speculate_request([ask], ()))
-        + len(draft_codec.encode_draft_replies(DraftReplies((outcomes,), 20_000_000)))
-        + len(target_codec.encode_verify_request([item], ()))
-        + len(target_codec.encode_target_replies(TargetReplies((reply,), 20_000_000)))
-    )
-    assert size < 1024
+    verdict = Verdict(*HEAD, 4, 4009, last_accepted_node=15)
+    assert bytes_of_round(ask, Outcomes(*HEAD, branches), VerifyItem(*HEAD, tokens, TREE), verdict) < 1024
 
 
 def test_draft_that_knows_no_other_nodes_is_asked_for_the_first_chain() -> None:

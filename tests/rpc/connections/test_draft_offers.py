@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -16,7 +18,7 @@ from specray.errors import EngineLostError
 from specray.interfaces import DrafterPool
 from specray.rpc.connection import GrpcDrafter
 from specray.rpc.workers.server import engine_server
-from tests.rpc.engines import ScriptedDraft
+from tests.rpc.engines import DRAFT_INFO, ScriptedDraft
 
 DEADLINE_S = 10.0
 HANGS = object()
@@ -58,8 +60,12 @@ def source(*answers: Answer, timeout_s: float = DEADLINE_S) -> tuple[ServeDrafte
 
 @asynccontextmanager
 async def drafts(address: str, count: int = 2) -> AsyncIterator[list[str]]:
+    """Drafts whose models are named by their addresses."""
+    names = [f"{address}.{number}" for number in range(count)]
+    engines = [ScriptedDraft(replace(DRAFT_INFO, model=name)) for name in names]
     servers = [
-        engine_server(ScriptedDraft, role="draft", address=f"{address}.{number}") for number in range(count)
+        engine_server(partial(lambda engine: engine, engine), role="draft", address=name)
+        for engine, name in zip(engines, names, strict=True)
     ]
     addresses = [await server.start() for server in servers]
     try:
@@ -69,11 +75,10 @@ async def drafts(address: str, count: int = 2) -> AsyncIterator[list[str]]:
             await server.stop(0.1)
 
 
-async def leased(taken: Callable[[str], object], pool: ServeDrafterSource) -> None:
+async def leased(pool: ServeDrafterSource) -> str:
     drafter = await pool.lease()
-    assert isinstance(drafter, GrpcDrafter)
-    taken(drafter._address.target)
     await drafter.close()
+    return drafter.info.model
 
 
 @pytest.mark.parametrize(
@@ -85,28 +90,22 @@ async def test_least_loaded_draft_is_taken(address: str, loads: list[tuple[int, 
             *(offer(*each) for each in zip(addresses, *zip(*loads, strict=True), strict=True))
         )
         assert isinstance(pool, DrafterPool)
-        taken: list[str] = []
-        await leased(taken.append, pool)
-        assert taken == [addresses[1]]
+        assert await leased(pool) == addresses[1]
         assert len(handle.asked) == 4
 
 
 async def test_draft_that_hangs_is_not_waited_for(address: str) -> None:
     async with drafts(address, 1) as [there]:
         pool, handle = source(HANGS, offer(there))
-        taken: list[str] = []
         async with asyncio.timeout(DEADLINE_S / 2):
-            await leased(taken.append, pool)
-        assert taken == [there]
+            assert await leased(pool) == there
         assert [future.cancelled() for future in handle.asked] == [True, False, True, False]
 
 
 async def test_draft_that_is_gone_gives_way_to_the_next_best(address: str) -> None:
     async with drafts(address, 1) as [there]:
-        taken: list[str] = []
         pool, _ = source(offer(f"{address}.gone"), offer(there, num_routers=3))
-        await leased(taken.append, pool)
-        assert taken == [there]
+        assert await leased(pool) == there
 
 
 async def test_no_draft_is_said_so(address: str) -> None:

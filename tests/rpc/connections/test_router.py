@@ -8,33 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from specray.config import SpeculationConfig
 from specray.control.cost_model import TargetTimes
 from specray.errors import EngineLostError
 from specray.fakes import FakeDraft, FakeTarget, NoisyGuesser
-from specray.interfaces import Drafter
-from specray.requests import GenerateRequest
-from specray.router import Router
-from specray.rpc.connection import GrpcDrafter, GrpcVerifier
 from specray.rpc.workers.server import engine_server
-from specray.types import Overlap, SamplingParams, TargetReplies, VerifyItem
+from specray.types import Overlap, TargetReplies, VerifyItem
+from tests.rpc.connections.harness import DEADLINE_S, NUM_TOKENS, Leases, request, router
 from tests.rpc.engines import eventually
-
-DEADLINE_S = 30.0
-NUM_TOKENS = 200
-
-
-class Leases:
-    """A draft at a fixed address."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self.num_leased = 0
-
-    async def lease(self) -> Drafter:
-        drafter = await GrpcDrafter.connect(self._address, timeout_s=DEADLINE_S)
-        self.num_leased += 1
-        return drafter
 
 
 @pytest.mark.slow
@@ -45,37 +25,23 @@ async def test_router_over_grpc_gives_the_targets_own_tokens(
 ) -> None:
     target = FakeTarget()
     draft = FakeDraft(NoisyGuesser(target.model, 0.6))
-    verify_server = engine_server(lambda: target, role="target", address=address + ".t")
     speculate_server = engine_server(lambda: draft, role="draft", address=address + ".d")
-    await verify_server.start()
     await speculate_server.start()
     leases = Leases(address + ".d")
-    router = Router(
-        await GrpcVerifier.connect(address + ".t", timeout_s=DEADLINE_S),
-        leases,
-        speculation=SpeculationConfig.model_validate({"overlap": overlap, "num_speculative_tokens": 3}),
-    )
-    await router.start()
-    requests = [
-        GenerateRequest(
-            f"r{i}", (1, 2, 3 + i), SamplingParams(temperature=0.0, num_prompt_tokens=3), NUM_TOKENS
-        )
-        for i in range(4)
-    ]
-    answers = [asyncio.create_task(router.complete(request)) for request in requests]
-    await eventually(lambda: leases.num_leased > 0 and target.num_steps > 5, timeout_s=DEADLINE_S)
-    if draft_dies:
-        await speculate_server.stop(0.0)
-    async with asyncio.timeout(DEADLINE_S):
-        chunks = await asyncio.gather(*answers)
-    for request, chunk in zip(requests, chunks, strict=True):
-        assert chunk.token_ids == target.model.generate(request.prompt_token_ids, NUM_TOKENS)
-    if not draft_dies:
-        assert all(chunk.stats is not None and chunk.stats.num_accepted_draft_tokens > 0 for chunk in chunks)
-        await eventually(lambda: not draft.held_request_ids)
-    await eventually(lambda: not target.held_request_ids)
-    await router.stop()
-    await verify_server.stop(1.0)
+    async with router(target, address + ".t", leases, overlap=overlap, fallback="ngram") as made:
+        requests = [request(number) for number in range(4)]
+        answers = [asyncio.create_task(made.complete(each)) for each in requests]
+        await eventually(lambda: leases.num_leased > 0 and target.num_steps > 5, timeout_s=DEADLINE_S)
+        if draft_dies:
+            await speculate_server.stop(0.0)
+        async with asyncio.timeout(DEADLINE_S):
+            chunks = await asyncio.gather(*answers)
+        for each, chunk in zip(requests, chunks, strict=True):
+            assert chunk.token_ids == target.model.generate(each.prompt_token_ids, NUM_TOKENS)
+        if not draft_dies:
+            assert all(chunk.stats and chunk.stats.num_accepted_draft_tokens > 0 for chunk in chunks)
+            await eventually(lambda: not draft.held_request_ids)
+        await eventually(lambda: not target.held_request_ids)
     await speculate_server.stop(1.0)
     with pytest.raises(EngineLostError):
         await leases.lease()
@@ -96,14 +62,6 @@ async def test_the_router_learns_what_a_step_took_by_the_rows_that_the_engine_co
     monkeypatch.setattr(
         TargetTimes, "add", lambda times, num_rows, seconds, **others: learnt.append(num_rows)
     )
-    server = engine_server(SevenRows, role="target", address=address)
-    await server.start()
-    verifier = await GrpcVerifier.connect(address, timeout_s=DEADLINE_S)
-    router = Router(verifier, None, speculation=SpeculationConfig())
-    await router.start()
-    sampling = SamplingParams(temperature=0.0, num_prompt_tokens=3)
-    async with asyncio.timeout(DEADLINE_S):
-        await router.complete(GenerateRequest("a", (1, 2, 3), sampling, 5))
+    async with router(SevenRows(), address, None) as made, asyncio.timeout(DEADLINE_S):
+        await made.complete(replace(request(0), max_tokens=5))
     assert learnt == 5 * [7]
-    await router.stop()
-    await server.stop(1.0)

@@ -10,28 +10,22 @@ from dataclasses import replace
 
 import pytest
 
-from specray.config import SpeculationConfig
 from specray.draft_tokens import DraftTokens
 from specray.fakes import FakeDraft, FakeTarget, NoisyGuesser
 from specray.fakes.engines import fake_info
-from specray.interfaces import Drafter, SyncDraftEngine
-from specray.requests import GenerateRequest
-from specray.router import Router
-from specray.rpc.connection import GrpcDrafter, GrpcVerifier
+from specray.interfaces import SyncDraftEngine
+from specray.rpc.connection import GrpcDrafter
 from specray.rpc.workers.server import EngineServer, engine_server
 from specray.types import (
     DraftReplies,
     DraftReply,
     ItemFailed,
     Proposal,
-    SamplingParams,
     SpeculateItem,
     UnknownSequence,
 )
+from tests.rpc.connections.harness import DEADLINE_S, NUM_TOKENS, Leases, request, router
 from tests.rpc.engines import DRAFT_INFO, ScriptedDraft, eventually, speculate
-
-DEADLINE_S = 30.0
-NUM_TOKENS = 120
 
 
 @asynccontextmanager
@@ -149,40 +143,6 @@ async def test_draft_that_stops_tells_its_routers_and_serves_them_until_they_lea
         await two.close()
         async with asyncio.timeout(DEADLINE_S / 2):
             await stopping
-
-
-class Leases:
-    """Drafts at fixed addresses, one after the other."""
-
-    def __init__(self, *addresses: str) -> None:
-        self._addresses = addresses
-        self.num_leased = 0
-
-    async def lease(self) -> Drafter:
-        address = self._addresses[min(self.num_leased, len(self._addresses) - 1)]
-        drafter = await GrpcDrafter.connect(address, timeout_s=DEADLINE_S)
-        self.num_leased += 1
-        return drafter
-
-
-@asynccontextmanager
-async def router(target: FakeTarget, address: str, leases: Leases) -> AsyncIterator[Router]:
-    server = engine_server(lambda: target, role="target", address=address)
-    await server.start()
-    verifier = await GrpcVerifier.connect(address, timeout_s=DEADLINE_S)
-    speculation = SpeculationConfig.model_validate({"num_speculative_tokens": 3, "fallback": "none"})
-    made = Router(verifier, leases, speculation=speculation)
-    await made.start()
-    try:
-        yield made
-    finally:
-        await made.stop()
-        await server.stop(0.5)
-
-
-def request(number: int) -> GenerateRequest:
-    sampling = SamplingParams(temperature=0.0, num_prompt_tokens=3)
-    return GenerateRequest(f"r{number}", (1, 2, 3 + number), sampling, NUM_TOKENS)
 
 
 @pytest.mark.slow

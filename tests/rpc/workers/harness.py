@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specray.rpc.connection import GrpcDrafter
 from specray.rpc.workers.worker import EngineServerThread
+from specray.types import DraftReplies, SpeculateItem
 from tests.rpc.engines import ScriptedDraft, ScriptedTarget
 
 DEADLINE_S = 10.0
@@ -80,6 +81,12 @@ async def drafters(address: str, count: int = 1) -> AsyncIterator[list[GrpcDraft
             stack.push_async_callback(connection.close)
             connections.append(connection)
         yield connections
+
+
+async def ask(drafter: GrpcDrafter, *items: SpeculateItem) -> DraftReplies:
+    """The first message after the items were sent."""
+    await drafter.speculate(items)
+    return await within(drafter.replies())
 
 
 async def within(awaitable: Awaitable[ResultT]) -> ResultT:

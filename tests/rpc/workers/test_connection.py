@@ -26,7 +26,7 @@ from tests.rpc.engines import (
     speculate,
     verify,
 )
-from tests.rpc.workers.harness import DEADLINE_S, drafters, serving_draft, serving_target, within
+from tests.rpc.workers.harness import DEADLINE_S, ask, drafters, serving_draft, serving_target, within
 
 
 async def test_broken_bytes_end_the_stream_with_invalid_argument(address: str) -> None:
@@ -72,8 +72,7 @@ async def test_a_router_that_does_not_wait_is_held_back(address: str) -> None:
 async def test_giving_up_on_replies_ends_the_connection_and_frees_what_it_held(address: str) -> None:
     engine = ScriptedDraft()
     async with serving_draft(engine, address), drafters(address) as [drafter]:
-        await drafter.speculate([speculate("a")])
-        await within(drafter.replies())
+        await ask(drafter, speculate("a"))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(drafter.replies(), 0.02)
         with pytest.raises(EngineLostError, match="the stream was cancelled"):
@@ -182,8 +181,7 @@ async def test_partition_is_noticed_by_keepalive_on_both_sides() -> None:
     async with serving_draft(engine, "127.0.0.1:0", options=options) as server:
         partition = Partition(server.address)
         drafter = await GrpcDrafter.connect(await partition.start(), timeout_s=DEADLINE_S, options=options)
-        await drafter.speculate([speculate("a")])
-        await within(drafter.replies())
+        await ask(drafter, speculate("a"))
         partition.cut()
         with pytest.raises(EngineLostError, match="ping timeout"):
             await within(drafter.replies())
@@ -200,6 +198,5 @@ async def test_pings_of_an_idle_connection_do_not_end_it(address: str) -> None:
         drafter = await GrpcDrafter.connect(address, timeout_s=DEADLINE_S, options=options)
         await asyncio.sleep(0.5)
         assert not drafter.is_lost
-        await drafter.speculate([speculate("a")])
-        await within(drafter.replies())
+        await ask(drafter, speculate("a"))
         await drafter.close()

@@ -18,6 +18,7 @@ from tests.rpc.workers.harness import (
     DEADLINE_S,
     NOT_SERVING,
     ScriptedStream,
+    ask,
     check,
     drafters,
     health,
@@ -83,16 +84,14 @@ async def test_a_failing_call_fails_only_the_item_that_causes_it(address: str) -
     engine = ScriptedDraft()
     engine.poison = "bad"
     async with serving_draft(engine, address), drafters(address) as [drafter]:
-        await drafter.speculate([speculate("a"), speculate("bad"), speculate("c")])
-        replies = await within(drafter.replies())
+        replies = await ask(drafter, speculate("a"), speculate("bad"), speculate("c"))
         assert replies.replies == (
             Proposal("a", 0, 0, DraftTokens((4, 5))),
             ItemFailed("bad", 0, 0, "the draft engine failed on this request", is_retriable=False),
             Proposal("c", 0, 0, DraftTokens((4, 5))),
         )
         assert engine.releases == [("bad",)]
-        await drafter.speculate([speculate("d")])
-        assert (await within(drafter.replies())).replies == (Proposal("d", 0, 0, DraftTokens((4, 5))),)
+        assert (await ask(drafter, speculate("d"))).replies == (Proposal("d", 0, 0, DraftTokens((4, 5))),)
 
 
 async def test_a_call_that_failed_is_no_step_of_so_many_rows(address: str) -> None:
@@ -113,8 +112,7 @@ async def test_an_item_that_the_engine_forgets_is_answered_all_the_same(address:
     engine = ScriptedDraft()
     engine.silent = "mute"
     async with serving_draft(engine, address), drafters(address) as [drafter]:
-        await drafter.speculate([speculate("mute"), speculate("a")])
-        replies = await within(drafter.replies())
+        replies = await ask(drafter, speculate("mute"), speculate("a"))
     assert replies.replies == (
         Proposal("a", 0, 0, DraftTokens((4, 5))),
         ItemFailed("mute", 0, 0, "the draft engine failed on this request", is_retriable=False),

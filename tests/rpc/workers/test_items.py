@@ -9,9 +9,10 @@ import pytest
 from specray.draft_tokens import DraftTokens
 from specray.interfaces import Drafter, Verifier
 from specray.rpc.channel import ChannelOptions
-from specray.rpc.connection import GrpcVerifier
+from specray.rpc.connection import GrpcDrafter, GrpcVerifier
 from specray.types import (
     DraftReplies,
+    DraftReply,
     ItemFailed,
     Proposal,
     SpeculateItem,
@@ -28,7 +29,15 @@ from tests.rpc.engines import (
     speculate,
     verify,
 )
-from tests.rpc.workers.harness import DEADLINE_S, drafters, entered, serving_draft, serving_target, within
+from tests.rpc.workers.harness import (
+    DEADLINE_S,
+    ask,
+    drafters,
+    entered,
+    serving_draft,
+    serving_target,
+    within,
+)
 
 
 async def test_draft_proposes_over_the_stream(address: str) -> None:
@@ -36,8 +45,7 @@ async def test_draft_proposes_over_the_stream(address: str) -> None:
     async with serving_draft(engine, address), drafters(address) as [drafter]:
         seam: Drafter = drafter
         assert seam.info == DRAFT_INFO
-        await drafter.speculate([speculate("a", round_id=4, token_ids=(1, 2, 3), k=2)])
-        replies = await within(drafter.replies())
+        replies = await ask(drafter, speculate("a", round_id=4, token_ids=(1, 2, 3), k=2))
         assert replies == DraftReplies((Proposal("a", 4, 0, DraftTokens((4, 5))),), forward_ns=1001)
 
 
@@ -73,8 +81,7 @@ async def test_waiting_requests_of_all_routers_become_one_draft_call(address: st
     async with serving_draft(engine, address), drafters(address, 2) as [one, two]:
         # Wait for an answer first: the server would not begin to read the stream while the engine is blocked.
         for router in (one, two):
-            await router.speculate([speculate("opening")])
-            await within(router.replies())
+            await ask(router, speculate("opening"))
             await entered(engine)
         engine.calls.clear()
         engine.gate.clear()
@@ -91,21 +98,6 @@ async def test_waiting_requests_of_all_routers_become_one_draft_call(address: st
     assert len(engine.calls) == 2
     assert {reply.request_id for reply in got_one[1].replies} == {"a", "b"}
     assert got_two == DraftReplies((Proposal("c", 0, 0, DraftTokens((11, 12))),), forward_ns=1003)
-
-
-async def test_waiting_requests_of_a_target_stay_steps_in_order(address: str) -> None:
-    engine = ScriptedTarget()
-    async with serving_target(engine, address):
-        verifier = await GrpcVerifier.connect(address, timeout_s=DEADLINE_S)
-        engine.gate.clear()
-        for request_id in "abc":
-            await verifier.verify([verify(request_id)])
-        await asyncio.sleep(0.1)
-        engine.gate.set()
-        for _ in "abc":
-            await within(verifier.replies())
-        await verifier.close()
-    assert engine.calls == [("a",), ("b",), ("c",)]
 
 
 async def test_two_items_of_one_sequence_are_never_in_one_call(address: str) -> None:
@@ -131,8 +123,7 @@ async def test_replayed_item_is_harmless(address: str) -> None:
         items = [speculate("a"), speculate("a", round_id=1, base_len=3, token_ids=(4, 5))]
         seen = []
         for item in (items[0], items[1], items[1], items[1]):
-            await drafter.speculate([item])
-            seen.append(await within(drafter.replies()))
+            seen.append(await ask(drafter, item))
         assert seen[1] == seen[2] == seen[3]
         assert engine.sequences == {"a": (1, 2, 3, 4, 5)}
 
@@ -140,17 +131,19 @@ async def test_replayed_item_is_harmless(address: str) -> None:
 async def test_equal_request_ids_of_two_routers_never_mix(address: str) -> None:
     engine = ScriptedDraft()
     async with serving_draft(engine, address), drafters(address, 2) as [one, two]:
-        await one.speculate([speculate("a", token_ids=(1, 2, 3))])
-        await within(one.replies())
-        await two.speculate([speculate("a", round_id=5, base_len=3, token_ids=(9,))])
-        assert await within(two.replies()) == DraftReplies((UnknownSequence("a", 5, 3),), 0)
+
+        async def check(router: GrpcDrafter, reply: DraftReply, *token_ids: int) -> None:
+            item = speculate("a", round_id=reply.round_id, base_len=reply.base_len, token_ids=token_ids)
+            replies = await ask(router, item)
+            assert replies.replies == (reply,)
+            assert (replies.forward_ns == 0) is isinstance(reply, UnknownSequence)
+
+        await check(one, Proposal("a", 0, 0, DraftTokens((4, 5))), 1, 2, 3)
+        await check(two, UnknownSequence("a", 5, 3), 9)
         await two.release(["a"])
-        await one.speculate([speculate("a", round_id=1, base_len=3, token_ids=(4,))])
-        assert (await within(one.replies())).replies == (Proposal("a", 1, 3, DraftTokens((5, 6))),)
-        await two.speculate([speculate("a", round_id=6, token_ids=(20,))])
-        assert (await within(two.replies())).replies == (Proposal("a", 6, 0, DraftTokens((21, 22))),)
-        await one.speculate([speculate("a", round_id=2, base_len=4, token_ids=(5,))])
-        assert (await within(one.replies())).replies == (Proposal("a", 2, 4, DraftTokens((6, 7))),)
+        await check(one, Proposal("a", 1, 3, DraftTokens((5, 6))), 4)
+        await check(two, Proposal("a", 6, 0, DraftTokens((21, 22))), 20)
+        await check(one, Proposal("a", 2, 4, DraftTokens((6, 7))), 5)
 
 
 async def test_release_is_in_order_with_the_items_of_its_stream(address: str) -> None:
@@ -173,8 +166,7 @@ async def test_release_is_in_order_with_the_items_of_its_stream(address: str) ->
 async def test_what_is_freed_with_a_batch_is_freed_before_its_items(address: str) -> None:
     engine = ScriptedDraft()
     async with serving_draft(engine, address), drafters(address) as [drafter]:
-        await drafter.speculate([speculate("a"), speculate("b")])
-        await within(drafter.replies())
+        await ask(drafter, speculate("a"), speculate("b"))
         # A name may be used again in the message that frees it.
         again = speculate("a", round_id=1, token_ids=(7,))
         await drafter.speculate([again], ["a", "b"])
@@ -195,11 +187,9 @@ async def test_what_is_freed_with_a_batch_is_freed_before_its_items(address: str
 async def test_stream_end_releases_what_the_stream_holds_and_nothing_else(address: str) -> None:
     engine = ScriptedDraft()
     async with serving_draft(engine, address), drafters(address, 2) as [one, two]:
-        await one.speculate([speculate("a"), speculate("b"), speculate("c")])
-        await within(one.replies())
+        await ask(one, speculate("a"), speculate("b"), speculate("c"))
         await one.release(["b"])
-        await two.speculate([speculate("c"), speculate("d")])
-        await within(two.replies())
+        await ask(two, speculate("c"), speculate("d"))
         await one.close()
         await eventually(lambda: "a" not in engine.sequences)
         assert set(engine.sequences) == {"c~1", "d"}

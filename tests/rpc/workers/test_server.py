@@ -20,6 +20,7 @@ from tests.rpc.workers.harness import (
     DEADLINE_S,
     NOT_SERVING,
     SERVING,
+    ask,
     check,
     drafters,
     entered,
@@ -34,8 +35,7 @@ async def test_engine_lives_on_one_thread_which_is_not_its_owners(address: str) 
     engine = ScriptedDraft()
     async with serving_draft(engine, address) as server, drafters(address) as [drafter]:
         for round_id in range(3):
-            await drafter.speculate([speculate("a", round_id=round_id)])
-            await within(drafter.replies())
+            await ask(drafter, speculate("a", round_id=round_id))
         await drafter.release(["a"])
         await check(server)
         assert engine.num_closed == 0
@@ -60,6 +60,7 @@ async def test_check_of_a_hanging_engine_ends_at_its_deadline(address: str) -> N
         engine.gate.clear()
         with pytest.raises(EngineLostError, match=r"did not end a step within 0\.05 s"):
             await check(server, timeout_s=0.05)
+        assert server.is_alive
 
 
 async def test_health_is_per_service_and_not_serving_on_stop(address: str, socket_path: Path) -> None:

@@ -17,9 +17,9 @@ from specray.errors import ConfigError, EngineLostError
 from specray.rpc.connection import GrpcDrafter, GrpcVerifier
 from specray.rpc.workers.worker import EngineServerThread
 from specray.types import Proposal, Verdict
-from tests.rpc.engines import ScriptedDraft, ScriptedTarget, eventually, is_there, speculate, verify
+from tests.rpc.engines import ScriptedDraft, ScriptedTarget, is_there, speculate, verify
+from tests.rpc.workers.harness import DEADLINE_S, ask, within
 
-DEADLINE_S = 20.0
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -44,13 +44,12 @@ def worker_process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str
 async def test_killed_worker_is_engine_lost_and_not_a_hang(address: str) -> None:
     with worker_process(address) as (process, _):
         drafter = await GrpcDrafter.connect(address, timeout_s=DEADLINE_S)
-        await drafter.speculate([speculate("a")])
-        await asyncio.wait_for(drafter.replies(), DEADLINE_S)
+        await ask(drafter, speculate("a"))
         pending = asyncio.create_task(drafter.replies())
         await asyncio.sleep(0)
         process.send_signal(signal.SIGKILL)
         with pytest.raises(EngineLostError, match="draft at unix:"):
-            await asyncio.wait_for(pending, DEADLINE_S)
+            await within(pending)
         with pytest.raises(EngineLostError):
             await drafter.speculate([speculate("a")])
         assert drafter.is_lost
@@ -67,7 +66,7 @@ async def test_signal_ends_a_worker_with_its_socket(number: int, address: str, s
         drafter = await GrpcDrafter.connect(address, timeout_s=DEADLINE_S)
         process.send_signal(number)
         with pytest.raises(EngineLostError, match="the worker is stopping"):
-            await asyncio.wait_for(drafter.replies(), DEADLINE_S)
+            await within(drafter.replies())
         await drafter.close()
         assert await asyncio.to_thread(process.wait, DEADLINE_S) == 0
     assert not is_there(socket_path)
@@ -86,8 +85,7 @@ async def test_worker_reports_the_real_port() -> None:
         host, port = printed.rsplit(":", 1)
         assert (host, int(port) > 0) == ("127.0.0.1", True)
         drafter = await GrpcDrafter.connect(printed, timeout_s=DEADLINE_S)
-        await drafter.speculate([speculate("a")])
-        replies = await asyncio.wait_for(drafter.replies(), DEADLINE_S)
+        replies = await ask(drafter, speculate("a"))
         assert replies.replies == (Proposal("a", 0, 0, DraftTokens((4, 5))),)
         await drafter.close()
 
@@ -101,33 +99,17 @@ async def test_server_thread_serves_checks_and_stops(address: str, socket_path: 
     await asyncio.to_thread(thread.check, timeout_s=DEADLINE_S)
     verifier = await GrpcVerifier.connect(address, timeout_s=DEADLINE_S)
     await verifier.verify([verify("a", draft=(4, 7))])
-    replies = await asyncio.wait_for(verifier.replies(), DEADLINE_S)
+    replies = await within(verifier.replies())
     assert replies.replies == (Verdict("a", 0, 0, 1, 5),)
     await asyncio.to_thread(thread.stop, grace_s=1.0)
     with pytest.raises(EngineLostError):
-        await asyncio.wait_for(verifier.replies(), DEADLINE_S)
+        await within(verifier.replies())
     await verifier.close()
     assert not thread.is_alive
     assert not is_there(socket_path)
     thread.stop()
     with pytest.raises(EngineLostError, match="does not run"):
         thread.check(timeout_s=DEADLINE_S)
-
-
-async def test_server_thread_tells_that_its_engine_broke_or_hangs(address: str) -> None:
-    engine = ScriptedDraft()
-    thread = EngineServerThread(lambda: engine, role="draft", address=address)
-    await asyncio.to_thread(thread.start, timeout_s=DEADLINE_S)
-    engine.gate.clear()
-    with pytest.raises(EngineLostError, match=r"did not end a step within 0\.05 s"):
-        await asyncio.to_thread(thread.check, timeout_s=0.05)
-    assert thread.is_alive
-    engine.gate.set()
-    engine.is_broken = True
-    with pytest.raises(EngineLostError, match="engine is broken: RuntimeError"):
-        await asyncio.to_thread(thread.check, timeout_s=DEADLINE_S)
-    await eventually(lambda: not thread.is_alive)
-    await asyncio.to_thread(thread.stop, grace_s=1.0)
 
 
 async def test_address_in_use_is_a_config_error_before_the_engine_is_built(address: str) -> None:

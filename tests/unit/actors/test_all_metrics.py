@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from ray import serve
+from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from specray.actors.telemetry import GATHER_TIMEOUT_S, STALE_S, AllMetrics
@@ -51,7 +52,7 @@ async def test_who_answers_is_shown(
         assert app_name == "app"
         found = results[name]
         if found == "unavailable":
-            found = DeploymentUnavailableError(serve._private.common.DeploymentID(name=name))
+            found = DeploymentUnavailableError(DeploymentID(name=name))
         return Broadcast(found)
 
     monkeypatch.setattr(serve, "get_deployment_handle", handle)
@@ -68,7 +69,7 @@ async def test_a_deployment_that_is_silent_is_as_it_was_for_a_while(monkeypatch:
         TimeoutError(),
         [family("Router", "s", 4)],
         TimeoutError(),
-        DeploymentUnavailableError(serve._private.common.DeploymentID(name="Router")),
+        DeploymentUnavailableError(DeploymentID(name="Router")),
     ]
     times = iter([100.0, 100.0 + STALE_S, 100.0 + STALE_S + 0.1, 200.0, 201.0])
 

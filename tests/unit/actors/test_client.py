@@ -122,44 +122,12 @@ async def test_a_stream_that_is_closed_cancels_the_call() -> None:
     assert handle.response.is_cancelled
 
 
-class Deaths:
-    """A Router deployment whose first calls hit a dead replica."""
-
-    def __init__(self, num_deaths: int, box: Mailbox) -> None:
-        self.complete = self.deliver = self
-        self.requests: list[GenerateRequest] = []
-        self._num_deaths = num_deaths
-        self._mailbox = box
-
-    def remote(self, request: GenerateRequest, *address: str) -> Any:
-        self.requests.append(request)
-        return self._answer(request)
-
-    async def _answer(self, request: GenerateRequest) -> OutputChunk:
-        if len(self.requests) <= self._num_deaths:
-            raise RayActorError()
-        chunk = OutputChunk(request.request_id, (1, 2), finish_reason=FinishReason.LENGTH)
-        self._mailbox.put([chunk])
-        return chunk
-
-
 async def _whole(client: ServeRouterClient) -> tuple[int, ...]:
     return (await client.complete(REQUEST)).token_ids
 
 
 async def _streamed(client: ServeRouterClient) -> tuple[int, ...]:
     return sum([chunk.token_ids async for chunk in client.stream(REQUEST)], ())
-
-
-@pytest.mark.parametrize("call", [_whole, _streamed])
-def test_a_request_that_has_brought_nothing_goes_to_the_next_router_under_a_new_id(call: Any) -> None:
-    clock, box = VirtualClock(), mailbox()
-    handle: Any = Deaths(2, box)
-    client = ServeRouterClient(handle, timeout_s=60, mailbox=box, clock=clock)
-    assert clock.run(call(client)) == (1, 2)
-    assert len({request.request_id for request in handle.requests}) == 3
-    assert {request.prompt_token_ids for request in handle.requests} == {(1,)}
-    assert clock.monotonic() == 0.5
 
 
 class Mortals:
@@ -169,36 +137,39 @@ class Mortals:
     """
 
     def __init__(self, clock: VirtualClock, box: Mailbox, *parts: tuple[tuple[int, ...], float]) -> None:
-        self.deliver = self
+        self.complete = self.deliver = self
         self.requests: list[GenerateRequest] = []
-        self.error: Exception = RayActorError()
+        self.error: Exception | None = RayActorError()
+        """What a part but the last ends with; None: its call ends like the last one's."""
         self._clock = clock
         self._parts = list(parts)
         self._mailbox = box
 
-    def remote(self, request: GenerateRequest, address: str) -> Any:
+    def remote(self, request: GenerateRequest, *address: str) -> Any:
         self.requests.append(request)
         return self._play(request)
 
-    async def _play(self, request: GenerateRequest) -> None:
+    async def _play(self, request: GenerateRequest) -> OutputChunk:
         token_ids, seconds = self._parts.pop(0)
         await self._clock.sleep(seconds)
         end = None if self._parts else FinishReason.LENGTH
+        chunk = OutputChunk(request.request_id, token_ids, finish_reason=end)
         if token_ids or end:
-            chunk = OutputChunk(request.request_id, token_ids, finish_reason=end)
             self._mailbox.put([chunk])
         # The caller takes the chunks that have arrived.
         await self._clock.sleep(0.01)
-        if end is None:
+        if end is None and self.error is not None:
             raise self.error
+        return chunk
 
 
 def play(
-    request: GenerateRequest, *parts: tuple[tuple[int, ...], float]
+    request: GenerateRequest, *parts: tuple[tuple[int, ...], float], **scripted: Any
 ) -> tuple[list[OutputChunk], Mortals]:
     """Chunks that a caller gets, and the deployment that was asked."""
     clock, box = VirtualClock(), mailbox()
     handle: Any = Mortals(clock, box, *parts)
+    vars(handle).update(scripted)
     client = ServeRouterClient(handle, timeout_s=100, mailbox=box, clock=clock, checkpoint="model")
 
     async def main() -> list[OutputChunk]:
@@ -207,7 +178,8 @@ def play(
     try:
         return clock.run(main()), handle
     finally:
-        assert not box._open, "nothing of a request is left"
+        for asked in handle.requests:
+            box.open(asked.request_id)  # Their ids are free: nothing of them is left.
 
 
 def test_a_stream_whose_routers_die_goes_on_elsewhere_after_what_had_come() -> None:
@@ -246,41 +218,30 @@ def test_a_request_is_not_longer_under_way_for_being_resumed() -> None:
         play(hurried, ((1,), 9.9), ((2,), 1.0))
 
 
-class Forgetful:
-    """A Router deployment whose first call ends without the last chunk."""
-
-    def __init__(self, box: Mailbox) -> None:
-        self.deliver = self
-        self.requests: list[GenerateRequest] = []
-        self._mailbox = box
-
-    def remote(self, request: GenerateRequest, address: str) -> Any:
-        self.requests.append(request)
-        return self._answer(request)
-
-    async def _answer(self, request: GenerateRequest) -> None:
-        is_first = len(self.requests) == 1
-        chunk = OutputChunk(request.request_id, (1,) if is_first else ())
-        self._mailbox.put([chunk if is_first else replace(chunk, finish_reason=FinishReason.STOP)])
+@pytest.mark.parametrize("call", [_whole, _streamed])
+def test_a_request_that_has_brought_nothing_goes_to_the_next_router_under_a_new_id(call: Any) -> None:
+    clock, box = VirtualClock(), mailbox()
+    handle: Any = Mortals(clock, box, ((), 0.0), ((), 0.0), ((1, 2), 0.0))
+    client = ServeRouterClient(handle, timeout_s=60, mailbox=box, clock=clock)
+    assert clock.run(call(client)) == (1, 2)
+    assert len({request.request_id for request in handle.requests}) == 3
+    assert {request.prompt_token_ids for request in handle.requests} == {(1,)}
+    assert 0.5 <= clock.monotonic() < 0.6
 
 
-async def test_a_call_that_ends_without_the_last_chunk_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specray.actors.client.LAST_CHUNK_TIMEOUT_S", 0.01)
-    box = mailbox()
-    handle: Any = Forgetful(box)
-    client = ServeRouterClient(handle, timeout_s=60, mailbox=box)
-    chunks = [chunk async for chunk in client.stream(REQUEST)]
+def test_a_call_that_ends_without_the_last_chunk_is_resumed() -> None:
+    chunks, asked = play(REQUEST, ((1,), 0.0), ((), 0.0), error=None)
     assert [(chunk.token_ids, chunk.finish_reason) for chunk in chunks] == [
         ((1,), None),
-        ((), FinishReason.STOP),
+        ((), FinishReason.LENGTH),
     ]
-    assert handle.requests[1].resumed == Resumption((1,), "")
+    assert asked.requests[1].resumed == Resumption((1,), "model")
 
 
 @pytest.mark.parametrize("call", [_whole, _streamed])
 def test_routers_that_go_on_dying_are_an_error_that_may_be_retried(call: Any) -> None:
     clock, box = VirtualClock(), mailbox()
-    handle: Any = Deaths(1000, box)
+    handle: Any = Mortals(clock, box, *[((), 0.0)] * 1000)
     client = ServeRouterClient(handle, timeout_s=60, mailbox=box, clock=clock)
     with pytest.raises(EngineLostError, match="the request may be sent again"):
         clock.run(call(client))

@@ -14,6 +14,8 @@ from specray.rpc.workers.item_queue import ItemQueue
 from specray.rpc.workers.sequence_names import SequenceNames
 from specray.types import DraftReplies, SpeculateItem, VerifyItem
 
+Queue = ItemQueue[SpeculateItem, DraftReplies]
+
 
 class Stream:
     """A stream; two are never equal."""
@@ -32,7 +34,7 @@ def request(*items: SpeculateItem, releases: tuple[str, ...] = ()) -> RequestBat
     return RequestBatch(items, releases)
 
 
-def taken(queue: ItemQueue[SpeculateItem, DraftReplies], budget: int) -> list[str]:
+def taken(queue: Queue, budget: int) -> list[str]:
     return [
         name
         for portion in queue.take(budget)
@@ -45,11 +47,11 @@ def _names(batch: RequestBatch[SpeculateItem]) -> Iterator[str]:
 
 
 @pytest.fixture
-def queue() -> ItemQueue[SpeculateItem, DraftReplies]:
+def queue() -> Queue:
     return ItemQueue(DRAFT.num_tokens)
 
 
-def test_streams_take_turns_item_by_item(queue: ItemQueue[SpeculateItem, DraftReplies]) -> None:
+def test_streams_take_turns_item_by_item(queue: Queue) -> None:
     one, two = Stream(), Stream()
     queue.put(one, request(item("a"), item("b"), item("c")))
     queue.put(two, request(item("x")))
@@ -59,7 +61,7 @@ def test_streams_take_turns_item_by_item(queue: ItemQueue[SpeculateItem, DraftRe
 
 
 def test_who_sends_little_waits_for_one_call_of_who_sends_much(
-    queue: ItemQueue[SpeculateItem, DraftReplies],
+    queue: Queue,
 ) -> None:
     greedy, modest = Stream(), Stream()
     queue.put(greedy, request(*(item(f"g{i}", 10) for i in range(9))))
@@ -69,14 +71,14 @@ def test_who_sends_little_waits_for_one_call_of_who_sends_much(
     assert taken(queue, 20) == ["g3", "g4"]
 
 
-def test_turns_go_on_where_the_last_call_ended(queue: ItemQueue[SpeculateItem, DraftReplies]) -> None:
+def test_turns_go_on_where_the_last_call_ended(queue: Queue) -> None:
     one, two, three = Stream(), Stream(), Stream()
     for stream, name in ((one, "a"), (two, "b"), (three, "c")):
         queue.put(stream, request(item(f"{name}0", 5), item(f"{name}1", 5)))
     assert [taken(queue, 10) for _ in range(3)] == [["a0", "b0"], ["c0", "a1"], ["b1", "c1"]]
 
 
-def test_item_beyond_the_budget_goes_alone(queue: ItemQueue[SpeculateItem, DraftReplies]) -> None:
+def test_item_beyond_the_budget_goes_alone(queue: Queue) -> None:
     one, two = Stream(), Stream()
     queue.put(one, request(item("big", 50)))
     queue.put(two, request(item("small")))
@@ -84,7 +86,7 @@ def test_item_beyond_the_budget_goes_alone(queue: ItemQueue[SpeculateItem, Draft
 
 
 def test_releases_stay_in_order_and_a_request_ends_with_its_last_item(
-    queue: ItemQueue[SpeculateItem, DraftReplies],
+    queue: Queue,
 ) -> None:
     one = Stream()
     queue.put(one, request(item("a", 9), item("b", 9), releases=("old",)))
@@ -99,7 +101,7 @@ def test_releases_stay_in_order_and_a_request_ends_with_its_last_item(
     ]
 
 
-def test_dropped_stream_leaves_the_others_their_turns(queue: ItemQueue[SpeculateItem, DraftReplies]) -> None:
+def test_dropped_stream_leaves_the_others_their_turns(queue: Queue) -> None:
     one, two = Stream(), Stream()
     queue.put(one, request(item("a")))
     queue.put(two, request(item("b")))
