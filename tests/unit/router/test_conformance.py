@@ -157,7 +157,7 @@ async def test_output_is_the_targets_alone(
     drafts=("chains", "trees", "features", "ngram", "suffix", "prediction"),
     overlap=OVERLAPS,
     model={"repeating": REPEATING, "changing": CHANGING},
-    seed=range(4),
+    seed=(*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 12))),
 )
 async def test_loss_delay_duplication_and_reordering_change_nothing(
     clock: VirtualClock, drafts: str, overlap: str, model: ToyModel, seed: int
