@@ -187,7 +187,8 @@ def test_the_token_that_came_is_not_read_as_a_likely_one_by_a_rank_that_counts_t
 async def test_samples_are_of_the_model_alone_and_none_shares_its_noise() -> None:
     service = Service(reply=honest, info=INFO)
     async with serving(service) as running:
-        await verify(VerifyPlan(url=running.url, **{**PLAN, "num_samples": 9}), lambda *_: None)
+        plan = VerifyPlan(url=running.url, **{**PLAN, "num_samples": 9})
+        await verify(plan, PROMPTS, [], lambda *_: None)
     sampled = [one for one in service.requests if one.sampling.num_prompt_logprobs is None]
     asked = [one for one in sampled if one.sampling.seed >= 1 << 20 and not one.speculation.enabled]
     assert len(asked) == len({one.sampling.seed for one in asked}) == 3 * 9
@@ -217,4 +218,4 @@ async def test_table_and_json_name_the_faults(tmp_path: Path) -> None:
 
 async def test_no_server_is_an_error_with_its_address() -> None:
     with pytest.raises(EngineLostError, match=r"server http://127\.0\.0\.1:9"):
-        await verify(VerifyPlan(url="http://127.0.0.1:9", prompts=["a"]), lambda *_: None)
+        await verify(VerifyPlan(url="http://127.0.0.1:9"), PROMPTS, [], lambda *_: None)
