@@ -51,7 +51,7 @@ def test_recurrent_layers_and_mlps_without_attention() -> None:
     assert known_refusal(config, max_model_len=128) is None
     config.layers_block_type = ["linear_attention", "moe", "linear_attention", "mlp"]
     assert known_refusal(config, max_model_len=128) == (
-        "it has recurrent layers alone; allowed: recurrent layers beside attention"
+        "it has recurrent layers alone; allowed: recurrent layers besides attention"
     )
     config.layers_block_type = ["mlp"]
     assert known_refusal(config, max_model_len=128) is None
