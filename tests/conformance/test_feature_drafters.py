@@ -14,11 +14,10 @@ from specray.types import SamplingParams
 from tests.pairwise import pairs
 from tests.unit.engine.features.block.checkpoints import LAYOUTS, dflash, dspark
 from tests.unit.engine.features.checkpoints import (
-    HIDDEN,
     eagle3_weights,
-    medusa_weights,
+    masked_weights,
+    medusa_files,
     official,
-    random_weights,
     write,
 )
 from tests.unit.engine.features.mtp.checkpoints import FAMILIES, write_target
@@ -36,12 +35,11 @@ SAMPLINGS = {
         temperature=60.0, seed=5, presence_penalty=1.5, num_prompt_tokens=len(PROMPT), top_k=40
     ),
 }
-MASKED = eagle3_weights(num_layers=2) | random_weights({"mask_hidden": (1, 1, 3 * HIDDEN)}, seed=8)
 DRAFTERS: dict[str, Callable[[], Any]] = {
     "eagle": lambda: official(eagle3_weights()),
-    "peagle": lambda: official(MASKED, mask_token_id=17),
-    "medusa": lambda: (medusa_weights(), {}, "medusa_lm_head.safetensors"),
-    "medusa, no heads": lambda: (medusa_weights(has_heads=False), {}, "medusa_lm_head.safetensors"),
+    "peagle": lambda: official(masked_weights(num_layers=2), mask_token_id=17),
+    "medusa": medusa_files,
+    "medusa, no heads": lambda: medusa_files(has_heads=False),
     "windows": lambda: LAYOUTS["windows"].files,
     "dflash": lambda: dflash().files,
     "dspark": lambda: dspark().files,

@@ -31,7 +31,7 @@ from tests.unit.engine.harness import (
     toy_target,
     verify_all,
 )
-from tests.unit.engine.p_values import chi_square_p_value
+from tests.unit.engine.sampling.p_values import chi_square_p_value
 from tests.unit.engine.samplings import (
     FANOUTS,
     NUM_OUTPUT,

@@ -36,9 +36,9 @@ from tests.unit.engine.harness import (
     verify_item,
 )
 from tests.unit.engine.samplings import (
+    BAD_WORDS,
     FANOUTS,
     NUM_OUTPUT,
-    PROCESSED,
     PROMPT,
     SAMPLINGS,
     assert_all_free,
@@ -54,7 +54,6 @@ from tests.unit.engine.trees.drafters import (
     tree_drafter,
 )
 
-BAD_WORDS = replace(PROCESSED, bad_words=((4, 9), (7, 7, 3), (16,), (20, 5)))
 ALL_SAMPLINGS = {**SAMPLINGS, "bad-words": BAD_WORDS}
 TRIMMED = (1, 3, 4, 5, 9, 12, 13, 17, 21)
 ENGINES: Mapping[str, Callable[[], DraftEngine]] = {

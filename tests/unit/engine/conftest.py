@@ -17,6 +17,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return functools.cache(lambda name: write_checkpoint(tmp_path_factory.mktemp(name), name))
 
 
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a module's tests write one config.json over the other."""
+    return tmp_path_factory.mktemp("config")
+
+
 @pytest.fixture(scope="session")
-def llama(checkpoint: Callable[[str], Path]) -> Path:
-    return checkpoint("llama")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.unit.engine.model.checkpoints import write_checkpoint
+
+    return write_checkpoint(tmp_path_factory.mktemp("llama"), "llama")

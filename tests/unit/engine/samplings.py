@@ -29,6 +29,7 @@ PROCESSED = replace(
     min_tokens=12,
     stop_token_ids=(2, 11),
 )
+BAD_WORDS = replace(PROCESSED, bad_words=((4, 9), (7, 7, 3), (16,), (20, 5)))
 SAMPLINGS = {
     "greedy": GREEDY,
     "greedy-processed": replace(PROCESSED, temperature=0.0),

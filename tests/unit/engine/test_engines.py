@@ -31,6 +31,7 @@ from tests.unit.engine.model.checkpoints import (
     reference_model,
     write_checkpoint,
 )
+from tests.unit.engine.samplings import FANOUTS, assert_all_free
 from tests.unit.engine.trees.drafters import (
     adversarial_drafter,
     dying_drafter,
@@ -131,12 +132,6 @@ def heads_of(target: TargetEngine, drafts: dict[str, DraftEngine]) -> list[Targe
     return [target, *drafts.values()]
 
 
-def assert_all_free(head: TargetEngine | DraftEngine) -> None:
-    head.release(["a"])
-    head.check_integrity()
-    assert head.num_free_blocks == head.info.num_blocks - 1
-
-
 def make_drafter(name: str, drafts: dict[str, DraftEngine], output: list[int]) -> Drafter:
     match name:
         case "perfect" | "close":
@@ -212,14 +207,12 @@ def test_output_is_the_models_own_with_overlap(
     drafts: dict[str, DraftEngine],
     expected: dict[str, list[int]],
 ) -> None:
-    fanouts = {
-        "ahead": lambda num_drafts: (0,) * num_drafts + (1,),
-        "enumerated": lambda num_drafts: (2,) * num_drafts + (3,),
-    }
     for num_drafts in (1, 3, 8):
-        for label, fanout in fanouts.items():
+        for label in ("ahead", "enumerated"):
             session = Session("a", list(PROMPT), SAMPLINGS[sampling])
-            output = generate_overlapped(target, drafts[name], session, NUM_OUTPUT, num_drafts, fanout)
+            output = generate_overlapped(
+                target, drafts[name], session, NUM_OUTPUT, num_drafts, FANOUTS[label]
+            )
             assert output == expected[sampling][:NUM_OUTPUT], label
             if name == "perfect":
                 assert all(session.hits)

@@ -24,7 +24,7 @@ from specray.serving.tools.harmony.prompt import ChannelPrompt, Place
 from specray.serving.tools.request import parse_tools
 from specray.tokenization import Tokenizer, load_tokenizer
 from specray.types import Grammar, GrammarKind, ItemFailed, SamplingParams, Verdict, Verification
-from tests.unit.engine.harness import Session, commit, outcomes, propose, verify, verify_item
+from tests.unit.engine.harness import Session, outcomes, propose, verify, verify_all, verify_item
 
 CONFIG: dict[str, Any] = {
     name: {"dtype": "float32", "profile_s": 0, "max_model_len": 256, "max_num_seqs": 4, "num_threads": 1}
@@ -71,18 +71,16 @@ def sampling(**changes: Any) -> SamplingParams:
 
 def generate(drafter: Drafter, num_drafts: int, **changes: Any) -> list[int]:
     """An output up to and without its stop token, or of MAX_TOKENS tokens."""
-    prompt = list(tokenizer().encode("ITEM = "))
-    asked = sampling(num_prompt_tokens=len(prompt), **changes)
-    session = Session(f"r{random.random()}", list(prompt), asked)
-    stops = set(tokenizer().eos_token_ids)
+    session = started(f"r{random.random()}", **changes)
+    num_prompt, stops = len(session.token_ids), set(tokenizer().eos_token_ids)
     try:
-        while len(session.token_ids) < len(prompt) + MAX_TOKENS:
+        while len(session.token_ids) < num_prompt + MAX_TOKENS:
             verify(target(), session, drafter(session, num_drafts))
-            output = session.token_ids[len(prompt) :]
+            output = session.token_ids[num_prompt:]
             ends = [index for index, token in enumerate(output) if token in stops]
             if ends:
                 return output[: ends[0]]
-        return session.token_ids[len(prompt) : len(prompt) + MAX_TOKENS]
+        return session.token_ids[num_prompt : num_prompt + MAX_TOKENS]
     finally:
         target().release([session.request_id])
         draft().release([session.request_id])
@@ -260,29 +258,17 @@ def test_without_the_mask_the_model_writes_something_else() -> None:
 
 def test_requests_with_and_without_a_grammar_share_a_step() -> None:
     alone = generate(none, 0), generate(none, 0, grammar=None)
-    prompt = list(tokenizer().encode("ITEM = "))
-    sessions = [
-        Session(name, list(prompt), sampling(num_prompt_tokens=len(prompt), **changes))
-        for name, changes in (("with", {}), ("without", {"grammar": None}))
-    ]
+    sessions = [started("with"), started("without", grammar=None)]
+    num_prompt = len(sessions[0].token_ids)
     for _ in range(12):
-        replies = target().verify([verify_item(session, NO_DRAFT) for session in sessions]).replies
-        for session, reply in zip(sessions, replies, strict=True):
-            assert isinstance(reply, Verdict)
-            commit(session, NO_DRAFT, reply)
+        verify_all(target(), sessions, [NO_DRAFT] * 2)
     target().release(["with", "without"])
-    assert tuple(session.token_ids[len(prompt) :] for session in sessions) == tuple(one[:12] for one in alone)
+    assert tuple(session.token_ids[num_prompt:] for session in sessions) == tuple(one[:12] for one in alone)
 
 
 def test_a_grammar_that_cannot_be_enforced_fails_its_item_alone() -> None:
-    prompt = list(tokenizer().encode("ITEM = "))
     bad = Grammar(GrammarKind.JSON_SCHEMA, '{"uniqueItems": true}')
-    items = [
-        verify_item(
-            Session(name, list(prompt), sampling(num_prompt_tokens=len(prompt), grammar=grammar)), NO_DRAFT
-        )
-        for name, grammar in (("bad", bad), ("good", json_grammar(SCHEMA)))
-    ]
+    items = [verify_item(each, NO_DRAFT) for each in (started("bad", grammar=bad), started("good"))]
     failed, answered = target().verify(items).replies
     target().release(["bad", "good"])
     assert isinstance(failed, ItemFailed) and "uniqueItems" in failed.message and not failed.is_retriable
@@ -291,10 +277,8 @@ def test_a_grammar_that_cannot_be_enforced_fails_its_item_alone() -> None:
 
 
 def test_an_output_that_breaks_its_grammar_fails_its_item_alone() -> None:
-    prompt = list(tokenizer().encode("ITEM = "))
-    session = Session(
-        "broken", [*prompt, *tokenizer().encode("hello")], sampling(num_prompt_tokens=len(prompt))
-    )
+    session = started("broken")
+    session.token_ids += tokenizer().encode("hello")
     [reply] = target().verify([verify_item(session, NO_DRAFT)]).replies
     target().release(["broken"])
     assert isinstance(reply, ItemFailed) and "breaks its grammar" in reply.message

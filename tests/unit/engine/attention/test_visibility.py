@@ -39,10 +39,7 @@ def test_position_and_index_are_those_of_the_node(tree: Tree) -> None:
 def test_the_dense_form_is_what_the_walk_to_the_root_gives(tree: Tree, window: int | None) -> None:
     tree = Tree(tree.prefix_len, tree.parents, window)
     keys = torch.arange(tree.prefix_len + 70)
-    columns = torch.tensor(
-        [(row.prefix_len, row.first_index, row.signed_ancestors) for row in tree.visibility()]
-    )
-    dense = is_visible(keys, *columns.unbind(1), window)
+    dense = is_visible(keys, *columns(tree.visibility()), window)
     for node, seen in enumerate(dense):
         assert seen.nonzero()[:, 0].tolist() == tree.seen(node)
 

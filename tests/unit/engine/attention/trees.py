@@ -6,7 +6,7 @@ The reference walks from node to parent; it knows nothing of masks, blocks or ke
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -92,9 +92,6 @@ TREES = [
     Tree(6, random_tree(9, 8), num_told=6),
 ]
 """Of up to 64 nodes: one, siblings alone, a chain, roots without a prefix, windows inside and outside."""
-
-Rotate = Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
-"""Rotates heads ``[rows, heads, head_dim]`` for their positions."""
 
 
 def rotate(heads: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:

@@ -137,14 +137,15 @@ def test_integrity_after_every_operation(
     assert allocator.num_free == num_blocks
 
 
+def make_cache(
+    shape: CacheShape, num_blocks: int, block_size: int, dtype: torch.dtype = torch.bfloat16
+) -> BlockCache:
+    device = torch.device("cpu")
+    return BlockCache(shape, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device)
+
+
 def small_cache() -> BlockCache:
-    return BlockCache(
-        CacheShape(2, 2, 8),
-        num_blocks=3,
-        block_size=4,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
+    return make_cache(CacheShape(2, 2, 8), 3, 4, torch.float32)
 
 
 def test_write_by_slice_and_by_index_are_the_same() -> None:
@@ -172,7 +173,7 @@ def test_layers_that_differ_and_keys_that_differ_from_values() -> None:
     """As of latents (no values), of latent attention expanded, and of layers with other heads."""
     layers = [LayerShape(1, 5, 0), LayerShape(2, 6, 4), LayerShape(3, 4, 4)]
     shape = CacheShape.of_layers(layers)
-    cache = BlockCache(shape, num_blocks=3, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
+    cache = make_cache(shape, 3, 4, torch.float32)
     assert [list(keys.shape) for keys in cache.keys] == [[1, 1, 12, 5], [2, 1, 12, 6], [3, 1, 12, 4]]
     assert [list(values.shape) for values in cache.values] == [[1, 1, 12, 0], [2, 1, 12, 4], [3, 1, 12, 4]]
     rows = torch.arange(40.0).view(2, 20)
@@ -194,13 +195,7 @@ def resident_bytes() -> int:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 def test_memory_is_taken_when_written_and_not_before() -> None:
     before = resident_bytes()
-    cache = BlockCache(
-        CacheShape(4, 4, 64),
-        num_blocks=64,
-        block_size=1024,
-        dtype=torch.bfloat16,
-        device=torch.device("cpu"),
-    )
+    cache = make_cache(CacheShape(4, 4, 64), 64, 1024)
     total = sum(layer.nbytes for layer in cache.layers)
     assert total == 2**28
     assert resident_bytes() - before < total // 8
@@ -228,13 +223,7 @@ LARGE = 2 << 20
     ],
 )
 def test_memory_given_at_once(block_size: int, most_bytes: int, expected: int) -> None:
-    cache = BlockCache(
-        CacheShape(2, 4, 64),
-        num_blocks=4,
-        block_size=block_size,
-        dtype=torch.bfloat16,
-        device=torch.device("cpu"),
-    )
+    cache = make_cache(CacheShape(2, 4, 64), 4, block_size)
     before = resident_bytes()
     assert cache.populate(most_bytes) == expected
     assert abs(resident_bytes() - before - expected) < LARGE

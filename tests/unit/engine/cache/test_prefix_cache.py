@@ -30,7 +30,7 @@ from tests.unit.engine.harness import (
     toy_target,
     verify_item,
 )
-from tests.unit.engine.model.checkpoints import reference_greedy, reference_model, write_checkpoint
+from tests.unit.engine.model.checkpoints import reference_greedy, reference_model
 from tests.unit.engine.trees.drafters import engine_drafter
 
 GREEDY = SamplingParams(temperature=0.0, num_prompt_tokens=40)
@@ -168,18 +168,6 @@ ARCHITECTURES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    paths: dict[str, Path] = {}
-
-    def write(name: str) -> Path:
-        if name not in paths:
-            paths[name] = write_checkpoint(tmp_path_factory.mktemp(name), name, seed=3)
-        return paths[name]
-
-    return write
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("block_size", [None, 16, 24])
 @pytest.mark.parametrize(("name", "forward"), ARCHITECTURES)
@@ -187,17 +175,8 @@ def test_models_write_the_same_with_a_warm_cache(
     checkpoint: Callable[[str], Path], name: str, forward: str, block_size: int | None
 ) -> None:
     path = checkpoint(name)
-    options: dict[str, Any] = {
-        "model": str(path),
-        "dtype": "float32",
-        "device": "cpu",
-        "num_threads": 1,
-        "profile_s": 0,
-        "max_num_seqs": 2,
-        "max_model_len": 120,
-        "block_size": block_size,
-        "forward": forward,
-    }
+    options = {"model": str(path), "dtype": "float32", "device": "cpu", "num_threads": 1, "profile_s": 0}
+    options |= {"max_num_seqs": 2, "max_model_len": 120, "block_size": block_size, "forward": forward}
     config = parse_config({"target": options, "draft": options})
     target, draft = build_target_engine(config), build_draft_engine(config)
     model = reference_model(path)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("numba")
+from numba import types
+
 from specray.engine.cpu import compiled
+from specray.engine.cpu.compiled import CompiledFunction
 
 pytestmark = pytest.mark.slow
 
@@ -20,6 +24,7 @@ pytestmark = pytest.mark.slow
 SCRIPT = """
 import ctypes, os, sys
 from numba import njit, types
+from specray.engine.cpu import compiled
 from specray.engine.cpu.compiled import CompiledFunction
 
 def adding(constant):
@@ -55,14 +60,42 @@ def test_functions_of_one_name_from_two_processes_stay_two(tmp_path: Path) -> No
     assert reverse == [two, one]
 
 
-def test_a_file_that_cannot_take_its_place_leaves_nothing_behind(tmp_path: Path) -> None:
-    (tmp_path / "kept" / "add.bin").mkdir(parents=True)
-    compiled._write(tmp_path / "kept" / "add.bin", b"code")
-    assert [one.name for one in (tmp_path / "kept").iterdir()] == ["add.bin"]
+def is_compiled(name: str = "add") -> bool:
+    """Whether a kernel is compiled and not loaded; it computes the same."""
+    made = []
+
+    def make() -> Callable[[int], int]:
+        made.append(name)
+        return lambda number: number + 7
+
+    signature, prototype = types.int64(types.int64), ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
+    assert CompiledFunction(name, signature, prototype, make).call(1) == 8
+    return bool(made)
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of a kernel that has been compiled."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert is_compiled()
+    [path] = tmp_path.rglob("*.bin")
+    return path
+
+
+def test_a_kernel_of_ours_is_loaded(kept: Path) -> None:
+    assert not is_compiled()
+    assert (kept.stat().st_mode & 0o777, kept.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+
+
+def test_a_file_that_cannot_take_its_place_leaves_nothing_behind(kept: Path) -> None:
+    kept.unlink()
+    kept.mkdir()
+    assert is_compiled()
+    assert [one.name for one in kept.parent.iterdir()] == ["add.bin"]
 
 
 def test_a_file_that_is_kept_is_whole_when_it_takes_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
     replace = Path.replace
@@ -72,47 +105,26 @@ def test_a_file_that_is_kept_is_whole_when_it_takes_its_place(
         return replace(part, path)
 
     monkeypatch.setattr(Path, "replace", watched)
-    compiled._write(tmp_path / "add.bin", b"code")
+    # So little that a file holds it back until it is closed.
+    monkeypatch.setattr(compiled.pickle, "dumps", lambda stored: b"code")
+    assert is_compiled("more")
     assert sizes == [36]
-
-
-@pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file that loads as a kernel named ``code``, unless others may write it."""
-    monkeypatch.setattr(compiled.pickle, "loads", lambda content: ("symbol", content))
-    codegen = SimpleNamespace(
-        codegen=lambda: SimpleNamespace(
-            unserialize_library=lambda state: SimpleNamespace(get_pointer_to_function=lambda symbol: 7)
-        )
-    )
-    monkeypatch.setattr(compiled, "cpu_target", SimpleNamespace(target_context=codegen))
-    monkeypatch.setattr(compiled.rtsys, "initialize", lambda context: None)
-    path = tmp_path / "kernels" / "code.bin"
-    compiled._write(path, b"code")
-    return path
-
-
-def test_a_kernel_of_ours_is_loaded(kept: Path) -> None:
-    found = compiled._load(kept)
-    assert found is not None and found[1] == 7
-    assert (kept.stat().st_mode & 0o777, kept.parent.stat().st_mode & 0o777) == (0o600, 0o700)
 
 
 @pytest.mark.parametrize("mode", [0o720, 0o702, 0o777])
 def test_a_directory_that_others_may_write_gives_no_code_and_takes_none(kept: Path, mode: int) -> None:
     kept.parent.chmod(mode)
-    assert compiled._load(kept) is None
-    compiled._write(kept.parent / "more.bin", b"code")
-    assert [path.name for path in kept.parent.iterdir()] == ["code.bin"]
+    assert is_compiled() and is_compiled("more")
+    assert [path.name for path in kept.parent.iterdir()] == ["add.bin"]
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
 def test_a_file_that_others_may_write_gives_no_code(kept: Path, mode: int) -> None:
     kept.chmod(mode)
-    assert compiled._load(kept) is None
+    assert is_compiled()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 def test_a_file_of_another_user_gives_no_code(kept: Path) -> None:
     os.chown(kept, 65534, 65534)
-    assert compiled._load(kept) is None
+    assert is_compiled()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 from specray.engine.attention.base import HeadNorm
-from specray.engine.cache.blocks import BlockCache
-from specray.engine.step import AttentionStep, CacheShape, SequenceRows
+from specray.engine.step import AttentionStep, SequenceRows
 
 pytest.importorskip("numba")
 
@@ -20,14 +21,15 @@ from specray.engine.cpu.gemm.linear import TiledGate, TiledLinear
 from specray.engine.cpu.gemm.rows import PackedRows, last_rows, pack, some_rows
 from specray.engine.cpu.norm import FusedRMSNorm
 from specray.engine.cpu.thread_pool import ThreadPool
+from tests.unit.engine.cpu import test_kernels
+from tests.unit.engine.cpu.test_kernels import empty_cache
 
 needs_tiles = pytest.mark.skipif(not tiles.is_usable(), reason="no AMX here")
 THREAD_POOL = ThreadPool(2)
 COUNTS = [1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 64, 65, 255, 256, 257, 300]
 
 
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+random = functools.partial(test_kernels.random, dtype=torch.bfloat16)
 
 
 def unpack(rows: PackedRows) -> torch.Tensor:
@@ -156,13 +158,7 @@ def test_attention_of_packed_rows(head_dim: int, has_norm: bool) -> None:
     qkv = random(75, 8 * head_dim)
     results = []
     for is_packed in (False, True):
-        cache = BlockCache(
-            CacheShape(1, 2, head_dim),
-            num_blocks=9,
-            block_size=16,
-            dtype=torch.bfloat16,
-            device=torch.device("cpu"),
-        )
+        cache = empty_cache(9, 16, 2, head_dim, torch.bfloat16)
         cache.layers[0].zero_()
         spans = (SequenceRows(0, 70, 0, [4, 5, 6, 0, 1]), SequenceRows(70, 5, 11, [8]))
         step = attention.prepare(AttentionStep(spans, cache), slice(0, 0))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from specray.config import Config, DraftConfig, TargetConfig
 from specray.engine.build import build_draft_engine, build_target_engine
@@ -25,7 +26,7 @@ from specray.tokenization.fingerprint import fingerprint
 from specray.tokenization.pair import load_partners
 from specray.types import SamplingParams, Verification
 from tests.unit.engine.harness import Session, generate_serial
-from tests.unit.engine.model.checkpoints import write_checkpoint, write_tokenizer
+from tests.unit.engine.model.checkpoints import changing_tensors, write_checkpoint, write_tokenizer
 from tests.unit.engine.trees.drafters import empty_drafter, engine_drafter
 from tests.unit.tokenization.tiny_pair import byte_level_backend, pieces_backend, write_backend
 
@@ -46,12 +47,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         write_checkpoint(path, "mistral", vocab_size=width, max_position_embeddings=512)
         assert write_backend(path, backend, begin=names[0], end=names[1]) <= width
     target, draft = paths
-    weights, others = (load_file(path / "model.safetensors") for path in paths)
-    twin = {name: weights[name] if name not in (EMBEDDING, HEAD) else rows for name, rows in others.items()}
-    for own, theirs in load_partners(draft, target).draft_ids.items():
-        for name in (EMBEDDING, HEAD):
-            twin[name][theirs] = weights[name][own]
-    save_file(twin, draft / "model.safetensors", metadata={"format": "pt"})
+    weights = load_file(target / "model.safetensors")
+    with changing_tensors(draft) as twin:
+        twin |= {name: weights[name] for name in twin if name not in (EMBEDDING, HEAD)}
+        for own, theirs in load_partners(draft, target).draft_ids.items():
+            for name in (EMBEDDING, HEAD):
+                twin[name][theirs] = weights[name][own]
     return target, draft
 
 
@@ -114,16 +115,12 @@ def test_auto_takes_the_text_where_little_probability_is_shared(
     pair: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The draft says tokens that it has alone, such as `` morning``."""
-    draft = tmp_path / "draft"
-    draft.mkdir()
-    for file in pair[1].iterdir():
-        (draft / file.name).write_bytes(file.read_bytes())
-    weights = load_file(draft / "model.safetensors")
+    draft = Path(shutil.copytree(pair[1], tmp_path / "draft"))
     shared = set(load_partners(*reversed(pair)).draft_ids.values())
-    weights[HEAD][sorted(shared)] = 0.0
-    alone = sorted(set(range(len(weights[HEAD]))) - shared)
-    weights[HEAD][alone] = 8.0 * torch.randn(len(alone), weights[HEAD].shape[1])
-    save_file(weights, draft / "model.safetensors", metadata={"format": "pt"})
+    with changing_tensors(draft) as weights:
+        weights[HEAD][sorted(shared)] = 0.0
+        alone = sorted(set(range(len(weights[HEAD]))) - shared)
+        weights[HEAD][alone] = 8.0 * torch.randn(len(alone), weights[HEAD].shape[1])
     with caplog.at_level(logging.INFO):
         engine = build_draft_engine(config_of((pair[0], draft)))
     assert isinstance(engine, RetokenizingDraftEngine)

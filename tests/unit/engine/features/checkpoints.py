@@ -106,6 +106,15 @@ LLAMA: dict[str, Any] = {
 }
 
 
+def masked_weights(num_layers: int = 1) -> Weights:
+    """Those of EAGLE-3 with a mask's features, as P-EAGLE has them."""
+    return eagle3_weights(num_layers=num_layers) | random_weights({"mask_hidden": (1, 1, 3 * HIDDEN)}, seed=8)
+
+
+def medusa_files(*, has_heads: bool = True, **config: Any) -> tuple[Weights, dict[str, Any], str]:
+    return medusa_weights(has_heads=has_heads), config, "medusa_lm_head.safetensors"
+
+
 def official(weights: Weights, **changes: Any) -> tuple[Weights, dict[str, Any]]:
     """The authors' layout, also that of SGLang and SpecForge."""
     named = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in weights.items()}

@@ -5,16 +5,13 @@ from __future__ import annotations
 from multiprocessing.queues import Queue
 from typing import Any
 
-import torch
-
 from specray.config import Config
 from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.engine.build import build_follower, build_target_engine
-from specray.engine.group.parallel import GroupArgs, GroupStore, ParallelContext
 from specray.engine.target.engine import TargetEngine
 from tests.unit.engine.features.targets import Session, step
+from tests.unit.engine.group.group_ranks import DEADLINE_S, join
 
-DEADLINE_S = 120.0
 PROMPT = tuple((7 * index) % 90 + 2 for index in range(24))
 NUM_DRAFTS = 3
 
@@ -33,19 +30,16 @@ def converse(target: TargetEngine) -> list[Any]:
     return [*said, (verdict.next_token_id, verdict.draft.token_ids)]
 
 
-def run_rank(rank: int, meeting: Queue[str], answered: Queue[Any], config: Config) -> None:
+def run_rank(rank: int, meeting: Queue[str], answered: Queue[Any], configs: list[Config]) -> None:
     """Rank 0 drafts and converses; the other follows."""
-    torch.set_num_threads(1)
-    args = GroupArgs(rank, 2, "cpu", start_timeout_s=DEADLINE_S, silence_timeout_s=DEADLINE_S)
+    config = configs[rank]
+    group = join(rank, meeting, silence_timeout_s=3 * DEADLINE_S)
     if rank > 0:
-        group = ParallelContext.join(args, meeting.get(timeout=DEADLINE_S))
         follower = build_follower(config.target, role="target", parallel=group)
         follower.follow()
         follower.close()
         return
-    store = GroupStore("127.0.0.1", timeout_s=DEADLINE_S)
-    meeting.put(store.address)
-    target = build_target_engine(config, parallel=ParallelContext.join(args, store))
+    target = build_target_engine(config, parallel=group)
     info = target.info
     answered.put((converse(target), info.tensor_parallel_size, info.drafter, info.num_blocks))
     target.close()

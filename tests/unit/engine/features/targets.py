@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from specray.config import parse_config
 from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.engine.build import build_target_engine
+from specray.engine.features.remote.engine import FeatureDraftEngine
 from specray.engine.target.engine import TargetEngine
 from specray.types import SamplingParams, Verdict, VerifyItem
 
@@ -20,7 +21,7 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 30]
 LONG = [(7 * index) % 90 + 3 for index in range(70)]
 
 
-def make_target(target: Path, drafter: Path | None, **changes: Any) -> TargetEngine:
+def make_target(target: Path, drafter: Path | str | None, **changes: Any) -> TargetEngine:
     settings = {
         "model": str(target),
         "drafter": None if drafter is None else str(drafter),
@@ -43,12 +44,53 @@ class Watched:
         self.logits.append(logits.clone())
         return self.sampler.draw(logits, groups, **options)
 
+    def rank(self, *arguments: Any) -> Any:
+        return self.sampler.rank(*arguments)
 
-def watch(target: TargetEngine) -> Watched:
-    drafting = target._drafting
+
+def watch(engine: TargetEngine | FeatureDraftEngine) -> Watched:
+    drafting = engine._drafting
     assert drafting is not None
     watched = drafting._sampler = Watched(drafting._sampler)  # type: ignore[assignment]
     return watched  # type: ignore[return-value]
+
+
+def check_drafted(
+    watched: Watched,
+    draft: DraftTokens,
+    wanted: tuple[Sequence[torch.Tensor], Sequence[int]],
+    *,
+    place: int = 0,
+    within: float = 1e-5,
+) -> None:
+    """The draft of one session of a step, and the logits of its tokens.
+
+    Args:
+        wanted: logits and tokens of a forward that is written down once more.
+        place: of the session in the step.
+        within: of the largest logit.
+    """
+    logits, tokens = wanted
+    assert list(draft.token_ids) == list(tokens)
+    for own, expected in zip(watched.logits, logits, strict=True):
+        assert float((own[place] - expected).abs().max()) < within * float(expected.abs().max())
+
+
+def check_rounds(
+    target: TargetEngine,
+    wanted: Callable[[list[int]], tuple[Sequence[torch.Tensor], Sequence[int]]],
+    num_next: int,
+    *,
+    second: Sequence[int] = PROMPT[:4],
+) -> None:
+    """Three rounds of two sessions draft what is wanted behind their tokens."""
+    watched, drafts = watch(target), [NO_DRAFT, NO_DRAFT]
+    sessions = [Session("a", list(PROMPT)), Session("b", list(second))]
+    for _ in range(3):
+        watched.logits.clear()
+        drafts = [verdict.draft for verdict in step(target, sessions, drafts, num_next)]
+        for place, session in enumerate(sessions):
+            check_drafted(watched, drafts[place], wanted(session.token_ids), place=place)
 
 
 @dataclass

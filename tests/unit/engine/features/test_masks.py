@@ -10,19 +10,12 @@ import pytest
 from specray.draft_tokens import NO_DRAFT
 from specray.engine.features.eagle.drafter import EagleDrafter
 from tests.unit.engine.features import reference
-from tests.unit.engine.features.checkpoints import (
-    HIDDEN,
-    eagle3_weights,
-    official,
-    random_weights,
-    speculators,
-    write,
-)
-from tests.unit.engine.features.targets import PROMPT, Session, make_target, step, watch
+from tests.unit.engine.features.checkpoints import masked_weights, official, speculators, write
+from tests.unit.engine.features.targets import PROMPT, Session, check_rounds, make_target
 from tests.unit.engine.model.checkpoints import reference_model
 
 MASK_ID, K = 17, 4
-WEIGHTS = eagle3_weights(num_layers=2) | random_weights({"mask_hidden": (1, 1, 3 * HIDDEN)}, seed=8)
+WEIGHTS = masked_weights(num_layers=2)
 KEYS = {
     "official": {"mask_token_id": MASK_ID},
     "speculators": {"speculators_model_type": "peagle", "ptd_token_id": MASK_ID},
@@ -48,20 +41,9 @@ def test_every_round_drafts_what_the_reference_does_in_one_forward(
         return run(*arguments)
 
     monkeypatch.setattr(EagleDrafter, "_forward", counted)
-    watched, model = watch(target), reference_model(llama)
-    sessions, drafts = [Session("a", list(PROMPT)), Session("b", PROMPT[:4])], [NO_DRAFT, NO_DRAFT]
-    for _ in range(3):
-        watched.logits.clear()
-        forwards.clear()
-        verdicts = step(target, sessions, drafts, K)
-        drafts = [verdict.draft for verdict in verdicts]
-        assert len(forwards) == 1
-        for place, session in enumerate(sessions):
-            known = session.token_ids
-            logits, tokens = reference.peagle(model, WEIGHTS, MASK_ID, known[:-1], known[-1], K)
-            assert list(drafts[place].token_ids) == tokens
-            for own, expected in zip(watched.logits, logits, strict=True):
-                assert float((own[place] - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+    model = reference_model(llama)
+    check_rounds(target, lambda known: reference.peagle(model, WEIGHTS, MASK_ID, known[:-1], known[-1], K), K)
+    assert len(forwards) == 3
 
 
 def test_sessions_that_want_less_have_fewer_masks(llama: Path, peagle: Path) -> None:

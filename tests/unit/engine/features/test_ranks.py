@@ -10,9 +10,9 @@ import pytest
 from specray.config import Config, parse_config
 from specray.engine.build import build_target_engine
 from tests.unit.engine.features.checkpoints import eagle3_weights, official, write
-from tests.unit.engine.features.feature_ranks import DEADLINE_S, converse, run_rank
+from tests.unit.engine.features.feature_ranks import converse, run_rank
+from tests.unit.engine.group.group_ranks import DEADLINE_S, end_well, running_ranks
 from tests.unit.engine.model.checkpoints import write_checkpoint
-from tests.unit.engine.processes import preloaded_context
 
 pytestmark = pytest.mark.slow
 
@@ -40,28 +40,14 @@ def test_the_leader_alone_reads_the_drafter(tmp_path: Path) -> None:
     tensors, config = official(eagle3_weights(has_head=False), draft_vocab_size=None)
     del tensors["d2t"], tensors["t2d"]
     drafter = write(tmp_path / "head", tensors, config)
-    context = preloaded_context()
-    meeting, answered = context.Queue(), context.Queue()
     together = [
         configuration(path, directory, 2, cache_memory_gib=THREE_BLOCKS)
         for directory in (drafter, tmp_path / "nowhere")
     ]
-    ranks = [
-        context.Process(target=run_rank, args=(rank, meeting, answered, config))
-        for rank, config in enumerate(together)
-    ]
-    for process in ranks:
-        process.start()
-    try:
+    with running_ranks(run_rank, together) as (ranks, answers):
         alone = converse(build_target_engine(configuration(path, drafter, 1)))
-        said, size, name, num_blocks = answered.get(timeout=DEADLINE_S)
-        for process in ranks:
-            process.join(DEADLINE_S)
-        assert [process.exitcode for process in ranks] == [0, 0]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join(DEADLINE_S)
+        said, size, name, num_blocks = answers.get(timeout=3 * DEADLINE_S)
+        end_well(ranks)
     assert (size, name, num_blocks) == (2, "head", 3)
     assert said == alone
     assert all(len(round_said[-1]) == 3 for round_said in said)

@@ -16,7 +16,7 @@ from tests.unit.engine.features.block.checkpoints import dspark
 from tests.unit.engine.features.checkpoints import eagle3_weights, official, write
 from tests.unit.engine.features.targets import Session, make_target, step
 from tests.unit.engine.model.checkpoints import reference_logits, reference_model, write_checkpoint
-from tests.unit.engine.p_values import chi_square_p_value
+from tests.unit.engine.sampling.p_values import chi_square_p_value
 
 pytestmark = pytest.mark.slow
 

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from specray.config import EngineConfig
 from specray.engine.features.parts import _model_embedding, _read_again
 from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.description import ModelArgs
 from specray.engine.model.operators_torch import TorchOperators
-from specray.engine.runner.assembly import build_runner
 from tests.unit.engine.model.checkpoints import reference_model, write_checkpoint
+from tests.unit.engine.runners import cpu_runner
 
 TOKENS = torch.tensor([5, 90, 5, 0])
 
@@ -24,8 +23,7 @@ def test_of_the_forward_and_read_again(name: str, tmp_path: Path) -> None:
     """Gemma's has a scale of its own; Granite scales what it gives."""
     path = write_checkpoint(tmp_path, name)
     expected = reference_model(path).get_input_embeddings()(TOKENS).detach()
-    config = EngineConfig(model=str(path), dtype="float32", device="cpu", max_num_seqs=1, num_threads=1)
-    forward = build_runner(config, role="target").forward
+    forward = cpu_runner(path, max_num_seqs=1).forward
     assert isinstance(forward, DecoderForward)
     torch.testing.assert_close(_model_embedding(forward)(TOKENS), expected)
     layout: Any = None  # Named in a refusal alone.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from specray.engine.features.build import plan_drafter
 from specray.engine.features.eagle.drafter import EagleDrafter
 from specray.types import Grammar, GrammarKind, SamplingParams, Verdict, VerifyItem
 from tests.unit.engine.features import reference
-from tests.unit.engine.features.block.checkpoints import dflash
-from tests.unit.engine.features.checkpoints import eagle3_weights, medusa_weights, official, write
+from tests.unit.engine.features.block import reference as block_reference
+from tests.unit.engine.features.block.checkpoints import LAYOUTS, dflash
+from tests.unit.engine.features.checkpoints import eagle3_weights, medusa_files, official, write
 from tests.unit.engine.features.reference import Flags
 from tests.unit.engine.features.targets import (
     GREEDY,
@@ -25,6 +27,7 @@ from tests.unit.engine.features.targets import (
     PROMPT,
     Session,
     Watched,
+    check_drafted,
     generate,
     make_target,
     step,
@@ -34,6 +37,34 @@ from tests.unit.engine.model.checkpoints import reference_model
 
 WEIGHTS = eagle3_weights()
 K = 3
+PAGED = {"attention": "gather", "block_size": 16}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A drafter, and what the reference drafts with it."""
+
+    path: Path
+    wanted: Callable[[list[int]], tuple[list[torch.Tensor], list[int]]]
+    """Logits and draft tokens behind these tokens, the last of which was drawn."""
+
+    def check(self, watched: Watched, session: Session, verdict: Verdict) -> None:
+        """The draft, and the logits of its tokens: every entry behind them counts."""
+        check_drafted(watched, verdict.draft, self.wanted(session.token_ids))
+        watched.logits.clear()
+
+    def fresh(self, session: Session) -> tuple[int, ...]:
+        return tuple(self.wanted(session.token_ids)[1])
+
+
+@pytest.fixture(scope="module", params=["eagle", "block"])
+def kind(request: Any, llama: Path, eagle: Path, tmp_path_factory: pytest.TempPathFactory) -> Kind:
+    model = reference_model(llama)
+    if request.param == "eagle":
+        return Kind(eagle, lambda known: reference.eagle3(model, WEIGHTS, Flags(), known[:-1], known[-1], K))
+    block = LAYOUTS["windows"]
+    path = write(tmp_path_factory.mktemp("block"), *block.files)
+    return Kind(path, lambda known: block_reference.drafted(model, block, known, K)[:2])
 
 
 def fresh(llama: Path, token_ids: list[int]) -> tuple[int, ...]:
@@ -42,24 +73,16 @@ def fresh(llama: Path, token_ids: list[int]) -> tuple[int, ...]:
     return tuple(reference.eagle3(model, WEIGHTS, Flags(), token_ids[:-1], token_ids[-1], K)[1])
 
 
-def check_fresh(llama: Path, watched: Watched, session: Session, verdict: Verdict) -> None:
-    """The draft, and the logits of its tokens: every entry behind them counts."""
-    model, token_ids = reference_model(llama), session.token_ids
-    logits, tokens = reference.eagle3(model, WEIGHTS, Flags(), token_ids[:-1], token_ids[-1], K)
-    found = [rows[0] for rows in watched.logits]
-    watched.logits.clear()
-    assert verdict.draft.token_ids == tuple(tokens)
-    for own, expected in zip(found, logits, strict=True):
-        assert float((own - expected).abs().max()) < 1e-5 * float(expected.abs().max())
-
-
-def test_drafts_behind_partly_accepted_rounds_are_those_of_a_fresh_start(llama: Path, eagle: Path) -> None:
+@pytest.mark.parametrize("changes", [{}, PAGED], ids=["whole", "paged"])
+def test_drafts_behind_partly_accepted_rounds_are_those_of_a_fresh_start(
+    llama: Path, kind: Kind, changes: Any
+) -> None:
     alone = generate(make_target(llama, None), Session("alone", list(PROMPT)), 30, 0)
-    target, session, draft = make_target(llama, eagle), Session("a", list(PROMPT)), NO_DRAFT
+    target, session, draft = make_target(llama, kind.path, **changes), Session("a", list(PROMPT)), NO_DRAFT
     watched = watch(target)
     for right in (1, 2, 0, 3, 1, 0, 2):
         [verdict] = step(target, [session], [draft], K)
-        check_fresh(llama, watched, session, verdict)
+        kind.check(watched, session, verdict)
         # Right up to a point, and then whatever the drafter says.
         done = len(session.token_ids) - len(PROMPT)
         tokens = (*alone[done : done + right], *verdict.draft.token_ids[right:])
@@ -68,9 +91,9 @@ def test_drafts_behind_partly_accepted_rounds_are_those_of_a_fresh_start(llama: 
     assert {0, 1, 2, 3} == set(session.accepted)
 
 
-def test_a_verified_tree_leaves_the_features_of_its_path(llama: Path, eagle: Path) -> None:
+def test_a_verified_tree_leaves_the_features_of_its_path(llama: Path, kind: Kind) -> None:
     alone = generate(make_target(llama, None), Session("alone", list(PROMPT)), 8, 0)
-    target, session = make_target(llama, eagle), Session("a", list(PROMPT))
+    target, session = make_target(llama, kind.path), Session("a", list(PROMPT))
     step(target, [session], [NO_DRAFT], 0)
     right = alone[1:3]
     watched = watch(target)
@@ -78,46 +101,46 @@ def test_a_verified_tree_leaves_the_features_of_its_path(llama: Path, eagle: Pat
     [verdict] = step(target, [session], [tree], K)
     assert verdict.num_accepted_tokens == 2 and verdict.last_accepted_node == 4
     assert session.token_ids[len(PROMPT) :] == alone[:4]
-    check_fresh(llama, watched, session, verdict)
+    kind.check(watched, session, verdict)
 
 
-@pytest.mark.parametrize("changes", [{}, {"attention": "gather", "block_size": 16}], ids=["whole", "paged"])
-def test_chunks_and_cached_prefixes_draft_the_same(llama: Path, eagle: Path, changes: Any) -> None:
-    target = make_target(llama, eagle, max_num_batched_tokens=24, **changes)
+@pytest.mark.parametrize("changes", [{}, PAGED], ids=["whole", "paged"])
+def test_chunks_and_cached_prefixes_draft_the_same(llama: Path, kind: Kind, changes: Any) -> None:
+    target = make_target(llama, kind.path, max_num_batched_tokens=24, **changes)
     watched = watch(target)
     item = VerifyItem("a", 1, 0, tuple(LONG[:30]), sample=False, sampling=GREEDY)
     [chunk] = target.verify([item]).replies
     assert isinstance(chunk, Verdict) and not chunk.draft.token_ids
     session = Session("a", list(LONG), held=30, round_id=1)
     [verdict] = step(target, [session], [NO_DRAFT], K)
-    check_fresh(llama, watched, session, verdict)
+    kind.check(watched, session, verdict)
     wanted = verdict.draft.token_ids
     again = Session("b", list(LONG))
     [verdict] = step(target, [again], [NO_DRAFT], K)
     assert verdict.num_cached_tokens >= 32, "the prefix is computed once"
-    check_fresh(llama, watched, again, verdict)
+    kind.check(watched, again, verdict)
     [first, second] = step(target, [session, again], [DraftTokens(wanted), NO_DRAFT], K)
-    assert first.draft.token_ids == fresh(llama, session.token_ids)
-    assert second.draft.token_ids == fresh(llama, again.token_ids)
+    assert first.draft.token_ids == kind.fresh(session)
+    assert second.draft.token_ids == kind.fresh(again)
 
 
-def test_a_sequence_that_goes_back_drafts_from_what_it_is_then(llama: Path, eagle: Path) -> None:
-    target, session = make_target(llama, eagle), Session("a", list(PROMPT))
+def test_a_sequence_that_goes_back_drafts_from_what_it_is_then(llama: Path, kind: Kind) -> None:
+    target, session = make_target(llama, kind.path), Session("a", list(PROMPT))
     step(target, [session], [NO_DRAFT], K)
     watched = watch(target)
     session.token_ids, session.held = [*PROMPT[:4], 60, 61, 62], 4
     [verdict] = step(target, [session], [NO_DRAFT], K)
-    check_fresh(llama, watched, session, verdict)
+    kind.check(watched, session, verdict)
 
 
-def test_many_sessions_are_drafted_for_side_by_side(llama: Path, eagle: Path) -> None:
-    target = make_target(llama, eagle)
+def test_many_sessions_are_drafted_for_side_by_side(llama: Path, kind: Kind) -> None:
+    target = make_target(llama, kind.path)
     sessions = [Session(str(size), PROMPT[:size]) for size in (1, 4, 9)]
     drafts = [NO_DRAFT] * 3
     for _ in range(3):
         verdicts = step(target, sessions, drafts, K)
         drafts = [verdict.draft for verdict in verdicts]
-        assert [draft.token_ids for draft in drafts] == [fresh(llama, each.token_ids) for each in sessions]
+        assert [draft.token_ids for draft in drafts] == [kind.fresh(each) for each in sessions]
 
 
 def test_only_those_who_ask_are_drafted_for(llama: Path, eagle: Path) -> None:
@@ -225,7 +248,7 @@ def test_a_long_prompt_is_read_over_several_steps(
     """Nobody waits for more than a part of it, and what is drafted is that of a prompt read at once."""
     drafter = eagle
     if kind == "medusa":
-        drafter = write(tmp_path, medusa_weights(), {}, "medusa_lm_head.safetensors")
+        drafter = write(tmp_path, *medusa_files())
     if kind == "block":
         drafter = write(tmp_path, *dflash().files)
     whole, bounded = make_target(llama, drafter), make_target(llama, drafter)
@@ -294,7 +317,7 @@ def test_long_prompts_are_read_in_whole_passes_beside_many_sessions(
 
 
 def test_no_block_is_left_when_idle(llama: Path, eagle: Path) -> None:
-    target = make_target(llama, eagle, attention="gather", block_size=16, prefix_cache=False)
+    target = make_target(llama, eagle, **PAGED, prefix_cache=False)
     session, draft = Session("a", list(PROMPT)), NO_DRAFT
     for _ in range(6):
         [verdict] = step(target, [session], [draft], 8)

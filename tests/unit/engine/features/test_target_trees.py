@@ -21,6 +21,7 @@ from tests.unit.engine.features import reference
 from tests.unit.engine.features.checkpoints import (
     DRAFT_IDS,
     eagle3_weights,
+    medusa_files,
     medusa_weights,
     write,
 )
@@ -35,7 +36,7 @@ PAGED = {"attention": "gather", "block_size": 16}
 
 @pytest.fixture(scope="module")
 def medusa(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("medusa"), medusa_weights(), {}, "medusa_lm_head.safetensors")
+    return write(tmp_path_factory.mktemp("medusa"), *medusa_files())
 
 
 def children(draft: DraftTokens, node: int) -> list[int]:
@@ -202,9 +203,7 @@ def test_medusas_heads_are_those_of_the_depth_for_every_node(llama: Path, medusa
 
 def test_ranks_that_training_measured_choose_medusas_nodes(llama: Path, tmp_path: Path) -> None:
     rates = [[0.5, 0.3, 0.05], [0.4, 0.35], [0.9, 0.01]]
-    drafter = write(
-        tmp_path, medusa_weights(), {"medusa_rank_acceptance": rates}, "medusa_lm_head.safetensors"
-    )
+    drafter = write(tmp_path, *medusa_files(medusa_rank_acceptance=rates))
     target, session = make_target(llama, drafter), Session("a", list(PROMPT))
     [verdict] = step(target, [session], [NO_DRAFT], 3, next_tree=TreeBudget(7))
     token_ids, draft = session.token_ids, verdict.draft
@@ -224,9 +223,7 @@ def test_ranks_that_training_measured_choose_medusas_nodes(llama: Path, tmp_path
 
 @pytest.mark.parametrize("rates", [[[0.5]], [[0.5], [0.2], [0.0]], [[0.5], [], [0.1]], "many"])
 def test_ranks_that_are_no_chances_are_refused_by_name(llama: Path, tmp_path: Path, rates: Any) -> None:
-    drafter = write(
-        tmp_path, medusa_weights(), {"medusa_rank_acceptance": rates}, "medusa_lm_head.safetensors"
-    )
+    drafter = write(tmp_path, *medusa_files(medusa_rank_acceptance=rates))
     with pytest.raises(ConfigError, match=r"medusa_rank_acceptance is .* for each of 3 heads"):
         make_target(llama, drafter)
 

@@ -17,13 +17,21 @@ from tests.unit.engine.features.checkpoints import (
     HIDDEN,
     LLAMA,
     eagle3_weights,
+    masked_weights,
     official,
-    random_weights,
     speculators,
     write,
 )
 from tests.unit.engine.features.reference import Flags
-from tests.unit.engine.features.targets import PROMPT, Session, make_target, step, watch
+from tests.unit.engine.features.targets import (
+    PROMPT,
+    Session,
+    check_drafted,
+    check_rounds,
+    make_target,
+    step,
+    watch,
+)
 from tests.unit.engine.model.checkpoints import VOCAB_SIZE, reference_model
 
 TARGET = TargetShape(num_layers=3, hidden_size=HIDDEN, vocab_size=VOCAB_SIZE)
@@ -47,21 +55,17 @@ def test_rows_see_the_last_positions_alone(llama: Path, tmp_path: Path, name: st
     kinds, windows = KINDS[name]
     files = speculators(WEIGHTS, transformer_layer_config=windowed(layer_types=kinds))
     target, model = make_target(llama, write(tmp_path, *files)), reference_model(llama)
-    watched, sessions, drafts = watch(target), [Session("a", list(PROMPT)), Session("b", [5])], [NO_DRAFT] * 2
-    for _ in range(3):
-        watched.logits.clear()
-        verdicts = step(target, sessions, drafts, K)
-        drafts = [verdict.draft for verdict in verdicts]
-        for place, session in enumerate(sessions):
-            known, flags = session.token_ids, Flags(windows=windows)
-            logits, tokens = reference.eagle3(model, WEIGHTS, flags, known[:-1], known[-1], K)
-            assert list(drafts[place].token_ids) == tokens
-            for own, expected in zip(watched.logits, logits, strict=True):
-                assert float((own[place] - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+    flags = Flags(windows=windows)
+    check_rounds(
+        target,
+        lambda known: reference.eagle3(model, WEIGHTS, flags, known[:-1], known[-1], K),
+        K,
+        second=[5],
+    )
 
 
 def test_masks_see_the_last_positions_alone(llama: Path, tmp_path: Path) -> None:
-    weights = WEIGHTS | random_weights({"mask_hidden": (1, 1, 3 * HIDDEN)}, seed=8)
+    weights = masked_weights(num_layers=2)
     config = windowed(layer_types=[SLIDING, FULL])
     target = make_target(
         llama,
@@ -70,12 +74,9 @@ def test_masks_see_the_last_positions_alone(llama: Path, tmp_path: Path) -> None
     watched, session = watch(target), Session("a", list(PROMPT))
     [verdict] = step(target, [session], [NO_DRAFT], K)
     known = session.token_ids
-    logits, tokens = reference.peagle(
-        reference_model(llama), weights, MASK_ID, known[:-1], known[-1], K, windows=(3, None)
-    )
-    assert list(verdict.draft.token_ids) == tokens
-    for own, expected in zip(watched.logits, logits, strict=True):
-        assert float((own[0] - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+    model = reference_model(llama)
+    wanted = reference.peagle(model, weights, MASK_ID, known[:-1], known[-1], K, windows=(3, None))
+    check_drafted(watched, verdict.draft, wanted)
 
 
 def test_nodes_see_the_last_of_the_text_and_of_their_path(llama: Path, tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from typing import Any
 
@@ -11,29 +14,47 @@ import torch
 from specray.engine.group.parallel import GroupArgs, GroupStore, ParallelContext
 from specray.engine.inputs import SequenceInput
 from specray.errors import ConfigError, EngineLostError
+from tests.unit.engine.processes import preloaded_context
 
 DEADLINE_S = 40.0
+Ranks = list[BaseProcess]
 
 
-def join(
-    rank: int,
-    meeting: Queue[str],
-    *,
-    silence_timeout_s: float,
-    shares_memory: bool = False,
-    draws_apart: bool = False,
-) -> ParallelContext:
-    """Rank 0 opens the store and says where; the other comes."""
+@contextmanager
+def running_ranks(target: Callable[..., None], *args: Any) -> Iterator[tuple[Ranks, Queue[Any]]]:
+    """Two processes, which meet in a queue, and the queue of their answers."""
+    context = preloaded_context()
+    meeting: Queue[str] = context.Queue()
+    answers: Queue[Any] = context.Queue()
+    ranks: Ranks = [context.Process(target=target, args=(r, meeting, answers, *args)) for r in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        yield ranks, answers
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join(DEADLINE_S)
+
+
+def answers_of_ranks(target: Callable[..., None], *args: Any, count: int = 1) -> list[Any]:
+    """That many answers of two ranks, both of which end without a failure."""
+    with running_ranks(target, *args) as (ranks, answers):
+        received = [answers.get(timeout=DEADLINE_S) for _ in range(count)]
+        end_well(ranks)
+    return received
+
+
+def end_well(ranks: Ranks) -> None:
+    for process in ranks:
+        process.join(DEADLINE_S)
+    assert [process.exitcode for process in ranks] == [0] * len(ranks)
+
+
+def join(rank: int, meeting: Queue[str], **options: Any) -> ParallelContext:
+    """Rank 0 opens the store and says where; the other comes. Options are fields of ``GroupArgs``."""
     torch.set_num_threads(1)
-    args = GroupArgs(
-        rank,
-        2,
-        "cpu",
-        start_timeout_s=DEADLINE_S,
-        silence_timeout_s=silence_timeout_s,
-        shares_memory=shares_memory,
-        draws_apart=draws_apart,
-    )
+    args = GroupArgs(rank, 2, "cpu", start_timeout_s=DEADLINE_S, **options)
     if rank > 0:
         return ParallelContext.join(args, meeting.get(timeout=DEADLINE_S))
     store = GroupStore("127.0.0.1", timeout_s=DEADLINE_S)

@@ -11,29 +11,40 @@ from typing import Any
 import torch
 
 from specray.draft_tokens import DraftTokens
-from specray.engine.group.step_channel import RingChannel
+from specray.engine.group.step_channel import NetworkChannel, RingChannel
 from specray.engine.group.step_ring import StepRing
 from specray.engine.inputs import SequenceInput
 from specray.engine.model.layers.vocabulary import GatheredHead
+from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.cuda_graphs import Bucket, GraphedForward, run_again
 from specray.engine.runner.runner import ModelRunner, _shard_drawer
-from specray.engine.target.engine import TargetEngine
-from specray.types import SamplingParams, Verdict
-from tests.unit.engine.group.group_ranks import DEADLINE_S, join
-from tests.unit.engine.group.test_parallel import PROMPT, build, lead_trees, running_ranks
-from tests.unit.engine.harness import Session, commit, engine_info, target_only, verify_item
+from specray.types import SamplingParams
+from tests.unit.engine.group.group_ranks import DEADLINE_S, answers_of_ranks, join
+from tests.unit.engine.group.test_parallel import PROMPT, lead_trees
+from tests.unit.engine.harness import Session, target_only, verify_all
 from tests.unit.engine.model.checkpoints import reference_logits, reference_model, write_checkpoint
+from tests.unit.engine.runners import cpu_config, target_over
+
+
+def captured(
+    rank: int, meeting: Queue[str], path: str, silence_timeout_s: float, **options: bool
+) -> tuple[ModelRunner, GraphedForward]:
+    """A rank that runs through captured forwards."""
+    group = join(rank, meeting, silence_timeout_s=silence_timeout_s, **options)
+    config = cpu_config(path, max_num_seqs=2, forward="decoder", block_size=4, attention="gather")
+    built = build_runner(config, role="target", parallel=group)
+    forward, cache, info = built.forward, built.cache, built.info
+    graphs = GraphedForward(forward, cache, max_model_len=info.max_model_len, capture=run_again)
+    head = forward.head  # type: ignore[attr-defined]
+    runner = ModelRunner(forward, cache, info, parallel=group, graphs=graphs, head=head)
+    return runner, graphs
 
 
 def serve_captured(rank: int, meeting: Queue[str], answers: Queue[Any], path: str) -> None:
     """Both ranks run through captured forwards, told of them through shared memory."""
-    built = build(rank, meeting, path, "decoder", 2, 4, "gather", shares_memory=True)
-    assert built._parallel is not None and isinstance(built._parallel._channel, RingChannel)
-    max_model_len = built.info.max_model_len
-    graphs = GraphedForward(built.forward, built.cache, max_model_len=max_model_len, capture=run_again)
-    runner = ModelRunner(
-        built.forward, built.cache, built.info, parallel=built._parallel, graphs=graphs, head=built._head
-    )
+    runner, graphs = captured(rank, meeting, path, 2, shares_memory=True)
+    # Nothing goes over the network from here.
+    NetworkChannel.send = NetworkChannel.receive = _fail  # type: ignore[method-assign,assignment]
     if rank > 0:
         runner.follow()
         answers.put((rank, graphs.buckets))
@@ -52,11 +63,7 @@ def serve_captured(rank: int, meeting: Queue[str], answers: Queue[Any], path: st
 
 def test_a_follower_captures_and_replays_what_the_leader_does(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, "llama", vocab_size=97)
-    with running_ranks(serve_captured, str(path)) as (ranks, answers):
-        received = sorted([answers.get(timeout=DEADLINE_S) for _ in ranks], key=lambda answer: answer[0])
-        for process in ranks:
-            process.join(DEADLINE_S)
-        assert [process.exitcode for process in ranks] == [0, 0]
+    received = sorted(answers_of_ranks(serve_captured, str(path), count=2), key=lambda answer: answer[0])
     (_, buckets, tokens, logits), (_, followed) = received
     assert buckets == followed == (Bucket(1, 12, False), Bucket(2, 3, False))
     model = reference_model(path)
@@ -78,6 +85,7 @@ def serve_elsewhere(rank: int, meeting: Queue[str], answers: Queue[Any]) -> None
     """The follower does not reach the leader's memory, as if it were on another node."""
     if rank > 0:
         StepRing.attach = _fail  # type: ignore[method-assign]
+    RingChannel.send = RingChannel.receive = _fail  # type: ignore[method-assign,assignment]
     group = join(rank, meeting, silence_timeout_s=DEADLINE_S, shares_memory=True)
     group.start({})
     if rank == 0:
@@ -86,7 +94,6 @@ def serve_elsewhere(rank: int, meeting: Queue[str], answers: Queue[Any]) -> None
         received = group.receive_step()
         assert received is not None
         answers.put(received.work)
-    answers.put(type(group._channel).__name__)
     if rank > 0:
         assert group.receive_step() is None
     group.close()
@@ -98,13 +105,7 @@ def _fail(*_: Any) -> None:
 
 def test_a_group_over_several_nodes_is_told_over_the_network() -> None:
     before = set(Path("/dev/shm").glob("specray-steps-*"))
-    with running_ranks(serve_elsewhere) as (ranks, answers):
-        received = [answers.get(timeout=DEADLINE_S) for _ in range(3)]
-        for process in ranks:
-            process.join(DEADLINE_S)
-        assert [process.exitcode for process in ranks] == [0, 0]
-    assert received.count("NetworkChannel") == 2
-    assert [SequenceInput([5, 6], 3, [4, 0], 1)] in received
+    assert answers_of_ranks(serve_elsewhere) == [[SequenceInput([5, 6], 3, [4, 0], 1)]]
     assert set(Path("/dev/shm").glob("specray-steps-*")) <= before
 
 
@@ -117,12 +118,7 @@ def serve_draws(
     rank: int, meeting: Queue[str], answers: Queue[Any], path: str, outputs: list[list[int]]
 ) -> None:
     """The leader verifies trees and chains; both ranks draw."""
-    built = build(rank, meeting, path, "decoder", block_size=4, attention="gather", draws_apart=True)
-    max_model_len = built.info.max_model_len
-    graphs = GraphedForward(built.forward, built.cache, max_model_len=max_model_len, capture=run_again)
-    runner = ModelRunner(
-        built.forward, built.cache, built.info, parallel=built._parallel, graphs=graphs, head=built._head
-    )
+    runner, _ = captured(rank, meeting, path, 30, draws_apart=True)
     if rank > 0:
         runner.follow()
     else:
@@ -137,24 +133,15 @@ def serve_draws(
 
 def lead_chains(runner: ModelRunner, outputs: list[list[int]]) -> list[list[int]]:
     """Greedy and coupled requests in one batch, then one more whose tail is cut: that takes logits."""
-    info = engine_info(
-        "target",
-        vocab_size=runner.info.vocab_size,
-        block_size=runner.info.block_size,
-        num_blocks=runner.info.num_blocks,
-    )
-    engine = TargetEngine(runner, info, device=torch.device("cpu"))
+    engine = target_over(runner)
     sessions = [Session(f"s{i}", list(PROMPT), each) for i, each in enumerate((GREEDY, COUPLED, CUT))]
     for count in (2, 2, 3, 3):
         drafts = []
         for session, output in zip(sessions[:count], outputs, strict=False):
             start = len(session.token_ids) - len(PROMPT)
             drafts.append(DraftTokens((output[start], output[start + 1], 1 + output[start + 2] % 2)))
-        items = [verify_item(each, draft) for each, draft in zip(sessions, drafts, strict=False)]
-        replies = engine.verify(items).replies
-        for session, draft, reply in zip(sessions, drafts, replies, strict=False):
-            assert isinstance(reply, Verdict) and reply.num_accepted_tokens >= 2
-            commit(session, draft, reply)
+        verdicts = verify_all(engine, sessions[:count], drafts)
+        assert min(verdict.num_accepted_tokens for verdict in verdicts) >= 2
         engine.check_integrity()
     return [session.token_ids[len(PROMPT) :] for session in sessions]
 
@@ -166,11 +153,7 @@ def test_ranks_draw_what_one_process_draws(tmp_path: Path) -> None:
         target_only(lambda prefix: reference_logits(model, list(prefix))[-1], PROMPT, sampling, 40)
         for sampling in (GREEDY, COUPLED, CUT)
     ]
-    with running_ranks(serve_draws, str(path), outputs) as (ranks, answers):
-        tokens, num_drawn, chains, drawn = answers.get(timeout=DEADLINE_S)
-        for process in ranks:
-            process.join(DEADLINE_S)
-        assert [process.exitcode for process in ranks] == [0, 0]
+    [(tokens, num_drawn, chains, drawn)] = answers_of_ranks(serve_draws, str(path), outputs)
     assert tokens == outputs[1][: len(tokens)] and num_drawn > 4
     for own, output in zip(chains, outputs, strict=True):
         assert len(own) >= 6 and own == output[: len(own)]

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
@@ -14,24 +10,27 @@ from typing import Any
 import pytest
 import torch
 
-from specray.config import EngineConfig
 from specray.engine.group.parallel import (
     GroupArgs,
     GroupStore,
     ParallelContext,
     check_same_choices,
 )
-from specray.engine.group.step_channel import NetworkChannel
-from specray.engine.group.wire import SentTables
 from specray.engine.inputs import Moves, SequenceInput
 from specray.engine.model.description import ModelArgs, check_loadable
 from specray.engine.runner.assembly import _group_choices, build_runner
 from specray.engine.runner.runner import ModelRunner
-from specray.engine.target.engine import TargetEngine
 from specray.errors import ConfigError, EngineLostError
 from specray.types import SamplingParams
-from tests.unit.engine.group.group_ranks import DEADLINE_S, hang_or_die, join, start_differently
-from tests.unit.engine.harness import Session, engine_info, target_only, verify
+from tests.unit.engine.group.group_ranks import (
+    DEADLINE_S,
+    answers_of_ranks,
+    hang_or_die,
+    join,
+    running_ranks,
+    start_differently,
+)
+from tests.unit.engine.harness import Session, target_only, verify
 from tests.unit.engine.model.checkpoints import (
     reference_greedy,
     reference_logits,
@@ -40,7 +39,7 @@ from tests.unit.engine.model.checkpoints import (
     write_family,
 )
 from tests.unit.engine.model.zoo import GROUPED, SLIDING, Family
-from tests.unit.engine.processes import preloaded_context
+from tests.unit.engine.runners import cpu_config, cpu_runner, target_over
 from tests.unit.engine.trees.drafters import tree_drafter
 
 PROMPT = [5, 7, 9, 11, 13, 2, 4, 60, 33]
@@ -49,22 +48,25 @@ NUM_TREE_TOKENS = 24
 SAME_ON_ALL = "allowed: the same on all ranks; set what works on all of them"
 LONG = [(7 * i) % 90 + 2 for i in range(120)]
 
-Ranks = list[multiprocessing.process.BaseProcess]
-
 
 @pytest.mark.parametrize(("num_tokens", "num_moves"), [(3, 0), (3, 2), (240, 9), (247, 1), (600, 64)])
-def test_moves_survive_the_wire_behind_a_step(num_tokens: int, num_moves: int) -> None:
+def test_moves_survive_the_wire_behind_a_step(
+    monkeypatch: pytest.MonkeyPatch, num_tokens: int, num_moves: int
+) -> None:
     """In messages of one broadcast and of two."""
     sent: list[torch.Tensor] = []
-    sides = []
-    for rank, broadcast in enumerate((sent.append, lambda _: sent.pop(0))):
-        group = ParallelContext.__new__(ParallelContext)
-        group._lock, group._failure, group._is_closing = threading.Lock(), None, threading.Event()
-        group._sent_tables, group.rank = SentTables(), rank
-        channel = NetworkChannel.__new__(NetworkChannel)
-        channel._broadcast = broadcast  # type: ignore[method-assign,assignment]
-        group._channel = channel
-        sides.append(group)
+
+    def broadcast(message: torch.Tensor, src: int, group: str) -> None:
+        if group == "rank 0":
+            sent.append(message)
+        else:
+            message.copy_(sent.pop(0))
+
+    monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
+    sides = [
+        ParallelContext(GroupArgs(rank, 2, "cpu"), None, f"rank {rank}")  # type: ignore[arg-type]
+        for rank in range(2)
+    ]
     inputs = [SequenceInput(list(range(num_tokens)), 7, [4, 0], 2)]
     moves = Moves(list(range(100, 100 + num_moves)), list(range(num_moves)))
     sides[0].send_step(inputs, moves)
@@ -74,33 +76,10 @@ def test_moves_survive_the_wire_behind_a_step(num_tokens: int, num_moves: int) -
 
 
 def build(
-    rank: int,
-    meeting: Queue[str],
-    path: str,
-    forward: Any,
-    silence_timeout_s: float = 30,
-    block_size: int | None = None,
-    attention: Any = "auto",
-    shares_memory: bool = False,
-    draws_apart: bool = False,
+    rank: int, meeting: Queue[str], path: str, forward: str, *, silence_timeout_s: float = 30, **changes: Any
 ) -> ModelRunner:
-    group = join(
-        rank,
-        meeting,
-        silence_timeout_s=silence_timeout_s,
-        shares_memory=shares_memory,
-        draws_apart=draws_apart,
-    )
-    config = EngineConfig(
-        model=path,
-        dtype="float32",
-        device="cpu",
-        num_threads=1,
-        max_num_seqs=2,
-        forward=forward,
-        block_size=block_size,
-        attention=attention,
-    )
+    group = join(rank, meeting, silence_timeout_s=silence_timeout_s)
+    config = cpu_config(path, max_num_seqs=2, forward=forward, **changes)
     return build_runner(config, role="target", parallel=group)
 
 
@@ -135,22 +114,6 @@ def lead(runner: ModelRunner) -> tuple[list[int], list[list[float]], list[list[f
     return tokens, prompt_logits.tolist(), [*batch.tolist(), *copied.tolist()]
 
 
-@contextmanager
-def running_ranks(target: Callable[..., None], *args: Any) -> Iterator[tuple[Ranks, Queue[Any]]]:
-    context = preloaded_context()
-    meeting: Queue[str] = context.Queue()
-    answers: Queue[Any] = context.Queue()
-    ranks: Ranks = [context.Process(target=target, args=(r, meeting, answers, *args)) for r in range(2)]
-    for process in ranks:
-        process.start()
-    try:
-        yield ranks, answers
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join(DEADLINE_S)
-
-
 # 97 tokens do not divide into two equal shards.
 # qwen2 has one key head, which both ranks have.
 CASES = [
@@ -178,11 +141,7 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
     known = [*CASES, *ALONE]
     paths = [write_checkpoint(tmp_path / name, name, vocab_size=size) for name, _, size in known]
     cases = [(str(path), forward) for path, (_, forward, _) in zip(paths, known, strict=True)]
-    with running_ranks(serve_rank, cases) as (ranks, answers):
-        received = [answers.get(timeout=DEADLINE_S) for _ in cases]
-        for process in ranks:
-            process.join(DEADLINE_S)
-        assert [process.exitcode for process in ranks] == [0, 0]
+    received = answers_of_ranks(serve_rank, cases, count=len(cases))
     for path, (tokens, logits, batch) in zip(paths, received, strict=True):
         model = reference_model(path)
         assert tokens[len(PROMPT) :] == reference_greedy(model, PROMPT, NUM_TOKENS)
@@ -217,11 +176,7 @@ def idle(rank: int, meeting: Queue[str], answers: Queue[Any]) -> None:
 
 
 def test_an_idle_leader_is_not_a_lost_one() -> None:
-    with running_ranks(idle) as (ranks, answers):
-        assert answers.get(timeout=DEADLINE_S) == ([SequenceInput([5], 0, [0], 1)], Moves(), None)
-        for process in ranks:
-            process.join(DEADLINE_S)
-        assert [process.exitcode for process in ranks] == [0, 0]
+    assert answers_of_ranks(idle) == [([SequenceInput([5], 0, [0], 1)], Moves(), None)]
 
 
 def verify_trees(
@@ -238,18 +193,12 @@ def verify_trees(
 
 
 def lead_trees(runner: ModelRunner, output: list[int]) -> tuple[list[int], list[int]]:
-    info = engine_info(
-        "target",
-        vocab_size=runner.info.vocab_size,
-        block_size=runner.info.block_size,
-        num_blocks=runner.info.num_blocks,
-    )
-    engine = TargetEngine(runner, info, device=torch.device("cpu"))
+    engine = target_over(runner)
     sampling = SamplingParams(seed=5, num_prompt_tokens=len(PROMPT))
     for name in "ab":
         # The second finds in the prefix cache what the first has moved.
         session = Session(name, [*PROMPT, *output[: 9 * (name == "b")]], sampling)
-        drafter = tree_drafter(output, len(PROMPT), info.vocab_size)
+        drafter = tree_drafter(output, len(PROMPT), runner.info.vocab_size)
         while len(session.token_ids) < len(PROMPT) + NUM_TREE_TOKENS:
             verify(engine, session, drafter(session, 9))
             engine.check_integrity()
@@ -275,11 +224,7 @@ def test_two_ranks_verify_trees_as_one(tmp_path: Path) -> None:
             NUM_TREE_TOKENS + 10,
         )
         cases.append((str(path), forward, output))
-    with running_ranks(verify_trees, cases) as (ranks, answers):
-        received = [answers.get(timeout=DEADLINE_S) for _ in cases]
-        for process in ranks:
-            process.join(DEADLINE_S)
-        assert [process.exitcode for process in ranks] == [0, 0]
+    received = answers_of_ranks(verify_trees, cases, count=len(cases))
     for (_, _, output), (tokens, accepted) in zip(cases, received, strict=True):
         assert tokens == output[:NUM_TREE_TOKENS]
         assert max(accepted) > 2
@@ -297,11 +242,7 @@ def test_a_lost_rank_is_noticed(verb: str, survivor: int, shares_memory: bool) -
 
 def test_no_rank_starts_where_one_has_blocks_of_another_size() -> None:
     """Its blocks would be other places of the cache than those that the leader means."""
-    with running_ranks(start_differently) as (ranks, answers):
-        messages = sorted(answers.get(timeout=DEADLINE_S) for _ in range(2))
-        for process in ranks:
-            process.join(DEADLINE_S)
-        assert [process.exitcode for process in ranks] == [0, 0]
+    messages = sorted(answers_of_ranks(start_differently, count=2))
     expected = f"block_size is 256 on rank 0, 16 on rank 1; {SAME_ON_ALL}"
     assert messages == [(0, expected), (1, expected)]
 
@@ -318,16 +259,8 @@ def test_every_choice_in_which_ranks_differ_is_named() -> None:
 
 
 def test_what_ranks_choose_is_all_that_places_their_tokens(tmp_path: Path) -> None:
-    config = EngineConfig(
-        model=str(write_checkpoint(tmp_path, "llama")),
-        dtype="float32",
-        device="cpu",
-        attention="gather",
-        block_size=4,
-        max_num_seqs=2,
-        num_threads=1,
-    )
-    info = build_runner(config, role="target").info
+    path = write_checkpoint(tmp_path, "llama")
+    info = cpu_runner(path, attention="gather", block_size=4, max_num_seqs=2).info
     assert _group_choices(info) == {
         "forward": "decoder",
         "attention": "gather",
@@ -345,23 +278,19 @@ def test_a_rank_that_never_comes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "field"),
+    ("size", "forward", "field"),
     [
-        (3, "num_key_value_heads of 2 or be a multiple of it"),
-        (8, "num_attention_heads of 4"),
+        (3, "auto", "num_key_value_heads of 2 or be a multiple of it"),
+        (8, "auto", "num_attention_heads of 4"),
+        # Each rank of forward hf has key heads of its own.
+        (4, "hf", "num_key_value_heads of 2"),
     ],
 )
-def test_size_that_does_not_divide_the_heads(tmp_path: Path, size: int, field: str) -> None:
-    args = ModelArgs(str(write_checkpoint(tmp_path, "llama")), tensor_parallel_size=size)
+def test_size_that_does_not_divide_the_heads(llama: Path, size: int, forward: str, field: str) -> None:
+    check_loadable(ModelArgs(str(llama), tensor_parallel_size=4))
+    args = ModelArgs(str(llama), tensor_parallel_size=size, forward=forward)
     with pytest.raises(ConfigError, match=f"is {size}, which must divide the model's {field}$"):
         check_loadable(args)
-
-
-def test_ranks_of_forward_hf_each_have_key_heads_of_their_own(tmp_path: Path) -> None:
-    path = str(write_checkpoint(tmp_path, "llama"))
-    check_loadable(ModelArgs(path, tensor_parallel_size=4))
-    with pytest.raises(ConfigError, match=r"is 4, which must divide the model's num_key_value_heads of 2$"):
-        check_loadable(ModelArgs(path, tensor_parallel_size=4, forward="hf"))
 
 
 def test_gemma_3n_is_served_by_one_rank(tmp_path: Path) -> None:

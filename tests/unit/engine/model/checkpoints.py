@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -240,6 +243,24 @@ def reference_model(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 _loaded: dict[tuple[bytes, torch.dtype], Any] = {}
+
+
+@contextmanager
+def changing_tensors(directory: Path, name: str = "model.safetensors") -> Iterator[dict[str, torch.Tensor]]:
+    """A checkpoint's tensors, which are written again with what the block did to them."""
+    tensors = load_file(directory / name)
+    yield tensors
+    save_file(tensors, directory / name, metadata={"format": "pt"})
+
+
+def change_config(directory: Path, **values: Any) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, **values}))
+
+
+def read_by_library(values: dict[str, Any], directory: Path) -> Any:
+    (directory / "config.json").write_text(json.dumps(values))
+    return AutoConfig.from_pretrained(directory, local_files_only=True)
 
 
 @torch.inference_mode()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+
+from tests.unit.engine.model.checkpoints import change_config, changing_tensors
 
 Tensors = dict[str, torch.Tensor]
 GROUP = 16
@@ -218,17 +218,15 @@ def quantise_checkpoint(
     Returns:
         All tensors as they are meant, in float32.
     """
-    file = directory / "model.safetensors"
-    tensors, random = load_file(file), torch.Generator().manual_seed(0)
-    meant = dict(tensors)
-    for name in sorted(tensors):
-        layer = name.removesuffix(".weight")
-        if not name.endswith(f"{only}.weight") or layer in plain:
-            continue
-        rows, columns = tensors.pop(name).shape
-        parts, meant[name] = layout.store((rows, columns), random)
-        tensors |= {f"{layer}.{suffix}": part for suffix, part in parts.items()}
-    save_file(tensors, file, metadata={"format": "pt"})
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": layout.config}))
+    random = torch.Generator().manual_seed(0)
+    with changing_tensors(directory) as tensors:
+        meant = dict(tensors)
+        for name in sorted(tensors):
+            layer = name.removesuffix(".weight")
+            if not name.endswith(f"{only}.weight") or layer in plain:
+                continue
+            rows, columns = tensors.pop(name).shape
+            parts, meant[name] = layout.store((rows, columns), random)
+            tensors |= {f"{layer}.{suffix}": part for suffix, part in parts.items()}
+    change_config(directory, quantization_config=layout.config)
     return meant

@@ -25,22 +25,13 @@ from specray.engine.model.decoder_config import (
 from specray.engine.model.families.config_json import read_decoder_config
 from specray.engine.model.families.from_library import decoder_config_of
 from specray.engine.model.rotary import cos_sin
+from tests.unit.engine.model.checkpoints import read_by_library
 
 CPU = torch.device("cpu")
 TYPES = ("llama", "mistral", "qwen2", "qwen3")
 MAX_MODEL_LEN = 40
 
 MANY = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("config")
-
-
-def read_by_library(values: dict[str, Any], directory: Path) -> Any:
-    (directory / "config.json").write_text(json.dumps(values))
-    return AutoConfig.from_pretrained(directory, local_files_only=True)
 
 
 def ropes() -> st.SearchStrategy[dict[str, Any]]:

@@ -10,22 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from specray.engine.model.description import ModelArgs, check_loadable
 from specray.engine.model.loader import DecoderSource, load_model
 from specray.engine.model.lowering import lower
 from specray.engine.model.operators_torch import TorchOperators
 from specray.errors import ConfigError
-from tests.unit.engine.model.checkpoints import write_checkpoint
+from tests.unit.engine.model.checkpoints import change_config, changing_tensors
 
 Tensors = dict[str, torch.Tensor]
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
 
 
 @pytest.fixture
@@ -44,17 +39,6 @@ def build(path: Path) -> None:
     assert isinstance(loaded.source, DecoderSource)
     operators = TorchOperators(torch.float32)
     lower(loaded.source.config, loaded.source.weights, operators, max_model_len=loaded.max_model_len)
-
-
-def change_tensors(path: Path, change: Callable[[Tensors], None]) -> None:
-    tensors = load_file(path / "model.safetensors")
-    change(tensors)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-
-
-def change_config(path: Path, **values: Any) -> None:
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, **values}))
 
 
 def refused_early(path: Path) -> str:
@@ -169,7 +153,8 @@ def with_tensor(suffix: str) -> Callable[[Tensors], None]:
 def test_tensors_of_a_method_that_nothing_names(
     checkpoint: Path, change: Callable[[Tensors], None], named: str
 ) -> None:
-    change_tensors(checkpoint, change)
+    with changing_tensors(checkpoint) as tensors:
+        change(tensors)
     message = refused_early(checkpoint)
     assert named in message and "without a named method" in message
 
@@ -189,13 +174,15 @@ def test_adapter_without_its_base(tmp_path: Path) -> None:
 
 
 def test_adapter_tensors_in_the_checkpoint(checkpoint: Path) -> None:
-    change_tensors(checkpoint, with_tensor(".lora_A.weight"))
+    with changing_tensors(checkpoint) as tensors:
+        with_tensor(".lora_A.weight")(tensors)
     assert "holds the LoRA adapter's tensor" in refused_early(checkpoint)
 
 
 @pytest.mark.parametrize("suffix", [".bias", ".alien"])
 def test_weights_without_a_place(checkpoint: Path, suffix: str) -> None:
-    change_tensors(checkpoint, with_tensor(suffix))
+    with changing_tensors(checkpoint) as tensors:
+        with_tensor(suffix)(tensors)
     message = refused_late(checkpoint)
     assert f"has weights for which model type 'llama' has no place: {Q_PROJ[:-7]}{suffix}" in message
 
@@ -216,19 +203,15 @@ def test_weights_of_layers_beyond_the_last(checkpoint: Path) -> None:
     ],
 )
 def test_weights_that_are_not_needed(checkpoint: Path, name: str) -> None:
-    def change(tensors: Tensors) -> None:
+    with changing_tensors(checkpoint) as tensors:
         tensors[name] = tensors["model.embed_tokens.weight"].clone()
-
-    change_tensors(checkpoint, change)
     build(checkpoint)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_weights_that_are_no_numbers(checkpoint: Path, value: float) -> None:
-    def change(tensors: Tensors) -> None:
+    with changing_tensors(checkpoint) as tensors:
         tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = value
-
-    change_tensors(checkpoint, change)
     message = refused_late(checkpoint)
     assert "the weight 'model.layers.1.mlp.down_proj.weight' holds NaN or infinite values" in message
 

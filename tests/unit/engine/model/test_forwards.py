@@ -6,12 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from specray.config import EngineConfig
 from specray.engine.attention.base import LayeredAttention
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
 from specray.engine.inputs import SequenceInput
 from specray.engine.model.decoder import DecoderForward
-from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.runner import ModelRunner
 from specray.engine.visibility import branch_visibility
 from tests.unit.engine.model.checkpoints import (
@@ -22,6 +20,7 @@ from tests.unit.engine.model.checkpoints import (
     reference_model,
     write_checkpoint,
 )
+from tests.unit.engine.runners import cpu_runner
 
 pytestmark = pytest.mark.slow
 
@@ -29,20 +28,6 @@ PROMPT = [5, 7, 9, 11, 13, 2, 4, 60, 33]
 OTHER = [8, 3, 3, 90]
 ATOL = 2e-5
 """Float32 logits here have a standard deviation of about 1.7."""
-
-MakeRunner = Callable[..., ModelRunner]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def make(name: str) -> Path:
-        if name not in made:
-            made[name] = write_checkpoint(tmp_path_factory.mktemp(name), name)
-        return made[name]
-
-    return make
 
 
 @pytest.fixture(params=[*DECODER, *HF, "llama/hf", "mistral-windowed/hf"])
@@ -54,16 +39,7 @@ def case(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> t
 
 def make_runner(case: tuple[Path, str], block_size: int | None = None, dtype: str = "float32") -> ModelRunner:
     path, forward = case
-    config = EngineConfig(
-        model=str(path),
-        dtype=dtype,  # type: ignore[arg-type]
-        device="cpu",
-        forward=forward,  # type: ignore[arg-type]
-        block_size=block_size,
-        max_num_seqs=4,
-        num_threads=1,
-    )
-    runner = build_runner(config, role="target")
+    runner = cpu_runner(path, forward=forward, dtype=dtype, block_size=block_size, max_num_seqs=4)
     assert runner.info.forward == forward
     return runner
 
@@ -187,16 +163,7 @@ def test_gathered_blocks_of_layers_with_rotary_tables_of_their_own(
     checkpoint: Callable[[str], Path], name: str
 ) -> None:
     """As on CUDA: from tensors that describe the step, whose kinds of layers share nothing."""
-    config = EngineConfig(
-        model=str(checkpoint(name)),
-        dtype="float32",
-        device="cpu",
-        attention="gather",
-        block_size=4,
-        max_num_seqs=1,
-        num_threads=1,
-    )
-    runner = build_runner(config, role="target")
+    runner = cpu_runner(checkpoint(name), attention="gather", block_size=4, max_num_seqs=1)
     assert isinstance(runner.forward, DecoderForward)
     assert isinstance(runner.forward.attention, LayeredAttention)
     table = new_table(runner)

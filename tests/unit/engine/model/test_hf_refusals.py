@@ -16,10 +16,8 @@ from transformers import (
 )
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
-from specray.config import EngineConfig
 from specray.engine.model.checks.refusals import known_refusal
 from specray.engine.model.hf_forward import HfForward
-from specray.engine.runner.assembly import build_runner
 from specray.errors import ConfigError
 from tests.unit.engine.model.checkpoints import (
     family_config,
@@ -28,14 +26,14 @@ from tests.unit.engine.model.checkpoints import (
     write_tokenizer,
 )
 from tests.unit.engine.model.zoo import FAMILIES
+from tests.unit.engine.runners import cpu_runner
 
 
 def refused(path: Path, model: Any) -> str:
     model.save_pretrained(path)
     write_tokenizer(path, 96)
-    config = EngineConfig(model=str(path), dtype="float32", device="cpu", num_threads=1)
     with pytest.raises(ConfigError) as caught:
-        build_runner(config, role="target")
+        cpu_runner(path)
     return str(caught.value)
 
 

@@ -1,6 +1,6 @@
 """What cannot be loaded says why, naming the value and what is allowed."""
 
-import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,20 +8,14 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from specray.config import EngineConfig
 from specray.engine.device import num_threads_for, num_threads_for_logits, num_usable_cores
 from specray.engine.model.description import ModelArgs
 from specray.engine.model.loader import load_model
-from specray.engine.runner.assembly import build_runner
 from specray.errors import ConfigError
-from tests.unit.engine.model.checkpoints import write_checkpoint
+from tests.unit.engine.model.checkpoints import change_config, write_checkpoint
+from tests.unit.engine.runners import cpu_runner
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
 
 
 def load(path: Path | str, **options: Any) -> Any:
@@ -30,10 +24,8 @@ def load(path: Path | str, **options: Any) -> Any:
 
 def rewrite_config(source: Path, target: Path, **values: Any) -> Path:
     """The same checkpoint with other values in config.json."""
-    for file in source.iterdir():
-        (target / file.name).write_bytes(file.read_bytes())
-    config = json.loads((source / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps({**config, **values}))
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    change_config(target, **values)
     return target
 
 
@@ -74,14 +66,20 @@ def test_truncated_weights(tmp_path: Path, llama: Path) -> None:
         load(tmp_path)
 
 
-def test_weights_of_another_shape(tmp_path: Path, llama: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be loaded"):
-        load(rewrite_config(llama, tmp_path, intermediate_size=64))
-
-
-def test_missing_weights_are_not_made_up(tmp_path: Path, llama: Path) -> None:
-    with pytest.raises(ConfigError, match=r"lacks weights: .*layers\.2"):
-        load(rewrite_config(llama, tmp_path, num_hidden_layers=3))
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"intermediate_size": 64}, "cannot be loaded"),
+        # Missing weights are not made up.
+        ({"num_hidden_layers": 3}, r"lacks weights: .*layers\.2"),
+        ({"model_type": "no_such_model"}, "cannot be loaded"),
+    ],
+)
+def test_configuration_of_another_model(
+    tmp_path: Path, llama: Path, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(rewrite_config(llama, tmp_path, **values))
 
 
 def test_broken_config(tmp_path: Path, llama: Path) -> None:
@@ -89,11 +87,6 @@ def test_broken_config(tmp_path: Path, llama: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
         load(tmp_path)
-
-
-def test_unknown_architecture(tmp_path: Path, llama: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be loaded"):
-        load(rewrite_config(llama, tmp_path, model_type="no_such_model"))
 
 
 def test_remote_code_is_not_run(tmp_path: Path, llama: Path) -> None:
@@ -140,45 +133,34 @@ def test_batch_dependent_rope_is_held_to_its_original_context(tmp_path: Path) ->
     assert load(path).max_model_len == 32
 
 
-def build(path: Path, **options: Any) -> Any:
-    values: dict[str, Any] = {
-        "model": str(path),
-        "dtype": "float32",
-        "device": "cpu",
-        "num_threads": 1,
-        **options,
-    }
-    return build_runner(EngineConfig(**values), role="target")
-
-
 def test_one_block_holds_a_whole_sequence_on_cpu(llama: Path) -> None:
-    runner = build(llama, max_num_seqs=5)
+    runner = cpu_runner(llama, max_num_seqs=5)
     assert (runner.info.block_size, runner.info.num_blocks) == (128, 5)
 
 
 def test_cache_memory_bounds_the_blocks(llama: Path) -> None:
     # 2 layers x (2 kv heads x 8) x keys and values x 4 bytes = 256 bytes per token, 4096 per block.
-    runner = build(llama, block_size=16, max_num_seqs=64, cache_memory_gib=4096 * 10 / 2**30)
+    runner = cpu_runner(llama, block_size=16, max_num_seqs=64, cache_memory_gib=4096 * 10 / 2**30)
     assert runner.info.num_blocks == 10
 
 
 def test_cache_memory_too_small_for_one_sequence(llama: Path) -> None:
     with pytest.raises(ConfigError, match=r"cache_memory_gib is .*; one sequence of max_model_len 128 needs"):
-        build(llama, cache_memory_gib=1e-6)
+        cpu_runner(llama, cache_memory_gib=1e-6)
 
 
 def test_decoder_where_it_does_not_apply(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, "gpt_neox")
     with pytest.raises(ConfigError, match="forward is 'decoder', which does not cover this 'gpt_neox' model"):
-        build(path, forward="decoder")
-    assert build(path).info.forward == "hf"
+        cpu_runner(path, forward="decoder")
+    assert cpu_runner(path).info.forward == "hf"
 
 
 def test_cuda_where_there_is_none(llama: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
     with pytest.raises(ConfigError, match="device is 'cuda', but no CUDA device is available"):
-        build(llama, device="cuda")
+        cpu_runner(llama, device="cuda")
 
 
 def test_threads_for_logits_grow_with_the_vocabulary() -> None:
@@ -190,9 +172,9 @@ def test_threads_for_logits_grow_with_the_vocabulary() -> None:
 def test_threads_follow_the_configuration(llama: Path) -> None:
     before = torch.get_num_threads()
     try:
-        build(llama, num_threads=2)
+        cpu_runner(llama, num_threads=2)
         assert torch.get_num_threads() == 2
-        build(llama, num_threads=None)
+        cpu_runner(llama, num_threads=None)
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from specray.engine.group.parallel import ParallelContext
 from specray.engine.model.checkpoint.source import WeightPart
@@ -21,7 +20,7 @@ from specray.engine.model.loader import DecoderSource, load_model
 from specray.engine.model.lowering import lower
 from specray.engine.model.operators_torch import TorchOperators
 from specray.errors import ConfigError
-from tests.unit.engine.model.checkpoints import InMemoryWeights, write_checkpoint
+from tests.unit.engine.model.checkpoints import InMemoryWeights, changing_tensors, write_checkpoint
 
 CPU = torch.device("cpu")
 CONFIG = DecoderConfig(
@@ -158,16 +157,6 @@ def recorder_part(number: int, world_size: int) -> tuple[int, int, int]:
     return recorder.parts["lm_head.weight"]
 
 
-def change(path: Path, **tensors: torch.Tensor | None) -> None:
-    """Replaces tensors of a checkpoint, or with None takes them out."""
-    stored = load_file(path / "model.safetensors")
-    for name, tensor in tensors.items():
-        stored.pop(name, None)
-        if tensor is not None:
-            stored[name] = tensor
-    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
-
-
 def load(path: Path) -> DecoderSource:
     source = load_model(ModelArgs(str(path)), dtype=torch.float32, device=CPU).source
     assert isinstance(source, DecoderSource)
@@ -177,11 +166,9 @@ def load(path: Path) -> DecoderSource:
 def test_names_of_a_model_without_its_head(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, "llama")
     expected = build(load(path).config, load(path).weights)
-    stored = load_file(path / "model.safetensors")
-    save_file(
-        {name.removeprefix("model."): tensor for name, tensor in stored.items()},
-        path / "model.safetensors",
-    )
+    with changing_tensors(path) as tensors:
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
     forward = build(load(path).config, load(path).weights)
     assert isinstance(forward.embedding, TableEmbedding)
     assert torch.equal(forward.embedding.table, expected.embedding.table)
@@ -190,7 +177,9 @@ def test_names_of_a_model_without_its_head(tmp_path: Path) -> None:
 def test_tied_head_that_lies_alone_in_the_files(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, "llama")
     table = load(path).weights.take("model.embed_tokens.weight")
-    change(path, **{"model.embed_tokens.weight": None, "lm_head.weight": table})
+    with changing_tensors(path) as tensors:
+        del tensors["model.embed_tokens.weight"]
+        tensors["lm_head.weight"] = table
     source = load(path)
     assert source.config.tie_word_embeddings
     assert torch.equal(source.weights.take("model.embed_tokens.weight"), table)
@@ -202,7 +191,8 @@ def test_tied_head_beside_the_embedding(tmp_path: Path, is_same: bool) -> None:
     path = write_checkpoint(tmp_path, "llama")
     table = load(path).weights.take("model.embed_tokens.weight")
     head = table.clone() if is_same else table + 1.0
-    change(path, **{"lm_head.weight": head})
+    with changing_tensors(path) as tensors:
+        tensors["lm_head.weight"] = head
     source = load(path)
     assert source.config.tie_word_embeddings is is_same
     assert torch.equal(source.weights.take("lm_head.weight"), head)
@@ -210,14 +200,16 @@ def test_tied_head_beside_the_embedding(tmp_path: Path, is_same: bool) -> None:
 
 def test_tied_model_without_either(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, "llama")
-    change(path, **{"model.embed_tokens.weight": None})
+    with changing_tensors(path) as tensors:
+        del tensors["model.embed_tokens.weight"]
     with pytest.raises(ConfigError, match=r"lacks weights: lm_head\.weight, model\.embed_tokens\.weight$"):
         load(path)
 
 
 def test_weights_of_another_shape_are_named_with_both(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, "llama")
-    change(path, **{"model.norm.weight": torch.ones(31)})
+    with changing_tensors(path) as tensors:
+        tensors["model.norm.weight"] = torch.ones(31)
     with pytest.raises(
         ConfigError,
         match=r"cannot be loaded: weights are of another shape: model\.norm\.weight is \[31\], "

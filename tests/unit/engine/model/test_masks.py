@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from specray.errors import ConfigError
 from specray.types import Outcomes, Proposal, SamplingParams, SpeculateItem, Verification
 from tests.unit.engine.model.checkpoints import (
     VOCAB_SIZE,
+    change_config,
     reference_logits,
     reference_model,
     write_checkpoint,
@@ -44,8 +44,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def with_mask(directory: Path, token_id: object) -> Path:
     """Says in config.json which token is the mask."""
-    path = directory / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "pard_token": token_id}))
+    change_config(directory, pard_token=token_id)
     return directory
 
 

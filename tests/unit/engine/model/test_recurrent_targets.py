@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from specray.config import Config, DraftConfig, EngineConfig, TargetConfig
+from specray.config import Config, DraftConfig, TargetConfig
 from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.engine.build import build_draft_engine, build_target_engine
 from specray.engine.cache.states import STATES_PER_SEQUENCE
 from specray.engine.preflight import check_models
-from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.runner import ModelRunner
 from specray.engine.target.engine import TargetEngine
 from specray.errors import ConfigError
@@ -23,10 +22,10 @@ from specray.types import LookaheadBudget, SamplingParams, TargetReplies, Verdic
 from tests.unit.engine.harness import (
     Session,
     commit,
-    engine_info,
     generate_overlapped,
     target_only,
     verify,
+    verify_all,
     verify_item,
 )
 from tests.unit.engine.model.checkpoints import (
@@ -37,6 +36,7 @@ from tests.unit.engine.model.checkpoints import (
     write_family,
 )
 from tests.unit.engine.model.zoo import FAMILIES
+from tests.unit.engine.runners import cpu_runner, target_over
 from tests.unit.engine.trees.drafters import tree_drafter
 
 pytestmark = pytest.mark.slow
@@ -56,16 +56,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runner(checkpoint: Path) -> ModelRunner:
-    config = EngineConfig(
-        model=str(checkpoint),
-        dtype="float32",
-        device="cpu",
-        max_model_len=96,
-        max_num_seqs=3,
-        num_threads=1,
-        block_size=16,
-    )
-    return build_runner(config, role="target")
+    return cpu_runner(checkpoint, max_model_len=96, max_num_seqs=3, block_size=16)
 
 
 class Expected:
@@ -91,16 +82,7 @@ def expected(checkpoint: Path) -> Expected:
 
 
 def make_engine(runner: ModelRunner, *, max_num_batched_tokens: int = 64) -> TargetEngine:
-    info = engine_info(
-        "target",
-        vocab_size=runner.info.vocab_size,
-        block_size=runner.info.block_size,
-        num_blocks=runner.info.num_blocks,
-        max_model_len=runner.info.max_model_len,
-        max_num_seqs=3,
-        max_num_batched_tokens=max_num_batched_tokens,
-    )
-    return TargetEngine(runner, info, device=torch.device("cpu"))
+    return target_over(runner, max_num_seqs=3, max_num_batched_tokens=max_num_batched_tokens)
 
 
 def new_session(name: str, prompt: Sequence[int], sampling: SamplingParams) -> Session:
@@ -123,15 +105,11 @@ def test_two_sequences_with_drafts_right_and_wrong(
     engine = make_engine(runner, max_num_batched_tokens=max_num_batched_tokens)
     pair = [(new_session("a", LONG, sampling), LONG), (new_session("b", SHORT, sampling), SHORT)]
     for round_id in range(NUM_TOKENS):
-        items = []
-        for index, (session, prompt) in enumerate(pair):
-            output = expected.of(prompt, sampling)
-            draft = drafted(output, session, len(prompt), (3 * round_id + index) % (K + 1))
-            items.append((session, draft, verify_item(session, draft)))
-        replies = engine.verify([item for _, _, item in items]).replies
-        for (session, draft, _), reply in zip(items, replies, strict=True):
-            assert isinstance(reply, Verdict), reply
-            commit(session, draft, reply)
+        drafts = [
+            drafted(expected.of(prompt, sampling), session, len(prompt), (3 * round_id + index) % (K + 1))
+            for index, (session, prompt) in enumerate(pair)
+        ]
+        verify_all(engine, [session for session, _ in pair], drafts)
         engine.check_integrity()
         for session, prompt in pair:
             found = session.token_ids[len(prompt) :]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file as save_arrays
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from specray.config import Config, DraftConfig
 from specray.engine.build import build_draft_engine
@@ -23,7 +24,7 @@ from specray.engine.preflight import check_model
 from specray.engine.runner.assembly import build_runner
 from specray.errors import ConfigError
 from specray.types import Proposal, SamplingParams, SpeculateItem
-from tests.unit.engine.model.checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.unit.engine.model.checkpoints import VOCAB_SIZE, change_config, changing_tensors, write_checkpoint
 from tests.unit.engine.model.test_lowering import CONFIG, Recorder, rank
 
 IDS = [95, 3, 0, 41, 40, 77, 12]
@@ -62,18 +63,15 @@ def write_ids(path: Path, ids: Any) -> Path:
 
 def trim_stored(source: Path, target: Path, ids: list[int], **changes: Any) -> Path:
     """The checkpoint with a head of these ids' rows, in this order, and with ``d2t``."""
-    target.mkdir()
-    for file in source.iterdir():
-        (target / file.name).write_bytes(file.read_bytes())
-    config = json.loads((source / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps({**config, "draft_vocab_size": len(ids)}))
-    tensors = load_file(source / "model.safetensors")
-    tensors[HEAD] = tensors[HEAD][ids].clone()
-    tensors["d2t"] = torch.tensor(ids) - torch.arange(len(ids))
-    tensors["t2d"] = torch.zeros(VOCAB_SIZE, dtype=torch.bool).index_fill_(0, torch.tensor(ids), True)
-    tensors |= changes
-    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    save_file(kept, target / "model.safetensors", metadata={"format": "pt"})
+    shutil.copytree(source, target)
+    change_config(target, draft_vocab_size=len(ids))
+    with changing_tensors(target) as tensors:
+        tensors[HEAD] = tensors[HEAD][ids].clone()
+        tensors["d2t"] = torch.tensor(ids) - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(VOCAB_SIZE, dtype=torch.bool).index_fill_(0, torch.tensor(ids), True)
+        tensors |= changes
+        for name in [name for name, tensor in tensors.items() if tensor is None]:
+            del tensors[name]
     return target
 
 

@@ -10,18 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from specray.config import EngineConfig
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
 from specray.engine.inputs import SequenceInput
 from specray.engine.model.library import LibraryConfig
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.runner import ModelRunner
-from specray.engine.target.engine import TargetEngine
 from specray.errors import ConfigError
 from specray.types import SamplingParams
-from tests.unit.engine.group.group_ranks import DEADLINE_S, join
-from tests.unit.engine.group.test_parallel import running_ranks
-from tests.unit.engine.harness import Session, engine_info, generate_serial, target_only
+from tests.unit.engine.group.group_ranks import DEADLINE_S, join, running_ranks
+from tests.unit.engine.harness import Session, generate_serial, target_only
 from tests.unit.engine.model.checkpoints import (
     family_config,
     reference_greedy,
@@ -30,6 +27,7 @@ from tests.unit.engine.model.checkpoints import (
     write_family,
 )
 from tests.unit.engine.model.zoo import FAMILIES, QUICK
+from tests.unit.engine.runners import cpu_config, target_over
 from tests.unit.engine.trees.drafters import adversarial_drafter, tree_drafter
 
 pytestmark = pytest.mark.slow
@@ -46,14 +44,8 @@ NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.zoo) for 
 def test_family(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
     write_family(tmp_path, family)
-    config = EngineConfig(
-        model=str(tmp_path),
-        dtype="float32" if family.refusal is None else "bfloat16",
-        device="cpu",
-        max_model_len=family.max_model_len,
-        max_num_seqs=2,
-        num_threads=1,
-    )
+    dtype = "float32" if family.refusal is None else "bfloat16"
+    config = cpu_config(tmp_path, dtype=dtype, max_model_len=family.max_model_len, max_num_seqs=2)
     if family.refusal is not None:
         with pytest.raises(ConfigError) as caught:
             build_runner(config, role="target")
@@ -76,9 +68,7 @@ def serve_ranks(rank: int, meeting: Queue[str], answers: Queue[Any], paths: list
     """One group per family, one after the other in the same processes."""
     for path in paths:
         group = join(rank, meeting, silence_timeout_s=60)
-        config = EngineConfig(
-            model=path, dtype="float32", device="cpu", max_model_len=128, max_num_seqs=2, num_threads=1
-        )
+        config = cpu_config(path, max_model_len=128, max_num_seqs=2)
         runner = build_runner(config, role="target", parallel=group)
         if rank > 0:
             runner.follow()
@@ -112,13 +102,6 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 def check_speculation(runner: ModelRunner, model: Any) -> None:
     """Trees of right and wrong nodes, and chains that are always wrong, give what the target says alone."""
-    info = engine_info(
-        "target",
-        vocab_size=runner.info.vocab_size,
-        block_size=runner.info.block_size,
-        num_blocks=runner.info.num_blocks,
-        max_model_len=runner.info.max_model_len,
-    )
     for sampling in (SamplingParams(temperature=0.0), SamplingParams(seed=5)):
         sampling = replace(sampling, num_prompt_tokens=len(LONG))
         output = target_only(
@@ -126,9 +109,9 @@ def check_speculation(runner: ModelRunner, model: Any) -> None:
         )
         accepted: list[int] = []
         for drafter in (tree_drafter, adversarial_drafter):
-            engine = TargetEngine(runner, info, device=torch.device("cpu"))
+            engine = target_over(runner, max_model_len=runner.info.max_model_len)
             session = Session("a", list(LONG), sampling)
-            draft = drafter(output, len(LONG), info.vocab_size)
+            draft = drafter(output, len(LONG), runner.info.vocab_size)
             assert generate_serial(engine, draft, session, NUM_TOKENS, 9) == output[:NUM_TOKENS]
             engine.check_integrity()
             accepted += session.accepted

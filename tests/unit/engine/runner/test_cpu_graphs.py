@@ -14,11 +14,11 @@ from specray.draft_tokens import DraftTokens
 from specray.engine.inputs import SequenceInput
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.runner import ModelRunner
-from specray.engine.target.engine import TargetEngine
 from specray.engine.visibility import branch_visibility
 from specray.types import SamplingParams, Verdict
-from tests.unit.engine.harness import Session, engine_info, verify
+from tests.unit.engine.harness import Session, verify
 from tests.unit.engine.model.checkpoints import write_checkpoint
+from tests.unit.engine.runners import cpu_runner, eager, target_over
 
 pytest.importorskip("numba")
 
@@ -42,11 +42,6 @@ def make_runner(role: str = "draft", num_threads: int = 1) -> ModelRunner:
         device="cpu", num_threads=num_threads, max_model_len=64, max_num_seqs=4, block_size=8
     )
     return build_runner(config, role=role)
-
-
-def eager(runner: ModelRunner) -> ModelRunner:
-    """The same weights over a cache of its own, without graphs."""
-    return ModelRunner(runner.forward, runner.cache, runner.info, records=False)
 
 
 @pytest.fixture(scope="module", params=[("draft", 1), ("target", 3)])
@@ -99,7 +94,7 @@ def run_all(runner: ModelRunner, inputs: Sequence[Sequence[SequenceInput]]) -> l
     return [runner.run(step).logits for step in inputs]
 
 
-def test_every_shape_gives_again_what_the_forward_gives(runner: ModelRunner) -> None:
+def check_every_shape(runner: ModelRunner) -> None:
     expected = run_all(eager(runner), steps())
     # As they are, while they are captured, and from graphs.
     for _ in range(4):
@@ -110,22 +105,17 @@ def test_every_shape_gives_again_what_the_forward_gives(runner: ModelRunner) -> 
     assert len({tuple(output[0, :8].tolist()) for output in outputs}) > 10
 
 
+def test_every_shape_gives_again_what_the_forward_gives(runner: ModelRunner) -> None:
+    check_every_shape(runner)
+
+
 def test_every_shape_of_gemma3(tmp_path: Path) -> None:
     """With norms that add, and tables of each layer's own."""
     sizes = {"vocab_size": 400, "head_dim": 64, "intermediate_size": 64, "max_position_embeddings": 64}
-    config = EngineConfig(
-        model=str(write_checkpoint(tmp_path, "gemma3", **sizes)),
-        device="cpu",
-        num_threads=1,
-        max_num_seqs=4,
-        block_size=8,
-    )
-    runner = build_runner(config, role="target")
+    path = write_checkpoint(tmp_path, "gemma3", **sizes)
+    runner = cpu_runner(path, dtype="bfloat16", max_num_seqs=4, block_size=8)
     assert runner.cpu_graphs is not None
-    expected = run_all(eager(runner), steps())
-    for _ in range(4):
-        for output, other in zip(run_all(runner, steps()), expected, strict=True):
-            assert torch.equal(output, other)
+    check_every_shape(runner)
 
 
 @pytest.mark.parametrize(("layers", "has_graphs"), [((), True), ((1,), False)])
@@ -140,13 +130,7 @@ def test_features_at_another_scale_are_not_captured(
 def verdicts_on_trees(runner: ModelRunner, *, is_eager: bool) -> list[Verdict]:
     """Of rounds with trees of 9 nodes, told from what was kept before."""
     runner = eager(runner) if is_eager else runner
-    info = engine_info(
-        "target",
-        vocab_size=runner.info.vocab_size,
-        block_size=runner.info.block_size,
-        num_blocks=runner.info.num_blocks,
-    )
-    engine = TargetEngine(runner, info, device=torch.device("cpu"))
+    engine = target_over(runner)
     session = Session("a", list(PROMPT), SamplingParams(temperature=0.0, num_logprobs=3))
     source, likely, verdicts = random.Random(2), [0], []
     for _ in range(8):

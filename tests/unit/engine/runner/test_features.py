@@ -13,11 +13,11 @@ from specray.engine.cache.blocks import BlockAllocator, BlockTable
 from specray.engine.cache.sequences import EngineSequence
 from specray.engine.inputs import SequenceInput
 from specray.engine.runner.assembly import build_runner
-from specray.engine.runner.cuda_graphs import GraphedForward, run_again
 from specray.engine.runner.runner import ModelRunner
 from specray.engine.schedule import CatchUp, catch_up
 from specray.types import SamplingParams
 from tests.unit.engine.model.checkpoints import reference_model
+from tests.unit.engine.runners import cpu_config, graphed
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 LAYERS = (0, 1)
@@ -25,14 +25,8 @@ ATOL = 2e-5
 
 
 def make_runner(path: Path, forward: str, layers: tuple[int, ...] = LAYERS, **changes: object) -> ModelRunner:
-    settings = {
-        "model": str(path),
-        "device": "cpu",
-        "dtype": "float32",
-        "forward": forward,
-        "max_num_seqs": 2,
-    }
-    return build_runner(EngineConfig.model_validate(settings | changes), role="target", feature_layers=layers)
+    config = cpu_config(path, forward=forward, max_num_seqs=2, **changes)
+    return build_runner(config, role="target", feature_layers=layers)
 
 
 def expected(path: Path, token_ids: list[int]) -> dict[int, torch.Tensor]:
@@ -69,10 +63,7 @@ def test_none_where_nobody_listens(llama: Path, forward: str) -> None:
 
 
 def test_captured_forwards_give_copies(llama: Path) -> None:
-    eager = make_runner(llama, "decoder", attention="gather", block_size=16)
-    info = eager.info
-    graphs = GraphedForward(eager.forward, eager.cache, max_model_len=info.max_model_len, capture=run_again)
-    runner = ModelRunner(eager.forward, eager.cache, info, graphs=graphs)
+    runner, graphs = graphed(make_runner(llama, "decoder", attention="gather", block_size=16))
     features = runner.run([SequenceInput(PROMPT[:3], 0, [0], 3)]).features
     assert features is not None and graphs.buckets
     kept = {layer: rows.clone() for layer, rows in features.items()}

@@ -4,32 +4,27 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specray.config import EngineConfig
 from specray.draft_tokens import DraftTokens
 from specray.engine.cache.sequences import EngineSequence
 from specray.engine.group.parallel import GroupArgs, ParallelContext
 from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.layers.vocabulary import GatheredHead
 from specray.engine.model.linear import PlainLinear, WideLinear
-from specray.engine.runner.assembly import build_runner
-from specray.engine.runner.cuda_graphs import GraphedForward, run_again
 from specray.engine.runner.runner import ModelRunner
 from specray.engine.sampling.device.kernels import TorchKernels
 from specray.engine.sampling.device.sampler import DeviceSampler
 from specray.engine.schedule import CatchUp, catch_up
-from specray.engine.target.engine import TargetEngine
 from specray.types import SamplingParams
-from tests.unit.engine.harness import Session, engine_info, verify
+from tests.unit.engine.harness import Session, verify
 from tests.unit.engine.model.checkpoints import write_checkpoint
+from tests.unit.engine.runners import cpu_runner, graphed, target_over
 
-BLOCK_SIZE = 4
 WIDE = {torch.ops.aten.mm.dtype: False, torch.ops.aten.mm.dtype_out: True}
 """Products that a GPU leaves in float32, and whether they are written to a tensor that is given."""
 
@@ -61,18 +56,8 @@ class Copies(TorchDispatchMode):
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     """Runs a forward whose head is one that a GPU has too."""
-    path: Path = write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3")
-    config = EngineConfig(
-        model=str(path),
-        dtype="float32",
-        device="cpu",
-        attention="gather",
-        block_size=BLOCK_SIZE,
-        max_num_seqs=8,
-        max_model_len=64,
-        num_threads=1,
-    )
-    runner = build_runner(config, role="target")
+    path = write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3")
+    runner = cpu_runner(path, attention="gather", block_size=4, max_num_seqs=8, max_model_len=64)
     assert isinstance(runner.forward, DecoderForward)
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(runner.info.vocab_size, runner.forward.head.in_features, generator=generator)  # type: ignore[attr-defined]
@@ -80,35 +65,19 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     return ModelRunner(forward, runner.cache, runner.info)
 
 
-def graphed(runner: ModelRunner, head: PlainLinear | None = None) -> ModelRunner:
-    assert isinstance(runner.forward, DecoderForward)
-    forward = runner.forward if head is None else replace(runner.forward, head=head)
-    graphs = GraphedForward(forward, runner.cache, max_model_len=64, capture=run_again)
-    return ModelRunner(forward, runner.cache, runner.info, graphs=graphs)
-
-
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SamplingParams(seed=3)])
 @pytest.mark.parametrize("is_wide", [False, True])
 def test_a_verify_of_a_captured_step_copies_no_logits(
     plain: ModelRunner, sampling: SamplingParams, is_wide: bool
 ) -> None:
-    head = None
     if is_wide:
         assert isinstance(plain.forward, DecoderForward) and isinstance(plain.forward.head, PlainLinear)
         head = WideLinear(plain.forward.head.weight.bfloat16(), None)
-    runner = graphed(plain, head)
-    vocab_size = runner.info.vocab_size
-    info = engine_info(
-        "target",
-        max_num_batched_tokens=64,
-        vocab_size=vocab_size,
-        block_size=BLOCK_SIZE,
-        num_blocks=runner.info.num_blocks,
-    )
-    engine = TargetEngine(runner, info, device=torch.device("cpu"))
+        plain = ModelRunner(replace(plain.forward, head=head), plain.cache, plain.info)
+    engine = target_over(graphed(plain)[0])
     engine._sampler = DeviceSampler(TorchKernels(), 8)
     session = Session("a", [5, 7, 9, 11], sampling)
-    with Copies(vocab_size) as copies:
+    with Copies(plain.info.vocab_size) as copies:
         for _ in range(4):
             verify(engine, session, DraftTokens((3, 4, 6)))
     assert copies.counts == {}
@@ -120,7 +89,7 @@ def test_a_verify_of_a_captured_step_copies_no_logits(
 
 def test_logits_of_several_forwards_are_all_kept(plain: ModelRunner) -> None:
     """All but the last are copied before the next one overwrites them."""
-    runner = graphed(plain)
+    runner, _ = graphed(plain)
 
     def work() -> list[CatchUp]:
         items = []

@@ -11,24 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from specray.config import EngineConfig
 from specray.engine.drafting.engine import DraftEngine
 from specray.engine.drafting.looped import JUDGED_TOKENS, LoopedProposals, _known
 from specray.engine.model.operators_torch import TorchOperators
 from specray.engine.runner import assembly
-from specray.engine.runner.assembly import build_runner
-from specray.engine.runner.cuda_graphs import GraphedForward, run_again
-from specray.engine.runner.draft_loop import (
-    DraftLoop,
-    LoopShape,
-    loop_shapes,
-)
+from specray.engine.runner.draft_loop import DraftLoop, LoopShape, loop_shapes
 from specray.engine.runner.runner import ModelRunner
 from specray.engine.sampling.device.kernels import TorchKernels
 from specray.types import DraftReply, Proposal, SamplingParams, SpeculateItem, Verification
-from tests.unit.engine.harness import engine_info
 from tests.unit.engine.model.checkpoints import write_checkpoint
 from tests.unit.engine.runner.tape import Tape
+from tests.unit.engine.runners import cpu_runner, graphed, info_of
 
 pytestmark = pytest.mark.slow
 
@@ -56,22 +49,13 @@ BLOCK_SIZE = 4
 @pytest.fixture(scope="module")
 def runners(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelRunner, ModelRunner]:
     """Two of one model; each has a cache of its own."""
-    config = EngineConfig(
-        model=str(write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3")),
-        dtype="float32",
-        device="cpu",
-        attention="gather",
-        block_size=BLOCK_SIZE,
-        max_num_seqs=8,
-        max_model_len=64,
-        num_threads=1,
-    )
+    path = write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3")
+    sizes = {"block_size": BLOCK_SIZE, "max_num_seqs": 8, "max_model_len": 64}
     with pytest.MonkeyPatch.context() as patch:
         # A tape does not see kernels that are none of torch's.
         patch.setattr(assembly, "cpu_operators", lambda dtype, num_threads: TorchOperators(dtype))
-        plain, other = (build_runner(config, role="draft") for _ in range(2))
-    graphs = GraphedForward(other.forward, other.cache, max_model_len=64, capture=run_again)
-    return plain, ModelRunner(other.forward, other.cache, other.info, graphs=graphs)
+        plain, other = (cpu_runner(path, role="draft", attention="gather", **sizes) for _ in range(2))
+    return plain, graphed(other)[0]
 
 
 def make_loop(runner: ModelRunner, tape: Tape, **changes: Any) -> DraftLoop:
@@ -91,14 +75,7 @@ def make_engines(
     """One that is told step by step, and one with a loop of some captured shapes."""
     engines = []
     for runner in runners:
-        info = engine_info(
-            "draft",
-            vocab_size=runner.info.vocab_size,
-            block_size=BLOCK_SIZE,
-            num_blocks=runner.info.num_blocks,
-            max_model_len=64,
-            max_num_batched_tokens=budget,
-        )
+        info = info_of(runner, "draft", max_model_len=64, max_num_batched_tokens=budget)
         looped = None
         if runner is runners[1]:
             loop = make_loop(runner, tape)
@@ -199,8 +176,6 @@ def test_rounds_of_a_loop_are_those_of_steps(
     assert num_drafted > 6
     # Judged proposals of five tokens may take a second one.
     assert tape.num_replays == 6 if min_acceptance == 0.0 else 6 <= tape.num_replays <= 12
-    for engine in engines:
-        engine.release([f"r{index}" for index in range(len(rounds.tokens))])
 
 
 def test_a_proposal_longer_than_captured_work_takes_several(
@@ -214,8 +189,6 @@ def test_a_proposal_longer_than_captured_work_takes_several(
     assert [len(reply.draft) for reply in replies] == [19, 3]
     # 8, 8 and 3 more: the other sequence has its tokens after the first.
     assert (tape.num_replays, tape.num_captures) == (3, 3)
-    for engine in engines:
-        engine.release(["r0", "r1"])
 
 
 @pytest.mark.parametrize("min_acceptance", [1e-6, 1e-3, 0.9])
@@ -232,8 +205,6 @@ def test_a_judged_proposal_is_drawn_in_parts_until_it_ends(
         # A proposal shows its end by a token that it does not keep.
         assert tape.num_replays - before == -(-min(longest + 1, 15) // JUDGED_TOKENS)
         rounds.accept(replies)
-    for engine in engines:
-        engine.release(["r0", "r1"])
 
 
 def test_a_loop_ends_where_the_model_does(runners: tuple[ModelRunner, ModelRunner]) -> None:
@@ -248,36 +219,21 @@ def test_a_loop_ends_where_the_model_does(runners: tuple[ModelRunner, ModelRunne
     assert tape.num_replays == 1
     # What has no sequence goes to the spare block.
     assert spare.any()
-    for engine in engines:
-        engine.release(["r0", "r1", "r2"])
 
 
-def test_what_a_loop_cannot_draw_goes_step_by_step(runners: tuple[ModelRunner, ModelRunner]) -> None:
-    tape = Tape()
-    shapes = [LoopShape(2, 4)]
-    engines = make_engines(runners, tape, shapes)
-    rounds = Rounds((PENALISED, COUPLED), 3)
-    for _ in range(3):
-        replies = speculate_both(engines, rounds.items([4, 4]))
-        rounds.accept(replies)
-    assert tape.num_replays == 0
-    for engine in engines:
-        engine.release(["r0", "r1"])
-
-
-def test_prompts_are_computed_in_steps_of_the_budget_before_a_loop(
-    runners: tuple[ModelRunner, ModelRunner],
+@pytest.mark.parametrize(
+    ("samplings", "num_replays"), [((PENALISED, COUPLED), 0), ((COUPLED, GREEDY), 2)], ids=["steps", "loop"]
+)
+def test_what_a_loop_cannot_draw_and_prompts_above_the_budget_go_step_by_step(
+    runners: tuple[ModelRunner, ModelRunner], samplings: tuple[SamplingParams, ...], num_replays: int
 ) -> None:
     tape = Tape()
     engines = make_engines(runners, tape, [LoopShape(2, 3)], budget=7)
-    rounds = Rounds((COUPLED, GREEDY), 4)
+    rounds = Rounds(samplings, 4)
     rounds.tokens = [list(range(2, 32)), list(range(40, 48))]
     for _ in range(2):
-        replies = speculate_both(engines, rounds.items([3, 3]))
-        rounds.accept(replies)
-    assert tape.num_replays == 2
-    for engine in engines:
-        engine.release(["r0", "r1"])
+        rounds.accept(speculate_both(engines, rounds.items([3, 3])))
+    assert tape.num_replays == num_replays
 
 
 @torch.inference_mode()

@@ -16,6 +16,7 @@ from specray.engine.runner.cuda_graphs import MAX_ROWS
 from specray.engine.runner.memory import DrafterMemory, Usage, cache_bytes
 from specray.engine.step import CacheShape
 from specray.errors import ConfigError
+from tests.unit.engine.runners import cpu_config
 
 GIB = 2**30
 VOCAB_SIZE = 1000
@@ -85,8 +86,7 @@ def test_a_largest_step_without_room_names_the_setting() -> None:
 
 
 def config_of(path: Path, **values: object) -> EngineConfig:
-    plain = {"model": str(path), "device": "cpu", "dtype": "float32", "max_num_seqs": 2, "num_threads": 1}
-    return EngineConfig.model_validate({**plain, "max_model_len": 64, **values})
+    return cpu_config(path, max_num_seqs=2, max_model_len=64, **values)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from specray.config import Config, DraftConfig, TargetConfig
 from specray.engine.build import build_draft_engine
@@ -15,7 +15,7 @@ from specray.engine.model.decoder_config import HEAD
 from specray.engine.preflight import check_pair
 from specray.errors import ConfigError
 from specray.types import Proposal, SamplingParams, SpeculateItem
-from tests.unit.engine.model.checkpoints import write_checkpoint, write_tokenizer
+from tests.unit.engine.model.checkpoints import changing_tensors, write_checkpoint, write_tokenizer
 
 NUM_WORDS = 90
 
@@ -69,11 +69,9 @@ def test_draft_never_proposes_its_padding(
     temperature: float, models: dict[int, Path], tmp_path: Path
 ) -> None:
     """However likely: its rows for padding ids make them the likeliest everywhere."""
-    for file in models[128].iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors[HEAD][NUM_WORDS:] = 100.0 * torch.randn(128 - NUM_WORDS, 32)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    shutil.copytree(models[128], tmp_path, dirs_exist_ok=True)
+    with changing_tensors(tmp_path) as tensors:
+        tensors[HEAD][NUM_WORDS:] = 100.0 * torch.randn(128 - NUM_WORDS, 32)
     options = {"dtype": "float32", "num_threads": 1, "profile_s": 0, "max_model_len": 32, "max_num_seqs": 2}
     item = SpeculateItem(
         "a", 1, 0, (5, 17, 93, 120), 8, sampling=SamplingParams(temperature=temperature, num_prompt_tokens=4)

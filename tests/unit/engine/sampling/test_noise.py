@@ -18,7 +18,7 @@ from specray.engine.sampling.noise import (
     philox_block,
     philox_words_at,
 )
-from tests.unit.engine.p_values import kolmogorov_smirnov_p_value
+from tests.unit.engine.sampling.p_values import kolmogorov_smirnov_p_value
 
 CPU = torch.device("cpu")
 ONES = (1 << 64) - 1

@@ -28,7 +28,7 @@ from specray.engine.sampling.noise import NoiseKey, NoiseSource, Purpose
 from specray.engine.sampling.processors import process_logits
 from specray.engine.sampling.verify import Round, Verified, verify_rejection, verify_rounds
 from specray.types import SamplingParams, Verification
-from tests.unit.engine.p_values import chi_square_p_value
+from tests.unit.engine.sampling.p_values import chi_square_p_value
 from tests.unit.engine.sampling.rows import row_group
 
 pytestmark = pytest.mark.slow

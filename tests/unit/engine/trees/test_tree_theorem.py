@@ -27,6 +27,7 @@ from tests.unit.engine.harness import (
     verify_item,
 )
 from tests.unit.engine.samplings import (
+    BAD_WORDS,
     GREEDY,
     NUM_OUTPUT,
     PROCESSED,
@@ -40,7 +41,6 @@ from tests.unit.engine.trees.random_trees import Shape, num_kept, shaped_drafter
 
 pytestmark = pytest.mark.slow
 
-BAD_WORDS = replace(PROCESSED, bad_words=((4, 9), (7, 7, 3), (16,), (20, 5)))
 ALL_SAMPLINGS = {
     **SAMPLINGS,
     "bad-words": BAD_WORDS,

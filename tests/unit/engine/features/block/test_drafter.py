@@ -11,28 +11,24 @@ import pytest
 import torch
 
 from specray.config import parse_config
-from specray.draft_tokens import NO_DRAFT, DraftTokens, TreeBudget
+from specray.draft_tokens import NO_DRAFT, TreeBudget
 from specray.engine.features.block.drafter import BlockDrafter
 from specray.engine.features.build import plan_drafter
 from specray.engine.runner.memory import DrafterMemory
-from specray.types import SamplingParams, Verdict, Verification, VerifyItem
+from specray.types import SamplingParams, Verdict, Verification
 from tests.unit.engine.features.block.checkpoints import LAYOUTS, SIZE, dflash, dspark, speculators
 from tests.unit.engine.features.block.reference import drafted
 from tests.unit.engine.features.checkpoints import write
 from tests.unit.engine.features.targets import (
-    GREEDY,
     LONG,
     PROMPT,
     Session,
-    generate,
     make_target,
     step,
-    watch,
 )
 from tests.unit.engine.model.checkpoints import VOCAB_SIZE, reference_model
 
 BLOCK = LAYOUTS["windows"]
-PAGED = {"attention": "gather", "block_size": 16}
 
 
 @pytest.fixture(scope="module")
@@ -47,38 +43,6 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def fresh(llama: Path, token_ids: list[int], count: int = SIZE) -> tuple[int, ...]:
     return tuple(drafted(reference_model(llama), BLOCK, token_ids, count).tokens)
-
-
-@pytest.mark.parametrize("changes", [{}, PAGED], ids=["whole", "paged"])
-def test_drafts_behind_partly_accepted_rounds_are_those_of_a_fresh_start(
-    llama: Path, windowed: Path, changes: Any
-) -> None:
-    alone = generate(make_target(llama, None), Session("alone", list(PROMPT)), 30, 0)
-    target, session, draft = make_target(llama, windowed, **changes), Session("a", list(PROMPT)), NO_DRAFT
-    watched, model = watch(target), reference_model(llama)
-    for right in (1, 2, 0, 3, 1):
-        watched.logits.clear()
-        [verdict] = step(target, [session], [draft], 3)
-        wanted = drafted(model, BLOCK, session.token_ids, 3)
-        assert list(verdict.draft.token_ids) == wanted.tokens
-        for own, expected in zip(watched.logits, wanted.logits, strict=True):
-            assert float((own[0] - expected).abs().max()) < 1e-5 * float(expected.abs().max())
-        done = len(session.token_ids) - len(PROMPT)
-        draft = DraftTokens((*alone[done : done + right], *verdict.draft.token_ids[right:])[:3])
-    assert {0, 1, 2, 3} == set(session.accepted)
-
-
-@pytest.mark.parametrize("changes", [{}, PAGED], ids=["whole", "paged"])
-def test_chunks_and_cached_prefixes_draft_the_same(llama: Path, windowed: Path, changes: Any) -> None:
-    target = make_target(llama, windowed, max_num_batched_tokens=24, **changes)
-    target.verify([VerifyItem("a", 1, 0, tuple(LONG[:30]), sample=False, sampling=GREEDY)])
-    session = Session("a", list(LONG), held=30, round_id=1)
-    [verdict] = step(target, [session], [NO_DRAFT], SIZE)
-    assert verdict.draft.token_ids == fresh(llama, session.token_ids)
-    again = Session("b", list(LONG))
-    [verdict] = step(target, [again], [NO_DRAFT], SIZE)
-    assert verdict.num_cached_tokens >= 32, "the prefix is computed once"
-    assert verdict.draft.token_ids == fresh(llama, again.token_ids)
 
 
 def test_long_prompts_are_caught_up_with_in_passes_of_bounded_size(

@@ -9,12 +9,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from tests.unit.engine.features.reference import hidden_states
 from tests.unit.engine.model.checkpoints import HIDDEN as HIDDEN_SIZES
-from tests.unit.engine.model.checkpoints import reference_model, write_checkpoint, write_model
+from tests.unit.engine.model.checkpoints import (
+    changing_tensors,
+    reference_model,
+    write_checkpoint,
+    write_model,
+)
 
 NUM_LAYERS = 2
 HIDDEN = 32
@@ -110,21 +114,19 @@ def write_target(
             for part in (naming.embedding_norm, naming.hidden_norm, naming.final_norm)
         },
     }
-    given = load_file(donor / "model.safetensors")
-    # A final norm that a mistake would show.
-    given["model.norm.weight"] = extra[naming.final_norm].clone()
-    save_file(given, donor / "model.safetensors", metadata={"format": "pt"})
-    weights = load_file(path / "model.safetensors")
-    for key, tensor in given.items():
-        if key.startswith("model.layers.0."):
-            weights[naming.layer + key.removeprefix("model.layers.0.")] = tensor.clone()
-    for part, tensor in extra.items():
-        weights[named(naming, part)] = tensor.clone()
-    for part in naming.copies:
-        whole = "model.embed_tokens.weight" if part == "embed_tokens" else "lm_head.weight"
-        weights[named(naming, part)] = weights.get(whole, weights["model.embed_tokens.weight"]).clone()
-    change(weights)
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with changing_tensors(donor) as given:
+        # A final norm that a mistake would show.
+        given["model.norm.weight"] = extra[naming.final_norm].clone()
+    with changing_tensors(path) as weights:
+        for key, tensor in given.items():
+            if key.startswith("model.layers.0."):
+                weights[naming.layer + key.removeprefix("model.layers.0.")] = tensor.clone()
+        for part, tensor in extra.items():
+            weights[named(naming, part)] = tensor.clone()
+        for part in naming.copies:
+            whole = "model.embed_tokens.weight" if part == "embed_tokens" else "lm_head.weight"
+            weights[named(naming, part)] = weights.get(whole, weights["model.embed_tokens.weight"]).clone()
+        change(weights)
     return Written(path, naming, extra, donor)
 
 

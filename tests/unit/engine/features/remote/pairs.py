@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from specray.config import Config, parse_config
 from specray.draft_tokens import NO_DRAFT, DraftTokens, TreeBudget
 from specray.engine.build import build_draft_engine, build_target_engine
+from specray.engine.features.base import Context
 from specray.engine.features.remote.engine import FeatureDraftEngine
 from specray.engine.target.engine import TargetEngine
 from specray.feature_rows import FeatureRows
@@ -35,6 +39,18 @@ def make_pair(target: Path, drafter: Path, **changes: Any) -> tuple[TargetEngine
     draft = build_draft_engine(config)
     assert isinstance(draft, FeatureDraftEngine)
     return build_target_engine(config), draft
+
+
+def noted_starts(monkeypatch: pytest.MonkeyPatch, drafter: type[Any]) -> list[int]:
+    """Of each sequence that a drafter begins to draft for: the tokens whose part of its state is there."""
+    started, start = list[int](), drafter.start
+
+    def noted(own: Any, store: Any, contexts: Sequence[Context]) -> Any:
+        started.extend(context.num_valid for context in contexts)
+        return start(own, store, contexts)
+
+    monkeypatch.setattr(drafter, "start", noted)
+    return started
 
 
 @dataclass

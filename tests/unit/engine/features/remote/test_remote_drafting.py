@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,14 @@ import pytest
 import torch
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens
+from specray.engine.features.eagle.drafter import EagleDrafter
+from specray.engine.features.remote.sending import FeatureSender
 from specray.engine.features.remote.wire import write_rows
 from specray.errors import EngineLostError
-from specray.feature_rows import FeatureRows
+from specray.feature_rows import ITEM_BYTES, FeatureRows
 from specray.types import ItemFailed, Proposal, SpeculateItem, VerifyItem
-from tests.unit.engine.features.checkpoints import (
-    HIDDEN,
-)
-from tests.unit.engine.features.remote.pairs import RemoteSession, make_pair
+from tests.unit.engine.features.checkpoints import HIDDEN
+from tests.unit.engine.features.remote.pairs import RemoteSession, make_pair, noted_starts
 from tests.unit.engine.features.targets import GREEDY, LONG, PROMPT
 
 K = 3
@@ -83,17 +84,20 @@ def test_features_that_were_lost_hold_back_proposals_until_they_come(pair: Any) 
 def test_chunks_are_read_as_they_come(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries of a long prompt are computed with its chunks, not with the first question."""
     monkeypatch.setattr("specray.engine.features.chained.drafter.MAX_ROWS", 16)
+    started = noted_starts(monkeypatch, EagleDrafter)
     target, draft = pair
     session = RemoteSession("chunks", list(LONG[:40]))
     session.verify(target, sample=False)
     assert session.propose(draft, 0) == NO_DRAFT
-    sequence = draft._table._sequences["chunks"]
-    assert (sequence.num_computed_tokens, sequence.num_drafted_for) == (40, 40)
     session.token_ids += LONG[40:]
     session.verify(target)
-    assert session.propose(draft, K) == whole(pair, session, "whole")
-    assert sequence.num_drafted_for == len(LONG) + 1
-    assert sequence.block_table.block_ids and len(sequence.block_table.block_ids) == -(-(len(LONG) + 1) // 16)
+    found = session.propose(draft, K)
+    assert draft.info.num_blocks_in_use == -(-(len(LONG) + 1) // 16)
+    assert found == whole(pair, session, "whole")
+    session.verify(target, found)
+    assert len(session.propose(draft, K)) == K
+    # The chunk's part is there; of a prompt that came at once nothing is; then all but the new tokens.
+    assert started == [40, 0, len(LONG) + 1]
     forget(pair, "chunks")
     assert draft.info.num_blocks_in_use == 0
 
@@ -114,18 +118,19 @@ def whole(pair: Any, session: RemoteSession, name: str) -> DraftTokens:
     return found
 
 
-def test_a_step_sends_no_more_than_its_bytes_and_rounds_go_first(pair: Any) -> None:
-    target, _ = pair
-    sender = target._features
+def test_a_step_sends_no_more_than_its_bytes_and_rounds_go_first(
+    llama: Path, eagle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = functools.partial(FeatureSender, max_bytes=20 * ITEM_BYTES * HIDDEN)
+    monkeypatch.setattr("specray.engine.features.build.FeatureSender", sender)
+    target, _ = make_pair(llama, eagle)
     long, short = RemoteSession("long", list(LONG)), RemoteSession("short", list(PROMPT))
     short.verify(target)
     items = [
         replace(long.item(num_features=1000), sample=False),
         short.item(DraftTokens((3, 4)), num_features=1000, first_feature=len(PROMPT)),
     ]
-    sender._max_rows = 20
     chunk, verdict = target.verify(items).replies
-    sender._max_rows = 1 << 20
     # One row of the round, whose drafts are wrong, and what is left.
     assert (verdict.features.first, verdict.features.num_rows) == (
         len(PROMPT),
@@ -135,7 +140,6 @@ def test_a_step_sends_no_more_than_its_bytes_and_rounds_go_first(pair: Any) -> N
     assert len(chunk.features.data) == 2 * HIDDEN * chunk.features.num_rows
     [again] = target.verify([VerifyItem("long", 9, 70, (5,), num_features=1000, first_feature=71)]).replies
     assert again.features is None, "nothing is there of a token that is drawn"
-    target.release(["long", "short"])
 
 
 def test_an_error_in_sending_costs_no_verdict(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +174,6 @@ def test_items_that_it_cannot_serve_are_refused_by_name(pair: Any, changes: Any,
 def test_the_health_check_runs_the_drafter(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, draft = pair
     draft.check()
-    monkeypatch.setattr(draft._drafter, "_logits", lambda rows: torch.full((1, 3), torch.nan))
+    monkeypatch.setattr(EagleDrafter, "start", lambda *args: torch.full((1, 3), torch.nan))
     with pytest.raises(EngineLostError, match="not numbers"):
         draft.check()

@@ -12,8 +12,8 @@ import torch
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens, TreeBudget
 from specray.engine.build import build_draft_engine
-from specray.engine.features.block.drafter import BlockFuser
-from specray.engine.features.eagle.drafter import EagleFuser
+from specray.engine.features.block.drafter import BlockDrafter, BlockFuser
+from specray.engine.features.eagle.drafter import EagleDrafter, EagleFuser
 from specray.engine.features.medusa import MedusaDrafter
 from specray.engine.features.mtp.drafter import MtpDrafter
 from specray.engine.model.checkpoint.safetensors_files import SafetensorsWeights
@@ -21,17 +21,15 @@ from specray.types import SamplingParams, Verification
 from tests.pairwise import pairs
 from tests.unit.engine.features.block.checkpoints import SIZE, dflash, dspark
 from tests.unit.engine.features.checkpoints import (
-    HIDDEN,
     LLAMA,
     eagle1_weights,
-    eagle3_weights,
-    medusa_weights,
+    masked_weights,
+    medusa_files,
     official,
-    random_weights,
     write,
 )
 from tests.unit.engine.features.mtp.checkpoints import write_target
-from tests.unit.engine.features.remote.pairs import RemoteSession, make_pair, pair_config
+from tests.unit.engine.features.remote.pairs import RemoteSession, make_pair, noted_starts, pair_config
 from tests.unit.engine.features.targets import GREEDY, LONG, PROMPT, Session, generate, make_target, step
 from tests.unit.engine.model.checkpoints import write_checkpoint
 
@@ -42,7 +40,6 @@ REJECTION = SamplingParams(
 )
 SAMPLINGS = {"greedy": GREEDY, "coupled": COUPLED, "rejection": REJECTION}
 TREES = {"chain": None, "likeliest": TreeBudget(8), "shape": TreeBudget(7, (4, 1), 0.0)}
-MASKED = eagle3_weights() | random_weights({"mask_hidden": (1, 1, 3 * HIDDEN)}, seed=8)
 MOST = {
     "eagle3": 9,
     "peagle": 9,
@@ -54,6 +51,7 @@ MOST = {
 }
 """Most draft tokens of each kind's chain, of nine that are asked for."""
 KINDS = list(MOST)
+DRAFTERS = {"medusa": MedusaDrafter, "dflash": BlockDrafter, "dspark": BlockDrafter, "mtp": MtpDrafter}
 Files = tuple[Path, Path]
 """A target, and the drafter as ``target.drafter`` names it."""
 
@@ -61,10 +59,10 @@ Files = tuple[Path, Path]
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory, llama: Path, eagle: Path) -> dict[str, Files]:
     root = tmp_path_factory.mktemp("kinds")
-    medusa = write(root / "medusa", medusa_weights(has_heads=False), {}, "medusa_lm_head.safetensors")
+    medusa = write(root / "medusa", *medusa_files(has_heads=False))
     return {
         "eagle3": (llama, eagle),
-        "peagle": (llama, write(root / "peagle", *official(MASKED, mask_token_id=17))),
+        "peagle": (llama, write(root / "peagle", *official(masked_weights(), mask_token_id=17))),
         "eagle1": (llama, write(root / "eagle1", eagle1_weights(), LLAMA)),
         "medusa": (llama, medusa),
         "dflash": (llama, write(root / "dflash", *dflash().files)),
@@ -122,17 +120,19 @@ def test_proposals_are_those_beside_the_target(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_draft_that_lost_everything_and_chunks_propose_the_same(files: dict[str, Files], kind: str) -> None:
+def test_a_draft_that_lost_everything_and_chunks_propose_the_same(
+    files: dict[str, Files], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, draft = make_pair(*files[kind], block_size=16)
+    started = noted_starts(monkeypatch, DRAFTERS.get(kind, EagleDrafter))
     session = RemoteSession("chunks", list(LONG[:40]))
     session.verify(target, sample=False)
     assert session.propose(draft, 0) == NO_DRAFT
-    sequence = draft._table._sequences["chunks"]
-    # A block's K/V are of the target's features alone; an entry of MTP stands one token behind them.
-    assert sequence.num_drafted_for == 40 - (kind in ("dflash", "dspark"))
     session.token_ids += LONG[40:]
     session.verify(target)
     found = session.propose(draft, K)
+    # A block's K/V are of the target's features alone; an entry of MTP stands one token behind them.
+    assert started == [40 - (kind in ("dflash", "dspark"))]
     session.lose(draft)
     assert session.propose(draft, K) == NO_DRAFT, "without features nothing is drafted"
     fresh = RemoteSession("fresh", session.token_ids[:-1])

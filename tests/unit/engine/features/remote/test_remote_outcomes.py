@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from specray.draft_tokens import TreeBudget
 from specray.engine.build import build_draft_engine
@@ -15,16 +13,9 @@ from specray.engine.features.remote.engine import FeatureDraftEngine
 from specray.errors import ConfigError
 from specray.types import Branch, Outcomes, SamplingParams, SpeculateItem
 from tests.unit.engine.features.block.checkpoints import dflash
-from tests.unit.engine.features.checkpoints import (
-    HIDDEN,
-    eagle3_weights,
-    medusa_weights,
-    official,
-    random_weights,
-    write,
-)
+from tests.unit.engine.features.checkpoints import masked_weights, medusa_files, official, write
 from tests.unit.engine.features.remote.pairs import RemoteSession, make_pair, pair_config
-from tests.unit.engine.features.targets import GREEDY, PROMPT
+from tests.unit.engine.features.targets import GREEDY, PROMPT, watch
 
 K = 3
 SAMPLINGS = {"greedy": GREEDY, "coupled": SamplingParams(temperature=30.0, seed=11)}
@@ -33,24 +24,8 @@ SAMPLINGS = {"greedy": GREEDY, "coupled": SamplingParams(temperature=30.0, seed=
 @pytest.fixture(
     scope="module", params=[{}, {"block_size": 16, "attention": "gather"}], ids=["whole", "paged"]
 )
-def pair(llama: Path, tmp_path_factory: pytest.TempPathFactory, request: Any) -> Any:
-    eagle = write(tmp_path_factory.mktemp("eagle"), *official(eagle3_weights()))
+def pair(llama: Path, eagle: Path, request: Any) -> Any:
     return make_pair(llama, eagle, **request.param)
-
-
-@dataclass
-class Watched:
-    """Keeps the logits that draft tokens are drawn from."""
-
-    sampler: Any
-    logits: list[torch.Tensor] = field(default_factory=list)
-
-    def draw(self, logits: torch.Tensor, groups: Any, **options: Any) -> Any:
-        self.logits.append(logits.clone())
-        return self.sampler.draw(logits, groups, **options)
-
-    def rank(self, *arguments: Any) -> Any:
-        return self.sampler.rank(*arguments)
 
 
 def ask(draft: FeatureDraftEngine, *asked: tuple[RemoteSession, tuple[int, ...], tuple[int, ...]]) -> Any:
@@ -69,13 +44,12 @@ def ask(draft: FeatureDraftEngine, *asked: tuple[RemoteSession, tuple[int, ...],
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_branches_go_on_as_chains_and_trees_do(pair: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_branches_go_on_as_chains_and_trees_do(pair: Any, name: str) -> None:
     target, draft = pair
     first, second = RemoteSession("a", list(PROMPT), SAMPLINGS[name]), RemoteSession("b", PROMPT[:4])
     for session in (first, second):
         session.verify(target)
-    watched = Watched(draft._drafting._sampler)
-    monkeypatch.setattr(draft._drafting, "_sampler", watched)
+    watched = watch(draft)
     chain = first.propose(draft, 2 * K + 1).token_ids
     expected = watched.logits[K + 1 :]
     tree = first.propose(draft, K + 1, tree=TreeBudget.of_widths((2, 1, 1, 1)))
@@ -116,10 +90,9 @@ def test_without_features_there_is_no_branch(pair: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["P-EAGLE", "Medusa", "DFlash or DSpark"])
 def test_a_drafter_of_one_pass_has_no_outcomes(llama: Path, tmp_path: Path, kind: str) -> None:
-    masked = eagle3_weights() | random_weights({"mask_hidden": (1, 1, 3 * HIDDEN)}, seed=8)
     written: dict[str, tuple[Any, ...]] = {
-        "P-EAGLE": official(masked, mask_token_id=17),
-        "Medusa": (medusa_weights(), {}, "medusa_lm_head.safetensors"),
+        "P-EAGLE": official(masked_weights(), mask_token_id=17),
+        "Medusa": medusa_files(),
         "DFlash or DSpark": dflash().files,
     }
     drafter = write(tmp_path, *written[kind])

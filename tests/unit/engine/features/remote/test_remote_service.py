@@ -11,16 +11,11 @@ from specray.engine.features.remote.engine import FeatureDraftEngine
 from specray.engine.target.engine import TargetEngine
 from specray.errors import ConfigError
 from specray.fakes import LocalDrafter, LocalVerifier, VirtualClock
-from tests.unit.engine.features.checkpoints import eagle3_weights, official, write
 from tests.unit.engine.features.remote.pairs import make_pair
-from tests.unit.engine.features.remote.served import K, TimedDraft, TimedTarget, serve, written_alone
+from tests.unit.engine.features.remote.served import serve, written_alone
 from tests.unit.engine.features.targets import make_target
+from tests.unit.engine.served import K, Outputs, TimedDraft, TimedTarget
 from tests.unit.router.harness import router_config, run, serving
-
-
-@pytest.fixture(scope="module")
-def eagle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("eagle"), *official(eagle3_weights()))
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +24,7 @@ def engines(llama: Path, eagle: Path) -> tuple[TargetEngine, FeatureDraftEngine]
 
 
 @pytest.fixture(scope="module")
-def alone(llama: Path) -> dict[tuple[str, bool], tuple[int, ...]]:
+def alone(llama: Path) -> Outputs:
     return written_alone(llama)
 
 

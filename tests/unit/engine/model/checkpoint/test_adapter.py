@@ -18,7 +18,12 @@ from specray.engine.model.description import ModelArgs, check_loadable
 from specray.engine.model.loader import DecoderSource, load_model
 from specray.engine.runner.assembly import build_runner
 from specray.errors import ConfigError
-from tests.unit.engine.model.checkpoints import reference_logits, reference_model, write_checkpoint
+from tests.unit.engine.model.checkpoints import (
+    changing_tensors,
+    reference_logits,
+    reference_model,
+    write_checkpoint,
+)
 
 CPU = torch.device("cpu")
 RANK, ALPHA = 3, 8
@@ -225,10 +230,8 @@ def test_tensors_that_do_not_fit(tmp_path: Path, llama: Path) -> None:
 
 def test_numbers_that_are_none(tmp_path: Path, llama: Path) -> None:
     write_adapter(tmp_path, llama)
-    file = tmp_path / "adapter_model.safetensors"
-    tensors = load_file(file)
-    tensors[f"base_model.model.{DOWN}.lora_B.weight"][2, 1] = float("nan")
-    save_file(tensors, file)
+    with changing_tensors(tmp_path, "adapter_model.safetensors") as tensors:
+        tensors[f"base_model.model.{DOWN}.lora_B.weight"][2, 1] = float("nan")
     with pytest.raises(ConfigError, match=f"makes the weight '{DOWN}.weight' hold NaN or infinite values"):
         source(llama, tmp_path).weights.take(f"{DOWN}.weight")
 

@@ -15,17 +15,11 @@ from specray.engine.model.description import ModelArgs, describe
 from specray.engine.model.loader import DecoderSource, load_model
 from specray.errors import ConfigError
 from specray.tokenization.fingerprint import tokenizer_fingerprint
-from tests.unit.engine.model.checkpoints import write_checkpoint
 
 HUB_ID = "someone/tiny"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 Hub = Callable[[], Path]
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from specray.engine.model.loader import DecoderSource, load_model
 from specray.engine.model.lowering import lower
 from specray.engine.model.operators_torch import TorchOperators
 from specray.errors import ConfigError
-from tests.unit.engine.model.checkpoints import write_checkpoint
+from tests.unit.engine.model.checkpoints import change_config, changing_tensors, write_checkpoint
 
 CPU = torch.device("cpu")
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -25,26 +24,25 @@ GATE_UP, DOWN = (f"model.layers.1.mlp.experts.{name}" for name in ("gate_up_proj
 
 def quantise(directory: Path) -> dict[str, torch.Tensor]:
     """Replaces a checkpoint's experts by random ones in MXFP4; returns the weights that they mean."""
-    file = directory / "model.safetensors"
-    tensors, random = load_file(file), torch.Generator().manual_seed(1)
+    random = torch.Generator().manual_seed(1)
     meant: dict[str, torch.Tensor] = {}
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, columns, rows = tensors.pop(name).shape
-        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), generator=random).to(torch.uint8)
-        scales = torch.randint(120, 126, blocks.shape[:3], generator=random).to(torch.uint8)
-        weight = torch.empty(experts, columns, rows)
-        for expert, row, group in torch.cartesian_prod(*map(torch.arange, blocks.shape[:3])).tolist():
-            scale = math.ldexp(1.0, int(scales[expert, row, group]) - 127)
-            for place, byte in enumerate(blocks[expert, row, group].tolist()):
-                for half, code in enumerate((byte & 15, byte >> 4)):
-                    number = NUMBERS[code & 7] * (-scale if code & 8 else scale)
-                    weight[expert, 32 * group + 2 * place + half, row] = number
-        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
-        meant[name] = weight
-    save_file(tensors, file)
-    config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (directory / "config.json").write_text(json.dumps(config))
+    with changing_tensors(directory) as tensors:
+        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+            experts, columns, rows = tensors.pop(name).shape
+            blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), generator=random)
+            scales = torch.randint(120, 126, blocks.shape[:3], generator=random)
+            meant[name] = torch.empty(experts, columns, rows)
+            for expert, row, group in torch.cartesian_prod(*map(torch.arange, blocks.shape[:3])).tolist():
+                scale = math.ldexp(1.0, int(scales[expert, row, group]) - 127)
+                for place, byte in enumerate(blocks[expert, row, group].tolist()):
+                    for half, code in enumerate((byte & 15, byte >> 4)):
+                        number = NUMBERS[code & 7] * (-scale if code & 8 else scale)
+                        meant[name][expert, 32 * group + 2 * place + half, row] = number
+            stored = {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            tensors |= {part: numbers.to(torch.uint8) for part, numbers in stored.items()}
+    change_config(
+        directory, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    )
     return meant
 
 
@@ -78,9 +76,8 @@ def test_experts_are_what_their_blocks_mean(checkpoint: Path) -> None:
 
 def test_a_scale_that_is_no_number_is_refused(checkpoint: Path) -> None:
     quantise(checkpoint)
-    tensors = load_file(checkpoint / "model.safetensors")
-    tensors[f"{DOWN}_scales"][1, 4, 0] = 255
-    save_file(tensors, checkpoint / "model.safetensors")
+    with changing_tensors(checkpoint) as tensors:
+        tensors[f"{DOWN}_scales"][1, 4, 0] = 255
     found = source(checkpoint)
     with pytest.raises(ConfigError, match=f"the weight '{DOWN}' holds NaN or infinite values"):
         found.weights.take(DOWN)

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from specray.engine.model.checkpoint.source import WeightPart
 from specray.engine.model.description import ModelArgs, check_loadable
 from specray.engine.model.loader import DecoderSource, load_model
 from specray.errors import ConfigError
-from tests.unit.engine.model.checkpoints import write_checkpoint
+from tests.unit.engine.model.checkpoints import change_config, changing_tensors, write_checkpoint
 from tests.unit.engine.model.stored_layouts import (
     LAYOUTS,
     Layout,
@@ -204,13 +204,12 @@ def test_a_variant_that_is_not_read(
 
 def change(path: Path, **tensors: torch.Tensor | None) -> None:
     """Sets tensors of the last layer's down projection; None: takes it away."""
-    file = path / "model.safetensors"
-    values, prefix = load_file(file), DOWN.removesuffix("weight")
-    for suffix, tensor in tensors.items():
-        values.pop(prefix + suffix, None)
-        if tensor is not None:
-            values[prefix + suffix] = tensor
-    save_file(values, file, metadata={"format": "pt"})
+    with changing_tensors(path) as values:
+        for suffix, tensor in tensors.items():
+            name = DOWN.removesuffix("weight") + suffix
+            values.pop(name, None)
+            if tensor is not None:
+                values[name] = tensor
 
 
 def test_a_tensor_that_the_method_does_not_know(checkpoint: Path) -> None:
@@ -220,9 +219,7 @@ def test_a_tensor_that_the_method_does_not_know(checkpoint: Path) -> None:
 
 
 def test_a_configuration_that_speaks_of_plain_weights(checkpoint: Path) -> None:
-    config = json.loads((checkpoint / "config.json").read_text())
-    config["quantization_config"] = LAYOUTS["awq"].config
-    (checkpoint / "config.json").write_text(json.dumps(config))
+    change_config(checkpoint, quantization_config=LAYOUTS["awq"].config)
     assert "says that it is quantised ('awq'), and none of its tensors is" in refused(checkpoint)
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specray.config import EngineConfig
 from specray.engine.model.decoder_config import Llama3Scaling, RopeFormula
 from specray.engine.model.description import ModelArgs, ModelDescription, describe
-from specray.engine.runner.assembly import build_runner
 from specray.errors import ConfigError
-from tests.unit.engine.model.checkpoints import write_family
+from tests.unit.engine.model.checkpoints import change_config, write_family
 from tests.unit.engine.model.zoo import FAMILIES
+from tests.unit.engine.runners import cpu_runner
 
 MAX_MODEL_LEN = 128
 
@@ -23,8 +21,7 @@ MAX_MODEL_LEN = 128
 def described(directory: Path, family: str, changed: dict[str, Any]) -> ModelDescription:
     """What is said of a family whose config.json was changed by hand."""
     write_family(directory, FAMILIES[family])
-    file = directory / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+    change_config(directory, **changed)
     return describe(ModelArgs(str(directory), max_model_len=MAX_MODEL_LEN))
 
 
@@ -141,8 +138,5 @@ def test_an_odd_number_of_rotated_dimensions_is_left_to_the_library(tmp_path: Pa
 def test_a_model_whose_own_forward_fails_is_refused(tmp_path: Path) -> None:
     """Its miniature has heads that fit each other."""
     write_family(tmp_path, replace(FAMILIES["olmo"], values={"num_key_value_heads": 3}))
-    config = EngineConfig(
-        model=str(tmp_path), dtype="float32", device="cpu", max_model_len=MAX_MODEL_LEN, num_threads=1
-    )
     with pytest.raises(ConfigError, match="OlmoForCausalLM is not supported: its forward fails"):
-        build_runner(config, role="target")
+        cpu_runner(tmp_path, max_model_len=MAX_MODEL_LEN)

@@ -8,22 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from specray.config import EngineConfig
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
 from specray.engine.inputs import SequenceInput
 from specray.engine.model.checks.modalities import drop_other_parts
 from specray.engine.model.description import ModelArgs, describe
-from specray.engine.runner.assembly import build_runner
 from specray.errors import ConfigError
 from tests.unit.engine.model.checkpoints import (
+    changing_tensors,
     family_config,
     reference_logits,
     reference_model,
     write_family,
 )
 from tests.unit.engine.model.zoo import FAMILIES
+from tests.unit.engine.runners import cpu_runner
 
 PROMPT = [5, 7, 9, 11, 13, 2, 4, 60, 33]
 
@@ -36,12 +36,10 @@ def starts(directory: Path) -> set[str]:
 
 def rename(directory: Path, prefixes: dict[str, str]) -> None:
     """Gives tensors whose names start so other names."""
-    path = directory / "model.safetensors"
-    renamed = {}
-    for name, tensor in load_file(path).items():
-        prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
-        renamed[prefixes.get(prefix, "") + name.removeprefix(prefix)] = tensor
-    save_file(renamed, path, metadata={"format": "pt"})
+    with changing_tensors(directory) as tensors:
+        for name in list(tensors):
+            prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+            tensors[prefixes.get(prefix, "") + name.removeprefix(prefix)] = tensors.pop(name)
 
 
 MISTRAL = {
@@ -70,8 +68,7 @@ def test_names_of_both_layouts_are_read_and_only_the_language_model_stays(
     expected = reference_logits(reference_model(tmp_path), PROMPT)
     rename(tmp_path, newer or {})
     assert starts(tmp_path) >= published
-    config = EngineConfig(model=str(tmp_path), dtype="float32", device="cpu", max_num_seqs=1, num_threads=1)
-    runner = build_runner(config, role="target")
+    runner = cpu_runner(tmp_path, max_num_seqs=1)
     table = BlockTable(BlockAllocator(runner.info.num_blocks, runner.info.block_size))
     table.reserve(len(PROMPT))
     logits = runner.run([SequenceInput(PROMPT, 0, table.block_ids, len(PROMPT))]).logits
@@ -100,16 +97,12 @@ def test_several_ranks_are_refused_before_weights_load(name: str, model_type: st
 
 def test_weights_of_the_language_model_that_are_missing_are_named(tmp_path: Path) -> None:
     write_family(tmp_path, FAMILIES["qwen2_5_vl"])
-    path = tmp_path / "model.safetensors"
-    tensors = load_file(path)
-    [gone] = [
-        name for name in tensors if name.endswith("layers.1.mlp.down_proj.weight") and "visual" not in name
-    ]
-    del tensors[gone]
-    save_file(tensors, path, metadata={"format": "pt"})
-    config = EngineConfig(model=str(tmp_path), dtype="float32", device="cpu", num_threads=1)
+    with changing_tensors(tmp_path) as tensors:
+        down = [name for name in tensors if name.endswith("layers.1.mlp.down_proj.weight")]
+        [gone] = [name for name in down if "visual" not in name]
+        del tensors[gone]
     with pytest.raises(ConfigError, match=r"lacks weights: \S*layers\.1\.mlp\.down_proj\.weight$"):
-        build_runner(config, role="target")
+        cpu_runner(tmp_path)
 
 
 class Whole(torch.nn.Module):

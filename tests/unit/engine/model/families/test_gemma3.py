@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 
 from specray.engine.model.decoder_config import LinearScaling, RopeFormula
 from specray.engine.model.families.config_json import read_decoder_config
 from specray.engine.model.families.from_library import can_lower, decoder_config_of
 from specray.engine.model.rotary import tables_of_layers
+from tests.unit.engine.model.checkpoints import read_by_library
 
 MAX_MODEL_LEN = 40
 FEW = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
@@ -29,16 +29,6 @@ PLAIN = {
     "num_hidden_layers": 3,
     "head_dim": 8,
 }
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("config")
-
-
-def read_by_library(values: dict[str, Any], directory: Path) -> Any:
-    (directory / "config.json").write_text(json.dumps(values))
-    return AutoConfig.from_pretrained(directory, local_files_only=True)
 
 
 def ropes() -> st.SearchStrategy[dict[str, Any]]:

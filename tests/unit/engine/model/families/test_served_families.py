@@ -7,8 +7,8 @@ and too little room for all requests at once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,11 @@ from specray.engine.build import build_draft_engine
 from specray.engine.drafting.engine import DraftEngine
 from specray.engine.runner.assembly import build_runner
 from specray.engine.target.engine import TargetEngine
-from specray.engine_info import EngineInfo
-from specray.fakes import LocalDrafter, LocalVerifier, VirtualClock
-from specray.interfaces import Drafter, Verifier
-from specray.requests import GenerateRequest
-from specray.types import DraftReplies, SamplingParams, SpeculateItem, TargetReplies, VerifyItem
-from tests.unit.engine.harness import engine_info, target_only
+from specray.fakes import LocalVerifier, VirtualClock
+from specray.interfaces import Verifier
+from specray.types import SamplingParams
+from tests.unit.engine import served
+from tests.unit.engine.harness import target_only
 from tests.unit.engine.model.checkpoints import (
     reference_greedy,
     reference_logits,
@@ -35,7 +34,9 @@ from tests.unit.engine.model.checkpoints import (
     write_tokenizer,
 )
 from tests.unit.engine.model.zoo import FAMILIES, Family
-from tests.unit.router.harness import request, router_config, run, serving
+from tests.unit.engine.runners import info_of
+from tests.unit.engine.served import COUPLED, NUM_OUTPUT, Connect, Served, TimedDraft, TimedTarget
+from tests.unit.router.harness import router_config
 
 pytestmark = pytest.mark.slow
 
@@ -49,59 +50,8 @@ PROMPTS = {
     "single": [17],
 }
 """The long one is longer than every window, and than three blocks."""
-NUM_OUTPUT = 24
-K = 3
-COUPLED: dict[str, Any] = {"temperature": 30.0, "seed": 11}
-"""Hot enough that the shared noise decides, so that draft and target often say the same."""
 NOISE = 0.03
 """Of a draft's weights, which are the target's but for it, by their deviation: not all tokens are right."""
-Connect = Callable[[], Coroutine[Any, Any, Verifier]]
-TARGET_STEP_NS, DRAFT_STEP_NS = 20_000_000, 4_000_000
-
-
-@dataclass
-class TimedTarget:
-    """A target with steps of 20 ms."""
-
-    engine: TargetEngine
-    num_rows: int = 0
-
-    @property
-    def info(self) -> EngineInfo:
-        return self.engine.info
-
-    def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
-        replies = self.engine.verify(items)
-        self.num_rows += replies.num_rows or 0
-        return replace(replies, forward_ns=TARGET_STEP_NS)
-
-    def release(self, request_ids: Sequence[str]) -> None:
-        self.engine.release(request_ids)
-
-    def check(self) -> None:
-        self.engine.check()
-
-
-@dataclass
-class TimedDraft:
-    """A draft with steps of 4 ms."""
-
-    engine: DraftEngine
-    num_trees: int = 0
-
-    @property
-    def info(self) -> EngineInfo:
-        return self.engine.info
-
-    def speculate(self, items: Sequence[SpeculateItem]) -> DraftReplies:
-        self.num_trees += sum(item.tree is not None for item in items)
-        return replace(self.engine.speculate(items), forward_ns=DRAFT_STEP_NS)
-
-    def release(self, request_ids: Sequence[str]) -> None:
-        self.engine.release(request_ids)
-
-    def check(self) -> None:
-        self.engine.check()
 
 
 def settings(target: Path, draft: Path) -> Config:
@@ -150,10 +100,8 @@ class Service:
         Args:
             num_blocks: of its cache; None: as many as fit.
         """
-        info = engine_info(
-            "target",
-            vocab_size=self.runner.info.vocab_size,
-            block_size=self.runner.info.block_size,
+        info = info_of(
+            self.runner,
             num_blocks=num_blocks or self.runner.info.num_blocks,
             max_model_len=self.runner.info.max_model_len,
             max_num_seqs=4,
@@ -193,90 +141,43 @@ def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Service(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def requests(is_greedy: bool) -> list[GenerateRequest]:
-    sampling: dict[str, Any] = {} if is_greedy else COUPLED
-    return [request(name, prompt, NUM_OUTPUT, **sampling) for name, prompt in PROMPTS.items()]
-
-
-@dataclass(frozen=True)
-class Served:
-    """What was counted while all requests were served."""
-
-    target: TimedTarget
-    draft: TimedDraft
-    accepted: float
-    drafted: float
-    preempted: float
-
-
 def serve(
-    service: Service,
-    *,
-    is_greedy: bool = True,
-    engine: TargetEngine | None = None,
-    verifier: Callable[[TimedTarget, VirtualClock], Connect] | None = None,
-    dies_after: int | None = None,
-    **options: Any,
+    service: Service, *, is_greedy: bool = True, engine: TargetEngine | None = None, **options: Any
 ) -> Served:
     """Serves all requests together, and compares each with the library's."""
-    clock = VirtualClock()
     target, draft = TimedTarget(engine or service.make_target()), TimedDraft(service.draft)
-
-    def lease(number: int) -> Drafter:
-        # The next one has lost what the one before was told.
-        draft.engine.release(list(PROMPTS))
-        return LocalDrafter(draft, clock, dies_after=dies_after if number == 0 else None)
-
-    async def main() -> Served:
-        connection = LocalVerifier(target, clock) if verifier is None else verifier(target, clock)
-        options.setdefault("num_speculative_tokens", K)
-        async with serving(clock, verifier=connection, make_drafter=lease, **options) as pair:
-            given = requests(is_greedy)
-            outputs = await asyncio.gather(*map(pair.router.complete, given))
-            for each, output in zip(given, outputs, strict=True):
-                assert output.token_ids == service.expected[each.request_id, is_greedy], each.request_id
-            return Served(
-                target,
-                draft,
-                pair.counted("specray_spec_decode_num_accepted_tokens_total"),
-                pair.counted("specray_spec_decode_num_draft_tokens_total"),
-                pair.counted("specray_preemptions_total"),
-            )
-
-    served = run(clock, main())
-    target.engine.check_integrity()
-    draft.engine.check_integrity()
-    target.engine.release(list(PROMPTS))
-    draft.engine.release(list(PROMPTS))
-    return served
+    found = served.serve(target, draft, PROMPTS, service.expected, is_greedy=is_greedy, **options)
+    target.release(list(PROMPTS))
+    return found
 
 
 @pytest.mark.parametrize("is_greedy", [True, False], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("overlap", ["serial", "ahead", "enumerate"])
 def test_chains(service: Service, overlap: str, is_greedy: bool) -> None:
-    served = serve(service, is_greedy=is_greedy, overlap=overlap)
-    assert served.drafted > 20
+    found = serve(service, is_greedy=is_greedy, overlap=overlap)
+    assert found.drafted > 20
     if not is_greedy:
-        assert served.accepted >= 8
+        assert found.accepted >= 8
     elif not service.is_recurrent:
         # Two models with nothing in common agree by chance alone.
-        assert 5 <= served.accepted < served.drafted
+        assert 5 <= found.accepted < found.drafted
 
 
 @pytest.mark.parametrize("is_greedy", [True, False], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("overlap", ["serial", "enumerate"])
 def test_trees(service: Service, overlap: str, is_greedy: bool) -> None:
     """Of which a target with recurrent layers verifies the first chain."""
-    served = serve(service, is_greedy=is_greedy, overlap=overlap, tree="8")
-    assert served.drafted > 20
+    found = serve(service, is_greedy=is_greedy, overlap=overlap, tree="8")
+    assert found.drafted > 20
     # Behind a hit comes a chain.
-    assert served.draft.num_trees > (3 if overlap == "serial" else 0)
+    num_trees = sum(item.tree is not None for item in found.draft.items)
+    assert num_trees > (3 if overlap == "serial" else 0)
 
 
 @pytest.mark.parametrize("is_greedy", [True, False], ids=["greedy", "seeded"])
 def test_a_draft_that_is_lost_and_returns(service: Service, is_greedy: bool) -> None:
-    served = serve(service, is_greedy=is_greedy, overlap="enumerate", dies_after=6)
-    assert served.drafted > 20
+    found = serve(service, is_greedy=is_greedy, overlap="enumerate", dies_after=6)
+    assert found.drafted > 20
 
 
 @pytest.mark.parametrize("is_greedy", [True, False], ids=["greedy", "seeded"])
@@ -317,5 +218,5 @@ def test_prompts_in_chunks_and_from_the_cache(service: Service) -> None:
 def test_more_requests_than_there_is_room_for(service: Service, is_greedy: bool) -> None:
     """Seven blocks, of which the long one takes five in the end: one gives its own back and begins again."""
     engine = service.make_target(num_blocks=7)
-    served = serve(service, is_greedy=is_greedy, engine=engine, overlap="enumerate")
-    assert served.preempted >= 1
+    found = serve(service, is_greedy=is_greedy, engine=engine, overlap="enumerate")
+    assert found.preempted >= 1

@@ -31,10 +31,11 @@ class Sums(torch.nn.Module):
         return sums
 
 
-def make_cache() -> BlockCache:
-    return BlockCache(
-        CacheShape(1, 1, 1), num_blocks=4, block_size=16, dtype=torch.float32, device=torch.device("cpu")
-    )
+def make_layer() -> tuple[Sums, RecurrentLayers, BlockCache]:
+    module, device = Sums(), torch.device("cpu")
+    shape = CacheShape(1, 1, 1)
+    cache = BlockCache(shape, num_blocks=4, block_size=16, dtype=torch.float32, device=device)
+    return module, RecurrentLayers([module]), cache
 
 
 def run(module: Sums, layers: RecurrentLayers, cache: BlockCache, *parts: tuple[Any, ...]) -> list[float]:
@@ -54,15 +55,13 @@ def run(module: Sums, layers: RecurrentLayers, cache: BlockCache, *parts: tuple[
 
 
 def test_sequences_of_a_step_do_not_mix() -> None:
-    module, cache = Sums(), make_cache()
-    layers = RecurrentLayers([module])
+    module, layers, cache = make_layer()
     assert run(module, layers, cache, (0, 0, [1.0, 2.0]), (1, 0, [10.0])) == [1, 3, 10]
     assert run(module, layers, cache, (1, 1, [20.0, 30.0]), (0, 2, [4.0])) == [30, 60, 7]
 
 
 def test_rows_of_equal_length_are_one_batch() -> None:
-    module, cache = Sums(), make_cache()
-    layers = RecurrentLayers([module])
+    module, layers, cache = make_layer()
     run(module, layers, cache, (0, 0, [1.0]), (1, 0, [2.0, 2.0]), (2, 0, [3.0]))
     module.shapes.clear()
     assert run(module, layers, cache, (0, 1, [1.0]), (1, 2, [1.0]), (2, 1, [1.0])) == [2, 5, 4]
@@ -70,15 +69,13 @@ def test_rows_of_equal_length_are_one_batch() -> None:
 
 
 def test_a_sequence_that_begins_is_no_batch_with_one_that_goes_on() -> None:
-    module, cache = Sums(), make_cache()
-    layers = RecurrentLayers([module])
+    module, layers, cache = make_layer()
     run(module, layers, cache, (0, 0, [1.0]))
     assert run(module, layers, cache, (0, 1, [1.0]), (1, 0, [5.0])) == [2, 5]
 
 
 def test_rows_behind_refused_ones_go_on_from_the_settled_ones() -> None:
-    module, cache = Sums(), make_cache()
-    layers = RecurrentLayers([module])
+    module, layers, cache = make_layer()
     run(module, layers, cache, (0, 0, [1.0, 1.0]))
     module.shapes.clear()
     assert run(module, layers, cache, (0, 2, [1.0, 50.0, 50.0], 3)) == [3, 53, 103]
@@ -88,8 +85,7 @@ def test_rows_behind_refused_ones_go_on_from_the_settled_ones() -> None:
 
 
 def test_a_step_that_fails_leaves_the_settled_state() -> None:
-    module, cache = Sums(), make_cache()
-    layers = RecurrentLayers([module])
+    module, layers, cache = make_layer()
     run(module, layers, cache, (0, 0, [1.0, 1.0]))
     rows = SequenceRows(0, 1, 2, [0])
     with pytest.raises(RuntimeError, match="lost"), layers.over(AttentionStep((rows,), cache)):

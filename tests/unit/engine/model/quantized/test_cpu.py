@@ -11,7 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("numba")
-from specray.config import Config, EngineConfig, parse_config
+from specray.config import Config, parse_config
 from specray.engine.build import build_draft_engine, build_target_engine
 from specray.engine.cpu.gemm.quantized import check as check_module
 from specray.engine.cpu.gemm.quantized.check import check_kernels
@@ -27,13 +27,13 @@ from specray.engine.model.quantized.formats import WeightFormats
 from specray.engine.model.quantized.operator_set import operator_set
 from specray.engine.quantization import Quantization
 from specray.engine.quantized_weight import quantize
-from specray.engine.runner.assembly import build_runner
-from specray.engine.runner.runner import ModelRunner
 from specray.errors import ConfigError
 from specray.types import SamplingParams
 from tests.unit.engine.harness import Session, generate_serial
 from tests.unit.engine.model.checkpoints import InMemoryWeights, write_checkpoint
 from tests.unit.engine.model.quantized.test_formats import CONFIG
+from tests.unit.engine.model.test_lowering import rank
+from tests.unit.engine.runners import cpu_runner, eager
 from tests.unit.engine.trees.drafters import engine_drafter
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="no AVX2 here")
@@ -41,13 +41,6 @@ pytestmark = pytest.mark.skipif(not has_kernels(), reason="no AVX2 here")
 CPU = torch.device("cpu")
 FORMATS = (Quantization.INT8, Quantization.INT4)
 SHAPES = replace(CONFIG, vocab_size=70, intermediate_size=128, num_hidden_layers=1)
-
-
-def rank(number: int, world_size: int) -> ParallelContext:
-    context: Any = object.__new__(ParallelContext)
-    context.rank, context.world_size = number, world_size
-    built: ParallelContext = context
-    return built
 
 
 def decoder(formats: WeightFormats, parallel: ParallelContext | None = None, *, is_tied: bool = False) -> Any:
@@ -168,12 +161,11 @@ def test_speculation_changes_no_token(tmp_path: Path, quantization: str) -> None
 def test_graphs_give_what_the_forward_gives(tmp_path: Path, dtype: str) -> None:
     path = write_checkpoint(tmp_path, "llama", intermediate_size=64, hidden_size=64)
     formats = {"quantization": "int4", "lm_head_quantization": "int8", "quantize_embedding": True}
-    runner = build_runner(EngineConfig(**settings(path, **formats) | {"dtype": dtype}), role="target")
+    runner = cpu_runner(path, dtype=dtype, max_num_seqs=2, cache_memory_gib=0.01, **formats)
     assert runner.cpu_graphs is not None
-    plain = ModelRunner(runner.forward, runner.cache, runner.info, records=False)
     graphs, others = (
         [each.run([SequenceInput([5 + start, 9], start, [0], 2)]).logits for start in range(0, 12, 2)]
-        for each in (runner, plain)
+        for each in (runner, eager(runner))
     )
     assert torch.equal(torch.cat(graphs), torch.cat(others))
 

@@ -9,34 +9,28 @@ import pytest
 import torch
 
 from specray.config import EngineConfig, parse_config
-from specray.engine.model.decoder_config import DecoderConfig, RopeFormula
 from specray.engine.model.description import ModelArgs, describe
 from specray.engine.model.loader import load_model
 from specray.engine.model.quantized.formats import WeightFormats
 from specray.engine.preflight import check_model
 from specray.engine.quantization import Quantization
 from specray.errors import ConfigError
+from tests.unit.engine.model import test_lowering
 from tests.unit.engine.model.checkpoints import write_checkpoint
 
 INT8, INT4, NONE = Quantization.INT8, Quantization.INT4, Quantization.NONE
-CONFIG = DecoderConfig(
-    model_type="llama",
+CONFIG = replace(
+    test_lowering.CONFIG,
     vocab_size=100,
     hidden_size=64,
     intermediate_size=96,
     num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
     head_dim=16,
-    rms_norm_eps=1e-6,
-    max_position_embeddings=16,
-    tie_word_embeddings=False,
     has_qkv_bias=False,
     has_output_bias=False,
     has_mlp_bias=False,
     has_head_norm=False,
     windows=(None,) * 3,
-    rope=RopeFormula(10_000.0),
 )
 LAYER = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 96
 NORMS = 7 * 64

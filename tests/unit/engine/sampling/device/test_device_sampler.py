@@ -9,12 +9,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from specray.draft_tokens import SparseProbs
 from specray.engine.sampling.device.kernels import TorchKernels
 from specray.engine.sampling.device.sampler import DeviceSampler
+from specray.engine.sampling.noise import NoiseSource
 from specray.engine.sampling.sampler import CpuSampler
-from specray.engine.sampling.verify import Verified, verify_rejection
-from specray.types import Verification
+from specray.engine.sampling.verify import Round, Verified, verify_rejection
+from specray.types import SamplingParams, Verification
 from tests.unit.engine.sampling.device.cases import random_group, random_logits, random_rounds
+from tests.unit.engine.sampling.rows import row_group
 
 VOCAB_SIZES = (1, 2, 5, 33, 500)
 NUM_SEEDS = 24
@@ -91,12 +94,6 @@ def test_a_sequence_does_not_depend_on_those_beside_it() -> None:
 
 def test_equal_distributions_that_leave_nothing_give_the_targets_own_token() -> None:
     """The draft token is one that its distribution cannot produce."""
-    from specray.draft_tokens import SparseProbs
-    from specray.engine.sampling.noise import NoiseSource
-    from specray.engine.sampling.verify import Round
-    from specray.types import SamplingParams
-    from tests.unit.engine.sampling.rows import row_group
-
     logits = torch.tensor([[0.0, 0.0, -math.inf, -math.inf], [0.0] * 4])
     probs = SparseProbs((0, 1), (0.5, 0.5))
     device, _ = samplers(4)

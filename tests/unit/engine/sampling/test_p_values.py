@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tests.unit.engine.p_values import chi_square_p_value, kolmogorov_smirnov_p_value
+from tests.unit.engine.sampling.p_values import chi_square_p_value, kolmogorov_smirnov_p_value
 
 
 @pytest.mark.parametrize(
