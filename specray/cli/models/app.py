@@ -23,17 +23,15 @@ def fetch(
     model: Annotated[str, typer.Argument(help="Known name, GGUF file, directory with one, or hub id.")],
 ) -> None:
     """Fetch a model, convert it where need be, and print the path that --target and --draft take."""
-    from specray.cli.models.fetching import fetch_listener
+    from specray.cli.models.checkpoints import fetched_checkpoint
     from specray.errors import ConfigError
-    from specray.models.cache import user_cache
     from specray.models.catalogue import known_names
     from specray.models.hub import HUB_ID, fetch_from_hub
-    from specray.models.resolve import find_source, source_checkpoint
+    from specray.models.resolve import find_source
 
     source = find_source(model)
     if source is not None:
-        with fetch_listener() as listener:
-            typer.echo(source_checkpoint(source, user_cache(), listener).directory)
+        typer.echo(fetched_checkpoint(source).directory)
     elif not Path(model).exists() and HUB_ID.fullmatch(model):
         typer.echo(fetch_from_hub(model))
     else:

@@ -72,13 +72,13 @@ def use_checkpoints(values: Values, *, has_chosen_draft: bool) -> None:
             if has_chosen_draft:
                 _use_draft_of(DEFAULT_MODEL, kept, draft)
     elif (source := _source(target)) is not None:
-        kept = _checkpoint(source)
+        kept = fetched_checkpoint(source)
         target["model"] = str(kept.directory)
         _name(values, source.name)
         if has_chosen_draft and isinstance(source, KnownModel):
             _use_draft_of(source, kept, draft)
     if draft.get("enabled", True) and (source := _source(draft)) is not None:
-        draft["model"] = str(_checkpoint(source).directory)
+        draft["model"] = str(fetched_checkpoint(source).directory)
 
 
 def section(values: Values, name: str) -> Values:
@@ -105,7 +105,7 @@ def _source(engine: Values) -> Source | None:
 def _default_checkpoint() -> KeptCheckpoint | None:
     """The default model's checkpoint; None, after a line that says why: it cannot be had."""
     try:
-        return _checkpoint(DEFAULT_MODEL)
+        return fetched_checkpoint(DEFAULT_MODEL)
     except ConfigError as error:
         line = f"specray: {error}; serving the embedded pair in place of {DEFAULT_MODEL.name}"
         print(line, file=sys.stderr, flush=True)
@@ -145,7 +145,8 @@ def _draft_of(known: KnownModel, target: KeptCheckpoint) -> str:
         return DRAFT_WITHOUT_OWN
 
 
-def _checkpoint(source: Source) -> KeptCheckpoint:
+def fetched_checkpoint(source: Source) -> KeptCheckpoint:
+    """A source's checkpoint; stderr shows how it is made. Raises ConfigError where it cannot be had."""
     from specray.cli.models.fetching import fetch_listener
 
     with fetch_listener() as listener:

@@ -188,19 +188,15 @@ def has_bfloat16(device: str) -> bool:
 
 def _checkpoint(name: str, *, is_draft: bool = False) -> str:
     """What transformers loads for a model's name. Raises ConfigError where it cannot be had."""
-    from specray.cli.models.fetching import fetch_listener
+    from specray.cli.models.checkpoints import fetched_checkpoint
     from specray.config import EMBEDDED
     from specray.demo.paths import demo_draft_path, demo_target_path
-    from specray.models.cache import user_cache
-    from specray.models.resolve import find_source, source_checkpoint
+    from specray.models.resolve import find_source
 
     if name == EMBEDDED:
         return str(demo_draft_path() if is_draft else demo_target_path())
     source = find_source(name)
-    if source is None:
-        return name
-    with fetch_listener() as listener:
-        return str(source_checkpoint(source, user_cache(), listener).directory)
+    return name if source is None else str(fetched_checkpoint(source).directory)
 
 
 def _own_draft(target: str) -> str:

@@ -141,14 +141,28 @@ def split_held_out(written: Written) -> tuple[Written, Written]:
     return train, held_out
 
 
-def picked_rows(cursor: int, count: int, *, num_rows: int, seed: int) -> list[int]:
-    """Some rows of an endless seeded shuffle, from place ``cursor`` on."""
-    picked: list[int] = []
-    while len(picked) < count:
-        epoch, place = divmod(cursor + len(picked), num_rows)
-        order = np.random.default_rng((seed, epoch)).permutation(num_rows)
-        picked += order[place : place + count - len(picked)].tolist()
-    return picked
+class DeviceRows:
+    """Rows of text on a device, as pairs of token ids and whether each is of an answer, ``[n, row_len]``."""
+
+    def __init__(self, written: Written, device: torch.device) -> None:
+        self._ids = torch.from_numpy(written.token_ids.astype(np.int32)).to(device)
+        self._is_answer = torch.from_numpy(written.is_answer).to(device)
+
+    def picked(self, cursor: int, count: int, *, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Some rows of an endless seeded shuffle, from place ``cursor`` on."""
+        picked: list[int] = []
+        num_rows = len(self._ids)
+        while len(picked) < count:
+            epoch, place = divmod(cursor + len(picked), num_rows)
+            order = np.random.default_rng((seed, epoch)).permutation(num_rows)
+            picked += order[place : place + count - len(picked)].tolist()
+        rows = torch.tensor(picked, device=self._ids.device)
+        return self._ids[rows].long(), self._is_answer[rows]
+
+    def split(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        parts = (torch.split(part, size) for part in (self._ids, self._is_answer))
+        for ids, is_answer in zip(*parts, strict=True):
+            yield ids.long(), is_answer
 
 
 def _check_source(directory: Path, model: Any, config: TextConfig) -> None:

@@ -6,14 +6,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from specray.train.draft.loss import DraftLoss, LossConfig, LossWeights, draft_loss
-from specray.train.draft.markers import TurnMarkers, turn_markers
+from specray.train.draft.markers import turn_markers
 from specray.train.draft.student import DraftShape, Student, write_compact
-from specray.train.draft.text import TextConfig, picked_rows, split_held_out, written_text
+from specray.train.draft.text import DeviceRows, TextConfig, split_held_out, written_text
 from specray.train.draft.vocabulary import frequent_ids
 from specray.train.draft.writing import Written
 from specray.train.heads.loading import loaded
@@ -73,7 +72,7 @@ def train_draft(
     written = written_text(model, tokenizer, work_dir, config.text, markers)
     train, held_out = split_held_out(written)
     answers = train.token_ids[train.is_answer]
-    always = sorted({*tokenizer.all_special_ids, *_marker_ids(markers)})
+    always = sorted({*tokenizer.all_special_ids, *markers.to_assistant, *markers.to_user})
     ids = frequent_ids(
         answers, share=config.vocabulary_share, max_num_ids=config.max_draft_vocabulary, always=always
     )
@@ -100,16 +99,14 @@ class _Trainer:
         self._target = target
         self._student = student
         self._config = config
-        self._device = target.device
-        self._ids = torch.from_numpy(written.token_ids.astype(np.int32)).to(self._device)
-        self._is_answer = torch.from_numpy(written.is_answer).to(self._device)
+        self._rows = DeviceRows(written, target.device)
         self.optimizer = MasterOptimizer(student, config.optimizer)
 
     def step(self, state: RunState, progress: float) -> dict[str, float]:
-        rows = self._picked(state)
-        ids, is_answer = self._ids[rows].long(), self._is_answer[rows]
+        count = -(-self._config.rows_per_step // 3) * 3
+        ids, is_answer = self._rows.picked(state.cursor, count, seed=self._config.seed)
         if progress >= 1 - self._config.long_share:
-            ids, is_answer = (part.reshape(len(rows) // 3, -1) for part in (ids, is_answer))
+            ids, is_answer = (part.reshape(count // 3, -1) for part in (ids, is_answer))
         per_forward = max(1, self._config.rows_per_forward * self._config.text.row_len // ids.shape[1])
         weight = self._weights(is_answer).sum()
         parts = []
@@ -120,19 +117,17 @@ class _Trainer:
             (part.loss / weight).backward()  # type: ignore[no-untyped-call]
             parts.append(part)
         norm = self.optimizer.step(progress)
-        state.cursor += len(rows)
+        state.cursor += count
         state.num_tokens += ids.numel()
         return {**_means(parts), "grad_norm": norm}
 
     @torch.no_grad()
     def evaluate(self, held_out: Written) -> dict[str, float]:
         """Returns agreement and overlap on answers that were not trained on."""
-        ids = torch.from_numpy(held_out.token_ids.astype(np.int64)).to(self._device)
-        is_answer = torch.from_numpy(held_out.is_answer).to(self._device)
-        size = self._config.rows_per_forward
+        rows = DeviceRows(held_out, self._target.device)
         parts = [
-            self._loss(own, answers, self._config.loss.held_out, other_weight=0.0)
-            for own, answers in zip(torch.split(ids, size), torch.split(is_answer, size), strict=True)
+            self._loss(ids, is_answer, self._config.loss.held_out, other_weight=0.0)
+            for ids, is_answer in rows.split(self._config.rows_per_forward)
         ]
         return {f"held_out_{name}": value for name, value in _means(parts).items()}
 
@@ -159,21 +154,11 @@ class _Trainer:
         others = self._config.other_weight if other_weight is None else other_weight
         return torch.where(is_answer[:, 1:], 1.0, others)
 
-    def _picked(self, state: RunState) -> torch.Tensor:
-        """The step's rows of an endless seeded shuffle; a multiple of three."""
-        count = -(-self._config.rows_per_step // 3) * 3
-        picked = picked_rows(state.cursor, count, num_rows=len(self._ids), seed=self._config.seed)
-        return torch.tensor(picked, device=self._device)
-
 
 def _means(parts: list[DraftLoss]) -> dict[str, float]:
     weight = float(sum(float(part.weight) for part in parts)) or 1.0
     names = ("loss", "agreement", "overlap")
     return {name: sum(float(getattr(part, name).detach()) for part in parts) / weight for name in names}
-
-
-def _marker_ids(markers: TurnMarkers) -> set[int]:
-    return {*markers.to_assistant, *markers.to_user}
 
 
 def _summary(config: DraftTrainConfig, written: Written, draft_vocab_size: int) -> dict[str, Any]:

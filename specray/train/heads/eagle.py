@@ -121,16 +121,22 @@ class EagleHead(HeadModule):
         seen: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> torch.Tensor:
         """One depth of all anchors; its keys and values join ``seen``."""
-        layer = self.midlayer
-        entering = torch.cat((layer.input_layernorm(embedded), layer.hidden_norm(hidden)), -1)
         # The row of anchor q stands for token q + 1 + depth, whose entry is at position q + depth.
         positions = torch.arange(depth, depth + hidden.shape[1], device=hidden.device)
+        query, key, value = self._projected(embedded, hidden, positions)
+        seen.append((key, value))
+        return self.midlayer.leave(chain_attention(query, seen).transpose(1, 2).flatten(2), hidden)
+
+    def _projected(
+        self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, ``[num_rows, num_heads, num_entries, head_dim]`` each."""
+        layer, groups = self.midlayer, self.shape.num_heads // self.shape.num_kv_heads
+        entering = torch.cat((layer.input_layernorm(embedded), layer.hidden_norm(hidden)), -1)
         cos, sin = rotary(positions, self.shape, hidden.dtype)
         query, key = (rotated(layer.heads(kind, entering), cos, sin) for kind in ("q", "k"))
-        groups = self.shape.num_heads // self.shape.num_kv_heads
         value = layer.heads("v", entering)
-        seen.append((key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)))
-        return layer.leave(chain_attention(query, seen).transpose(1, 2).flatten(2), hidden)
+        return query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
 
 
 def chain_attention(query: torch.Tensor, seen: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from specray.errors import ConfigError
 from specray.train.draft.markers import TurnMarkers
@@ -52,10 +50,19 @@ class Target:
     def num_layers(self) -> int:
         return whole_number(text_section(self.model.config), "num_hidden_layers")
 
-    def sizes(self, layers: tuple[int, ...]) -> torch.Tensor:
-        """Usual sizes of what a head reads of these layers, on some rows of the text."""
-        token_ids = torch.from_numpy(self.written.token_ids[:_NUM_SIZED_ROWS].astype(np.int64))
-        return usual_sizes(FeatureReader(self.model, layers), layers, token_ids.to(self.model.device))
+    @property
+    def default_layers(self) -> tuple[int, ...]:
+        return default_layers(self.num_layers)
+
+    def sizes(self) -> torch.Tensor:
+        """Usual sizes of what a head reads of the default layers, on some rows of the text."""
+        layers, token_ids = self.default_layers, self.written.token_ids[:_NUM_SIZED_ROWS].astype(np.int64)
+        on_device = torch.from_numpy(token_ids).to(self.model.device)
+        return usual_sizes(FeatureReader(self.model, layers), layers, on_device)
+
+    def placed(self, head: EagleHead | MedusaHeads | BlockHead) -> DraftHead:
+        """The head on the target's device, in its type."""
+        return head.to(device=self.model.device, dtype=self.model.dtype)
 
     @property
     def vocab_size(self) -> int:
@@ -86,12 +93,12 @@ class Eagle3:
         head = EagleHead(
             target.model,
             draft_ids(self.name, target, self.vocabulary_share, self.max_draft_vocabulary),
-            feature_layers=default_layers(target.num_layers),
+            feature_layers=target.default_layers,
             num_depths=self.num_depths,
             seed=target.seed,
-            sizes=target.sizes(default_layers(target.num_layers)),
+            sizes=target.sizes(),
         )
-        return head.to(device=target.model.device, dtype=target.model.dtype)
+        return target.placed(head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +117,15 @@ class PEagle(Eagle3):
         head = ParallelEagleHead(
             target.model,
             draft_ids(self.name, target, self.vocabulary_share, self.max_draft_vocabulary),
-            feature_layers=default_layers(target.num_layers),
+            feature_layers=target.default_layers,
             num_depths=self.num_depths,
             mask_id=mask_token(self.name, target, target.vocab_size, None),
             keep_rate=self.keep_rate,
             min_kept=self.min_kept,
             seed=target.seed,
-            sizes=target.sizes(default_layers(target.num_layers)),
+            sizes=target.sizes(),
         )
-        return head.to(device=target.model.device, dtype=target.model.dtype)
+        return target.placed(head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +140,7 @@ class Medusa:
     num_depths: int = 4
 
     def make(self, target: Target) -> DraftHead:
-        heads = MedusaHeads(target.model, num_depths=self.num_depths)
-        return heads.to(device=target.model.device, dtype=target.model.dtype)
+        return target.placed(MedusaHeads(target.model, num_depths=self.num_depths))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,16 +163,16 @@ class Block:
     def make(self, target: Target) -> DraftHead:
         head = BlockHead(
             target.model,
-            feature_layers=default_layers(target.num_layers),
+            feature_layers=target.default_layers,
             num_layers=self.num_layers,
             num_depths=self.num_depths,
             mask_id=mask_token(self.name, target, target.vocab_size, self.mask_token),
             has_confidence=self.has_confidence,
             anchor_share=self.anchor_share,
             seed=target.seed,
-            sizes=target.sizes(default_layers(target.num_layers)),
+            sizes=target.sizes(),
         )
-        return head.to(device=target.model.device, dtype=target.model.dtype)
+        return target.placed(head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,10 +267,5 @@ def _unused_token(target: Target, vocab_size: int) -> int:
     if num_tokens < vocab_size:
         return num_tokens
     counts = np.bincount(target.written.token_ids.reshape(-1), minlength=vocab_size)[:vocab_size]
-    return _rarest(counts, target.special_ids)
-
-
-def _rarest(counts: NDArray[np.int64], without: Collection[int]) -> int:
-    counts = counts.copy()
-    counts[sorted(without)] = counts.max() + 1
+    counts[sorted(target.special_ids)] = counts.max() + 1
     return len(counts) - 1 - int(counts[::-1].argmin())

@@ -30,7 +30,21 @@ _MAX_MASKS = 2048
 """Masks that are computed at once."""
 
 
-class PardDraft:
+class MaskChains:
+    """What heads with masks do alike."""
+
+    num_depths: int
+    _mask_id: int
+    _keep_rate: float
+    _min_kept: float
+
+    def trained_anchors(self, num_tokens: int, generator: torch.Generator) -> Sequence[torch.Tensor]:
+        return kept_anchors(
+            num_tokens - 1, self.num_depths, self._keep_rate, self._min_kept, generator=generator
+        )
+
+
+class PardDraft(MaskChains):
     """Implements ``base.DraftHead``; reads no features.
 
     Args:
@@ -90,12 +104,6 @@ class PardDraft:
         module: nn.Module = self._draft
         return module
 
-    def trained_anchors(self, num_tokens: int, generator: torch.Generator) -> Sequence[torch.Tensor]:
-        """All of the first depth, and of each later one some of those before."""
-        return kept_anchors(
-            num_tokens - 1, self.num_depths, self._keep_rate, self._min_kept, generator=generator
-        )
-
     def unroll(
         self,
         features: Mapping[int, torch.Tensor],
@@ -105,10 +113,8 @@ class PardDraft:
         """The first depth is drafted by the tokens themselves."""
         parts = [self._forward(token_ids, group) for group in anchor_groups(anchors)]
         # Token q + 1 drafts what comes after it.
-        tokens = parts[0][0][:, 1:]
-        first = tokens[:, : len(anchors[0])] if is_range(anchors[0]) else tokens[:, anchors[0]]
-        later = [torch.cat(rows, 1) for rows in zip(*(masks for _, masks in parts), strict=True)]
-        return [DraftRows(rows[..., : len(self.draft_ids)]) for rows in (first, *later)]
+        found = joined_depths(parts[0][0][:, 1:], [masks for _, masks in parts], anchors[0])
+        return [DraftRows(rows[..., : len(self.draft_ids)]) for rows in found]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Of tensors that are tied, one, and of a trimmed head the ids of its rows."""
@@ -125,19 +131,10 @@ class PardDraft:
     def _forward(
         self, token_ids: torch.Tensor, anchors: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Logits of the tokens, and of the masks of each depth from 1 on.
-
-        Args:
-            anchors: of each depth from 1 on.
-        """
+        """Logits of the tokens, and of the masks of each depth from 1 on, whose anchors these are."""
         num_rows, num_tokens = token_ids.shape
-        device, counts = token_ids.device, [len(own) for own in anchors]
-        # A token is the end of its own prefix, and a mask of the prefix that it follows.
-        ends = torch.cat((torch.arange(num_tokens, device=device), *(own + 1 for own in anchors)))
-        depths = torch.repeat_interleave(
-            torch.arange(len(counts) + 1, device=device),
-            torch.tensor([num_tokens, *counts], device=device),
-        )
+        counts = [len(own) for own in anchors]
+        ends, depths = chain_rows(num_tokens, [own + 1 for own in anchors], token_ids.device)
         masks = token_ids.new_full((num_rows, sum(counts)), self._mask_id)
         output = self._draft(
             input_ids=torch.cat((token_ids, masks), 1),
@@ -147,6 +144,26 @@ class PardDraft:
         )
         tokens, *later = torch.split(output.logits, [num_tokens, *counts], 1)
         return tokens, later
+
+
+def joined_depths(
+    rows: torch.Tensor, masks: Sequence[Sequence[torch.Tensor]], anchors: torch.Tensor
+) -> list[torch.Tensor]:
+    """Rows of each depth: the first's at its anchors, and those of masks in pieces of ``anchor_groups``."""
+    first = rows[:, : len(anchors)] if is_range(anchors) else rows[:, anchors]
+    return [first, *(torch.cat(pieces, 1) for pieces in zip(*masks, strict=True))]
+
+
+def chain_rows(
+    num_tokens: int, ends: Sequence[torch.Tensor], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The last token that each row sees and its depth, as ``chain_mask`` takes them; tokens come first.
+
+    A token is the end of its own prefix, and a mask of the prefix that it follows.
+    """
+    counts = torch.tensor([num_tokens, *map(len, ends)], device=device)
+    depths = torch.repeat_interleave(torch.arange(len(counts), device=device), counts)
+    return torch.cat((torch.arange(num_tokens, device=device), *ends)), depths
 
 
 def chain_mask(ends: torch.Tensor, depths: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -13,13 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from specray.train.heads.base import DraftRows, is_range
+from specray.train.heads.base import DraftRows
 from specray.train.heads.eagle import EagleHead
-from specray.train.heads.layer import rotary, rotated
-from specray.train.heads.pard import anchor_groups, chain_mask, kept_anchors
+from specray.train.heads.pard import MaskChains, anchor_groups, chain_mask, chain_rows, joined_depths
 
 
-class ParallelEagleHead(EagleHead):
+class ParallelEagleHead(MaskChains, EagleHead):
     """Implements ``base.DraftHead``.
 
     Args:
@@ -53,12 +52,6 @@ class ParallelEagleHead(EagleHead):
         generator = torch.Generator().manual_seed(seed)
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features, generator=generator))
 
-    def trained_anchors(self, num_tokens: int, generator: torch.Generator) -> Sequence[torch.Tensor]:
-        """All of the first depth, and of each later one some of those before."""
-        return kept_anchors(
-            num_tokens - 1, self.num_depths, self._keep_rate, self._min_kept, generator=generator
-        )
-
     def unroll(
         self,
         features: Mapping[int, torch.Tensor],
@@ -69,10 +62,8 @@ class ParallelEagleHead(EagleHead):
         hidden = self.fc.join([features[layer] for layer in self.feature_layers])
         embedded = F.embedding(token_ids[:, 1 : hidden.shape[1] + 1], self.target_embedding).to(hidden.dtype)
         parts = [self._rows(embedded, hidden, group) for group in anchor_groups(anchors)]
-        entries = parts[0][0]
-        first = entries[:, : len(anchors[0])] if is_range(anchors[0]) else entries[:, anchors[0]]
-        later = [torch.cat(rows, 1) for rows in zip(*(masks for _, masks in parts), strict=True)]
-        return [DraftRows(F.linear(self.norm(rows), self.unembedding)) for rows in (first, *later)]
+        found = joined_depths(parts[0][0], [masks for _, masks in parts], anchors[0])
+        return [DraftRows(F.linear(self.norm(rows), self.unembedding)) for rows in found]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         tensors = super().tensors()
@@ -85,33 +76,17 @@ class ParallelEagleHead(EagleHead):
     def _rows(
         self, embedded: torch.Tensor, hidden: torch.Tensor, anchors: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """What leaves the layer for the entries, and for the masks of each depth from 1 on.
-
-        Args:
-            anchors: of each depth from 1 on.
-        """
+        """What leaves the layer for the entries, and for the masks of each depth from 1 on."""
         num_rows, num_entries, _ = hidden.shape
-        device, counts = hidden.device, [len(own) for own in anchors]
-        ends = torch.cat((torch.arange(num_entries, device=device), *anchors))
-        depths = torch.repeat_interleave(
-            torch.arange(len(counts) + 1, device=device),
-            torch.tensor([num_entries, *counts], device=device),
-        )
+        counts = [len(own) for own in anchors]
+        ends, depths = chain_rows(num_entries, anchors, hidden.device)
         mask = self.target_embedding[self._mask_id].to(hidden.dtype)
         embedded = torch.cat((embedded, mask.expand(num_rows, sum(counts), -1)), 1)
         feature = self.fc(self.mask_hidden).expand(num_rows, sum(counts), -1)
         hidden = torch.cat((hidden, feature), 1)
-        layer = self.midlayer
-        entering = torch.cat((layer.input_layernorm(embedded), layer.hidden_norm(hidden)), -1)
-        cos, sin = rotary(ends + depths, self.shape, hidden.dtype)
-        query, key = (rotated(layer.heads(kind, entering), cos, sin) for kind in ("q", "k"))
-        groups = self.shape.num_heads // self.shape.num_kv_heads
-        attended = F.scaled_dot_product_attention(
-            query,
-            key.repeat_interleave(groups, 1),
-            layer.heads("v", entering).repeat_interleave(groups, 1),
-            attn_mask=chain_mask(ends, depths, hidden.dtype),
-        )
-        output = layer.leave(attended.transpose(1, 2).flatten(2), hidden)
+        query, key, value = self._projected(embedded, hidden, ends + depths)
+        mask = chain_mask(ends, depths, hidden.dtype)
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        output = self.midlayer.leave(attended.transpose(1, 2).flatten(2), hidden)
         entries, *later = torch.split(output, [num_entries, *counts], 1)
         return entries, later

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from specray.train.draft.loss import DraftLoss, LossConfig, LossWeights, TargetProbs, view_loss
-from specray.train.draft.text import picked_rows
+from specray.train.draft.text import DeviceRows
 from specray.train.draft.writing import Written
 from specray.train.heads.acceptance import (
     DepthCounts,
@@ -67,8 +67,7 @@ class HeadTrainer:
         self._head = head
         self._config = config
         self._device = device
-        self._ids = torch.from_numpy(written.token_ids.astype(np.int32)).to(device)
-        self._is_answer = torch.from_numpy(written.is_answer).to(device)
+        self._rows = DeviceRows(written, device)
         self._decays = [config.depth_decay**depth for depth in range(head.num_depths)]
         self._optimizer = optimizer
         self.held_out: dict[str, float] = {}
@@ -79,17 +78,15 @@ class HeadTrainer:
     def step(self, state: RunState, progress: float) -> dict[str, float]:
         """One step; returns its figures, and the last held-out tokens of a round."""
         config = self._config
-        picked = picked_rows(state.cursor, config.rows_per_step, num_rows=len(self._ids), seed=config.seed)
+        ids, is_answer = self._rows.picked(state.cursor, config.rows_per_step, seed=config.seed)
         # What is chosen follows from the place in the text: a run that goes on chooses the same.
         seed = int(np.random.default_rng((config.seed, state.cursor)).integers(1 << 62))
         generator = torch.Generator().manual_seed(seed)
-        rows = torch.tensor(picked, device=self._device)
-        ids, is_answer = self._ids[rows].long(), self._is_answer[rows]
         anchors = [
             [each.to(self._device) for each in self._head.trained_anchors(ids.shape[1] - 1, generator)]
             for _ in range(0, len(ids), config.rows_per_forward)
         ]
-        weights = self._weights(is_answer, config.other_weight)
+        weights = torch.where(is_answer, 1.0, config.other_weight)
         totals = self._totals(weights, anchors)
         parts = []
         for own_ids, own_weights, own_anchors in zip(
@@ -105,7 +102,7 @@ class HeadTrainer:
             self._joined(means).backward()  # type: ignore[no-untyped-call]
             parts.append(losses)
         norm = self._optimizer.step(progress)
-        state.cursor += len(picked)
+        state.cursor += len(ids)
         state.num_tokens += ids.numel()
         last = {_IN_BAR: self.held_out[_IN_BAR]} if _IN_BAR in self.held_out else {}
         return {**self._means(parts), "grad_norm": norm, **last}
@@ -119,12 +116,7 @@ class HeadTrainer:
         for domain in sorted(set(held_out.domains.tolist())):
             totals = self.domains[domain] = [DepthCounts() for _ in self._decays]
             own = held_out[held_out.domains == domain]
-            all_ids = torch.from_numpy(own.token_ids.astype(np.int64)).to(self._device)
-            all_answers = torch.from_numpy(own.is_answer).to(self._device)
-            size = self._config.rows_per_forward
-            for ids, is_answer in zip(
-                torch.split(all_ids, size), torch.split(all_answers, size), strict=True
-            ):
+            for ids, is_answer in DeviceRows(own, self._device).split(self._config.rows_per_forward):
                 losses, drafted, seen = self._evaluated(ids, is_answer)
                 parts.append(losses)
                 for total, found in zip(
@@ -143,7 +135,7 @@ class HeadTrainer:
         self, ids: torch.Tensor, is_answer: torch.Tensor
     ) -> tuple[list[DraftLoss], Sequence[DraftRows], _Seen]:
         anchors = [each.to(self._device) for each in all_anchors(ids.shape[1] - 1, len(self._decays))]
-        weights = self._weights(is_answer, 0.0)
+        weights = torch.where(is_answer, 1.0, 0.0)
         losses, forward = self._losses(
             ids, weights, anchors, self._config.loss.held_out, has_confidence=False
         )
@@ -174,12 +166,7 @@ class HeadTrainer:
         *,
         has_confidence: bool,
     ) -> tuple[list[DraftLoss], _Forward]:
-        """The loss of each depth, and what it is of.
-
-        Args:
-            weights: ``[num_rows, length]``, of each token.
-            has_confidence: the loss of a confidence head is part of it.
-        """
+        """The loss of each depth, and its forward; ``weights`` are of each token, ``[num_rows, length]``."""
         # What the target's row i says is of token i + 1.
         target = self._readings.read(ids[:, :-1])
         features = {layer: rows[:, :-1] for layer, rows in target.features.items()}
@@ -222,10 +209,6 @@ class HeadTrainer:
         total = sum(value * decay for value, decay in zip(values, self._decays, strict=True))
         return torch.as_tensor(total) / sum(self._decays)
 
-    @staticmethod
-    def _weights(is_answer: torch.Tensor, other_weight: float) -> torch.Tensor:
-        return torch.where(is_answer, 1.0, other_weight)
-
     def _means(self, parts: list[list[DraftLoss]]) -> dict[str, float]:
         """The joined loss, and agreement and loss of each depth."""
         losses, figures = [], {}
@@ -238,8 +221,6 @@ class HeadTrainer:
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """What a loss is of."""
-
     target: ReadRows
     drafted: Sequence[DraftRows]
 

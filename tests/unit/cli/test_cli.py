@@ -13,36 +13,14 @@ from typing import Any
 import pytest
 
 from specray import __version__
-from specray.cli import main
 from specray.cli.generate import Sampling, _from_server, _print_all
 from specray.cli.settings import build_config, pair_options
 from specray.config import Config, read_config_file
 from specray.errors import ConfigError
 from specray.fakes import FakeRouterClient
 from specray.types import DraftKind, Overlap, Verification
+from tests.unit.cli.harness import run
 from tests.unit.serving.http.service import INFO, REPLY, say, serving
-
-
-def run(*arguments: str) -> int:
-    """Runs ``specray`` with these arguments; returns the exit code."""
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
-    assert isinstance(end.value.code, int)
-    return end.value.code
-
-
-@pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Config]:
-    """Records the configurations that ``specray serve`` would have served."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    configs: list[Config] = []
-
-    def run_service(config: Config) -> int:
-        configs.append(config)
-        return 7
-
-    monkeypatch.setattr("specray.serving.launch.run_service", run_service)
-    return configs
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

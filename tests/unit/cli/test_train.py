@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from safetensors import safe_open
 
 from specray.cli.app import run
@@ -20,6 +18,7 @@ from specray.engine.features.base import TargetShape
 from specray.engine.features.block.layout import BlockLayout
 from specray.engine.features.eagle.layout import EagleLayout
 from specray.engine.features.loader import read_layout
+from tests.unit.train.conftest import one_thread as one_thread
 from tests.unit.train.heads.runs import begin, write_target
 
 pytestmark = pytest.mark.slow
@@ -27,15 +26,6 @@ pytestmark = pytest.mark.slow
 SHAPE = TargetShape(3, 32, 259)
 TEXT = ["--num-rows", "12", "--rows-per-batch", "12", "--row-len", "112"]
 TRAIN = ["--rows-per-step", "2", "--steps", "2"]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads of so small products wait for each other longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_one_command_makes_a_head_that_the_engine_reads(
@@ -107,14 +97,6 @@ def test_what_a_draft_with_masks_cannot_be_made_of_is_refused(
     assert problem in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_target_without_a_draft_in_the_package_needs_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["train", "pard", str(tmp_path), "--work-dir", str(tmp_path / "run")]) == 2
-    said = f"--draft is missing, and the package has no draft for '{tmp_path}'; allowed: a draft model"
-    assert said in " ".join(capsys.readouterr().err.split())
-
-
 def test_the_embedded_target_is_trained_for_by_its_name(tmp_path: Path) -> None:
     where = ["--work-dir", str(begin(tmp_path)), *TEXT, *TRAIN]
     assert run(["train", "medusa", "embedded", *where, "--num-heads", "1"]) == 0
@@ -128,23 +110,40 @@ def test_the_embedded_target_is_trained_for_by_its_name(tmp_path: Path) -> None:
     assert (rows[:, 0] == 0).all(), "texts begin with <s>"
 
 
-@pytest.mark.parametrize("command", ["medusa", "draft"])
-def test_a_target_that_is_none_is_refused_by_its_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+@pytest.mark.parametrize(
+    ("command", "target", "given", "problem"),
+    [
+        (
+            "pard",
+            "{path}",
+            [],
+            "--draft is missing, and the package has no draft for '{path}'; allowed: a draft",
+        ),
+        ("medusa", "{path}", [], "target '{path}' cannot be loaded by transformers"),
+        ("draft", "{path}", [], "target '{path}' cannot be loaded by transformers"),
+        ("medusa", "embedded", ["--device", "abacus"], "--device is 'abacus', which cannot be used"),
+        ("draft", "embedded", ["--device", "abacus"], "--device is 'abacus', which cannot be used"),
+        (
+            "medusa",
+            "{path}",
+            ["--steps", "2", "--time-budget", "10"],
+            "exactly one of num_steps and time_budget",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    target: str,
+    given: list[str],
+    problem: str,
 ) -> None:
-    (tmp_path / "empty").mkdir()
-    assert run(["train", command, str(tmp_path / "empty"), "--work-dir", str(tmp_path / "run")]) == 2
-    assert f"target '{tmp_path / 'empty'}' cannot be loaded by transformers" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["medusa", "draft"])
-def test_a_device_that_is_none_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    where = ["--work-dir", str(tmp_path / "run"), "--device", "abacus"]
-    assert run(["train", command, "embedded", *where]) == 2
-    assert "--device is 'abacus', which cannot be used" in " ".join(capsys.readouterr().err.split())
-    assert not (tmp_path / "run").exists()
+    (path := tmp_path / "empty").mkdir()
+    where = [target.format(path=path), "--work-dir", str(tmp_path / "run")]
+    assert run(["train", command, *where, *given]) == 2
+    assert problem.format(path=path) in " ".join(capsys.readouterr().err.split())
+    assert "--device" not in given or not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -160,9 +159,3 @@ def test_products_are_bfloat16_where_the_processor_has_them(
 ) -> None:
     monkeypatch.setattr(isa, "usable_isas", lambda: isas)
     assert has_bfloat16(device) == expected
-
-
-def test_a_run_has_one_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    both = ["--steps", "2", "--time-budget", "10"]
-    assert run(["train", "medusa", str(tmp_path), *both]) == 2
-    assert "exactly one of num_steps and time_budget_s" in capsys.readouterr().err

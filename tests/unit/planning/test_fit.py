@@ -15,7 +15,7 @@ from specray.planning.fit import (
     fit_target,
     rates_by_position,
 )
-from specray.planning.profile import LinearTime
+from specray.planning.profile import LinearTime, TargetProfile
 from specray.planning.samples import Samples, read_hits, read_samples
 from specray.router.trace import (
     DraftAsked,
@@ -67,8 +67,14 @@ def prompts(*lengths: int) -> Iterator[TraceEvent]:
         yield VerdictReceived(now, name, number, length * MS // 10, "model", 0, 0, 1, "prefill")
 
 
-def _is_of_draft(event: TraceEvent) -> bool:
-    return isinstance(event, (DraftAsked, DraftReplied))
+def plain_prompts(*lengths: int) -> Samples:
+    """Prompts of the target alone."""
+    of_draft = (DraftAsked, DraftReplied)
+    return read_samples([event for event in prompts(*lengths) if not isinstance(event, of_draft)])
+
+
+def fitted(sweep: Sweep) -> TargetProfile:
+    return fit_target(sweep, fake_info("target"), hardware="box")
 
 
 @pytest.fixture
@@ -80,7 +86,7 @@ def sweep() -> Sweep:
     return Sweep(
         rounds=[rounds],
         prefills=read_samples(list(prompts(100, 200))),
-        plain_prefills=read_samples([event for event in prompts(100, 200) if not _is_of_draft(event)]),
+        plain_prefills=plain_prompts(100, 200),
         acceptance={0.0: rounds},
         outputs={0.0: [output("101")]},
         hits={0.0: {1: (3, 4)}},
@@ -141,7 +147,7 @@ def test_hits_are_counted_by_the_width_of_the_plan() -> None:
 
 
 def test_fitted_target_takes_what_the_steps_took(sweep: Sweep) -> None:
-    target = fit_target(sweep, fake_info("target"), hardware="box")
+    target = fitted(sweep)
     assert {point.num_rows: point.seconds for point in target.verify} == pytest.approx(
         {rows: rows * 1e-3 for rows in (2, 4, 8, 16)}
     )
@@ -181,7 +187,7 @@ def test_longer_contexts_cost_what_they_took_more(sweep: Sweep) -> None:
         return read_samples(events)
 
     sweep.long_context = {(1, n): long(n, ms) for n, ms in ((1000, 5), (500, 3), (2000, 4))}
-    target = fit_target(sweep, fake_info("target"), hardware="box")
+    target = fitted(sweep)
     assert {point.rows_per_sequence for point in target.context} == {2}
     assert [(point.num_tokens, point.seconds) for point in target.context] == [
         (10, 0.0),
@@ -224,7 +230,7 @@ def beside_draft(number: int, forward_ms: int) -> Iterator[TraceEvent]:
 def test_a_step_gets_on_slower_by_what_it_lost_beside_the_draft(sweep: Sweep) -> None:
     # 4 ms alone; 6 ms beside 4 ms of the draft, in which it got on by 2.
     sweep.overlapped = read_samples([event for number in range(3) for event in beside_draft(number, 6)])
-    target = fit_target(sweep, fake_info("target"), hardware="box")
+    target = fitted(sweep)
     assert target.slowdown_beside_draft == pytest.approx(4 / 2)
     assert target.prompt_slowdown_beside_draft == 1.0
 
@@ -240,7 +246,7 @@ def test_a_prompt_waits_in_the_router_and_on_its_way(sweep: Sweep) -> None:
         ]
     sweep.prefills = Samples()
     sweep.plain_prefills = read_samples(events)
-    target = fit_target(sweep, fake_info("target"), hardware="box")
+    target = fitted(sweep)
     assert target.prompt_wait_s == pytest.approx(0.4e-3 + 1.5e-3 - 0.5e-3)
 
 
@@ -258,7 +264,7 @@ def target_steps(count: int, k: int, forward_ns: int) -> Iterator[TraceEvent]:
 
 def test_step_that_took_longer_than_a_larger_one_shares_its_time_with_it(sweep: Sweep) -> None:
     sweep.rounds[0].extend(read_samples(list(target_steps(1, 5, 15 * MS))))
-    target = fit_target(sweep, fake_info("target"), hardware="box")
+    target = fitted(sweep)
     # Three steps of 6 rows took 15 ms, ten of 8 rows 8 ms.
     seconds = {point.num_rows: point.seconds for point in target.verify}
     assert seconds[6] == seconds[8] == pytest.approx((3 * 15e-3 + 10 * 8e-3) / 13)
@@ -283,11 +289,10 @@ def test_draft_beside_the_target_is_slower_by_what_it_lost(sweep: Sweep) -> None
 
 def test_single_steps_are_kept_as_quantiles_around_their_mean() -> None:
     # One step of four takes four times as long as the others.
-    plain = read_samples([event for event in prompts(100) if not _is_of_draft(event)])
     samples = Samples()
     for n in range(8):
         samples.extend(read_samples(list(target_steps(1, 3, (16 if n % 4 == 3 else 4) * MS))))
-    target = fit_target(Sweep(rounds=[samples], plain_prefills=plain), fake_info("target"), hardware="box")
+    target = fitted(Sweep(rounds=[samples], plain_prefills=plain_prompts(100)))
     assert len(target.step_spread) == 20
     assert sum(target.step_spread) / 20 == pytest.approx(1.0, abs=0.01)
     # A sample counts for at most three times the median.
@@ -298,14 +303,12 @@ def test_what_each_sequence_adds_is_told_apart_from_the_rows() -> None:
     rounds = Samples()
     for count, k in ((1, 7), (2, 3), (4, 1), (8, 0)):
         rounds.extend(read_samples(list(target_steps(count, k, 8 * MS + count * MS // 2))))
-    plain = read_samples([event for event in prompts(100) if not _is_of_draft(event)])
-    target = fit_target(Sweep(rounds=[rounds], plain_prefills=plain), fake_info("target"), hardware="box")
+    target = fitted(Sweep(rounds=[rounds], plain_prefills=plain_prompts(100)))
     assert target.per_sequence_s == pytest.approx(5e-4)
     assert [(point.num_rows, point.seconds) for point in target.verify] == [(8, pytest.approx(8e-3))]
 
 
 def test_the_median_of_the_passes_counts() -> None:
     passes = [read_samples(list(target_steps(1, 3, milliseconds * MS))) for milliseconds in (4, 9, 7)]
-    plain = read_samples([event for event in prompts(100) if not _is_of_draft(event)])
-    target = fit_target(Sweep(rounds=passes, plain_prefills=plain), fake_info("target"), hardware="box")
+    target = fitted(Sweep(rounds=passes, plain_prefills=plain_prompts(100)))
     assert [(point.num_rows, point.seconds) for point in target.verify] == [(4, pytest.approx(7e-3))]

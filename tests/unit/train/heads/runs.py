@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,15 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from specray.config import Config, DraftConfig
+from specray.engine.build import build_draft_engine
 from specray.train.draft.text import TextConfig
 from specray.train.heads.methods import Block, Eagle3, Medusa, Method, Pard, PEagle
 from specray.train.heads.trainer import StepConfig
 from specray.train.heads.training import HeadTrainConfig
 from specray.train.loop import RunLimit
+from specray.types import Proposal, SpeculateItem
+from tests.unit.engine.features.targets import GREEDY
 from tests.unit.train.toys import save_model, save_toy_tokenizer, toy_llama
 
 ROW_LEN = 112
@@ -87,3 +92,27 @@ def held_out(work_dir: Path, method: str) -> list[dict[str, float]]:
     """The evaluations of a run's log."""
     rows = (work_dir / f"{method}.log.jsonl").read_text("utf-8").splitlines()
     return [row for row in map(json.loads, rows) if "held_out_loss" in row]
+
+
+def proposals(
+    draft: Path, prompt: Sequence[int], num_tokens: int
+) -> Iterator[tuple[list[int], tuple[int, ...]]]:
+    """Four texts that grow by some accepted tokens and one more, and what the draft engine proposes after."""
+    options = {"dtype": "float32", "num_threads": 1, "profile_s": 0, "max_model_len": 64, "max_num_seqs": 2}
+    engine = build_draft_engine(Config(draft=DraftConfig(model=str(draft), **options)))
+    tokens, num_sent = list(prompt), 0
+    for round_id in range(4):
+        new = tuple(tokens[num_sent:])
+        item = SpeculateItem("a", round_id, num_sent, new, num_tokens, sampling=GREEDY)
+        [proposal] = engine.speculate([item]).replies
+        assert isinstance(proposal, Proposal)
+        yield list(tokens), proposal.draft.token_ids
+        num_sent = len(tokens)
+        tokens += [*proposal.draft.token_ids[: round_id % 3], 40 + round_id]
+
+
+def vary(module: nn.Module) -> None:
+    """Gives every parameter numbers of its own; norms stay near 1."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3 + ("norm" in name))

@@ -12,9 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from specray.config import Config, DraftConfig
 from specray.draft_tokens import NO_DRAFT
-from specray.engine.build import build_draft_engine
 from specray.engine.features import medusa as layout
 from specray.errors import ConfigError
 from specray.train.draft.writing import Written
@@ -25,9 +23,8 @@ from specray.train.heads.eagle import EagleHead
 from specray.train.heads.methods import Medusa, Target
 from specray.train.heads.target import FeatureReader
 from specray.train.heads.training import train_head
-from specray.types import Proposal, SpeculateItem
-from tests.unit.engine.features.targets import GREEDY, Session, make_target, step
-from tests.unit.train.heads.runs import ROW_LEN, begin, config, held_out, methods, target_model, write_target
+from tests.unit.engine.features.targets import Session, make_target, step
+from tests.unit.train.heads.runs import ROW_LEN, begin, config, held_out, methods, proposals, target_model
 
 pytestmark = pytest.mark.slow
 
@@ -39,19 +36,14 @@ METHODS = ["eagle3", "peagle", "medusa", "block", "pard"]
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_target(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
-def trained(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(target_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory in which all were trained, with a pause but for Medusa."""
     work_dir = begin(tmp_path_factory.mktemp("run"))
-    for name, method in methods(target.parent).items():
+    for name, method in methods(target_path.parent).items():
         if name != "medusa":
-            train_head(method, str(target), work_dir, config(NUM_STEPS), stop_after=2)
+            train_head(method, str(target_path), work_dir, config(NUM_STEPS), stop_after=2)
         command = f"specray train {name} toy"
-        train_head(method, str(target), work_dir, config(NUM_STEPS), command=command)
+        train_head(method, str(target_path), work_dir, config(NUM_STEPS), command=command)
     return work_dir
 
 
@@ -59,12 +51,12 @@ def weights(directory: Path, method: str) -> dict[str, torch.Tensor]:
     return load_file(directory / method / FILES.get(method, "model.safetensors"))
 
 
-def loaded_head(target: Path, trained: Path, model: Any, method: str) -> DraftHead:
+def loaded_head(target_path: Path, trained: Path, model: Any, method: str) -> DraftHead:
     """The head in training with the weights that were written, under its own names."""
     train = Written(np.zeros((1, ROW_LEN), np.uint16), np.ones((1, ROW_LEN), bool), np.array(["text"]), NO)
-    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer = AutoTokenizer.from_pretrained(target_path)
     # What a run keeps beside its checkpoint (ids and mask) is in its directory.
-    head = methods(target.parent)[method].make(Target(model, tokenizer, None, train, trained, seed=5))
+    head = methods(target_path.parent)[method].make(Target(model, tokenizer, None, train, trained, seed=5))
     renamed = {"lm_head.weight": "unembedding"} if method in ("eagle3", "peagle") else {}
     renamed |= {f"{k}.0.linear.{part}": f"blocks.{k}.{part}" for k in range(9) for part in ("weight", "bias")}
     named = {renamed.get(name, name): tensor for name, tensor in weights(trained, method).items()}
@@ -92,9 +84,9 @@ def drafted(head: DraftHead, model: Any, token_ids: list[int], num_tokens: int) 
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_held_out_loss_falls(trained: Path, target: Path, tmp_path: Path, name: str) -> None:
-    method = methods(target.parent)[name]
-    train_head(method, str(target), begin(tmp_path, text_of=trained), config(NUM_STEPS), stop_after=1)
+def test_the_held_out_loss_falls(trained: Path, target_path: Path, tmp_path: Path, name: str) -> None:
+    method = methods(target_path.parent)[name]
+    train_head(method, str(target_path), begin(tmp_path, text_of=trained), config(NUM_STEPS), stop_after=1)
     first, last = held_out(tmp_path, name)[0], held_out(trained, name)[-1]
     assert (first["step"], last["step"]) == (1, NUM_STEPS)
     assert last["held_out_loss"] < first["held_out_loss"]
@@ -102,31 +94,35 @@ def test_the_held_out_loss_falls(trained: Path, target: Path, tmp_path: Path, na
 
 @pytest.mark.parametrize("name", ["eagle3", "peagle", "block", "pard"])
 def test_a_run_that_was_resumed_ends_with_the_weights_of_one_that_was_not(
-    trained: Path, target: Path, tmp_path: Path, name: str
+    trained: Path, target_path: Path, tmp_path: Path, name: str
 ) -> None:
-    method = methods(target.parent)[name]
+    method = methods(target_path.parent)[name]
     work_dir = begin(tmp_path / "whole", text_of=trained)
-    train_head(method, str(target), work_dir, config(NUM_STEPS))
+    train_head(method, str(target_path), work_dir, config(NUM_STEPS))
     whole, resumed = weights(work_dir, name), weights(trained, name)
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
 
 
 @pytest.mark.parametrize("name", ["eagle3", "pard"])
-def test_another_seed_trains_other_weights(trained: Path, target: Path, tmp_path: Path, name: str) -> None:
-    method = methods(target.parent)[name]
+def test_another_seed_trains_other_weights(
+    trained: Path, target_path: Path, tmp_path: Path, name: str
+) -> None:
+    method = methods(target_path.parent)[name]
     runs = [begin(tmp_path / str(seed), text_of=trained) for seed in (0, 1)]
     for seed, run in enumerate(runs):
-        train_head(method, str(target), run, config(1, seed=seed))
+        train_head(method, str(target_path), run, config(1, seed=seed))
     first, second = (weights(run, name) for run in runs)
     assert any(not torch.equal(first[key], second[key]) for key in first)
 
 
 @pytest.mark.parametrize("name", ["eagle3", "peagle", "medusa", "block"])
-def test_the_engine_drafts_what_the_training_forward_drafts(trained: Path, target: Path, name: str) -> None:
-    model = target_model(target)
-    head = loaded_head(target, trained, model, name)
-    engine = make_target(target, trained / name)
+def test_the_engine_drafts_what_the_training_forward_drafts(
+    trained: Path, target_path: Path, name: str
+) -> None:
+    model = target_model(target_path)
+    head = loaded_head(target_path, trained, model, name)
+    engine = make_target(target_path, trained / name)
     session = Session("a", list(PROMPT))
     draft, seen = NO_DRAFT, set()
     for _ in range(4):
@@ -138,22 +134,13 @@ def test_the_engine_drafts_what_the_training_forward_drafts(trained: Path, targe
 
 
 def test_the_draft_engine_proposes_what_the_training_forward_of_a_draft_with_masks_drafts(
-    trained: Path, target: Path
+    trained: Path, target_path: Path
 ) -> None:
-    model = target_model(target)
-    head = loaded_head(target, trained, model, "pard")
-    options = {"dtype": "float32", "num_threads": 1, "profile_s": 0, "max_model_len": 64, "max_num_seqs": 2}
-    engine = build_draft_engine(Config(draft=DraftConfig(model=str(trained / "pard"), **options)))
-    tokens, told, seen = list(PROMPT), 0, set()
-    for round_id in range(4):
-        item = SpeculateItem("a", round_id, told, tuple(tokens[told:]), 3, sampling=GREEDY)
-        [proposal] = engine.speculate([item]).replies
-        assert isinstance(proposal, Proposal)
-        assert proposal.draft.token_ids == drafted(head, model, tokens, 3)
-        told = len(tokens)
-        tokens += [*proposal.draft.token_ids[: round_id % 3], 40 + round_id]
-        seen.update(proposal.draft.token_ids)
-    assert len(seen) > 1
+    model = target_model(target_path)
+    head = loaded_head(target_path, trained, model, "pard")
+    rounds = list(proposals(trained / "pard", PROMPT, 3))
+    assert [found for _, found in rounds] == [drafted(head, model, tokens, 3) for tokens, _ in rounds]
+    assert len({token for _, found in rounds for token in found}) > 1
 
 
 def test_the_card_has_the_command_and_the_acceptance_of_each_depth(trained: Path) -> None:
@@ -179,8 +166,8 @@ def test_medusas_configuration_has_the_chance_of_each_rank(trained: Path) -> Non
     assert rates[0][0] == pytest.approx(last["held_out_accepted_1"], abs=0.02)
 
 
-def test_text_of_another_length_is_refused(trained: Path, target: Path) -> None:
+def test_text_of_another_length_is_refused(trained: Path, target_path: Path) -> None:
     other = config(NUM_STEPS)
     other = type(other)(other.limit, type(other.text)(num_rows=24, rows_per_batch=12, row_len=64))
     with pytest.raises(ConfigError, match="row_len is 64"):
-        train_head(Medusa(), str(target), trained, other)
+        train_head(Medusa(), str(target_path), trained, other)

@@ -26,6 +26,7 @@ from specray.train.optim import MasterOptimizer, OptimizerConfig
 from tests.unit.engine.features.block import checkpoints as blocks
 from tests.unit.engine.features.block.reference import drafted
 from tests.unit.engine.features.checkpoints import LAYERS, LLAMA
+from tests.unit.train.heads.runs import vary
 
 MASK, NUM_DEPTHS = blocks.MASK_ID, 4
 TOKENS = [5, 9, 33, 20, 7, 8, 61, 40, 2, 11]
@@ -37,12 +38,6 @@ def llama(num_layers: int, seed: int) -> Any:
     model = LlamaForCausalLM(LlamaConfig(**{**LLAMA, "num_hidden_layers": num_layers}))
     vary(model)
     return model.eval()
-
-
-def vary(module: torch.nn.Module) -> None:
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.3 + ("norm" in name))
 
 
 @pytest.fixture(scope="module")
@@ -156,8 +151,24 @@ def test_a_share_of_the_anchors_is_trained(target: Any) -> None:
     ]
 
 
-def readings_of(target: Any, head: DraftHead) -> TargetReadings:
-    return TargetReadings(FeatureReader(target, head.feature_layers), head.draft_ids, max_bytes=1 << 20)
+def trainer_of(target: Any, head: DraftHead, written: Written, config: StepConfig) -> HeadTrainer:
+    """Its steps change nothing."""
+    reader = FeatureReader(target, head.feature_layers)
+    still = OptimizerConfig(matrix_learning_rate=0.0, learning_rate=0.0)
+    return HeadTrainer(
+        TargetReadings(reader, head.draft_ids, max_bytes=1 << 20),
+        head,
+        written,
+        config,
+        MasterOptimizer(head.module, still),
+        torch.device("cpu"),
+    )
+
+
+def written_of(ids: Any, *domains: str) -> Written:
+    """Rows that are all of answers but token 0."""
+    rows = np.array(ids, np.uint16)
+    return Written(rows, rows > 0, np.array(domains or ["text"]), np.zeros(len(rows), bool))
 
 
 def expected_loss(target: Any, head: DraftHead, rows: list[Any], *, has_distance: bool) -> float:
@@ -191,8 +202,6 @@ def test_the_loss_of_a_step_is_that_of_a_forward_for_each_prefix(
 ) -> None:
     head: Any = new_pard() if name == "pard" else new_block(target, has_confidence=name == "confidence")
     head.module.eval()
-    ids = np.array([TOKENS], np.uint16)
-    written = Written(ids, np.ones(ids.shape, bool), np.array(["text"]), np.array([False]))
     config = StepConfig(rows_per_step=1, loss=LossConfig(LossKind.KL_TV), seed=2)
     # What a step chooses, it chooses by the seed and its place.
     seed = int(np.random.default_rng((2, 0)).integers(1 << 62))
@@ -208,12 +217,8 @@ def test_the_loss_of_a_step_is_that_of_a_forward_for_each_prefix(
             for own, each in zip(anchors, found, strict=True)
         ]
         expected = expected_loss(target, head, rows, has_distance=progress >= 0.6)
-    readings, optimizer = readings_of(target, head), MasterOptimizer(head.module, _STILL)
-    trainer = HeadTrainer(readings, head, written, config, optimizer, torch.device("cpu"))
+    trainer = trainer_of(target, head, written_of([TOKENS]), config)
     assert trainer.step(RunState(), progress)["loss"] == pytest.approx(expected, rel=1e-5)
-
-
-_STILL = OptimizerConfig(matrix_learning_rate=0.0, learning_rate=0.0)
 
 
 class Tokens:
@@ -229,8 +234,7 @@ class Tokens:
 
 
 def test_the_mask_is_a_token_that_is_not_written_and_stays_it(target: Any, tmp_path: Any) -> None:
-    ids = np.array([[each for each in range(96) if each not in (0, 1, 40, 50)]], np.uint16)
-    written = Written(ids, ids > 0, np.array(["text"]), np.array([False]))
+    written = written_of([[each for each in range(96) if each not in (0, 1, 40, 50)]])
 
     def made_for(num_tokens: int) -> Target:
         return Target(target, Tokens(num_tokens), None, written, tmp_path, 0)
@@ -246,11 +250,8 @@ def test_the_mask_is_a_token_that_is_not_written_and_stays_it(target: Any, tmp_p
 
 def test_the_acceptance_is_told_by_domain(target: Any) -> None:
     head = new_block(target)
-    ids = np.array([TOKENS, TOKENS[::-1], [*TOKENS[1:], 3]], np.uint16)
-    domains = np.array(["code", "chat", "code"])
-    written = Written(ids, np.ones(ids.shape, bool), domains, np.ones(3, bool))
-    readings, optimizer = readings_of(target, head), MasterOptimizer(head, _STILL)
-    trainer = HeadTrainer(readings, head, written, StepConfig(), optimizer, torch.device("cpu"))
+    written = written_of([TOKENS, TOKENS[::-1], [*TOKENS[1:], 3]], "code", "chat", "code")
+    trainer = trainer_of(target, head, written, StepConfig())
     figures = trainer.evaluate(written)
     assert list(trainer.domains) == ["chat", "code"]
     assert [counts[0].num_reached for counts in trainer.domains.values()] == [8, 16]
@@ -260,9 +261,7 @@ def test_the_acceptance_is_told_by_domain(target: Any) -> None:
 
 
 def test_a_block_takes_the_default_layers_and_a_mask(target: Any, tmp_path: Any) -> None:
-    ids = np.arange(96, dtype=np.uint16)[None]
-    written = Written(ids, ids > 0, np.array(["text"]), np.array([False]))
-    made = Block(num_depths=3).make(Target(target, Tokens(96), None, written, tmp_path, 0))
+    made = Block(num_depths=3).make(Target(target, Tokens(96), None, written_of([range(96)]), tmp_path, 0))
     assert made.feature_layers == (1, 2, 3)
     config = made.config("t")
     assert (config["block_size"], config["dflash_config"]) == (

@@ -11,16 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from specray.config import Config, DraftConfig
-from specray.engine.build import build_draft_engine
 from specray.errors import ConfigError
 from specray.train.heads.loading import loaded_draft
 from specray.train.heads.methods import Pard
 from specray.train.heads.pard import PardDraft
 from specray.train.heads.training import train_head
-from specray.types import Proposal, SpeculateItem
-from tests.unit.engine.features.targets import GREEDY
-from tests.unit.train.heads.runs import begin, config, held_out, write_target
+from tests.unit.train.heads.runs import begin, config, held_out, proposals
 
 pytestmark = pytest.mark.slow
 
@@ -31,22 +27,17 @@ NUM_DEPTHS, NUM_STEPS = 3, 8
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_target(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
-def trimmed(target: Path) -> Path:
+def trimmed(target_path: Path) -> Path:
     """The pair's draft with a head of these rows."""
-    return trim(target.parent / "draft", target.parent / "trimmed")
+    return trim(target_path.parent / "draft", target_path.parent / "trimmed")
 
 
 @pytest.fixture(scope="module")
-def run(target: Path, trimmed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(target_path: Path, trimmed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory in which it was trained, with a pause."""
     work_dir = begin(tmp_path_factory.mktemp("run"))
-    train_head(pard(trimmed), str(target), work_dir, config(NUM_STEPS), stop_after=2)
-    train_head(pard(trimmed), str(target), work_dir, config(NUM_STEPS))
+    train_head(pard(trimmed), str(target_path), work_dir, config(NUM_STEPS), stop_after=2)
+    train_head(pard(trimmed), str(target_path), work_dir, config(NUM_STEPS))
     return work_dir
 
 
@@ -70,8 +61,8 @@ def trim(whole: Path, directory: Path, **changes: torch.Tensor) -> Path:
 
 
 @torch.no_grad()
-def test_a_trimmed_draft_is_the_whole_one_with_fewer_columns(target: Path, trimmed: Path) -> None:
-    whole, _, none = loaded_draft(str(target.parent / "draft"), torch.float32)
+def test_a_trimmed_draft_is_the_whole_one_with_fewer_columns(target_path: Path, trimmed: Path) -> None:
+    whole, _, none = loaded_draft(str(target_path.parent / "draft"), torch.float32)
     model, _, ids = loaded_draft(str(trimmed), torch.float32)
     assert none is None and ids is not None and ids.tolist() == sorted(IDS)
     tokens = torch.tensor([PROMPT])
@@ -99,20 +90,13 @@ def test_it_learns_and_is_written_as_it_came(run: Path, trimmed: Path) -> None:
 def test_the_engine_proposes_what_its_forward_behind_masks_says(run: Path) -> None:
     model, _, ids = loaded_draft(str(run / "pard"), torch.float32)
     assert ids is not None and AutoConfig.from_pretrained(run / "pard").vocab_size == 259
-    options = {"dtype": "float32", "num_threads": 1, "profile_s": 0, "max_model_len": 64, "max_num_seqs": 2}
-    engine = build_draft_engine(Config(draft=DraftConfig(model=str(run / "pard"), **options)))
-    tokens, told, seen = list(PROMPT), 0, set[int]()
-    for round_id in range(4):
-        item = SpeculateItem("a", round_id, told, tuple(tokens[told:]), NUM_DEPTHS, sampling=GREEDY)
-        [proposal] = engine.speculate([item]).replies
-        assert isinstance(proposal, Proposal)
+    seen = set[int]()
+    # What is accepted are tokens of the head; some that follow it does not have.
+    for tokens, found in proposals(run / "pard", PROMPT, NUM_DEPTHS):
         masks = [257] * (NUM_DEPTHS - 1)
         rows = model(input_ids=torch.tensor([[*tokens, *masks]])).logits[0, -NUM_DEPTHS:]
-        assert proposal.draft.token_ids == tuple(ids[rows.argmax(-1)].tolist())
-        told = len(tokens)
-        # A token of the head, and one that it does not have.
-        tokens += [*proposal.draft.token_ids[: round_id % 3], 40 + round_id]
-        seen.update(proposal.draft.token_ids)
+        assert found == tuple(ids[rows.argmax(-1)].tolist())
+        seen.update(found)
     assert len(seen) > 1 and seen <= set(IDS)
 
 
@@ -131,9 +115,9 @@ def test_the_engine_proposes_what_its_forward_behind_masks_says(run: Path) -> No
     ],
 )
 def test_a_head_that_does_not_fit_is_refused_by_name(
-    target: Path, tmp_path: Path, changes: dict[str, torch.Tensor], says: str
+    target_path: Path, tmp_path: Path, changes: dict[str, torch.Tensor], says: str
 ) -> None:
-    draft = trim(target.parent / "draft", tmp_path / "wrong", **changes)
+    draft = trim(target_path.parent / "draft", tmp_path / "wrong", **changes)
     with pytest.raises(ConfigError, match=says):
         loaded_draft(str(draft), torch.float32)
 

@@ -16,6 +16,7 @@ from specray.train.heads.peagle import ParallelEagleHead
 from specray.train.heads.target import FeatureReader
 from tests.unit.engine.features.checkpoints import DRAFT_IDS, LLAMA
 from tests.unit.engine.features.reference import hidden_states, layer, norm
+from tests.unit.train.heads.runs import vary
 
 NUM_DEPTHS = 4
 TOKENS = [5, 9, 33, 20, 7, 8, 61, 40, 2, 11]
@@ -36,10 +37,14 @@ def new_head(model: Any) -> EagleHead:
     return head
 
 
-def vary(module: torch.nn.Module) -> None:
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.3 + ("norm" in name))
+def outputs(
+    weights: dict[str, torch.Tensor], model: Any, token_ids: list[int], features: torch.Tensor
+) -> torch.Tensor:
+    """What leaves the head's layer, for each token with its feature."""
+    embedded = model.get_input_embeddings().weight[torch.tensor(token_ids)]
+    normed = norm(features, weights["layers.0.hidden_norm.weight"])
+    entering = torch.cat((norm(embedded, weights["layers.0.input_layernorm.weight"]), normed), -1)
+    return layer(weights, "layers.0.", entering, features)
 
 
 def stepwise(head: EagleHead, model: Any, anchor: int, num_depths: int) -> list[torch.Tensor]:
@@ -49,10 +54,7 @@ def stepwise(head: EagleHead, model: Any, anchor: int, num_depths: int) -> list[
     features = F.linear(torch.cat([states[index] for index in (1, 2, 3)], -1), weights["fc.weight"])
     logits = []
     for depth in range(num_depths):
-        embedded = model.get_input_embeddings().weight[torch.tensor(TOKENS[1 : anchor + 2 + depth])]
-        normed = norm(features, weights["layers.0.hidden_norm.weight"])
-        entering = torch.cat((norm(embedded, weights["layers.0.input_layernorm.weight"]), normed), -1)
-        rows = layer(weights, "layers.0.", entering, features)
+        rows = outputs(weights, model, TOKENS[1 : anchor + 2 + depth], features)
         logits.append(F.linear(norm(rows[-1], weights["norm.weight"]), weights["lm_head.weight"]))
         features = torch.cat((features, rows[-1:]))
     return logits
@@ -96,11 +98,7 @@ def behind_masks(head: ParallelEagleHead, model: Any, anchor: int, num_masks: in
     joined = torch.cat([states[index] for index in (1, 2, 3)], -1)
     joined = torch.cat((joined, weights["mask_hidden"][0].expand(num_masks, -1)))
     features = F.linear(joined, weights["fc.weight"])
-    tokens = [*TOKENS[1 : anchor + 2], *[17] * num_masks]
-    embedded = model.get_input_embeddings().weight[torch.tensor(tokens)]
-    normed = norm(features, weights["layers.0.hidden_norm.weight"])
-    entering = torch.cat((norm(embedded, weights["layers.0.input_layernorm.weight"]), normed), -1)
-    rows = layer(weights, "layers.0.", entering, features)
+    rows = outputs(weights, model, [*TOKENS[1 : anchor + 2], *[17] * num_masks], features)
     return F.linear(norm(rows[-1], weights["norm.weight"]), weights["lm_head.weight"])
 
 
