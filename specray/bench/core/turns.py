@@ -15,7 +15,7 @@ class Turn(NamedTuple, Generic[T]):
     """One pass of one arm."""
 
     number: int
-    """From 0; negative: a warm-up, which does not count."""
+    """Number of the turn, from 0; negative: a warm-up, which does not count."""
     place: int
     """Index of what is asked for in this pass, such as a prompt."""
     arm: T

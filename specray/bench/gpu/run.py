@@ -37,7 +37,7 @@ class GpuPlan:
     device: str = "cuda"
     draft_device: str = "cuda"
     dtype: str = "bfloat16"
-    """Of what is timed."""
+    """Number format of the weights that are timed."""
     num_prompts: int = 8
     max_tokens: int = 128
     num_repeats: int = 2

@@ -69,28 +69,18 @@ async def measure_methods(
                     outputs.setdefault(place, output.token_ids)
                     if turn < 0:
                         continue
+                    draft_s = router.metrics.value(_DRAFT_SECONDS) - draft_s
                     for category in categories:
                         tally = tallies[method.name, category]
                         if place == 0:
                             tally.begin_turn()
                         if category in (ALL, prompts[place].category):
-                            tally.add_output(
-                                output,
-                                seconds=seconds,
-                                draft_s=router.metrics.value(_DRAFT_SECONDS) - draft_s,
-                                is_equal=output.token_ids == outputs[place],
-                            )
-            rows += [
-                MethodRow.of(
-                    temperature,
-                    category,
-                    method.name,
-                    tallies[method.name, category],
-                    tallies[plain.name, category],
-                )
-                for category in categories
-                for method in methods
-            ]
+                            is_equal = output.token_ids == outputs[place]
+                            tally.add_output(output, seconds=seconds, draft_s=draft_s, is_equal=is_equal)
+            for category in categories:
+                base = tallies[plain.name, category]
+                for name in (method.name for method in methods):
+                    rows.append(MethodRow.of(temperature, category, name, tallies[name, category], base))
     return rows
 
 

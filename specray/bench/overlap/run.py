@@ -161,9 +161,7 @@ async def measure_arms(
     delay_ms: float | None = None,
     concurrency: int = 1,
     progress: Callable[[str], None] = lambda text: None,
-    on_output: Callable[[Arm, float, int, Sequence[int]], None] = lambda arm, temperature, index, output: (
-        None
-    ),
+    on_output: Callable[[Arm, float, int, Sequence[int]], None] = lambda *_: None,
 ) -> list[OverlapResult]:
     """Serves the prompts with a pair that runs already; see :func:`measure_overlap`.
 
@@ -188,14 +186,11 @@ async def measure_arms(
                 lengths = lengths_of(len(batch), max_tokens, concurrency)
                 label = f"{arm.name}-{temperature:g}-{turn}"
                 before = 0 if link is None else link.num_bytes
-                outputs, seconds = await timed(
-                    router,
-                    (
-                        request_of(f"{label}-{index}", prompt, length, temperature=temperature, seed=index)
-                        for index, (prompt, length) in enumerate(zip(batch, lengths, strict=True))
-                    ),
-                    concurrency=concurrency,
+                requests = (
+                    request_of(f"{label}-{index}", prompt, length, temperature=temperature, seed=index)
+                    for index, (prompt, length) in enumerate(zip(batch, lengths, strict=True))
                 )
+                outputs, seconds = await timed(router, requests, concurrency=concurrency)
                 if turn < 0:
                     rounds_before[arm.name] = router.metrics.value("specray_rounds_total")
                     continue

@@ -103,17 +103,11 @@ def advise(
     report: options.ReportPath = None,
 ) -> None:
     """Measure candidate drafts on one target, and rank them by predicted tokens/s, without Ray."""
+    from specray.bench.advise import report as written
     from specray.bench.advise.advice import advise as ranked
     from specray.bench.advise.candidate import candidates_of
     from specray.bench.advise.check import measured_speedups
     from specray.bench.advise.measure import MeasurePlan, measure
-    from specray.bench.advise.report import (
-        advice_chart,
-        advice_config,
-        advice_json,
-        advice_tables,
-        check_table,
-    )
     from specray.bench.core.report import page
     from specray.cli.advise.inputs import pairs_of, prompts_of
     from specray.cli.output import counted_progress, wide_console, write_json, write_text
@@ -143,13 +137,13 @@ def advise(
         speedups = asyncio.run(measured_speedups(own, given, plan, show)) if measured.check else {}
     advice = ranked(found, plain, temperature=plan.temperatures[0], concurrencies=wanted, most_sequences=most)
     if config_out is not None:
-        write_text(config_out, advice_config(advice, own), "--config")
+        write_text(config_out, written.advice_config(advice, own), "--config")
     console = wide_console()
-    tables = [*advice_tables(advice), *([check_table(advice, speedups)] if speedups else [])]
+    tables = [*written.advice_tables(advice), *([written.check_table(advice, speedups)] if speedups else [])]
     for table in tables:
         console.print(table)
     if report is not None:
         write_text(report, page("Which draft pays", "specray advise", [], tables), "--report")
-    write_json({**advice_json(advice), "measured_speedups": speedups}, json_path)
+    write_json({**written.advice_json(advice), "measured_speedups": speedups}, json_path)
     if plot is not None:
-        write_text(plot, advice_chart(advice), "--plot")
+        write_text(plot, written.advice_chart(advice), "--plot")

@@ -10,7 +10,7 @@ import typer
 from specray.cli import options
 
 EMBEDDED = "embedded"
-"""As ``specray.config`` has it, which is slow to import."""
+"""Name of the embedded model, repeated here since ``specray.config`` is slow to import."""
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -117,7 +117,7 @@ class PardDraft(MaskChains):
         return [DraftRows(rows[..., : len(self.draft_ids)]) for rows in found]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Of tensors that are tied, one, and of a trimmed head the ids of its rows."""
+        """Parameters by name: one of those that are tied, and the ids of a trimmed head's rows."""
         own = {name: parameter.detach() for name, parameter in self._draft.named_parameters()}
         ids = self.draft_ids.cpu()
         return own | {OFFSETS: ids - torch.arange(len(ids))} if self._is_trimmed else own

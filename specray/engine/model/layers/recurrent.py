@@ -78,9 +78,9 @@ class _RecurrentSequence:
 
     rows: SequenceRows
     before: State | None
-    """After the tokens before the step; None: there are none."""
+    """States after the tokens before the step; None: there are no such tokens."""
     after: dict[int, dict[int, LayerState]] = field(default_factory=dict)
-    """After each piece."""
+    """States after each piece, by number of tokens and layer."""
 
 
 class _RowRun(NamedTuple):

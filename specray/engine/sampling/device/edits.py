@@ -176,7 +176,7 @@ def _plan_counting(
 def _tallied(
     of_prefix: Mapping[int, int], draft_ids: Sequence[int], vocab_size: int
 ) -> tuple[_Ints, NDArray[np.float64]]:
-    """As ``penalties.tally``, but ascending, and at least one token."""
+    """Counts tokens as ``penalties.tally`` does, but in ascending order, and at least one."""
     ids, times = tally(of_prefix, draft_ids, vocab_size)
     order = np.argsort(ids)
     return (ids[order], times[order]) if len(ids) else (np.zeros(1, np.int64), np.zeros(1))
