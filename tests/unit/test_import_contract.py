@@ -65,8 +65,8 @@ ALLOWED: dict[str, set[str]] = {
 # of lower floors, and rooms of its own floor that stand before it.
 FLOORS: dict[str, list[list[str]]] = {
     "engine": [
-        ["activation", "device", "quantization", "visibility", "window"],
-        ["inputs", "step", "quantized_weight"],
+        ["activation", "device", "visibility", "weights", "window"],
+        ["inputs", "step"],
         ["cpu", "group"],
         ["sampling"],
         ["cache"],

@@ -12,8 +12,8 @@ from specray.engine.cpu.gemm.quantized.embedding import QuantizedEmbedding
 from specray.engine.cpu.gemm.quantized.layout import pack_panels
 from specray.engine.cpu.gemm.quantized.linear import QuantizedGate, QuantizedLinear
 from specray.engine.model.operators_cpu import KernelOperators
-from specray.engine.quantization import Quantization
-from specray.engine.quantized_weight import quantize
+from specray.engine.weights.quantization import Quantization
+from specray.engine.weights.quantized_weight import quantize
 
 if TYPE_CHECKING:
     from specray.engine.model.decoder import Embedding

@@ -13,8 +13,8 @@ import torch
 
 from specray.engine.activation import Activation
 from specray.engine.model.linear import activated
-from specray.engine.quantization import GROUP, Quantization
-from specray.engine.quantized_weight import QuantizedWeight, quantize
+from specray.engine.weights.quantization import GROUP, Quantization
+from specray.engine.weights.quantized_weight import QuantizedWeight, quantize
 from specray.errors import ConfigError
 
 if TYPE_CHECKING:

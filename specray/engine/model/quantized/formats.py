@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from specray.config import EngineConfig
 from specray.engine.model.decoder_config import EMBEDDING, HEAD, DecoderConfig
-from specray.engine.quantization import GROUP, Quantization
+from specray.engine.weights.quantization import GROUP, Quantization
 from specray.errors import ConfigError
 
 

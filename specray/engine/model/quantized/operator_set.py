@@ -11,7 +11,7 @@ from specray.engine.model.decoder import Embedding
 from specray.engine.model.linear import Linear
 from specray.engine.model.operators import Operators
 from specray.engine.model.quantized.formats import WeightFormats
-from specray.engine.quantization import Quantization
+from specray.engine.weights.quantization import Quantization
 from specray.errors import ConfigError
 
 MakeEmbedding = Callable[[torch.Tensor, Linear | None], Embedding]

@@ -17,9 +17,9 @@ from specray.engine.cpu.gemm.quantized.linear import QuantizedGate, has_kernels
 from specray.engine.cpu.norm import FusedRMSNorm
 from specray.engine.model.decoder import RMSNorm as TorchNorm
 from specray.engine.model.decoder import WideRMSNorm as WideTorchNorm
-from specray.engine.quantization import Quantization
-from specray.engine.quantized_weight import quantize
 from specray.engine.step import AttentionStep, SequenceRows
+from specray.engine.weights.quantization import Quantization
+from specray.engine.weights.quantized_weight import quantize
 from tests.unit.engine.cpu.test_kernels import ALONE, MAX_LEN, empty_cache, fused, random
 
 pytestmark = pytest.mark.slow

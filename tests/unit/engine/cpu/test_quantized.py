@@ -12,8 +12,8 @@ from specray.engine.cpu.gemm.quantized import linear as linear_module
 from specray.engine.cpu.gemm.quantized.integer_rows import integer_rows
 from specray.engine.cpu.gemm.quantized.linear import QuantizedGate, QuantizedLinear, has_kernels
 from specray.engine.cpu.thread_pool import ThreadPool
-from specray.engine.quantization import Quantization
-from specray.engine.quantized_weight import QuantizedWeight, quantize
+from specray.engine.weights.quantization import Quantization
+from specray.engine.weights.quantized_weight import QuantizedWeight, quantize
 from tests.pairwise import pairs
 from tests.unit.engine.cpu.test_kernels import random
 

@@ -8,8 +8,8 @@ import torch
 
 from specray.engine.cpu.gemm.quantized.linear import QuantizedGate, QuantizedLinear, has_kernels
 from specray.engine.cpu.thread_pool import ThreadPool
-from specray.engine.quantization import Quantization
-from specray.engine.quantized_weight import quantize
+from specray.engine.weights.quantization import Quantization
+from specray.engine.weights.quantized_weight import quantize
 from specray.errors import ConfigError
 
 _SHAPE = (40, 96)

@@ -6,7 +6,7 @@ import torch
 
 from specray.engine.cpu.gemm.quantized.layout import Layout
 from specray.engine.cpu.gemm.vector import PANEL
-from specray.engine.quantization import GROUP, Quantization
+from specray.engine.weights.quantization import GROUP, Quantization
 
 
 class QuantizedEmbedding:

@@ -15,8 +15,8 @@ import torch
 
 from specray.engine.cpu.gemm.vector import PANEL
 from specray.engine.cpu.huge_pages import empty_on_huge_pages
-from specray.engine.quantization import GROUP, Quantization
-from specray.engine.quantized_weight import QuantizedWeight
+from specray.engine.weights.quantization import GROUP, Quantization
+from specray.engine.weights.quantized_weight import QuantizedWeight
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from specray.engine.cpu.gemm.rows import HEIGHT
 from specray.engine.cpu.gemm.vector import PANEL
 from specray.engine.cpu.simd import kernel, vectors
 from specray.engine.cpu.thread_pool import APART, Kernel, ThreadPool, as_pointer
-from specray.engine.quantization import GROUP, Quantization
-from specray.engine.quantized_weight import QuantizedWeight
+from specray.engine.weights.quantization import GROUP, Quantization
+from specray.engine.weights.quantized_weight import QuantizedWeight
 
 _PARTS_PER_THREAD = 4
 """Parts per thread: enough that threads end together, few since each part starts with weights not

@@ -18,7 +18,7 @@ from specray.engine.cpu.gemm.quantized.integer_rows import BLOCK_BYTES, FACTOR_B
 from specray.engine.cpu.gemm.quantized.layout import Layout
 from specray.engine.cpu.gemm.vector import PANEL
 from specray.engine.cpu.simd import call_prefetch
-from specray.engine.quantization import Quantization
+from specray.engine.weights.quantization import Quantization
 
 MAX_ROWS = 6
 """Maximum rows of a tile: with 16 output features, their sums fill 12 of AVX2's 16 registers."""

@@ -25,8 +25,8 @@ from specray.engine.model.lowering import lower
 from specray.engine.model.operators_cpu import KernelOperators
 from specray.engine.model.quantized.formats import WeightFormats
 from specray.engine.model.quantized.operator_set import operator_set
-from specray.engine.quantization import Quantization
-from specray.engine.quantized_weight import quantize
+from specray.engine.weights.quantization import Quantization
+from specray.engine.weights.quantized_weight import quantize
 from specray.errors import ConfigError
 from specray.types import SamplingParams
 from tests.unit.engine.harness import Session, generate_serial

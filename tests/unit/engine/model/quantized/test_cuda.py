@@ -14,8 +14,8 @@ from specray.engine.model.quantized.cuda import (
     nibbles,
     scales_and_zeros,
 )
-from specray.engine.quantization import Quantization
-from specray.engine.quantized_weight import quantize
+from specray.engine.weights.quantization import Quantization
+from specray.engine.weights.quantized_weight import quantize
 from specray.errors import ConfigError
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from specray.engine.model.description import ModelArgs, describe
 from specray.engine.model.loader import load_model
 from specray.engine.model.quantized.formats import WeightFormats
 from specray.engine.preflight import check_model
-from specray.engine.quantization import Quantization
+from specray.engine.weights.quantization import Quantization
 from specray.errors import ConfigError
 from tests.unit.engine.model import test_lowering
 from tests.unit.engine.model.checkpoints import write_checkpoint

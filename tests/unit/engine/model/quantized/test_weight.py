@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from specray.engine import quantized_weight
-from specray.engine.quantization import Quantization
-from specray.engine.quantized_weight import QuantizedWeight, quantize
+from specray.engine.weights.quantization import Quantization
+from specray.engine.weights.quantized_weight import QuantizedWeight, quantize
 from specray.errors import ConfigError
 
 

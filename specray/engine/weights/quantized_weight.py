@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specray.engine.quantization import GROUP, Quantization
+from specray.engine.weights.quantization import GROUP, Quantization
 from specray.errors import ConfigError
 
 _MAX_INT8, _MAX_INT4 = 127, 15

@@ -1,0 +1,1 @@
+"""Weights as files hold them: blocks of integer codes with scales, in the file's own bits."""
