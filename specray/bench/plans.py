@@ -16,7 +16,7 @@ from specray.bench.core.options import (
     MaxTokens,
     NumPrompts,
     NumTurns,
-    PromptOptions,
+    PromptSourceOptions,
     RequestTimeout,
     Seed,
     ServerUrl,
@@ -35,7 +35,7 @@ METHODS = (
 
 
 @dataclass(frozen=True, slots=True)
-class ServePlan(PromptOptions):
+class ServePlan(PromptSourceOptions):
     """A running server, with speculation off and on in turns."""
 
     url: ServerUrl = DEFAULT_URL
@@ -62,7 +62,7 @@ class ServePlan(PromptOptions):
 
 
 @dataclass(frozen=True, slots=True)
-class PlainPlan(PromptOptions):
+class PlainPlan(PromptSourceOptions):
     """Plain decoding of a running server, in turns with forwards of its target in this process."""
 
     url: ServerUrl = DEFAULT_URL
@@ -76,7 +76,7 @@ class PlainPlan(PromptOptions):
 
 
 @dataclass(frozen=True, slots=True)
-class OverlapPlan(PromptOptions):
+class OverlapPlan(PromptSourceOptions):
     """Plain, serial and overlapped rounds of a pair in turns."""
 
     arm: Annotated[
@@ -115,7 +115,7 @@ class OverlapPlan(PromptOptions):
 
 
 @dataclass(frozen=True, slots=True)
-class MethodsPlan(PromptOptions):
+class MethodsPlan(PromptSourceOptions):
     """Every method of drafting for one target in turns."""
 
     method: Annotated[
@@ -149,7 +149,7 @@ class MethodsPlan(PromptOptions):
 
 
 @dataclass(frozen=True, slots=True)
-class PredictionPlan(PromptOptions):
+class PredictionPlan(PromptSourceOptions):
     """The target's own outputs as predictions, as they are and edited."""
 
     num_prompts: Annotated[int, typer.Option(min=2, help="Number of different prompts.")] = 4
@@ -161,7 +161,7 @@ class PredictionPlan(PromptOptions):
 
 
 @dataclass(frozen=True, slots=True)
-class OverloadPlan(PromptOptions):
+class OverloadPlan(PromptSourceOptions):
     """A running server at its capacity, and then at a multiple of it."""
 
     url: Annotated[str, typer.Option(help="URL of the running server, http only.")] = DEFAULT_URL
@@ -251,7 +251,7 @@ class StructuredPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyPlan(PromptOptions):
+class VerifyPlan(PromptSourceOptions):
     """A running service compared with itself without drafts."""
 
     url: ServerUrl = DEFAULT_URL

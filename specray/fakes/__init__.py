@@ -17,10 +17,10 @@ from specray.fakes.engines import FakeDraft, FakeTarget
 from specray.fakes.models import (
     AdversarialGuesser,
     EmptyGuesser,
-    Guesser,
     NoisyGuesser,
     PerfectGuesser,
     RandomGuesser,
+    ToyGuesser,
     ToyModel,
 )
 
@@ -32,13 +32,13 @@ __all__ = [
     "FakeRouterClient",
     "FakeTarget",
     "FakeTransport",
-    "Guesser",
     "LocalDrafter",
     "LocalVerifier",
     "NoisyGuesser",
     "PerfectGuesser",
     "RandomGuesser",
     "ReplyQueue",
+    "ToyGuesser",
     "ToyModel",
     "VirtualClock",
 ]

@@ -10,7 +10,7 @@ from typing import Any
 from specray.draft_tokens import NO_DRAFT, DraftTokens, LookaheadBudget
 from specray.engine_info import PROTOCOL_VERSION, EngineInfo
 from specray.errors import ProtocolError
-from specray.fakes.models import Guesser, ToyModel, guessed, guessed_tree
+from specray.fakes.models import ToyGuesser, ToyModel, guessed, guessed_tree
 from specray.types import (
     Branch,
     DraftReplies,
@@ -142,8 +142,8 @@ class FakeTarget(_FakeEngine):
         info: EngineInfo | None = None,
         cost: Cost = lambda rows: 0,
         prefix_cache: bool = False,
-        ahead: Guesser | None = None,
-        drafter: Guesser | None = None,
+        ahead: ToyGuesser | None = None,
+        drafter: ToyGuesser | None = None,
     ) -> None:
         self.model = model or ToyModel()
         info = info or fake_info("target", vocab_size=self.model.vocab_size)
@@ -292,7 +292,7 @@ class FakeDraft(_FakeEngine):
     """
 
     def __init__(
-        self, guesser: Guesser, *, info: EngineInfo | None = None, cost: Cost = lambda rows: 0
+        self, guesser: ToyGuesser, *, info: EngineInfo | None = None, cost: Cost = lambda rows: 0
     ) -> None:
         super().__init__(info or fake_info("draft"), cost)
         self.guesser = guesser

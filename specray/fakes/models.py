@@ -54,7 +54,7 @@ class ToyModel:
         return tuple(tokens[len(prompt) :])
 
 
-class Guesser(Protocol):
+class ToyGuesser(Protocol):
     """Guesses next tokens for a fake draft."""
 
     def ranked(self, tokens: Sequence[int], seed: int, count: int) -> tuple[int, ...]:
@@ -118,7 +118,7 @@ class NoisyGuesser:
 
 
 def guessed_tree(
-    guesser: Guesser, prefix: Sequence[int], budget: TreeBudget, depth: int, noise_key: int
+    guesser: ToyGuesser, prefix: Sequence[int], budget: TreeBudget, depth: int, noise_key: int
 ) -> DraftTokens:
     """The nodes of the best guesses: a second guess is worth as much as three further first ones."""
     widths = budget.widths or (budget.num_nodes,) * depth
@@ -141,7 +141,7 @@ def guessed_tree(
     return DraftTokens(tuple(token_ids), tuple(parents))
 
 
-def guessed(guesser: Guesser, prefix: Sequence[int], length: int, noise_key: int) -> tuple[int, ...]:
+def guessed(guesser: ToyGuesser, prefix: Sequence[int], length: int, noise_key: int) -> tuple[int, ...]:
     """First guesses, one after the other; fewer where there is none."""
     tokens = list(prefix)
     for _ in range(length):

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from specray.bench.core.options import FreshPrompts, IsChat, NumTurns, PromptOptions, RequestTimeout
+from specray.bench.core.options import FreshPrompts, IsChat, NumTurns, PromptSourceOptions, RequestTimeout
 
 COMPARE_ARMS = (
     *("specray:plain", "specray:serial", "specray:auto"),
@@ -26,7 +26,7 @@ Checkpoint = Annotated[str, typer.Option(help="Checkpoint directory, or embedded
 
 
 @dataclass(frozen=True, slots=True)
-class ComparePlan(PromptOptions):
+class ComparePlan(PromptSourceOptions):
     """Several servers over the same prompts, in turns."""
 
     target: Checkpoint = "embedded"

@@ -35,7 +35,7 @@ IsChat = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
-class PromptOptions:
+class PromptSourceOptions:
     """Where prompts come from."""
 
     dataset: PromptSource = Dataset.BUILTIN

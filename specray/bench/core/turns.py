@@ -11,7 +11,7 @@ from typing import Generic, NamedTuple, TypeVar
 T = TypeVar("T")
 
 
-class Turn(NamedTuple, Generic[T]):
+class ArmPass(NamedTuple, Generic[T]):
     """One pass of one arm."""
 
     number: int
@@ -32,7 +32,7 @@ def in_turns(
     num_warmup: int = 0,
     num_places: int = 1,
     is_rotated: bool = False,
-) -> Iterator[Turn[T]]:
+) -> Iterator[ArmPass[T]]:
     """Yields every arm at every place in each turn.
 
     Args:
@@ -44,7 +44,7 @@ def in_turns(
         for place in range(num_places):
             first = (number + place) % len(arms) if is_rotated and number >= 0 else 0
             for arm in (*arms[first:], *arms[:first]):
-                yield Turn(number, place, arm)
+                yield ArmPass(number, place, arm)
 
 
 def medians_ms(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from specray.engine.attention.measured import CudaTimer, Kernel, MeasuredAttend, Timer
+from specray.engine.attention.measured import AttendKernel, CudaTimer, MeasuredAttend, Timer
 from specray.engine.attention.paged import make_batch
 from specray.engine.attention.select import VARLEN_BLOCK_SIZE, Model, choose_backend
 from specray.engine.step import HeadShape, PagedBatch, SequenceRows
@@ -82,7 +82,7 @@ def measure(device: torch.device, workload: AttentionLoad) -> dict[str, Any]:
     }
 
 
-def _kernels(model: Model) -> tuple[list[Kernel], dict[str, str]]:
+def _kernels(model: Model) -> tuple[list[AttendKernel], dict[str, str]]:
     """Kernels that work here, over blocks of one size; and what became of each."""
     kernels, states = [], {}
     for name in KERNELS:
@@ -92,7 +92,7 @@ def _kernels(model: Model) -> tuple[list[Kernel], dict[str, str]]:
             states[name] = str(error)
             continue
         states[name] = "equal"
-        kernels.append(Kernel(name, backend.attend))
+        kernels.append(AttendKernel(name, backend.attend))
         if name == "triton":
             kernels += backend.rivals
     return kernels, states
@@ -136,7 +136,7 @@ def _inputs(
 
 
 def _work(
-    kernel: Kernel, inputs: tuple[torch.Tensor, torch.Tensor, PagedBatch], scale: float
+    kernel: AttendKernel, inputs: tuple[torch.Tensor, torch.Tensor, PagedBatch], scale: float
 ) -> Callable[[], object]:
     return lambda: kernel.attend(*inputs, block_size=VARLEN_BLOCK_SIZE, scale=scale, window=None)
 

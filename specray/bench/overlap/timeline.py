@@ -38,7 +38,7 @@ class Kind(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ItemSpan:
     """One item of one session, from the router to an engine and back. Times in ns on the router's clock."""
 
     request_id: str
@@ -74,7 +74,7 @@ class Mark:
 class Timeline:
     """Spans, marks and decisions of a trace, by time. Items without answer are left out."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[ItemSpan, ...]
     marks: tuple[Mark, ...]
     plans: tuple[Planned, ...]
     decisions: tuple[Decided | ExperimentEnded, ...] = ()
@@ -132,7 +132,7 @@ def make_timeline(events: Sequence[TraceEvent]) -> Timeline:
     its turn.
     """
     asked: dict[tuple[Lane, str, int], DraftAsked | VerifySent] = {}
-    spans: list[Span] = []
+    spans: list[ItemSpan] = []
     marks: list[Mark] = []
     latest: dict[str, DraftAsked] = {}
     used: set[tuple[str, int]] = set()
@@ -280,9 +280,9 @@ def waits(timeline: Timeline, request_id: str) -> list[Interval]:
     ]
 
 
-def _draft_span(question: DraftAsked, answer: DraftReplied) -> Span:
+def _draft_span(question: DraftAsked, answer: DraftReplied) -> ItemSpan:
     kind = Kind.WASTED if question.fanout else Kind.PROPOSAL
-    return Span(
+    return ItemSpan(
         answer.request_id,
         answer.round_id,
         Lane.DRAFT,
@@ -296,9 +296,9 @@ def _draft_span(question: DraftAsked, answer: DraftReplied) -> Span:
     )
 
 
-def _verify_span(question: VerifySent, answer: VerdictReceived) -> Span:
+def _verify_span(question: VerifySent, answer: VerdictReceived) -> ItemSpan:
     is_prefill = question.base_len == 0 or answer.num_committed_tokens == 0
-    return Span(
+    return ItemSpan(
         answer.request_id,
         answer.round_id,
         Lane.TARGET,
@@ -312,7 +312,7 @@ def _verify_span(question: VerifySent, answer: VerdictReceived) -> Span:
     )
 
 
-def _placed(spans: Sequence[Span]) -> list[Span]:
+def _placed(spans: Sequence[ItemSpan]) -> list[ItemSpan]:
     """Moves the work of each span from the end of its answer to where it must have been."""
     ways = {
         lane: min((max(0, span.start_ns - span.asked_ns) for span in spans if span.lane is lane), default=0)
@@ -326,7 +326,7 @@ def _placed(spans: Sequence[Span]) -> list[Span]:
     ]
 
 
-def _by_time(span: Span) -> tuple[int, int]:
+def _by_time(span: ItemSpan) -> tuple[int, int]:
     return span.asked_ns, span.replied_ns
 
 

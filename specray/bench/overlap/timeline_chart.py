@@ -10,10 +10,10 @@ from typing import Final
 
 from specray.bench.core.chart import linear_ticks
 from specray.bench.overlap.timeline import (
+    ItemSpan,
     Kind,
     Lane,
     Mark,
-    Span,
     Stretch,
     Summary,
     Timeline,
@@ -196,7 +196,7 @@ def shortened(request_id: str, length: int) -> str:
     return request_id if len(request_id) <= length else f"{request_id[: length - 1]}…"
 
 
-def _span(window: Window, span: Span, top: float) -> list[str]:
+def _span(window: Window, span: ItemSpan, top: float) -> list[str]:
     fill, ink = _COLORS[span.kind]
     left, right = window.x(span.asked_ns), window.x(span.replied_ns)
     middle = top + LANE / 2
@@ -212,7 +212,7 @@ def _span(window: Window, span: Span, top: float) -> list[str]:
     return parts
 
 
-def _labels(span: Span) -> list[str]:
+def _labels(span: ItemSpan) -> list[str]:
     if span.lane is Lane.TARGET:
         told = [f"{span.num_accepted_tokens}/{span.num_draft_tokens}"] if span.num_draft_tokens else []
         return ["prefill", *told] if span.kind is Kind.PREFILL else told

@@ -70,7 +70,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class ClientOutput:
     """The output of one request at its client: all of it, or the part before the end."""
 
     text: str
@@ -90,7 +90,7 @@ def make_cases(num_cases: int, *, seed: int) -> tuple[Case, ...]:
     return tuple(_case(index, rng) for index in range(num_cases))
 
 
-def difference(output: Output, reference: Output) -> str | None:
+def difference(output: ClientOutput, reference: ClientOutput) -> str | None:
     """Describes where an output, or the beginning of one, differs from the reference; None: nowhere."""
     if output.token_ids is not None and reference.token_ids is not None:
         place = _first_difference(output.token_ids, reference.token_ids)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from specray.bench.load.client import ServerClient
-from specray.bench.soak.cases import Case, Output, Way
+from specray.bench.soak.cases import Case, ClientOutput, Way
 from specray.bench.soak.ledger import Attempt, End
 from specray.errors import EngineLostError, SpecrayError
 from specray.rpc.inference.client import SpecrayClient
@@ -21,14 +21,14 @@ RETRY_PAUSE_S = 1.0
 
 
 @dataclass(slots=True)
-class Received:
+class OutputSoFar:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] | None = None
     num_tokens: int | None = None
 
-    def output(self) -> Output:
+    def output(self) -> ClientOutput:
         ids = None if self.token_ids is None else tuple(self.token_ids)
-        return Output("".join(self.text), ids, self.num_tokens)
+        return ClientOutput("".join(self.text), ids, self.num_tokens)
 
 
 class CaseSender:
@@ -54,9 +54,9 @@ class CaseSender:
         self._timeout_s = timeout_s
         self._now_s = now_s
 
-    async def reference(self, case: Case) -> Output:
+    async def reference(self, case: Case) -> ClientOutput:
         """Returns the case's answer without speculation. Raises SpecrayError."""
-        received = Received()
+        received = OutputSoFar()
         await self._over_grpc(case, received, [], has_speculation=False)
         return received.output()
 
@@ -87,7 +87,7 @@ class CaseSender:
         self, case: Case, way: Way, times: list[float], cancel_after_s: float | None
     ) -> Attempt:
         started_s = self._now_s()
-        received = Received()
+        received = OutputSoFar()
         end, reason = End.DONE, ""
         timer = asyncio.timeout(self._timeout_s if cancel_after_s is None else cancel_after_s)
         try:
@@ -105,7 +105,7 @@ class CaseSender:
             end, reason = End.ERROR, "the stream ended without its usage"
         return Attempt(end, received.output(), started_s, self._now_s(), reason)
 
-    async def _send(self, case: Case, way: Way, received: Received, times: list[float]) -> None:
+    async def _send(self, case: Case, way: Way, received: OutputSoFar, times: list[float]) -> None:
         if way is Way.GRPC:
             await self._over_grpc(case, received, times)
         elif way is Way.STREAM:
@@ -115,7 +115,7 @@ class CaseSender:
             received.text.append(answer["choices"][0]["text"])
             received.num_tokens = answer["usage"]["completion_tokens"]
 
-    async def _streamed(self, case: Case, received: Received, times: list[float]) -> None:
+    async def _streamed(self, case: Case, received: OutputSoFar, times: list[float]) -> None:
         body = {**case.body(self._model), "stream_options": {"include_usage": True}}
         async with contextlib.aclosing(self._http.stream_completion(body)) as events:
             async for event in events:
@@ -126,7 +126,7 @@ class CaseSender:
                     received.num_tokens = event.body["usage"]["completion_tokens"]
 
     async def _over_grpc(
-        self, case: Case, received: Received, times: list[float], *, has_speculation: bool = True
+        self, case: Case, received: OutputSoFar, times: list[float], *, has_speculation: bool = True
     ) -> None:
         received.token_ids = []
         params = case.params(has_speculation=has_speculation)

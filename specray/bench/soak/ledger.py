@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from specray.bench.soak.cases import Output, Way, difference
+from specray.bench.soak.cases import ClientOutput, Way, difference
 
 
 class End(StrEnum):
@@ -33,7 +33,7 @@ class Attempt:
     """One attempt to send a request; times in seconds from the load's beginning."""
 
     end: End
-    output: Output
+    output: ClientOutput
     started_s: float
     ended_s: float
     reason: str = ""
@@ -50,7 +50,7 @@ class Entry:
 
 
 def judge(
-    attempts: Sequence[Attempt], reference: Output, *, deaths_s: Sequence[float], window_s: float
+    attempts: Sequence[Attempt], reference: ClientOutput, *, deaths_s: Sequence[float], window_s: float
 ) -> tuple[Judgement, str]:
     """Returns the verdict on a request, and the reason for a bad one.
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from specray.bench.load.client import ServerClient
-from specray.bench.soak.cases import Case, Output, make_cases
+from specray.bench.soak.cases import Case, ClientOutput, make_cases
 from specray.bench.soak.clients import CaseSender, draw
 from specray.bench.soak.faults import inject, prepare
 from specray.bench.soak.ledger import Attempt, Entry, Judgement, Ledger, judge
@@ -156,7 +156,7 @@ class _Soak:
         result.unjudged = self._memory.unjudged()
         return result
 
-    async def _load(self, cases: Sequence[Case], references: Sequence[Output]) -> None:
+    async def _load(self, cases: Sequence[Case], references: Sequence[ClientOutput]) -> None:
         try:
             await self._watch.parts()
             async with asyncio.TaskGroup() as group:
@@ -170,7 +170,7 @@ class _Soak:
             self._result.is_interrupted = True
             self._progress("interrupted; a second time ends it without a report")
 
-    async def _client(self, index: int, cases: Sequence[Case], references: Sequence[Output]) -> None:
+    async def _client(self, index: int, cases: Sequence[Case], references: Sequence[ClientOutput]) -> None:
         plan = self._plan
         rng = random.Random(f"{plan.seed} client {index}")
         while self._is_on and self._num_sent < plan.max_requests:
@@ -201,7 +201,9 @@ class _Soak:
                 self._progress(f"{entry[0]}: {drawn.way} case {drawn.case.index}: {entry[1]}")
                 await asyncio.sleep(FAILED_PAUSE_S)
 
-    def _judge(self, case: Case, attempts: Sequence[Attempt], reference: Output) -> tuple[Judgement, str]:
+    def _judge(
+        self, case: Case, attempts: Sequence[Attempt], reference: ClientOutput
+    ) -> tuple[Judgement, str]:
         deaths_s = [fault.at_s for fault in self._result.faults if fault.kind in _EXCUSING]
         window_s = self._plan.recovery_timeout
         return judge(attempts, reference, deaths_s=deaths_s, window_s=window_s)

@@ -24,7 +24,7 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ArmJudgement:
     arm: str
     temperature: float
     num_valid: int
@@ -64,7 +64,7 @@ class Refusals:
     """Words of schemas that were answered, though nothing enforces them."""
 
 
-def judge(result: StructuredResult) -> list[Verdict]:
+def judge(result: StructuredResult) -> list[ArmJudgement]:
     return [_verdict(group, _plain(result.groups, group)) for group in result.groups]
 
 
@@ -94,7 +94,7 @@ def _plain(groups: Sequence[Group], group: Group) -> Group:
     return next(each for each in groups if each.arm == OFF and each.temperature == group.temperature)
 
 
-def _verdict(group: Group, plain: Group) -> Verdict:
+def _verdict(group: Group, plain: Group) -> ArmJudgement:
     kinds, problems = Counter[str](), list[str]()
     for answer in group.answers:
         kind, problem = _kind(answer)
@@ -105,7 +105,7 @@ def _verdict(group: Group, plain: Group) -> Verdict:
     num_tokens = sum(len(answer.token_ids) for answer in group.answers)
     num_forced = group.accepted["grammar"]
     num_drafted = sum(group.accepted.values()) - num_forced
-    return Verdict(
+    return ArmJudgement(
         group.arm,
         group.temperature,
         num_valid=kinds["valid"],

@@ -14,7 +14,7 @@ from specray.bench.structured.hostile import (
     AttackResult,
     HostileResult,
 )
-from specray.bench.structured.judgement import Speed, Verdict, judge, refusals
+from specray.bench.structured.judgement import ArmJudgement, Speed, judge, refusals
 from specray.bench.structured.run import StructuredResult
 
 
@@ -99,11 +99,11 @@ def _signed(value: float | None) -> str:
 
 
 _SHORT = "What falls short:"
-_ARM: dict[str, Callable[[Verdict], object]] = {
+_ARM: dict[str, Callable[[ArmJudgement], object]] = {
     "temperature": lambda one: f"{one.temperature:g}",
     "arm": lambda one: one.arm,
 }
-_COUNTS: dict[str, Callable[[Verdict], object]] = {
+_COUNTS: dict[str, Callable[[ArmJudgement], object]] = {
     "valid": lambda one: one.num_valid,
     "invalid": lambda one: one.num_invalid,
     "cut": lambda one: one.num_cut,
@@ -111,7 +111,7 @@ _COUNTS: dict[str, Callable[[Verdict], object]] = {
     "refused without": lambda one: one.num_refused_without_name,
     "failed": lambda one: one.num_failed,
 }
-_SPEEDS: dict[str, Callable[[Verdict], object]] = {
+_SPEEDS: dict[str, Callable[[ArmJudgement], object]] = {
     "equal": lambda one: f"{one.num_equal} of {one.num_compared}",
     "tokens/s": lambda one: number(one.speed.tokens_per_s, 1),
     "speedup": lambda one: one.speed.speedup,

@@ -40,7 +40,7 @@ class StepShape(NamedTuple):
     """Most rows of one sequence."""
 
 
-class Kernel(NamedTuple):
+class AttendKernel(NamedTuple):
     """A way to attend."""
 
     name: str
@@ -65,11 +65,11 @@ class MeasuredAttend:
         fastest: the winner, by shape.
     """
 
-    def __init__(self, default: Kernel, fastest: Mapping[StepShape, Kernel]) -> None:
+    def __init__(self, default: AttendKernel, fastest: Mapping[StepShape, AttendKernel]) -> None:
         self.default = default
         self.fastest = dict(sorted(fastest.items()))
 
-    def kernel_for(self, shape: StepShape) -> Kernel:
+    def kernel_for(self, shape: StepShape) -> AttendKernel:
         """The winner of the smallest shape that holds a step."""
         holding = [
             measured
@@ -97,7 +97,7 @@ class MeasuredAttend:
 
 @torch.inference_mode()
 def measure(
-    kernels: Sequence[Kernel],
+    kernels: Sequence[AttendKernel],
     make_inputs: Callable[[StepShape], AttendInputs],
     timer: Timer,
     *,
@@ -111,7 +111,7 @@ def measure(
         make_inputs: what a shape is timed with.
     """
     ends_at = clock() + limit_s
-    fastest: dict[StepShape, Kernel] = {}
+    fastest: dict[StepShape, AttendKernel] = {}
     for shape in [StepShape(count, width) for count in SEQUENCES for width in WIDTHS]:
         if clock() >= ends_at:
             _log.info("attention of %s and more was not timed: %.0f s were over", shape, limit_s)
@@ -124,7 +124,7 @@ def measure(
     return MeasuredAttend(kernels[0], fastest)
 
 
-def _work(kernel: Kernel, inputs: AttendInputs) -> Callable[[], object]:
+def _work(kernel: AttendKernel, inputs: AttendInputs) -> Callable[[], object]:
     query, layer, batch, block_size, scale = inputs
     return lambda: kernel.attend(query, layer, batch, block_size=block_size, scale=scale, window=None)
 

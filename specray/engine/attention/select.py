@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from specray.engine.attention.base import HeadNorm
-from specray.engine.attention.measured import CudaTimer, InputMaker, Kernel, measure
+from specray.engine.attention.measured import AttendKernel, CudaTimer, InputMaker, measure
 from specray.engine.attention.paged import (
     AttendPaged,
     StoreRows,
@@ -50,7 +50,7 @@ class Backend:
     attend: AttendPaged
     store: StoreRows
     block_size: int
-    rivals: tuple[Kernel, ...] = ()
+    rivals: tuple[AttendKernel, ...] = ()
     """Other ways to attend over the same cache, which give the same and may be faster."""
 
 
@@ -165,7 +165,7 @@ def _fastest(backend: Backend, model: Model) -> Backend:
         return backend
     try:
         inputs = InputMaker(model.shape, model.dtype, model.device, backend.block_size, model.max_model_len)
-        kernels = (Kernel(backend.name, backend.attend), *backend.rivals)
+        kernels = (AttendKernel(backend.name, backend.attend), *backend.rivals)
         return replace(backend, attend=measure(kernels, inputs, CudaTimer(model.device)))
     # Whatever a driver raises: the backend works as it is.
     except Exception as error:
@@ -188,7 +188,7 @@ def _make(name: str, model: Model, block_size: int | None) -> Backend:
     if size % VARLEN_BLOCK_SIZE:
         raise ConfigError(f"block_size is {size}; allowed: multiples of {VARLEN_BLOCK_SIZE}")
     others = _beside_varlen(model, size)
-    own = () if others.name == "gather" else (Kernel(others.name, others.attend),)
+    own = () if others.name == "gather" else (AttendKernel(others.name, others.attend),)
     return Backend(name, VarlenAttend(others.attend), others.store, size, (*own, *others.rivals))
 
 
@@ -197,7 +197,9 @@ def _triton(device: torch.device, block_size: int) -> Backend:
     from specray.engine.attention.triton import TritonAttend
 
     attend = TritonAttend(torch.cuda.get_device_properties(device).multi_processor_count)
-    rivals = tuple(Kernel(f"triton-{count}", attend.splitting(count)) for count in _PROGRAMS_PER_PROCESSOR)
+    rivals = tuple(
+        AttendKernel(f"triton-{count}", attend.splitting(count)) for count in _PROGRAMS_PER_PROCESSOR
+    )
     return Backend("triton", attend, store_triton.store_rows, block_size, rivals)
 
 

@@ -141,7 +141,7 @@ class _Numbers:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
+class _PreparedProposal:
     host: HostBatch
     on_device: DeviceBatch
     numbers: _Numbers
@@ -184,7 +184,7 @@ class DraftLoop:
         self._capture = capture
         self._known = known
         self._max_num_draft_probs = max_num_draft_probs
-        self._prepared: dict[LoopShape, _Prepared] = {}
+        self._prepared: dict[LoopShape, _PreparedProposal] = {}
         self._chosen: dict[LoopShape, LoopShape | None] = {}
         """What ``shape_for`` has found, by what was asked for."""
 
@@ -268,7 +268,7 @@ class DraftLoop:
             [[numbers[2:] for numbers in draw] for draw in answer] if shape.truncates else [],
         )
 
-    def _make(self, shape: LoopShape) -> _Prepared:
+    def _make(self, shape: LoopShape) -> _PreparedProposal:
         count = shape.num_sequences
         batch_shape = BatchShape(
             num_sequences=count,
@@ -288,7 +288,7 @@ class DraftLoop:
         def work() -> Tensor:
             return self._loop(shape, on_device, numbers)
 
-        return _Prepared(host, on_device, numbers, on_host, self._capture(work))
+        return _PreparedProposal(host, on_device, numbers, on_host, self._capture(work))
 
     @property
     def _spare_slot(self) -> int:

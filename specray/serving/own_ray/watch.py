@@ -32,7 +32,7 @@ _SETTINGS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RayPart:
     """One part of Ray.
 
     Args:
@@ -57,7 +57,7 @@ class Silence:
     A part that has never answered is not judged: it may speak another protocol, such as TLS.
     """
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: RayPart) -> None:
         self._part = part
         self._has_answered = False
         self._is_gone = False
@@ -95,7 +95,7 @@ class Silence:
 
 
 @contextmanager
-def watched(find: Callable[[], Sequence[Part]], on_lost: Callable[[str], None] | None) -> Iterator[None]:
+def watched(find: Callable[[], Sequence[RayPart]], on_lost: Callable[[str], None] | None) -> Iterator[None]:
     """Asks all parts every second while the block runs.
 
     Each part is asked in a thread of its own, which may hang for ever.
@@ -131,7 +131,7 @@ def within(seconds: float, what: str, on_lost: Callable[[str], None] | None) -> 
         timer.cancel()
 
 
-def _ask_for_ever(part: Part, silence: Silence, end: threading.Event) -> None:
+def _ask_for_ever(part: RayPart, silence: Silence, end: threading.Event) -> None:
     while not end.wait(PERIOD_S):
         try:
             part.ask()
@@ -175,7 +175,7 @@ def greet(host: str, port: int) -> None:
         raise ConnectionError("no HTTP/2 server")
 
 
-def ray_parts(context: Any, *, is_own: bool) -> list[Part]:
+def ray_parts(context: Any, *, is_own: bool) -> list[RayPart]:
     """Returns the parts of the Ray that ``ray.init`` has started or joined, as seen from this node.
 
     Args:
@@ -190,23 +190,23 @@ def ray_parts(context: Any, *, is_own: bool) -> list[Part]:
     node = next(node for node in ray.nodes() if node["NodeID"] == info["node_id"])
     raylet = str(node["NodeManagerAddress"]), int(node["NodeManagerPort"])
     parts = [
-        Part("Ray's GCS", lambda: greet(host.strip("[]"), int(port)), gone_s=gone_s),
-        Part("Ray's raylet", lambda: greet(*raylet), gone_s=gone_s),
+        RayPart("Ray's GCS", lambda: greet(host.strip("[]"), int(port)), gone_s=gone_s),
+        RayPart("Ray's raylet", lambda: greet(*raylet), gone_s=gone_s),
     ]
     for name in ("raylet_socket_name", "object_store_address"):
         path = Path(info[name])
-        parts.append(Part(f"Ray's socket {path}", path.stat, gone_s=gone_s))
+        parts.append(RayPart(f"Ray's socket {path}", path.stat, gone_s=gone_s))
     return parts
 
 
-def serve_parts() -> list[Part]:
+def serve_parts() -> list[RayPart]:
     """Returns Serve's controller: without it nothing that ends is replaced."""
     import ray
     from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
     controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
     return [
-        Part(
+        RayPart(
             "Serve's controller",
             lambda: ray.get(controller.check_alive.remote(), timeout=ANSWER_S),
             lost_s=CONTROLLER_LOST_S,

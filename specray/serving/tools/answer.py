@@ -18,7 +18,7 @@ from typing import Final
 import regex
 
 from specray.serving.tools.formats import MakeReader, ToolFormat
-from specray.serving.tools.reader import CallPart, CallReader, Place
+from specray.serving.tools.reader import CallPart, CallPlace, CallReader
 from specray.serving.tools.request import ToolMode, ToolUse
 
 _ID_LEN: Final = 9
@@ -193,21 +193,21 @@ class AnswerParser:
         self._tell(reader.push(text))
         if self._has_ended:
             self._tell(reader.finish())
-        if not self._has_ended and reader.place not in (Place.END, Place.LOST):
+        if not self._has_ended and reader.place not in (CallPlace.END, CallPlace.LOST):
             return False
         self._reader, self._text = None, reader.rest
         if self._call is not None:
             self._add("" if self._call.is_told else reader.raw)
             self._call = None
-        elif reader.place is Place.LOST and not reader.num_calls and self._others:
+        elif reader.place is CallPlace.LOST and not reader.num_calls and self._others:
             self._text = reader.raw + self._text
             self._reader = self._others.pop()(self._schemas, self._use.allowed)
             return True
-        elif reader.place is not Place.END:
+        elif reader.place is not CallPlace.END:
             self._text = reader.raw + self._text
             if not reader.num_calls:
                 self._give_back(len(self._marker))
-        if reader.place not in (Place.END, Place.LOST):
+        if reader.place not in (CallPlace.END, CallPlace.LOST):
             # The end of the answer leaves no doubt that this is no other call.
             self._give_back(len(self._text))
         return True

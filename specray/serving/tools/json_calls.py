@@ -10,7 +10,7 @@ from typing import Final
 import regex
 
 from specray.serving.tools.json_text import JsonText, object_of
-from specray.serving.tools.reader import NAME, SPACE, CallPart, CallReader, Place
+from specray.serving.tools.reader import NAME, SPACE, CallPart, CallPlace, CallReader
 
 _KEYS: Final = "name|arguments|parameters|function|type|id"
 _NO_ARGUMENTS: Final = frozenset(_KEYS.split("|"))
@@ -117,22 +117,22 @@ class JsonCalls(CallReader):
         self._object: list[str] = []
 
     def finish(self) -> Iterator[CallPart]:
-        if self.place is Place.VALUE:
+        if self.place is CallPlace.VALUE:
             yield from self.push("\n")
         left = (_LEFT.fullmatch(self.rest), self._form.tail.fullmatch(self.rest.rstrip()))
-        if self.place in (Place.REST, Place.NEXT) and any(left):
+        if self.place in (CallPlace.REST, CallPlace.NEXT) and any(left):
             self.rest = ""
-        elif self.place is Place.NEXT:
+        elif self.place is CallPlace.NEXT:
             # What might have been another call is none.
             self._end()
 
-    def _steps(self) -> Mapping[Place, Callable[[], str]]:
+    def _steps(self) -> Mapping[CallPlace, Callable[[], str]]:
         return {
-            Place.HEAD: self._begin_call,
-            Place.ARGUMENTS: self._tell,
-            Place.VALUE: self._tell_value,
-            Place.REST: self._skip,
-            Place.NEXT: self._find_next,
+            CallPlace.HEAD: self._begin_call,
+            CallPlace.ARGUMENTS: self._tell,
+            CallPlace.VALUE: self._tell_value,
+            CallPlace.REST: self._skip,
+            CallPlace.NEXT: self._find_next,
         }
 
     def _begin_call(self) -> str:
@@ -142,12 +142,12 @@ class JsonCalls(CallReader):
             self._json, self._num_read = JsonText(), 0
             self._json.push(found.groupdict().get("object") or "")
             self._depth = self._json.depth
-            if self.place is not Place.LOST:
-                self.place = Place.ARGUMENTS if self.rest.startswith("{") else Place.VALUE
+            if self.place is not CallPlace.LOST:
+                self.place = CallPlace.ARGUMENTS if self.rest.startswith("{") else CallPlace.VALUE
             return ""
         told = "" if self._form.before is None else self._read_object()
-        if self.place is Place.LOST or self._form.before is None:
-            self.place = Place.LOST if found is None else Place.HEAD
+        if self.place is CallPlace.LOST or self._form.before is None:
+            self.place = CallPlace.LOST if found is None else CallPlace.HEAD
         return told
 
     def _read_object(self) -> str:
@@ -158,7 +158,7 @@ class JsonCalls(CallReader):
             return ""
         first = None if start is None else _FIRST_KEY.match(self.rest, start.end(), partial=True)
         if start is None or first is None:
-            self.place = Place.LOST
+            self.place = CallPlace.LOST
             return ""
         if first.partial:
             return ""
@@ -169,7 +169,7 @@ class JsonCalls(CallReader):
         self._num_read += length
         self._object.append(told)
         if self._json.is_broken:
-            self.place = Place.LOST
+            self.place = CallPlace.LOST
         if not self._json.is_whole:
             return ""
         try:
@@ -177,21 +177,21 @@ class JsonCalls(CallReader):
         except (ValueError, RecursionError):
             self._name = ""
         if self._name not in self._allowed:
-            self.place = Place.LOST
+            self.place = CallPlace.LOST
             return ""
         self._raw.clear()
         self._call_id = ""
         self._take(self._num_read)
-        self._num_read, self.place = 0, Place.NEXT
+        self._num_read, self.place = 0, CallPlace.NEXT
         return arguments
 
     def _tell(self) -> str:
         length, told = self._json.push(self.rest, down_to=self._depth)
         self._take(length)
         if self._json.is_broken:
-            self.place = Place.LOST
+            self.place = CallPlace.LOST
         elif self._json.depth == self._depth:
-            self.place = Place.REST if self._depth else Place.NEXT
+            self.place = CallPlace.REST if self._depth else CallPlace.NEXT
         return told
 
     def _tell_value(self) -> str:
@@ -201,10 +201,10 @@ class JsonCalls(CallReader):
             try:
                 arguments = object_of(json.loads(told))
             except ValueError:
-                self.place = Place.LOST
+                self.place = CallPlace.LOST
                 return ""
             self._take(length)
-            self.place = Place.NEXT
+            self.place = CallPlace.NEXT
             return arguments
         is_broken, self._json = self._json.is_broken, JsonText()
         if not is_broken:
@@ -216,29 +216,29 @@ class JsonCalls(CallReader):
             if pattern is not None
         ]
         if any(found is not None and not found.partial for found in follows):
-            self.place = Place.NEXT
+            self.place = CallPlace.NEXT
             return "{}"
         if not any(follows):
-            self.place = Place.LOST
+            self.place = CallPlace.LOST
         return ""
 
     def _skip(self) -> str:
         length, _ = self._json.push(self.rest)
         self._take(length)
         if self._json.is_broken or self._json.is_whole:
-            self.place = Place.NEXT
+            self.place = CallPlace.NEXT
         return ""
 
     def _find_next(self) -> str:
         length = len(self.rest)
         self._go_on(self._form.closing, self._form.again)
-        if self.place is Place.END and len(self.rest) == length:
+        if self.place is CallPlace.END and len(self.rest) == length:
             self._end()
         return ""
 
     def _end(self) -> None:
         """Ends calls without the marker that ends them: what it would have followed is left."""
-        self.place = Place.END
+        self.place = CallPlace.END
         left = self._form.tail.match(self.rest)
         if left is not None and left[0].strip():
             self._take(left.end())

@@ -14,7 +14,7 @@ import regex
 
 from specray.serving.tools.json_text import json_of
 from specray.serving.tools.python_value import ValueEnd, opening_quote, read_value
-from specray.serving.tools.reader import MAX_CALL_LEN, MAX_HEAD_LEN, SPACE, CallReader, Place
+from specray.serving.tools.reader import MAX_CALL_LEN, MAX_HEAD_LEN, SPACE, CallPlace, CallReader
 
 _CALL: Final = rf"(?P<name>[^\W\d][\w.]{{0,255}}+){SPACE}\((?={SPACE}(?:\)|#|[^\W\d]\w{{0,255}}+{SPACE}=))"
 _FIRST_HEAD: Final = regex.compile(rf"\[{SPACE}{_CALL}")
@@ -57,19 +57,19 @@ class PythonCalls(CallReader):
         """Quote of the string that is written; empty: the next may follow, and is joined to it."""
         self._value = ValueEnd()
 
-    def _steps(self) -> Mapping[Place, Callable[[], str]]:
+    def _steps(self) -> Mapping[CallPlace, Callable[[], str]]:
         return {
-            Place.HEAD: self._begin_call,
-            Place.BETWEEN: self._read_argument,
-            Place.TEXT: self._tell_text,
-            Place.VALUE: self._tell_value,
-            Place.NEXT: self._find_next,
+            CallPlace.HEAD: self._begin_call,
+            CallPlace.BETWEEN: self._read_argument,
+            CallPlace.TEXT: self._tell_text,
+            CallPlace.VALUE: self._tell_value,
+            CallPlace.NEXT: self._find_next,
         }
 
     def _begin_call(self) -> str:
         if self._begin(_HEAD if self.num_calls else _FIRST_HEAD) is None:
             return ""
-        self.place = Place.BETWEEN
+        self.place = CallPlace.BETWEEN
         self._keys, self._has_comma = set(), False
         return "{"
 
@@ -80,7 +80,7 @@ class PythonCalls(CallReader):
     def _read_argument(self) -> str:
         self._skip_gap()
         if self.rest.startswith(")"):
-            self.place = Place.NEXT
+            self.place = CallPlace.NEXT
             self._take(1)
             return "}"
         if self.rest.startswith(",") and self._keys and not self._has_comma:
@@ -90,20 +90,20 @@ class PythonCalls(CallReader):
         found = _KEY.match(self.rest)
         if found is None:
             if len(self.rest) > MAX_HEAD_LEN:
-                self.place = Place.LOST
+                self.place = CallPlace.LOST
             return ""
         quote = opening_quote(self.rest, found.end())
         if quote is None:
             return ""
         key = found["key"]
         if key in self._keys or self._has_comma != bool(self._keys):
-            self.place = Place.LOST
+            self.place = CallPlace.LOST
             return ""
         self._take(found.end() + len(quote))
         comma = ", " if self._keys else ""
         self._keys.add(key)
         self._quote, self._has_comma, self._value = quote, False, ValueEnd()
-        self.place = Place.TEXT if quote else Place.VALUE
+        self.place = CallPlace.TEXT if quote else CallPlace.VALUE
         return f"{comma}{json_of(key)}: " + '"' * bool(quote)
 
     def _tell_text(self) -> str:
@@ -114,12 +114,12 @@ class PythonCalls(CallReader):
         told, length = _json_text(found[0])
         self._take(length)
         if length < found.end():
-            self.place = Place.LOST
+            self.place = CallPlace.LOST
         elif self.rest.startswith(self._quote):
             self._take(len(self._quote))
             self._quote = ""
         elif self.rest.startswith("\n") or len(self.rest) > _LONGEST_ESCAPE:
-            self.place = Place.LOST
+            self.place = CallPlace.LOST
         return told
 
     def _join(self) -> str:
@@ -128,14 +128,14 @@ class PythonCalls(CallReader):
         if not self.rest:
             return ""
         if self.rest[0] in ",)":
-            self.place = Place.BETWEEN
+            self.place = CallPlace.BETWEEN
             return '"'
         quote = opening_quote(self.rest, 0)
         if quote:
             self._quote = quote
             self._take(len(quote))
         elif (quote is not None and self.rest[0] != "#") or len(self.rest) > MAX_HEAD_LEN:
-            self.place = Place.LOST
+            self.place = CallPlace.LOST
         return ""
 
     def _skip_gap(self) -> None:
@@ -146,14 +146,14 @@ class PythonCalls(CallReader):
         end = self._value.find(self.rest)
         if end is None or end > MAX_CALL_LEN:
             if len(self.rest) > MAX_CALL_LEN:
-                self.place = Place.LOST
+                self.place = CallPlace.LOST
             return ""
         try:
             told = json_of(read_value(self.rest[:end]))
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            self.place = Place.LOST
+            self.place = CallPlace.LOST
             return ""
-        self.place = Place.BETWEEN
+        self.place = CallPlace.BETWEEN
         self._take(end)
         return told
 

@@ -40,7 +40,7 @@ class CallPart:
     """The id that the model has written; empty: none."""
 
 
-class Place(Enum):
+class CallPlace(Enum):
     """What comes next in the text of calls."""
 
     HEAD = auto()
@@ -62,7 +62,7 @@ class Place(Enum):
     """Text that is no call, or cannot continue the one that was read."""
 
 
-_COMPLETE: Final = (Place.HEAD, Place.REST, Place.NEXT, Place.END)
+_COMPLETE: Final = (CallPlace.HEAD, CallPlace.REST, CallPlace.NEXT, CallPlace.END)
 """Where the arguments of the last call are complete."""
 
 
@@ -82,7 +82,7 @@ class CallReader(ABC):
     def __init__(self, allowed: Collection[str]) -> None:
         self.rest = ""
         self.num_calls = 0
-        self.place = Place.HEAD
+        self.place = CallPlace.HEAD
         self._allowed = allowed
         self._name = ""
         self._call_id = ""
@@ -97,7 +97,7 @@ class CallReader(ABC):
     def push(self, text: str) -> Iterator[CallPart]:
         for start in range(0, len(text), _PIECE_LEN):
             self.rest += text[start : start + _PIECE_LEN]
-            if self.place not in (Place.END, Place.LOST):
+            if self.place not in (CallPlace.END, CallPlace.LOST):
                 yield from self._read()
 
     def finish(self) -> Iterator[CallPart]:
@@ -111,14 +111,14 @@ class CallReader(ABC):
             if told:
                 yield self._part(told)
             if self._num_told > MAX_CALL_LEN or len(self.rest) > MAX_CALL_LEN + _PIECE_LEN:
-                self.place = Place.LOST
+                self.place = CallPlace.LOST
             if self.place in _COMPLETE:
                 self._raw.clear()
             if (self.place, len(self.rest)) == before:
                 return
 
     @abstractmethod
-    def _steps(self) -> Mapping[Place, Callable[[], str]]:
+    def _steps(self) -> Mapping[CallPlace, Callable[[], str]]:
         """What reads on at each place, and returns the part of the arguments that it found, if any."""
 
     def _part(self, told: str) -> CallPart:
@@ -134,8 +134,8 @@ class CallReader(ABC):
         """
         found = head.match(self.rest, partial=True)
         if found is None or (not found.partial and found["name"].strip("\"' ") not in self._allowed):
-            self.place = Place.LOST
-        if found is None or found.partial or self.place is Place.LOST:
+            self.place = CallPlace.LOST
+        if found is None or found.partial or self.place is CallPlace.LOST:
             return None
         self._name = found["name"].strip("\"' ")
         self._call_id = found.groupdict().get("id") or ""
@@ -146,7 +146,7 @@ class CallReader(ABC):
     def _go_on(self, closing: regex.Pattern[str] | None, again: regex.Pattern[str]) -> None:
         """Reads on from the end of a call: to the marker that ends calls, or to another call."""
         waits = False
-        for pattern, place in ((closing, Place.END), (again, Place.HEAD)):
+        for pattern, place in ((closing, CallPlace.END), (again, CallPlace.HEAD)):
             found = None if pattern is None else pattern.match(self.rest, partial=True)
             if found is not None and not found.partial:
                 self.place = place
@@ -154,7 +154,7 @@ class CallReader(ABC):
                 return
             waits = waits or found is not None
         if not waits:
-            self.place = Place.END
+            self.place = CallPlace.END
 
     def _take(self, length: int) -> None:
         if length:

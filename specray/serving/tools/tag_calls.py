@@ -16,7 +16,7 @@ from typing import Final
 import regex
 
 from specray.serving.tools.parameter_value import ParameterSchema
-from specray.serving.tools.reader import SPACE, CallPart, CallReader, Place, Schemas
+from specray.serving.tools.reader import SPACE, CallPart, CallPlace, CallReader, Schemas
 
 KEY: Final = r"(?P<key>[^<>\n]{1,256}+)"
 """Group of a parameter's name."""
@@ -98,34 +98,34 @@ class TagCalls(CallReader):
 
     def finish(self) -> Iterator[CallPart]:
         self._has_ended, self._num_searched = True, 0
-        if self.place in (Place.TEXT, Place.VALUE):
+        if self.place in (CallPlace.TEXT, CallPlace.VALUE):
             yield from self._read()
 
-    def _steps(self) -> Mapping[Place, Callable[[], str]]:
+    def _steps(self) -> Mapping[CallPlace, Callable[[], str]]:
         return {
-            Place.HEAD: self._begin_call,
-            Place.BETWEEN: self._read_tag,
-            Place.TEXT: self._tell_text,
-            Place.VALUE: self._tell_value,
-            Place.NEXT: self._find_next,
+            CallPlace.HEAD: self._begin_call,
+            CallPlace.BETWEEN: self._read_tag,
+            CallPlace.TEXT: self._tell_text,
+            CallPlace.VALUE: self._tell_value,
+            CallPlace.NEXT: self._find_next,
         }
 
     def _begin_call(self) -> str:
         if self._begin(self._patterns.head) is None:
             return ""
-        self.place, self._num_arguments = Place.BETWEEN, 0
+        self.place, self._num_arguments = CallPlace.BETWEEN, 0
         return "{"
 
     def _read_tag(self) -> str:
         end = self._patterns.end.match(self.rest, partial=True)
         if end is not None and not end.partial:
             self._take(end.end())
-            self.place = Place.NEXT
+            self.place = CallPlace.NEXT
             return "}"
         found = self._patterns.parameter.match(self.rest, partial=True)
         if found is None or found.partial:
             if found is None and end is None:
-                self.place = Place.LOST
+                self.place = CallPlace.LOST
             return ""
         key = found["key"].strip(_QUOTES)
         self._take(found.end())
@@ -133,7 +133,7 @@ class TagCalls(CallReader):
         self._is_lines = self._is_first_line = self._has_lines and self.rest.startswith("\n")
         self._num_searched = 0
         self._num_arguments += 1
-        self.place = Place.TEXT if self._schema.is_text else Place.VALUE
+        self.place = CallPlace.TEXT if self._schema.is_text else CallPlace.VALUE
         comma = ", " if self._num_arguments > 1 else ""
         return f"{comma}{_quoted(key)}: " + '"' * self._schema.is_text
 
@@ -156,7 +156,7 @@ class TagCalls(CallReader):
         self._num_searched = 0
         if end is None:
             return _quoted(text)[1:-1]
-        self.place = Place.BETWEEN
+        self.place = CallPlace.BETWEEN
         return _quoted(text)[1:]
 
     def _tell_value(self) -> str:
@@ -166,11 +166,11 @@ class TagCalls(CallReader):
             if self._schema.is_nullable_text and not any(
                 null.startswith(text.strip().lower()) for null in _NULLS
             ):
-                self.place = Place.TEXT
+                self.place = CallPlace.TEXT
                 return '"'
             return ""
         self._take(end)
-        self.place = Place.BETWEEN
+        self.place = CallPlace.BETWEEN
         try:
             return self._schema.json(text)
         except (ValueError, RecursionError):

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from specray.bench.soak.cases import Output, Way, difference, make_cases
+from specray.bench.soak.cases import ClientOutput, Way, difference, make_cases
 from specray.bench.soak.clients import draw
 from specray.bench.soak.ledger import Attempt, End, Entry, Judgement, Ledger, is_excused, judge
 from specray.bench.soak.memory import MemoryRecord, Sample
@@ -29,11 +29,11 @@ from specray.cli.ending import EXIT_INTERRUPTED
 from specray.errors import ConfigError
 
 MIB = 1024 * 1024
-REFERENCE = Output("abcdef", (1, 2, 3), 3)
-NOTHING = Output("", None, None)
+REFERENCE = ClientOutput("abcdef", (1, 2, 3), 3)
+NOTHING = ClientOutput("", None, None)
 
 
-def attempt(end: End, output: Output = NOTHING, at_s: float = 10.0) -> Attempt:
+def attempt(end: End, output: ClientOutput = NOTHING, at_s: float = 10.0) -> Attempt:
     return Attempt(end, output, at_s - 1, at_s, "because")
 
 
@@ -66,17 +66,17 @@ def test_the_steady_client_streams_long_outputs_and_never_leaves() -> None:
     ("output", "what"),
     [
         (REFERENCE, None),
-        (Output("abc", None, None), None),
-        (Output("ab", (1,), None), None),
-        (Output("", (), None), None),
-        (Output("abx", None, None), "the text differs from character 2"),
-        (Output("ab", (1, 7), None), "token 1 differs"),
-        (Output("abcdef", (1, 2, 3, 4), None), "token 3 differs"),
-        (Output("abcdefg", None, 3), "the text differs from character 6"),
-        (Output("abcd", None, 2), "2 tokens, not 3"),
+        (ClientOutput("abc", None, None), None),
+        (ClientOutput("ab", (1,), None), None),
+        (ClientOutput("", (), None), None),
+        (ClientOutput("abx", None, None), "the text differs from character 2"),
+        (ClientOutput("ab", (1, 7), None), "token 1 differs"),
+        (ClientOutput("abcdef", (1, 2, 3, 4), None), "token 3 differs"),
+        (ClientOutput("abcdefg", None, 3), "the text differs from character 6"),
+        (ClientOutput("abcd", None, 2), "2 tokens, not 3"),
     ],
 )
-def test_an_output_is_the_reference_or_a_beginning_of_it(output: Output, what: str | None) -> None:
+def test_an_output_is_the_reference_or_a_beginning_of_it(output: ClientOutput, what: str | None) -> None:
     assert difference(output, REFERENCE) == what
 
 
@@ -127,15 +127,15 @@ def test_schedule_of_one_and_of_none() -> None:
 
 
 def test_whole_output_is_right_and_a_changed_one_is_wrong_whatever_ended_it() -> None:
-    wrong = Output("abX", None, None)
+    wrong = ClientOutput("abX", None, None)
     assert verdict(attempt(End.DONE, REFERENCE)) is Judgement.OK
-    assert verdict(attempt(End.CANCELLED, Output("ab", None, None))) is Judgement.CANCELLED
+    assert verdict(attempt(End.CANCELLED, ClientOutput("ab", None, None))) is Judgement.CANCELLED
     for end in End:
         assert verdict(attempt(end, wrong), deaths_s=(9.0,)) is Judgement.WRONG
 
 
 def test_a_retriable_error_is_excused_once_after_a_routers_death() -> None:
-    broken = attempt(End.RETRIABLE, Output("abc", None, None))
+    broken = attempt(End.RETRIABLE, ClientOutput("abc", None, None))
     again = attempt(End.DONE, REFERENCE, at_s=30)
     assert verdict(broken, again, deaths_s=(9.0,)) is Judgement.RETRIED
     assert verdict(broken, attempt(End.CANCELLED, at_s=30), deaths_s=(9.0,)) is Judgement.CANCELLED

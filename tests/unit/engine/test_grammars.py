@@ -20,7 +20,7 @@ from specray.grammar import GrammarCompiler
 from specray.grammar.forms import json_grammar
 from specray.serving.tools.harmony.channels import Channels, Marker
 from specray.serving.tools.harmony.forced import forced_channels
-from specray.serving.tools.harmony.prompt import ChannelPrompt, Place
+from specray.serving.tools.harmony.prompt import ChannelPrompt, PromptEnd
 from specray.serving.tools.request import parse_tools
 from specray.tokenization import Tokenizer, load_tokenizer
 from specray.types import Grammar, GrammarKind, ItemFailed, SamplingParams, Verdict, Verification
@@ -187,7 +187,7 @@ def channels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Channels]:
 def test_channels_under_a_grammar_are_the_same_with_any_draft(channels: Channels) -> None:
     function = {"name": "f", "strict": True, "parameters": SCHEMA}
     kinds = set[int]()
-    for choice, place, temperature in (("required", Place.ROLE, 0.0), ("auto", Place.REASONING, 1.0)):
+    for choice, place, temperature in (("required", PromptEnd.ROLE, 0.0), ("auto", PromptEnd.REASONING, 1.0)):
         use = parse_tools([{"type": "function", "function": function}], choice, None)
         grammar = forced_channels(ChannelPrompt(channels, place), use, None, field="")
         changes: dict[str, Any] = {"grammar": grammar, "temperature": temperature}

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from specray.draft_tokens import DraftTokens
 from specray.fakes import FakeDraft, ToyModel
-from specray.fakes.models import Guesser
+from specray.fakes.models import ToyGuesser
 from specray.requests import GenerateRequest
 from tests.unit.router.harness import DRAFT_STEP_S
 
@@ -18,7 +18,7 @@ EDITS = ("equal", "edited", "shifted", "halved", "unrelated", "wrong")
 class TreeDraft(FakeDraft):
     """Proposes random trees, no deeper than asked: after each node one of its guesser's first guesses."""
 
-    def __init__(self, guesser: Guesser, seed: int, *, max_nodes: int = 12) -> None:
+    def __init__(self, guesser: ToyGuesser, seed: int, *, max_nodes: int = 12) -> None:
         super().__init__(guesser, cost=lambda steps: int(steps * DRAFT_STEP_S * 1e9))
         self._rng = random.Random(seed)
         self._max_nodes = max_nodes

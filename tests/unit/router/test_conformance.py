@@ -23,7 +23,7 @@ from specray.fakes import (
     ToyModel,
     VirtualClock,
 )
-from specray.fakes.models import Guesser
+from specray.fakes.models import ToyGuesser
 from specray.interfaces import Drafter, Verifier
 from specray.requests import FinishReason, GenerateRequest, OutputChunk, SpeculationParams
 from specray.router.session.values import FALLBACK, PREDICTION
@@ -35,7 +35,7 @@ from tests.unit.router.proposers.harness import CHANGING, REPEATING, of_source, 
 
 OVERLAPS = ("serial", "ahead", "enumerate", "auto")
 LENGTHS = (0, 1, 2, 3, 8, "auto")
-GUESSERS: dict[str, Guesser] = {
+GUESSERS: dict[str, ToyGuesser] = {
     "perfect": PerfectGuesser(CHANGING),
     "noisy": NoisyGuesser(CHANGING, agreement=0.8),
     "random": RandomGuesser(CHANGING),

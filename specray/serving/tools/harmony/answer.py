@@ -15,10 +15,10 @@ from specray.serving.tools.answer import AnswerDelta, CallDelta, Gained
 from specray.serving.tools.harmony.calls import ChannelCall
 from specray.serving.tools.harmony.channels import (
     ENDS,
-    Channel,
+    ChannelName,
     Channels,
-    Header,
     Marker,
+    MessageHeader,
     is_part_of_header,
     may_be_header,
     read_header,
@@ -31,7 +31,7 @@ _SEPARATOR: Final = "\n"
 """Between the texts of two messages of a kind."""
 
 
-class _Kind(Enum):
+class _MessageKind(Enum):
     CONTENT = auto()
     REASONING = auto()
     CALL = auto()
@@ -64,18 +64,18 @@ class ChannelReader:
         self._tells_parts = tells_parts
         self._waiting: list[Marker] = []
         """Control tokens whose text is held back, since it may begin a stop string."""
-        self._kind: _Kind | None = None
+        self._kind: _MessageKind | None = None
         """None: a header comes, or what is between two messages."""
         self._header = ""
         self._has_role = False
         """The header is to begin with a role; else the prompt has named it, or none has to come."""
-        self._head = Header()
+        self._head = MessageHeader()
         """What the header of the message says whose body comes."""
         self._written = ""
         self._is_unread = False
         """The message is of another's, or calls what is none of the tools: it is text as it was written."""
         self._call: ChannelCall | None = None
-        self._last_chars: dict[_Kind, str] = {}
+        self._last_chars: dict[_MessageKind, str] = {}
         """Last character of each kind that was given."""
         self._is_new = True
         """Nothing of the message's body was given."""
@@ -88,11 +88,11 @@ class ChannelReader:
     @property
     def is_reasoning(self) -> bool:
         """Whether what comes next is reasoning, as far as is known."""
-        return self._kind is _Kind.REASONING
+        return self._kind is _MessageKind.REASONING
 
     @property
     def is_apart(self) -> bool:
-        return self._kind in (None, _Kind.REASONING)
+        return self._kind in (None, _MessageKind.REASONING)
 
     def push(self, text: str, token_id: int | None = None) -> AnswerDelta:
         """What one more token brings.
@@ -165,11 +165,11 @@ class ChannelReader:
         head = read_header(text, has_role=has_role)
         if not _has_marker(text) and not has_role:
             # The model wrote no header at all.
-            head = Header(rest=text if is_cut or not closes else head.text)
+            head = MessageHeader(rest=text if is_cut or not closes else head.text)
         elif head.is_assistant and not (_has_marker(text) or may_be_header(text, has_role=True)):
-            head = Header(rest=head.text)
+            head = MessageHeader(rest=head.text)
         elif is_cut and is_part_of_header(head.rest):
-            head = Header()
+            head = MessageHeader()
         if not head.rest.strip() and (closes and (is_cut or not head.recipient)):
             self._header, self._has_role = "", False
             return
@@ -179,7 +179,7 @@ class ChannelReader:
         if closes:
             self._close()
 
-    def _open(self, head: Header, written: str) -> None:
+    def _open(self, head: MessageHeader, written: str) -> None:
         """Begins the body of a message.
 
         Args:
@@ -189,17 +189,17 @@ class ChannelReader:
         self._is_new, self._is_unread = True, False
         name = self._function(head)
         if name is not None:
-            self._kind = _Kind.CALL
+            self._kind = _MessageKind.CALL
             limit = None if self._use is None or self._use.is_parallel else 1
             is_read = limit is None or self.num_calls < limit
             self._call = ChannelCall(self.num_calls, name, tells_parts=self._tells_parts) if is_read else None
             return
-        self._kind = _Kind.REASONING if head.channel is Channel.ANALYSIS else _Kind.CONTENT
+        self._kind = _MessageKind.REASONING if head.channel is ChannelName.ANALYSIS else _MessageKind.CONTENT
         self._is_unread = bool(head.recipient) or not head.is_assistant
         if self._is_unread:
             self._give(self._kind, written)
 
-    def _function(self, head: Header) -> str | None:
+    def _function(self, head: MessageHeader) -> str | None:
         """The tool that a message calls; None: it calls none of the request's."""
         if self._use is None or not head.is_assistant:
             return None
@@ -209,14 +209,14 @@ class ChannelReader:
 
     def _read_body(self, text: str) -> None:
         assert self._kind is not None
-        if self._kind is not _Kind.CALL:
+        if self._kind is not _MessageKind.CALL:
             self._give(self._kind, text)
         elif self._call is not None:
             self._add(self._call.push(text))
 
     def _close(self) -> None:
         call, kind, self._call, self._kind = self._call, self._kind, None, None
-        if kind is not _Kind.CALL or call is None:
+        if kind is not _MessageKind.CALL or call is None:
             return
         try:
             self._add(call.finish())
@@ -224,19 +224,24 @@ class ChannelReader:
         except (ValueError, TypeError, RecursionError):
             unread = self._written + call.body
         if unread:
-            self._give(_Kind.REASONING if self._head.channel is Channel.ANALYSIS else _Kind.CONTENT, unread)
+            self._give(
+                _MessageKind.REASONING
+                if self._head.channel is ChannelName.ANALYSIS
+                else _MessageKind.CONTENT,
+                unread,
+            )
 
     def _add(self, deltas: Iterator[CallDelta]) -> None:
         for delta in deltas:
             self.num_calls += delta.is_first
             self._gained.calls.append(delta)
 
-    def _give(self, kind: _Kind, text: str) -> None:
+    def _give(self, kind: _MessageKind, text: str) -> None:
         if self._is_new and self._last_chars.get(kind, _SEPARATOR) != _SEPARATOR:
             text = _SEPARATOR + text
         self._is_new = False
         self._last_chars[kind] = text[-1]
-        (self._gained.content if kind is _Kind.CONTENT else self._gained.reasoning).append(text)
+        (self._gained.content if kind is _MessageKind.CONTENT else self._gained.reasoning).append(text)
 
     def _take(self) -> AnswerDelta:
         gained, self._gained = self._gained, Gained()

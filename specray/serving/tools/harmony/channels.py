@@ -29,7 +29,7 @@ class Marker(StrEnum):
     CALL = "<|call|>"
 
 
-class Channel(StrEnum):
+class ChannelName(StrEnum):
     """A channel of the assistant's messages."""
 
     ANALYSIS = "analysis"
@@ -47,21 +47,21 @@ _NO_RECIPIENTS: Final = (ASSISTANT, "user", "all")
 _FUNCTIONS: Final = "functions."
 """Namespace of a request's tools."""
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s{0,64}([^\s<]*)")
-_KNOWN_CHANNEL: Final = re.compile("|".join(Channel))
+_KNOWN_CHANNEL: Final = re.compile("|".join(ChannelName))
 _RECIPIENT: Final = re.compile(r"\bto\s{0,8}=\s{0,8}([^\s<{]+)|(?<!\S)(functions\.[^\s<{]+)")
 _CONTENT_TYPE: Final = re.compile(r"<\|constrain\|>\s{0,64}\w{0,64}")
 _CALL_TYPE: Final = re.compile(r"^\s{0,64}(?:json|code)")
 _ROLE: Final = re.compile(r"\s{0,64}([^\s<]*)")
 _STARTS: Final = (ASSISTANT, "to=", _FUNCTIONS)
 """What may come before the first control token of a header whose role is known."""
-_PARTS: Final = (*Channel, "to=", _FUNCTIONS, "json")
+_PARTS: Final = (*ChannelName, "to=", _FUNCTIONS, "json")
 """What may come after it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class MessageHeader:
     is_assistant: bool = True
-    channel: Channel | None = None
+    channel: ChannelName | None = None
     """None: it names none that is known."""
     recipient: str = ""
     """Name of the function that is called, without its namespace; empty: there is none."""
@@ -104,7 +104,7 @@ class Channels:
         )
 
 
-def read_header(text: str, *, has_role: bool) -> Header:
+def read_header(text: str, *, has_role: bool) -> MessageHeader:
     """Reads the text of a header with its control tokens.
 
     Models repeat and misspell parts of headers: the last channel that is known counts, and the last
@@ -114,11 +114,13 @@ def read_header(text: str, *, has_role: bool) -> Header:
         has_role: it begins with the role; else only the assistant's may be there.
     """
     role, own = _split_role(text, has_role=has_role)
-    channels = [Channel(found[0]) for word in _CHANNEL.findall(own) if (found := _KNOWN_CHANNEL.search(word))]
+    channels = [
+        ChannelName(found[0]) for word in _CHANNEL.findall(own) if (found := _KNOWN_CHANNEL.search(word))
+    ]
     named = [left or right for left, right in _RECIPIENT.findall(own)]
     recipients = [name.removeprefix(_FUNCTIONS) for name in named if name not in _NO_RECIPIENTS]
     rest = _CONTENT_TYPE.sub("", _RECIPIENT.sub("", _CHANNEL.sub(_unknown_channel, own)))
-    return Header(
+    return MessageHeader(
         is_assistant=role in ("", ASSISTANT),
         channel=channels[-1] if channels else None,
         recipient=recipients[-1] if recipients else "",

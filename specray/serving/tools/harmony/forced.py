@@ -12,8 +12,8 @@ from typing import Final
 
 from specray.errors import InvalidRequestError
 from specray.serving.tools.forced import arguments_rule, grammar_of_calls, text_rules
-from specray.serving.tools.harmony.channels import ASSISTANT, Channel, Channels, Marker
-from specray.serving.tools.harmony.prompt import ChannelPrompt, Place
+from specray.serving.tools.harmony.channels import ASSISTANT, ChannelName, Channels, Marker
+from specray.serving.tools.harmony.prompt import ChannelPrompt, PromptEnd
 from specray.serving.tools.request import Tool, ToolMode, ToolUse
 from specray.types import Grammar
 
@@ -52,9 +52,9 @@ def forced_channels(
                 field="tools",
             )
         return text
-    if text is not None and use is None and prompt.place is Place.CONTENT:
+    if text is not None and use is None and prompt.place is PromptEnd.CONTENT:
         return text
-    if prompt.place is Place.OTHER:
+    if prompt.place is PromptEnd.OTHER:
         name = "tool_choice" if is_required else field if use is None else "tools"
         raise InvalidRequestError(
             f"{name} cannot be enforced: the prompt ends {prompt.place.value}; allowed: a prompt that ends "
@@ -63,19 +63,19 @@ def forced_channels(
         )
 
     def all_rules(tools: Sequence[Tool]) -> Iterator[str]:
-        lark = _Lark(prompt.channels, tools)
+        lark = _ChannelRules(prompt.channels, tools)
         yield from lark.rules(prompt.place, is_required=is_required, has_form=rules is not None)
         yield from rules or ()
 
     return grammar_of_calls(() if use is None else use.callable_tools, all_rules)
 
 
-class _Lark:
+class _ChannelRules:
     def __init__(self, channels: Channels, tools: Sequence[Tool]) -> None:
         self._tools = tools
         self._channels = channels
 
-    def rules(self, place: Place, *, is_required: bool, has_form: bool) -> Iterator[str]:
+    def rules(self, place: PromptEnd, *, is_required: bool, has_form: bool) -> Iterator[str]:
         """The rules of an answer.
 
         Args:
@@ -86,32 +86,32 @@ class _Lark:
         channel, message = self._token(Marker.CHANNEL), self._token(Marker.MESSAGE)
         kinds = ["call"] if self._tools else []
         body = "answer" if has_form else _TEXT
-        begin = "answer" if has_form and place is Place.CONTENT else self._begin(place, is_required)
+        begin = "answer" if has_form and place is PromptEnd.CONTENT else self._begin(place, is_required)
         yield f"start: {begin}"
         yield f'next: {start} "{ASSISTANT}"'
-        yield f'thought: {channel} "{Channel.ANALYSIS}" {message} {_TEXT} {end}'
+        yield f'thought: {channel} "{ChannelName.ANALYSIS}" {message} {_TEXT} {end}'
         yield rf"{_TEXT}: /(.|\n)*/"
         yield f"type: {self._type()}"
         if is_required or has_form:
             yield "rest: (thought next)* last"
         else:
             yield "rest: ((thought | preamble) next)* last"
-            yield f'preamble: {channel} "{Channel.COMMENTARY}" {message} {_TEXT} {end}'
+            yield f'preamble: {channel} "{ChannelName.COMMENTARY}" {message} {_TEXT} {end}'
         if not is_required:
             kinds.append("final")
-            yield f'final: {channel} "{Channel.FINAL}" type? {message} {body}'
+            yield f'final: {channel} "{ChannelName.FINAL}" type? {message} {body}'
         yield f"last: {' | '.join(kinds)}"
         if self._tools:
             yield "call: " + " | ".join(f"call_{index}" for index in range(len(self._tools)))
             yield from (rule for index, tool in enumerate(self._tools) for rule in self._call(index, tool))
 
-    def _begin(self, place: Place, is_required: bool) -> str:
+    def _begin(self, place: PromptEnd, is_required: bool) -> str:
         end = self._token(Marker.END)
-        if place is Place.ROLE:
+        if place is PromptEnd.ROLE:
             return "rest"
-        if place is Place.BETWEEN:
+        if place is PromptEnd.BETWEEN:
             return "next rest"
-        if place is Place.REASONING:
+        if place is PromptEnd.REASONING:
             return f"{_TEXT} {end} next rest"
         return f"{end} next rest" if is_required else f"{_TEXT} ({end} next rest)?"
 
@@ -124,8 +124,8 @@ class _Lark:
     def _call(self, index: int, tool: Tool) -> Iterator[str]:
         """The rules of a tool's call, whose recipient comes before or after the channel."""
         recipient, channel = f" to=functions.{tool.name}", self._token(Marker.CHANNEL)
-        first = f'{json.dumps(recipient)} {channel} "{Channel.COMMENTARY}"'
-        last = f"{channel} {json.dumps(Channel.COMMENTARY + recipient)}"
+        first = f'{json.dumps(recipient)} {channel} "{ChannelName.COMMENTARY}"'
+        last = f"{channel} {json.dumps(ChannelName.COMMENTARY + recipient)}"
         yield f"call_{index}: ({first} | {last}) type? {self._token(Marker.MESSAGE)} args_{index}"
         yield arguments_rule(f"args_{index}", tool)
 

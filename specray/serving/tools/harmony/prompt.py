@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from enum import Enum
 
 from specray.serving.tools.harmony.answer import ChannelReader
-from specray.serving.tools.harmony.channels import ASSISTANT, ENDS, Channel, Channels, Marker, read_header
+from specray.serving.tools.harmony.channels import ASSISTANT, ENDS, ChannelName, Channels, Marker, read_header
 from specray.serving.tools.request import ToolUse
 from specray.types import Grammar
 
 
-class Place(Enum):
+class PromptEnd(Enum):
     """Where a prompt ends."""
 
     BETWEEN = "between two messages"
@@ -27,7 +27,7 @@ class ChannelPrompt:
     """The end of one prompt."""
 
     channels: Channels
-    place: Place
+    place: PromptEnd
     header: tuple[tuple[int, str], ...] = ()
     """The beginning of the message that the answer goes on with, as tokens and their texts."""
 
@@ -39,11 +39,11 @@ class ChannelPrompt:
 
         Where the prompt ends in reasoning, the answer is content, unless the grammar itself names channels.
         """
-        if grammar is None or self.place is not Place.REASONING or self.channels.are_spelt_by(grammar):
+        if grammar is None or self.place is not PromptEnd.REASONING or self.channels.are_spelt_by(grammar):
             return self
         ids = self.channels.ids
         header = tuple((ids[marker], str(marker)) for marker in (Marker.START, Marker.MESSAGE))
-        return ChannelPrompt(self.channels, Place.CONTENT, header)
+        return ChannelPrompt(self.channels, PromptEnd.CONTENT, header)
 
 
 def read_prompt(channels: Channels, token_ids: Sequence[int], text_of: Callable[[int], str]) -> ChannelPrompt:
@@ -54,16 +54,16 @@ def read_prompt(channels: Channels, token_ids: Sequence[int], text_of: Callable[
     """
     header = _header(channels, token_ids)
     if header is None:
-        return ChannelPrompt(channels, Place.BETWEEN)
+        return ChannelPrompt(channels, PromptEnd.BETWEEN)
     opened = tuple((token_id, text_of(token_id)) for token_id in header)
     text = "".join(piece for _, piece in opened[1:])
     head = read_header(text.removesuffix(Marker.MESSAGE), has_role=True)
     if text.strip() == ASSISTANT:
-        place = Place.ROLE
+        place = PromptEnd.ROLE
     elif not text.endswith(Marker.MESSAGE) or head.recipient:
-        place = Place.OTHER
+        place = PromptEnd.OTHER
     else:
-        place = Place.REASONING if head.channel is Channel.ANALYSIS else Place.CONTENT
+        place = PromptEnd.REASONING if head.channel is ChannelName.ANALYSIS else PromptEnd.CONTENT
     return ChannelPrompt(channels, place, opened)
 
 

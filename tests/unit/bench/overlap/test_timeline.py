@@ -9,10 +9,10 @@ from xml.etree import ElementTree
 import pytest
 
 from specray.bench.overlap.timeline import (
+    ItemSpan,
     Kind,
     Lane,
     Mark,
-    Span,
     Stretch,
     Summary,
     Timeline,
@@ -77,14 +77,14 @@ def test_spans_say_who_worked_when_and_for_what() -> None:
     timeline = make_timeline(EVENTS)
     draft, target = Lane.DRAFT, Lane.TARGET
     assert timeline.spans == (
-        Span("a", 1, draft, Kind.PREFILL, 100, 102, 132, 134, 3, 1),
-        Span("a", 1, target, Kind.PREFILL, 100, 101, 201, 202, 0, 0, 0),
-        Span("a", 2, draft, Kind.USED, 210, 212, 252, 254, 15, 5),
-        Span("a", 2, target, Kind.VERIFY, 210, 211, 261, 262, 3, 0, 3),
-        Span("a", 3, target, Kind.VERIFY, 264, 265, 315, 316, 3, 0, 1),
+        ItemSpan("a", 1, draft, Kind.PREFILL, 100, 102, 132, 134, 3, 1),
+        ItemSpan("a", 1, target, Kind.PREFILL, 100, 101, 201, 202, 0, 0, 0),
+        ItemSpan("a", 2, draft, Kind.USED, 210, 212, 252, 254, 15, 5),
+        ItemSpan("a", 2, target, Kind.VERIFY, 210, 211, 261, 262, 3, 0, 3),
+        ItemSpan("a", 3, target, Kind.VERIFY, 264, 265, 315, 316, 3, 0, 1),
         # Asked at 264, and it came 10 later than the way and the work explain: it waited for its turn.
-        Span("a", 3, draft, Kind.WASTED, 264, 276, 316, 318, 15, 5),
-        Span("a", 4, draft, Kind.PROPOSAL, 318, 320, 350, 352, 3),
+        ItemSpan("a", 3, draft, Kind.WASTED, 264, 276, 316, 318, 15, 5),
+        ItemSpan("a", 4, draft, Kind.PROPOSAL, 318, 320, 350, 352, 3),
     )
     assert timeline.marks == (Mark("a", 202, "hit"), Mark("a", 262, "hit"), Mark("a", 318, "late_miss"))
     assert [mark.is_hit for mark in timeline.marks] == [True, True, False]

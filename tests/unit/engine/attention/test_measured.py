@@ -15,8 +15,8 @@ from specray.engine.attention.measured import (
     SEQUENCES,
     WIDTHS,
     AttendInputs,
+    AttendKernel,
     InputMaker,
-    Kernel,
     MeasuredAttend,
     StepShape,
     measure,
@@ -41,9 +41,9 @@ class Named:
         return attend_gathered(*arguments, **options)
 
 
-def kernels() -> tuple[list[str], list[Kernel]]:
+def kernels() -> tuple[list[str], list[AttendKernel]]:
     asked: list[str] = []
-    return asked, [Kernel(name, Named(name, asked)) for name in ("first", "second")]
+    return asked, [AttendKernel(name, Named(name, asked)) for name in ("first", "second")]
 
 
 def maker(max_model_len: int = 60) -> InputMaker:
@@ -88,8 +88,8 @@ def test_the_fastest_kernel_wins_each_shape_and_the_first_one_all_ties() -> None
 )
 def test_a_step_takes_the_smallest_shape_that_holds_it(shape: tuple[int, int], winner: str) -> None:
     sizes = {"d": (4, 4), "c": (4, 1), "b": (1, 4), "a": (1, 1)}
-    fastest = {StepShape(*size): Kernel(name, attend_gathered) for name, size in sizes.items()}
-    attend = MeasuredAttend(Kernel("default", attend_gathered), fastest)
+    fastest = {StepShape(*size): AttendKernel(name, attend_gathered) for name, size in sizes.items()}
+    attend = MeasuredAttend(AttendKernel("default", attend_gathered), fastest)
     assert attend.kernel_for(StepShape(*shape)).name == winner
 
 

@@ -8,26 +8,26 @@ import pytest
 
 from specray.draft_tokens import LookaheadBudget
 from specray.fakes import FakeTarget, NoisyGuesser, PerfectGuesser, RandomGuesser, VirtualClock
-from specray.fakes.models import Guesser
+from specray.fakes.models import ToyGuesser
 from specray.requests import GenerateRequest, OutputChunk, SpeculationParams
 from specray.types import DraftKind
 from tests.unit.router.harness import MODEL, Pair, expected, request, run, serving
 
 KIND = DraftKind.LOOKAHEAD
-GUESSERS: dict[str, Guesser] = {
+GUESSERS: dict[str, ToyGuesser] = {
     "perfect": PerfectGuesser(MODEL),
     "noisy": NoisyGuesser(MODEL),
     "random": RandomGuesser(MODEL),
 }
 
 
-def target_of(guesser: Guesser | None, row_s: float = 0.0) -> FakeTarget:
+def target_of(guesser: ToyGuesser | None, row_s: float = 0.0) -> FakeTarget:
     """A target of 20 ms per step, and of so much per row."""
     return FakeTarget(MODEL, cost=lambda rows: int(1e9 * (0.020 + row_s * rows)), ahead=guesser)
 
 
 def serve(
-    given: list[GenerateRequest], guesser: Guesser | None, *, row_s: float = 0.0, **options: object
+    given: list[GenerateRequest], guesser: ToyGuesser | None, *, row_s: float = 0.0, **options: object
 ) -> tuple[list[OutputChunk], Pair, float]:
     """The outputs, and the seconds that they took."""
     clock = VirtualClock()
@@ -61,7 +61,7 @@ def test_a_request_may_ask_for_it_and_others_have_no_window() -> None:
     assert 0 < len(pair.target.lookaheads) <= 10
 
 
-def check_seconds(guesser: Guesser, *, num_windows: int) -> None:
+def check_seconds(guesser: ToyGuesser, *, num_windows: int) -> None:
     """Lets a request look ahead where a row takes a tenth of a step, and checks what it took."""
     clock = VirtualClock()
 

@@ -9,13 +9,13 @@ from concurrent import futures
 import grpc
 import pytest
 
-from specray.serving.own_ray.watch import Part, Silence, greet, watched, within
+from specray.serving.own_ray.watch import RayPart, Silence, greet, watched, within
 
 DEADLINE_S = 30.0
 
 
 def silence(**options: float) -> Silence:
-    return Silence(Part("the raylet", lambda: None, **{"lost_s": 4.0, "gone_s": 2.0, **options}))
+    return Silence(RayPart("the raylet", lambda: None, **{"lost_s": 4.0, "gone_s": 2.0, **options}))
 
 
 def ticks(one: Silence, number: int, seconds: float = 1.0) -> list[str | None]:
@@ -59,7 +59,7 @@ def test_the_time_in_which_the_watch_itself_was_stopped_counts_as_one_tick() -> 
 
 def test_a_hung_part_is_mended_once_in_each_silence() -> None:
     mended = threading.Semaphore(0)
-    one = Silence(Part("the controller", lambda: None, lost_s=4.0, mend=mended.release, mend_s=2.0))
+    one = Silence(RayPart("the controller", lambda: None, lost_s=4.0, mend=mended.release, mend_s=2.0))
     for _ in range(2):
         one.answered()
         assert ticks(one, 4) == [None] * 4
@@ -83,7 +83,7 @@ def test_a_part_that_hangs_and_one_that_fails_are_said_once(monkeypatch: pytest.
         if calls["raylet"] > 1:
             end.wait()
 
-    parts = [Part("GCS", lambda: None), Part("raylet", hang, lost_s=0.1)]
+    parts = [RayPart("GCS", lambda: None), RayPart("raylet", hang, lost_s=0.1)]
     with watched(lambda: parts, say):
         assert is_said.wait(DEADLINE_S)
     end.set()

@@ -14,7 +14,7 @@ from specray.serving.tools.answer import AnswerDelta
 from specray.serving.tools.harmony.answer import MAX_HEADER_LEN, ChannelReader
 from specray.serving.tools.harmony.channels import Channels, Marker
 from specray.serving.tools.harmony.forced import forced_channels
-from specray.serving.tools.harmony.prompt import ChannelPrompt, Place
+from specray.serving.tools.harmony.prompt import ChannelPrompt, PromptEnd
 from specray.serving.tools.request import ToolUse, parse_tools
 
 IDS = {marker: index for index, marker in enumerate(Marker, 1)}
@@ -383,5 +383,5 @@ def test_tools_that_are_too_long_together_have_any_arguments() -> None:
     parameters = {"type": "object", "properties": {"p": {"pattern": "d" * 9000}}}
     functions = [{"name": f"f{index}", "parameters": parameters} for index in range(100)]
     use = parse_tools([{"type": "function", "function": each} for each in functions], "required", None)
-    grammar = forced_channels(ChannelPrompt(CHANNELS, Place.ROLE), use, None, field="")
+    grammar = forced_channels(ChannelPrompt(CHANNELS, PromptEnd.ROLE), use, None, field="")
     assert grammar is not None and "call_99" in grammar.source and "ddd" not in grammar.source
