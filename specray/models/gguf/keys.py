@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from specray.models.gguf.header import GgufHeader, LongArray, Single, Value, read_floats
+from specray.gguf.header import GgufHeader, LongArray, Single, Value, read_floats
 
 # Values at which a key changes nothing, for keys of which no family reads others.
 _NEUTRAL: Mapping[str, tuple[Single, ...]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from specray.models.gguf.header import LongArray
+from specray.gguf.header import LongArray
 from specray.models.gguf.keys import Keys, UnfitError
 
 Config = dict[str, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from specray.models.gguf.header import GgufHeader, LongArray, Value
+from specray.gguf.header import GgufHeader, LongArray, Value
 from specray.models.gguf.keys import UnfitError
 
 _PREFIX = "tokenizer."

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from specray.errors import ConfigError
+from specray.gguf.header import LongArray, check_whole, read_header
 from specray.models.conversion import check_convertible
-from specray.models.gguf.header import LongArray, check_whole, read_header
 from tests.unit.models.tiny_models import LAYERS, TOKENS, tensor_values, write_gguf
 
 

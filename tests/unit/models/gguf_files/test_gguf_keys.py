@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from specray.errors import ConfigError
+from specray.gguf.header import read_header
 from specray.models.conversion import check_convertible
 from specray.models.gguf.families import read_config
-from specray.models.gguf.header import read_header
 from tests.unit.models.gguf_files.families import HEAD_DIM, HEADS, HIDDEN, LAYERS, MODELS
 from tests.unit.models.tiny_models import MERGES, TOKENS
 

@@ -1,0 +1,92 @@
+"""A weight of a safetensors format in its own bits: codes, and one scale for each group of input features."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specray.errors import ConfigError
+
+NIBBLE_BITS, BYTE_BITS = 4, 8
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedWeight:
+    """A weight ``[out_features, in_features]``: ``(code - zero) * scale``, rounded once to float32."""
+
+    codes: torch.Tensor  # int8 [out_features, in_features], or float8_e4m3fn
+    scales: torch.Tensor  # float16, bfloat16 or float32 [out_features, in_features / group]
+    zeros: torch.Tensor | None = None  # int8, as the scales; None: 0
+    bits: int = BYTE_BITS
+    """Bits of a code: with 4, codes are 0..15 and zeros 0..16."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        out_features, in_features = self.codes.shape
+        return out_features, in_features
+
+    @property
+    def group(self) -> int:
+        """Input features that share a scale."""
+        return self.codes.shape[1] // self.scales.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        zeros = 0 if self.zeros is None else self.zeros.nbytes
+        return self.codes.numel() * self.bits // 8 + self.scales.nbytes + zeros
+
+    def is_like(self, other: object) -> bool:
+        """Whether rows of both can stand in one weight."""
+        return (
+            isinstance(other, GroupedWeight)
+            and self.shape[1] == other.shape[1]
+            and (self.bits, self.group, self.codes.dtype, self.scales.dtype, self.zeros is None)
+            == (other.bits, other.group, other.codes.dtype, other.scales.dtype, other.zeros is None)
+        )
+
+    def select(self, index: torch.Tensor | slice) -> GroupedWeight:
+        """Some rows, in this order."""
+        zeros = None if self.zeros is None else self.zeros[index]
+        # float8 has no look-up by index.
+        codes = self.codes.view(torch.int8)[index].view(self.codes.dtype)
+        return GroupedWeight(codes, self.scales[index], zeros, self.bits)
+
+    def columns(self, start: int, stop: int) -> GroupedWeight:
+        """A run of input features. Raises ConfigError where it cuts a group."""
+        group = self.group
+        if start % group or stop % group:
+            raise ConfigError(
+                f"a weight with groups of {group} is cut at input features {start} and {stop}; allowed: "
+                f"multiples of {group} (fewer ranks, or weights in bfloat16)"
+            )
+        groups = slice(start // group, stop // group)
+        zeros = None if self.zeros is None else self.zeros[:, groups]
+        return GroupedWeight(self.codes[:, start:stop], self.scales[:, groups], zeros, self.bits)
+
+    def is_finite(self) -> bool:
+        """Whether no value is NaN or infinite."""
+        if self.codes.is_floating_point() and bool((self.codes.view(torch.int8) & 0x7F == 0x7F).any()):
+            return False
+        return bool(self.scales.isfinite().all())
+
+    def values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The weight's numbers, computed in float32."""
+        codes = self.codes.float().view(*self.scales.shape, -1)
+        if self.zeros is not None:
+            codes -= self.zeros[..., None].float()
+        return codes.mul_(self.scales.float()[..., None]).view(self.codes.shape).to(dtype)
+
+
+def join_groups(weights: Sequence[GroupedWeight]) -> GroupedWeight:
+    """One weight of the rows of several that are alike."""
+    first = weights[0]
+    codes = torch.cat([weight.codes.view(torch.int8) for weight in weights]).view(first.codes.dtype)
+    zeros = [weight.zeros for weight in weights if weight.zeros is not None]
+    return GroupedWeight(
+        codes,
+        torch.cat([weight.scales for weight in weights]),
+        torch.cat(zeros) if zeros else None,
+        first.bits,
+    )

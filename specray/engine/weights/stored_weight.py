@@ -1,0 +1,94 @@
+"""A weight as a file stores it: parts of rows, each in its own format, cut and joined undecoded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TypeAlias
+
+import torch
+
+from specray.engine.weights.block_weight import BlockWeight
+from specray.engine.weights.block_weight import join as join_blocks
+from specray.engine.weights.grouped_weight import GroupedWeight, join_groups
+
+Part: TypeAlias = BlockWeight | GroupedWeight
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """A weight ``[out_features, in_features]`` on the CPU; neighbouring parts are of different formats."""
+
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def of(cls, parts: Iterable[Part]) -> StoredWeight:
+        """The weight of these parts' rows, one below the other."""
+        alike: list[list[Part]] = []
+        for part in parts:
+            if alike and _is_like(alike[-1][0], part):
+                alike[-1].append(part)
+            else:
+                alike.append([part])
+        return cls(tuple(_joined(run) for run in alike))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+    def select(self, index: torch.Tensor | slice) -> StoredWeight:
+        """Some rows, in this order; a slice has no step, an index is int64 and not negative."""
+        if isinstance(index, slice):
+            first, last, _ = index.indices(self.shape[0])
+            index = torch.arange(first, last) if len(self.parts) > 1 else slice(first, last)
+        if len(self.parts) == 1:
+            return StoredWeight((self.parts[0].select(index),))
+        assert isinstance(index, torch.Tensor), "made above"
+        ends = torch.tensor(list(accumulate(part.shape[0] for part in self.parts)))
+        places = torch.bucketize(index, ends, right=True)
+        found, counts = torch.unique_consecutive(places, return_counts=True)
+        runs = torch.split(index, counts.tolist())
+        return StoredWeight.of(
+            self.parts[place].select(run - (int(ends[place]) - self.parts[place].shape[0]))
+            for place, run in zip(found.tolist(), runs, strict=True)
+        )
+
+    def columns(self, start: int, stop: int) -> StoredWeight:
+        """A run of input features. Raises ConfigError where it cuts a block or a group."""
+        return StoredWeight(tuple(part.columns(start, stop) for part in self.parts))
+
+    def values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The weight's numbers, computed in float32."""
+        values = torch.empty(self.shape, dtype=dtype)
+        first = 0
+        for part in self.parts:
+            values[first : first + part.shape[0]] = part.values(dtype)
+            first += part.shape[0]
+        return values
+
+
+Weight: TypeAlias = torch.Tensor | StoredWeight
+"""A weight ``[out_features, in_features]``: numbers, or what a file stores."""
+
+
+def join(weights: Iterable[StoredWeight]) -> StoredWeight:
+    """One weight of the rows of several, which have the same input features."""
+    return StoredWeight.of(part for weight in weights for part in weight.parts)
+
+
+def _is_like(first: Part, second: Part) -> bool:
+    if isinstance(first, BlockWeight):
+        return isinstance(second, BlockWeight) and first.kind is second.kind
+    return first.is_like(second)
+
+
+def _joined(parts: list[Part]) -> Part:
+    if len(parts) == 1:
+        return parts[0]
+    blocks = [part for part in parts if isinstance(part, BlockWeight)]
+    return join_blocks(blocks) if blocks else join_groups([p for p in parts if isinstance(p, GroupedWeight)])

@@ -1,0 +1,1 @@
+"""GGUF files: what they say they hold."""
