@@ -42,8 +42,8 @@ def run_until_told(main: Coroutine[Any, Any, ResultT]) -> ResultT:
 
         def ask() -> None:
             nonlocal asked_s
-            if _now_s() - asked_s > REPEAT_S:
-                asked_s = _now_s()
+            if now_s() - asked_s > REPEAT_S:
+                asked_s = now_s()
                 task.cancel()
 
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -115,16 +115,16 @@ def _guard(child: int, guardian: Guardian, ending: AbstractSet[int]) -> int:
 def _wait(child: int, guardian: Guardian, ending: AbstractSet[int]) -> int:
     asked_s, deadline_s = math.inf, math.inf
     while (status := _end_of(child)) is None:
-        found = signal.sigtimedwait({*ending, signal.SIGCHLD}, min(1.0, max(0.0, deadline_s - _now_s())))
+        found = signal.sigtimedwait({*ending, signal.SIGCHLD}, min(1.0, max(0.0, deadline_s - now_s())))
         number = signal.SIGCHLD if found is None else found.si_signo
         is_asked = number in ending
         if is_asked and asked_s == math.inf:
-            asked_s, deadline_s = _now_s(), _now_s() + guardian.patience_s
+            asked_s, deadline_s = now_s(), now_s() + guardian.patience_s
             os.kill(child, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-        elif is_asked and _now_s() - asked_s > REPEAT_S:
+        elif is_asked and now_s() - asked_s > REPEAT_S:
             _say("killing every process")
             return EXIT_INTERRUPTED
-        elif _now_s() >= deadline_s:
+        elif now_s() >= deadline_s:
             _say(f"not ended after {guardian.patience_s:g} s; killing every process")
             return EXIT_FAILED
     code = os.waitstatus_to_exitcode(status)
@@ -151,7 +151,7 @@ def _end_of(child: int) -> int | None:
             found = status
 
 
-def _now_s() -> float:
+def now_s() -> float:
     return time.monotonic()
 
 

@@ -75,21 +75,21 @@ def generate(
 
     text = sys.stdin.read() if prompt == "-" else prompt
     if server is not None:
-        pieces = _from_server(server, text, sampling)
+        pieces = from_server(server, text, sampling)
     else:
         values = pair_options(**asdict(pair))
-        pieces = _from_own_pair(build_config(config, values, settings or []), text, sampling)
+        pieces = from_own_pair(build_config(config, values, settings or []), text, sampling)
 
     from specray.rpc.event_loop import new_event_loop
 
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         try:
-            runner.run(_print_all(pieces))
+            runner.run(print_pieces(pieces))
         except asyncio.CancelledError:
             raise typer.Exit(EXIT_TERMINATED) from None
 
 
-async def _print_all(pieces: AsyncGenerator[OutputPiece, None]) -> None:
+async def print_pieces(pieces: AsyncGenerator[OutputPiece, None]) -> None:
     """Prints the pieces as they come. SIGTERM closes the generator, which ends the processes it started."""
     task = asyncio.current_task()
     assert task is not None
@@ -118,9 +118,7 @@ def _summary(last: OutputPiece, seconds: float) -> str:
     )
 
 
-async def _from_own_pair(
-    config: Config, prompt: str, sampling: Sampling
-) -> AsyncGenerator[OutputPiece, None]:
+async def from_own_pair(config: Config, prompt: str, sampling: Sampling) -> AsyncGenerator[OutputPiece, None]:
     from specray.serving.calls.generate_requests import to_generate_requests
     from specray.serving.calls.limits import ServiceLimits
     from specray.serving.calls.prompts import encode_prompts, parse_prompt
@@ -153,7 +151,7 @@ async def _from_own_pair(
             yield OutputPiece(delta.text, num_output_tokens if is_last else None, delta.stats)
 
 
-async def _from_server(url: str, prompt: str, sampling: Sampling) -> AsyncGenerator[OutputPiece, None]:
+async def from_server(url: str, prompt: str, sampling: Sampling) -> AsyncGenerator[OutputPiece, None]:
     from specray.bench.load.client import ServerClient
     from specray.environment import api_key
 

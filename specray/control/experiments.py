@@ -160,7 +160,7 @@ class Experiments:
         self.running: Experiment | None = None
         self._observer = observer
         self._calibrations: dict[tuple[Mode, int], _Calibration] = {}
-        self._num_steps = 0
+        self.num_steps = 0
         self._size = 0
         self._mode: Mode | None = None
         self._window = StepWindow(0)
@@ -173,7 +173,7 @@ class Experiments:
 
     def calibrated(self, predicted: Mapping[Mode, float], num_running: int) -> dict[Mode, float]:
         """Predicted speedups over plain decoding, corrected by what experiments have shown."""
-        return {mode: speedup * self._of(mode, num_running).factor for mode, speedup in predicted.items()}
+        return {mode: value * self.calibration(mode, num_running).factor for mode, value in predicted.items()}
 
     def observe(self, mode: Mode, num_running: int, tokens: float, seconds: float) -> bool:
         """Takes a step in which all sessions worked at one mode.
@@ -187,10 +187,10 @@ class Experiments:
         Returns:
             True: ``tried`` has changed, or an experiment has ended.
         """
-        self._num_steps += 1
+        self.num_steps += 1
         for other in (Mode.NGRAM, Mode.MODEL):
             if other is not mode:
-                self._of(other, num_running).num_elsewhere += 1
+                self.calibration(other, num_running).num_elsewhere += 1
         experiment, size = self.running, size_class(num_running)
         # Sessions end and others follow: for a few steps there are fewer, which shows nothing of them all.
         tokens /= num_running
@@ -225,14 +225,14 @@ class Experiments:
     def switch_to(self, mode: Mode, num_running: int) -> None:
         """All sessions switch to that mode: an experiment soon shows whether it keeps its prediction."""
         self.abandon()
-        self._of(mode, num_running).put_off(self._num_steps, 0)
+        self.calibration(mode, num_running).put_off(self.num_steps, 0)
 
     def abandon(self) -> None:
         """Ends the experiment without a result; the next one is as far away as this one was."""
         experiment = self.running
         if experiment is not None:
             calibration = self._calibrations[experiment.speculating, self._size]
-            calibration.put_off(self._num_steps, calibration.interval)
+            calibration.put_off(self.num_steps, calibration.interval)
             self._tell(experiment, None)
         self.running = None
         self._mode = None
@@ -285,7 +285,7 @@ class Experiments:
     def _is_due(
         self, speculating: Mode, mode: Mode, predicted: Mapping[Mode, float], num_running: int
     ) -> bool:
-        calibration = self._of(speculating, num_running)
+        calibration = self.calibration(speculating, num_running)
         # As measured last: calibrations that fade towards 1 since then do so for want of experiments.
         speedup = predicted[speculating] * math.exp(calibration.error)
         tried = Mode.PLAIN if mode is speculating else speculating
@@ -299,12 +299,12 @@ class Experiments:
                 calibration.interval or first_interval(predicted[speculating]),
                 max(FIRST_INTERVAL_STEPS, affordable),
             )
-        return self._num_steps - calibration.since >= interval
+        return self.num_steps - calibration.since >= interval
 
     def _end(self, experiment: Experiment) -> None:
         calibration = self._calibrations[experiment.speculating, self._size]
         interval = 2 * max(calibration.interval, first_interval(experiment.predicted_speedup))
-        calibration.put_off(self._num_steps, min(MAX_INTERVAL_STEPS, interval))
+        calibration.put_off(self.num_steps, min(MAX_INTERVAL_STEPS, interval))
         measured = experiment.measured_speedup
         if measured is not None:
             calibration.add(measured, experiment.predicted_speedup)
@@ -321,11 +321,11 @@ class Experiments:
                 measured_speedup=measured_speedup,
             )
 
-    def _of(self, mode: Mode, num_running: int) -> _Calibration:
+    def calibration(self, mode: Mode, num_running: int) -> _Calibration:
         key = mode, size_class(num_running)
         calibration = self._calibrations.get(key)
         if calibration is None:
-            calibration = self._calibrations[key] = _Calibration(since=self._num_steps)
+            calibration = self._calibrations[key] = _Calibration(since=self.num_steps)
         return calibration
 
 

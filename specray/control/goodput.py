@@ -145,7 +145,7 @@ class GoodputModel:
             return self.with_bound(plan, stats, num_running)
         acceptance = min(stats.acceptance.value, MAX_ACCEPTANCE)
         most = min(plan.num_speculative_tokens, AUTO_K[-1])
-        worth = self._break_even(replace(plan, num_speculative_tokens=most), stats, num_running)
+        worth = self.break_even(replace(plan, num_speculative_tokens=most), stats, num_running)
         num_worthy = next((k for k in range(1, most) if acceptance ** (k + 1) < worth), most)
         return replace(plan, num_speculative_tokens=num_worthy)
 
@@ -154,7 +154,7 @@ class GoodputModel:
         ends_for_rows = self._ends_for_rows and stats.draft_knows_acceptance and stats.fixed_k is None
         if plan.is_off or not (ends_for_rows or self._is_bounded(plan.overlap, stats)):
             return plan
-        bound = min(MAX_BOUND, self._break_even(plan, stats, num_running))
+        bound = min(MAX_BOUND, self.break_even(plan, stats, num_running))
         return replace(plan, min_acceptance=round(bound, 3))
 
     # Goodput
@@ -252,7 +252,7 @@ class GoodputModel:
         k = plan.num_speculative_tokens
         return self.serial_goodput(k, [self.expected_round(k, stats) for stats in sessions], num_running)
 
-    def _break_even(self, plan: Plan, stats: SessionStats, num_running: int) -> float:
+    def break_even(self, plan: Plan, stats: SessionStats, num_running: int) -> float:
         """Least P(a draft token is accepted) at which it is worth its row and its draft step.
 
         At g tokens per second of all sessions, a token that is accepted with probability p may take p / g.
@@ -270,10 +270,10 @@ class GoodputModel:
             self._cost.verify_s(num_running + rows, num_running) or 0.0 for rows in (0, first, num_more)
         )
         row_s = max(0.0, more - fewer) / (num_more - first)
-        token_s = row_s + (self._draft_token_s(num_running, plain) if self._is_model else 0.0)
+        token_s = row_s + (self.draft_token_s(num_running, plain) if self._is_model else 0.0)
         return num_running * self.goodput(plan, stats, num_running) * token_s
 
-    def _draft_token_s(self, num_running: int, verify_s: float) -> float:
+    def draft_token_s(self, num_running: int, verify_s: float) -> float:
         """Draft seconds that one draft token costs.
 
         A step is taken for whichever proposal grows: of many, several are as long as the longest, so that

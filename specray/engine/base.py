@@ -58,7 +58,7 @@ class EngineBase:
         self._check_table = BlockTable(self._allocator)
         self._check_table.reserve(num_check_tokens)
         self._num_blocks = self._allocator.num_free
-        self._table = SequenceTable(
+        self.table = SequenceTable(
             self._allocator,
             max_num_seqs=info.max_num_seqs,
             can_evict=can_evict,
@@ -70,8 +70,8 @@ class EngineBase:
         return replace(
             self._info,
             num_blocks_in_use=self._num_blocks - self._allocator.num_free,
-            num_prefix_cache_queries=self._table.num_queried_tokens,
-            num_prefix_cache_hits=self._table.num_cached_tokens,
+            num_prefix_cache_queries=self.table.num_queried_tokens,
+            num_prefix_cache_hits=self.table.num_cached_tokens,
             grammar=GrammarStats() if self._grammars is None else self._grammars.stats,
         )
 
@@ -82,7 +82,7 @@ class EngineBase:
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Frees the sequences; unknown ids are ignored."""
-        self._table.release(request_ids)
+        self.table.release(request_ids)
         if self._grammars is not None:
             self._grammars.release(request_ids)
 
@@ -91,7 +91,7 @@ class EngineBase:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a block is lost or owned twice, or lengths do not fit together."""
-        self._table.check_integrity([self._check_table])
+        self.table.check_integrity([self._check_table])
 
 
 class RunnerEngine(EngineBase):
@@ -123,7 +123,7 @@ class RunnerEngine(EngineBase):
         """Raises AssertionError when a block is lost or owned twice, or K/V would go to a wrong place."""
         super().check_integrity()
         moves = self._runner.pending_moves
-        self._table.check_moves(moves.sources, moves.destinations)
+        self.table.check_moves(moves.sources, moves.destinations)
 
     def _back_to_state(self, sequence: EngineSequence) -> None:
         """Marks as not computed what recurrent layers have to see again."""
@@ -149,7 +149,7 @@ class Speculating(EngineBase, ABC, Generic[Task]):
         replies: dict[int, DraftReply] = {}
         for wave in split_waves(items):
             tasks: dict[int, tuple[SpeculateItem, Task | None]] = {}
-            self._table.begin_step()
+            self.table.begin_step()
             for index, item in wave:
                 try:
                     tasks[index] = item, self._admit(item)

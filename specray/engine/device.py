@@ -14,8 +14,8 @@ from specray.errors import ConfigError, EngineLostError
 _ENTRIES_PER_THREAD = 65_536
 _SMALL_MODEL_BYTES = 8 * 2**20
 _CGROUP_CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
-_CGROUP_MEMORY = Path("/sys/fs/cgroup")
-_MEMORY_INFO = Path("/proc/meminfo")
+CGROUP_MEMORY = Path("/sys/fs/cgroup")
+MEMORY_INFO = Path("/proc/meminfo")
 
 
 def num_usable_cores() -> int:
@@ -37,12 +37,12 @@ def cores_per_rank(config: EngineConfig) -> int:
 def available_memory() -> int:
     """Bytes that the system could give now, within the container's limit; 0 where that is not known."""
     try:
-        lines = dict(line.split(":", 1) for line in _MEMORY_INFO.read_text().splitlines())
+        lines = dict(line.split(":", 1) for line in MEMORY_INFO.read_text().splitlines())
         available = 1024 * int(lines["MemAvailable"].split()[0])
     except (OSError, KeyError, ValueError):
         return 0
     try:
-        limit, used = (int((_CGROUP_MEMORY / f"memory.{name}").read_text()) for name in ("max", "current"))
+        limit, used = (int((CGROUP_MEMORY / f"memory.{name}").read_text()) for name in ("max", "current"))
     except (OSError, ValueError):  # no such container, or one without a limit, "max"
         return available
     return max(0, min(available, limit - used))

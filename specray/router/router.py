@@ -73,6 +73,10 @@ class Router:
         draft_on_demand: a draft is leased only when some request could use one.
         version: of the service.
         seed: of the jitter of retries.
+
+    Attributes:
+        controller: chooses plans.
+        sessions: requests that wait or run.
     """
 
     def __init__(
@@ -108,19 +112,19 @@ class Router:
         self._draft_on_demand = draft_on_demand
         self._trace = Trace(self._clock, config.trace_events)
         observer = ControlObserver(self.metrics, self._trace if config.trace_events else None)
-        self._controller = Controller(speculation, observer=observer)
-        self._proposers = ProposerFactory(self._controller, self._settings, has_model=drafters is not None)
+        self.controller = Controller(speculation, observer=observer)
+        self._proposers = ProposerFactory(self.controller, self._settings, has_model=drafters is not None)
         self._queue: AdmissionQueue[LiveSession] = AdmissionQueue(
             max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens, rng=self._rng
         )
         self._later = Later()
-        self._sessions = Sessions(self._queue, self.metrics, self._release, self._later, tracer)
+        self.sessions = Sessions(self._queue, self.metrics, self._release, self._later, tracer)
         self._target = TargetRenewal(
             verifier,
             inbox=inbox,
             clock=self._clock,
             config=config,
-            controller=self._controller,
+            controller=self.controller,
             rng=self._rng,
             on_found=self._on_target_found,
             on_given_up=self._on_target_given_up,
@@ -145,21 +149,21 @@ class Router:
         assert self._loop is None, "start() is called once"
         link = await self._target.connect()
         self._info = link.info
-        self._sessions.set_limit(link.info.max_num_seqs)
+        self.sessions.set_limit(link.info.max_num_seqs)
         leases = self._leases = self._make_leases(link.info)
         model = ModelProposer(
             leases,
-            self._sessions.running,
-            self._controller,
+            self.sessions.running,
+            self.controller,
             self.metrics,
             self._later,
             settings=self._settings,
             trace=self._trace,
         )
         self._rounds = Rounds(
-            sessions=self._sessions,
-            proposers=ProposerChoice(model, self._sessions, self._controller, self._later),
-            controller=self._controller,
+            sessions=self.sessions,
+            proposers=ProposerChoice(model, self.sessions, self.controller, self._later),
+            controller=self.controller,
             inbox=self._inbox,
             settings=self._settings,
             clock=self._clock,
@@ -190,7 +194,7 @@ class Router:
         """Works by other live values from the next round on. Running requests keep the K that they have."""
         self._settings.swap(router, speculation)
         self._queue.set_bounds(max_requests=router.max_queued_requests, max_tokens=router.max_queued_tokens)
-        self._controller.configure(speculation)
+        self.controller.configure(speculation)
         self._inbox.wake()
 
     @property
@@ -212,7 +216,7 @@ class Router:
         if self._rounds is None:
             return
         end_s = self._clock.monotonic() + drain_timeout_s
-        while drain and len(self._sessions) and self._broken is None and self._clock.monotonic() < end_s:
+        while drain and len(self.sessions) and self._broken is None and self._clock.monotonic() < end_s:
             # Sessions end by themselves or by their deadline; there is nothing to be woken by.
             await self._clock.sleep(0.01)
         self._fail_all(EngineLostError("the service is stopping; the request may be sent again"))
@@ -295,7 +299,7 @@ class Router:
         return encode_trace(self._trace.events) if self._settings.router.trace_events else None
 
     def load(self) -> dict[str, float]:
-        return self._sessions.load()
+        return self.sessions.load()
 
     # Requests
 
@@ -309,17 +313,17 @@ class Router:
         )
         if self._is_draining:
             raise EngineLostError("the service is stopping; the request may be sent again")
-        if request.request_id in self._sessions:
+        if request.request_id in self.sessions:
             raise InvalidRequestError(f"request_id {request.request_id!r} is in use", field="request_id")
         now = self._clock.monotonic()
         live = LiveSession(
             self._opener.open(request, vocab_size=info.vocab_size),
             delivery,
-            self._controller.start_session(request),
+            self.controller.start_session(request),
             arrived_s=now,
             deadline_s=now + min(self._settings.router.request_timeout_s, request.timeout_s or math.inf),
             local=self._proposers.local(
-                request, request.speculation.draft or self._draft, num_sessions=len(self._sessions) + 1
+                request, request.speculation.draft or self._draft, num_sessions=len(self.sessions) + 1
             ),
             prediction=self._proposers.prediction(request),
             watch=self._trace.watch(request.request_id) if request.speculation.reports_rounds else None,
@@ -327,15 +331,15 @@ class Router:
         if live.is_resumed:
             # What comes next is no first token.
             live.committed_s = now
-        self._sessions.submit(live, now)
+        self.sessions.submit(live, now)
         if live.session.is_finished:
-            self._sessions.end(live, now)
+            self.sessions.end(live, now)
         self._inbox.wake()
         return live
 
     def _abandon(self, live: LiveSession) -> None:
         if not live.delivery.is_ended:
-            self._sessions.abort(live.request_id, self._clock.monotonic())
+            self.sessions.abort(live.request_id, self._clock.monotonic())
             self._inbox.wake()
 
     def _require_info(self) -> EngineInfo:
@@ -350,7 +354,7 @@ class Router:
             self._rounds.release(request_id)
 
     def _fail_all(self, error: EngineLostError) -> None:
-        self._sessions.fail_all(error, self._clock.monotonic())
+        self.sessions.fail_all(error, self._clock.monotonic())
 
     # Target and loop
 
@@ -386,6 +390,6 @@ class Router:
             clock=self._clock,
             metrics=self.metrics,
             rng=self._rng,
-            controller=self._controller,
+            controller=self.controller,
             on_demand=self._draft_on_demand,
         )

@@ -51,7 +51,7 @@ def bind_app(config: Config, *, store: str | None) -> Application:
         store: key of the live values that ``specray reload`` keeps; None: ``user_config`` alone brings them.
     """
     values = config.model_dump(mode="json")
-    draft = _draft_deployment(config).bind(values, store) if config.draft.has_replicas else None
+    draft = draft_deployment(config).bind(values, store) if config.draft.has_replicas else None
     router = _router_deployment(config).bind(values, draft, store)
     return ingress_deployment(config, num_cpus=NUM_CPUS_PER_INGRESS).bind(values, router, store)
 
@@ -69,7 +69,8 @@ def num_cpus(config: Config) -> float:
     )
 
 
-def _draft_deployment(config: Config) -> serve.Deployment:
+def draft_deployment(config: Config) -> serve.Deployment:
+    """The Draft, to be bound."""
     return serve.deployment(
         name="Draft",
         **draft_replicas(config.draft),

@@ -159,7 +159,7 @@ class IngressReplica:
                 stack.push_async_callback(asyncio.to_thread, self._tracing.close)
             stack.push_async_callback(self._mailbox.stop)
             await self._mailbox.start()
-            self._servers = _Servers(self._start_grpc, partial(self._start_http, app))
+            self._servers = IngressServers(self._start_grpc, partial(self._start_http, app))
             stack.push_async_callback(self._servers.stop)
             collector = asyncio.create_task(Collector(lambda: self._admission.capacity.num_requests).run())
             stack.callback(collector.cancel)
@@ -242,7 +242,7 @@ async def _wait_for_port(field: str, address: str) -> None:
         await asyncio.sleep(PORT_POLL_S)
 
 
-class _Servers:
+class IngressServers:
     """The servers of this process. At the end the calls of all have their grace at the same time.
 
     Args:

@@ -105,7 +105,7 @@ def running_service(
         for field, host, port in _ports(config) if deploy is None else ():
             stack.enter_context(claimed(field, host, port, service=store))
         check_models(config)
-        config = _with_own_server(config)
+        config = with_own_server(config)
         stack.enter_context(_ray(config, on_lost))
         with (
             _deployed(config, deploy or partial(_run, store=store), store, on_lost),
@@ -149,7 +149,7 @@ def _deployed(
         forget_stored(store)
 
 
-def _with_own_server(config: Config) -> Config:
+def with_own_server(config: Config) -> Config:
     """Lets the Ingress listen itself, unless the configuration says otherwise or a cluster is joined.
 
     In a cluster the Ingress may be on any node, where nobody looks for it; a proxy is on the head.
@@ -218,12 +218,12 @@ def _ray(config: Config, on_lost: Callable[[str], None] | None) -> Iterator[None
 
     from specray.serving.app import num_cpus
 
-    handlers = _handlers()
+    handlers = signal_handlers()
     print("specray: starting Ray", file=sys.stderr, flush=True)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     end_without_destructors()
     if is_own:
-        context = _init_ray(
+        context = init_ray(
             # Without this, Ray would join the last cluster for which `ray start` left a note.
             address="local",
             # Logical CPUs: on a laptop the parts share the cores.
@@ -237,7 +237,7 @@ def _ray(config: Config, on_lost: Callable[[str], None] | None) -> Iterator[None
         print(f"specray: logs of all processes: {session}/logs", file=sys.stderr, flush=True)
     else:
         context = ray.init(logging_level=logging.WARNING, log_to_driver=True)
-    _restore(handlers)
+    restore_handlers(handlers)
     try:
         note = noted(config.http.port, context.address_info["address"]) if is_own else nullcontext()
         with note, watched(lambda: ray_parts(context, is_own=is_own), on_lost):
@@ -246,7 +246,7 @@ def _ray(config: Config, on_lost: Callable[[str], None] | None) -> Iterator[None
         ray.shutdown()
 
 
-def _init_ray(**options: Any) -> Any:
+def init_ray(**options: Any) -> Any:
     """Starts a Ray of our own; tries once more if not all of its processes have come up.
 
     Seen on a busy machine: the node's process ended before its first log line. Processes of the first attempt
@@ -275,11 +275,11 @@ def _init_ray(**options: Any) -> Any:
     raise AssertionError("the last attempt returns or raises")
 
 
-def _handlers() -> dict[int, Any]:
+def signal_handlers() -> dict[int, Any]:
     return {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
 
-def _restore(handlers: dict[int, Any]) -> None:
+def restore_handlers(handlers: dict[int, Any]) -> None:
     if threading.current_thread() is threading.main_thread():
         for number, handler in handlers.items():
             if handler is not None:
@@ -343,7 +343,7 @@ def _announce(config: Config) -> None:
     url = f"http://{config.http.host}:{config.http.port}"
     grpc = f"{config.grpc.host}:{config.grpc.port}" if config.grpc.port else "off"
     draft = config.draft.model if config.draft.enabled else "none"
-    path, body = _example(config)
+    path, body = example_call(config)
     ends = _named_ends()
     print(
         f"""
@@ -375,7 +375,7 @@ def _named_ends() -> str:
     return f"\n  Ends  {ends}"
 
 
-def _example(config: Config) -> tuple[str, str]:
+def example_call(config: Config) -> tuple[str, str]:
     request: dict[str, object] = {"model": config.model_name}
     if config.target.model != EMBEDDED and has_chat_template(config.target.model):
         question = {"role": "user", "content": "What is the capital of France?"}

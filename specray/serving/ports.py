@@ -47,7 +47,7 @@ def claimed(field: str, host: str, port: int, *, service: str) -> Iterator[None]
         claim.bind(f"\0{_PREFIX}/{port}/{address}/{service}/{secrets.token_hex(4)}")
         # Of two that come at the same time, each sees the other, and one of them waits for the other's end.
         end_s = time.monotonic() + YIELD_S
-        while others := _others(port, str(address), service):
+        while others := other_claims(port, str(address), service):
             if max(others) > service or time.monotonic() > end_s:
                 raise ConfigError(
                     f"{field}: cannot listen on {host}:{port}: Address already in use, by another service of "
@@ -57,7 +57,7 @@ def claimed(field: str, host: str, port: int, *, service: str) -> Iterator[None]
         yield
 
 
-def _others(port: int, address: str, service: str) -> list[str]:
+def other_claims(port: int, address: str, service: str) -> list[str]:
     found = []
     for line in Path("/proc/net/unix").read_text("utf-8", "replace").splitlines():
         with suppress(ValueError):

@@ -106,7 +106,7 @@ def _apply(served: Served, live: Values, *, timeout_s: float) -> None:
     write_stored(served.store, live)
     began_s = time.monotonic()
     while True:
-        missing = [text for name in served.deployments if (text := _missing(name, live, began_s))]
+        missing = [text for name in served.deployments if (text := not_confirmed(name, live, began_s))]
         if not missing:
             return
         if time.monotonic() - began_s > timeout_s:
@@ -117,7 +117,7 @@ def _apply(served: Served, live: Values, *, timeout_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-def _missing(name: str, live: Values, began_s: float) -> str:
+def not_confirmed(name: str, live: Values, began_s: float) -> str:
     """Brings the values to all replicas of a deployment; says which do not have them yet, or nothing."""
     from ray import serve
 
@@ -125,7 +125,7 @@ def _missing(name: str, live: Values, began_s: float) -> str:
     states = {str(getattr(state, "value", state)): count for state, count in counts.items()}
     num_running = states.get("RUNNING", 0)
     num_coming = sum(states.get(state, 0) for state in ("STARTING", "UPDATING", "RECOVERING"))
-    answers = _call_all(name, live) if num_running else []
+    answers = call_replicas(name, live) if num_running else []
     num_confirmed = sum(answer == digest(live) for answer in answers)
     for answer in answers:
         if isinstance(cause := getattr(answer, "cause", None), ConfigError):
@@ -137,7 +137,7 @@ def _missing(name: str, live: Values, began_s: float) -> str:
     return "" if is_settled else f"{name} ({num_coming} starting)"
 
 
-def _call_all(name: str, live: Values) -> Sequence[Any]:
+def call_replicas(name: str, live: Values) -> Sequence[Any]:
     from ray import serve
 
     from specray.actors.client import SERVE_ERRORS

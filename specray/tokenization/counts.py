@@ -10,7 +10,7 @@ from typing import NamedTuple
 from specray.errors import ConfigError
 from specray.tokenization.tokenizer import Tokenizer
 
-_PIECE_CHARS = 1 << 18
+PIECE_CHARS = 1 << 18
 """Characters that are encoded at a time, at least; a piece ends where a line does."""
 
 
@@ -65,7 +65,7 @@ def _pieces(file: Path) -> Iterator[str]:
             for line in stream:
                 lines.append(line)
                 size += len(line)
-                if size >= _PIECE_CHARS:
+                if size >= PIECE_CHARS:
                     yield "".join(lines)
                     lines, size = [], 0
     except (OSError, ValueError) as error:

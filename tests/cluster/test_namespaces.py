@@ -143,7 +143,7 @@ def test_a_block_inside_a_namespace_ends_outside_it(network: Network) -> None:
 
 
 def test_a_machine_that_cannot_is_told_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specray.bench.testbed.netns._capabilities", lambda: 0)
+    monkeypatch.setattr("specray.bench.testbed.netns.capabilities", lambda: 0)
     with (
         pytest.raises(ConfigError, match="need root, or CAP_NET_ADMIN and CAP_SYS_ADMIN"),
         Network(("head",)),

@@ -18,9 +18,9 @@ from specray.engine.attention.paged import (
     DeviceBatch,
     HostBatch,
     PagedAttention,
-    _split,
     attend_gathered,
     make_batch,
+    split_packed,
     store_rows,
 )
 from specray.engine.attention.sdpa import PlainAttention
@@ -89,12 +89,12 @@ def test_every_part_of_a_batch_lies_where_kernels_want_it(num_rows: int) -> None
         shape = BatchShape(num_sequences, num_rows, 3, num_rows)
         host = HostBatch(shape, block_size=4, spare_slot=0)
         on_device = DeviceBatch(shape, torch.device("cpu"))
-        first = on_device._packed.data_ptr()
-        assert [(view.data_ptr() - first) % 16 for view in on_device._views] == [0] * 10
-        assert [view.numel() for view in on_device._views] == list(shape.sizes)
+        first = on_device.packed.data_ptr()
+        assert [(view.data_ptr() - first) % 16 for view in on_device.views] == [0] * 10
+        assert [view.numel() for view in on_device.views] == list(shape.sizes)
         host.packed[:] = range(len(host.packed))
         on_device.load(host)
-        for own, other in zip(_split(host.packed, shape), on_device._views, strict=True):
+        for own, other in zip(split_packed(host.packed, shape), on_device.views, strict=True):
             assert own.tolist() == other.tolist()
 
 

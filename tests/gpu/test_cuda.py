@@ -95,7 +95,7 @@ def triton_attend(request: pytest.FixtureRequest) -> AttendPaged:
     from specray.engine.attention import triton
 
     # So few places are split as in long sequences.
-    triton._MIN_SPLIT_PLACES = 32
+    triton.MIN_SPLIT_PLACES = 32
     return triton.TritonAttend(torch.cuda.get_device_properties(CUDA).multi_processor_count, request.param)
 
 

@@ -16,7 +16,7 @@ SMALL = InflatedShape(hidden_size=384, num_layers=6, intermediate_size=1024, num
 
 
 def test_weights_of_a_shape_are_about_what_its_name_says() -> None:
-    sizes = {name: models.num_weights(shape) for name, shape in models._SHAPES.items()}
+    sizes = {name: models.num_weights(shape) for name, shape in models.SHAPES.items()}
     assert 1.1e9 < sizes["1b"] < 1.3e9
     assert 7.7e9 < sizes["8b"] < 8.1e9
 
@@ -24,7 +24,7 @@ def test_weights_of_a_shape_are_about_what_its_name_says() -> None:
 def test_a_checkpoint_that_is_there_is_not_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(models._SHAPES, "small", SMALL)
+    monkeypatch.setitem(models.SHAPES, "small", SMALL)
     path = models.make_checkpoint("small", tmp_path, "cpu")
     assert (path / "tokenizer.json").is_file()
     assert [child.name for child in tmp_path.iterdir()] == ["small"]

@@ -53,7 +53,7 @@ class StagesHere:
 def run_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Runs the script in this process; only the engines of the pair are processes of their own: the draft a
     program, as on a device, the target forked."""
-    start_program = pair_module._worker
+    start_program = pair_module.start_worker
 
     def worker(role: str, *arguments: Any, **options: Any) -> Any:
         return (start_program if role == "draft" else forked_worker)(role, *arguments, **options)
@@ -61,7 +61,7 @@ def run_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.setattr(runs, "Stages", StagesHere)
-    monkeypatch.setattr(pair_module, "_worker", worker)
+    monkeypatch.setattr(pair_module, "start_worker", worker)
 
     def run_all(*arguments: str) -> None:
         assert run(["bench", "gpu", *arguments]) == 0

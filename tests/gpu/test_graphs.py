@@ -11,7 +11,7 @@ import torch
 from specray.config import EngineConfig
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
 from specray.engine.inputs import SequenceInput
-from specray.engine.runner.assembly import _prepared_buckets, build_runner
+from specray.engine.runner.assembly import build_runner, prepared_buckets
 from specray.engine.runner.cuda_graphs import (
     MAX_ROWS,
     SEQUENCES,
@@ -288,7 +288,7 @@ def test_branches_behind_the_longest_sequence_run_as_they_are(eager: ModelRunner
 def test_likely_forwards_are_prepared_and_those_of_one_sequence_first(
     max_num_seqs: int, counts: tuple[int, ...]
 ) -> None:
-    target, draft = (_prepared_buckets(role, max_num_seqs) for role in ("target", "draft"))
+    target, draft = (prepared_buckets(role, max_num_seqs) for role in ("target", "draft"))
     assert target[:8] == [Bucket(1, width, False) for width in range(1, 9)]
     assert draft[8:18] == [Bucket(1, width, True) for width in (*range(1, 9), 12, 16)]
     several = [Bucket(count, width, False) for count in counts for width in range(1, 9)]

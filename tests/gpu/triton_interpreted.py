@@ -48,7 +48,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.manual_seed(0)
     # So few places are split as in long sequences.
-    triton_attention._MIN_SPLIT_PLACES = 32
+    triton_attention.MIN_SPLIT_PLACES = 32
     {
         "cases": cases,
         "whole-edges": lambda: edges(0),

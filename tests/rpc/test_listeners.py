@@ -53,7 +53,7 @@ async def test_servers_and_the_meeting_of_ranks_listen_on_their_own_address_only
     try:
         store = parallel.GroupStore("127.0.0.1", timeout_s=5)
         assert own_listeners() and own_listeners() <= LOOPBACK
-        follower = await asyncio.to_thread(parallel._connect, store.address, store.store.timeout)
+        follower = await asyncio.to_thread(parallel.connect_store, store.address, store.store.timeout)
         follower.set("a", "b")
         assert store.store.get("a") == b"b"
     finally:

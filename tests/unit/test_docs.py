@@ -39,20 +39,8 @@ MAX_README_LINES = 160
 TOCTREE = "{toctree}"
 LANGUAGES = {"", "bash", "python", "yaml", TOCTREE}
 """Languages of code blocks; a block without one is a picture, never a command."""
-OTHER_PROGRAMS = {
-    "cd",
-    "cmake",
-    "cp",
-    "curl",
-    "docker",
-    "env",
-    "helm",
-    "kubectl",
-    "llama-server",
-    "pip",
-    "python",
-}
-OTHER_PROGRAMS |= {"python3", "rm", "sed", "tar"}
+OTHER_PROGRAMS = {"cd", "cmake", "cp", "curl", "docker", "env", "helm", "kubectl", "llama-server", "pip"}
+OTHER_PROGRAMS |= {"python", "python3", "rm", "sed", "tar"}
 """Programs that documents may call besides specray and make."""
 QUICK_COMMANDS = ("generate", "keys new", "bench router", "bench rpc")
 """Commands of specray that need no service and take seconds: the first of each kind runs for real."""
@@ -283,7 +271,7 @@ def test_quick_commands_run(
         words[words.index("--max-tokens") + 1] = "4"
         words += ["--set", "target.profile_s=0", "--set", "draft.profile_s=0"]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(pair, "_worker", forked_worker)
+    monkeypatch.setattr(pair, "start_worker", forked_worker)
     assert run(words) == 0, capfd.readouterr().err
     printed = capfd.readouterr()
     assert printed.out.strip()

@@ -95,7 +95,7 @@ class DraftReplica:
             return
         followers = None
         if config.draft.tensor_parallel_size > 1:
-            followers = _followers(config)
+            followers = place_followers(config)
             if before is not None:
                 # Requests for a lease are refused meanwhile.
                 self._group = None
@@ -166,7 +166,7 @@ class DraftReplica:
         return parse_config({**self._values, "draft": {**self._values["draft"], **changed}})
 
 
-def _followers(config: Config) -> PlacedRanks:
+def place_followers(config: Config) -> PlacedRanks:
     placement_group = get_current_placement_group()
     assert placement_group is not None, "a Draft of several ranks has a placement group"
     return PlacedRanks(config, DraftRank, placement_group)

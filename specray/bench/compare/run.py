@@ -145,7 +145,7 @@ async def compare(
         ConfigError: a prompt with its output is longer than a sequence may be.
     """
     ends_at_s = time.monotonic() + plan.time_limit_s
-    asked = _Prompts(plan, prompts, load_tokenizer(run.setup.target))
+    asked = AskedPrompts(plan, prompts, load_tokenizer(run.setup.target))
     asked.check_lengths()
     failed: dict[str, str] = {}
     for number, _, arm in in_turns(run.arms, plan.num_turns):
@@ -164,7 +164,7 @@ async def compare(
     return Progress(True, failed)
 
 
-class _Prompts:
+class AskedPrompts:
     """The prompts of each pass as token ids, so that every system reads the same.
 
     Fresh ones begin with a comment line that no other pass of the same server has: prompts that a prefix
@@ -198,7 +198,7 @@ async def _run_turn(
     system: System,
     arm: PeerArm,
     setup: Setup,
-    prompts: _Prompts,
+    prompts: AskedPrompts,
     journal: Journal,
     turn: int,
     cells: Sequence[tuple[float, int]],
@@ -220,7 +220,7 @@ async def _run_turn(
 
 
 async def _warm_up(
-    client: ServerClient, plan: ComparePlan, fields: dict[str, Any], asked: _Prompts, system: System
+    client: ServerClient, plan: ComparePlan, fields: dict[str, Any], asked: AskedPrompts, system: System
 ) -> None:
     """Warms up at the first temperature; a server that cannot answer fails here. Raises SpecrayError."""
     temperature = plan.temperatures[0]

@@ -12,7 +12,7 @@ from specray.train.inflate import InflatedShape, inflate_checkpoint
 
 # Additional layers make up for the embedded pair's small vocabulary; a head has 64 dimensions, as in the
 # embedded target.
-_SHAPES: Final = {
+SHAPES: Final = {
     "1b": InflatedShape(
         hidden_size=2048, num_layers=20, intermediate_size=8192, num_heads=32, num_kv_heads=8
     ),
@@ -28,12 +28,12 @@ def make_checkpoint(shape: str, directory: Path, device: str) -> Path:
     Raises:
         ConfigError: there is too little disk.
     """
-    if shape not in _SHAPES:
+    if shape not in SHAPES:
         return demo_target_path()
     destination = directory / shape
     if (destination / "config.json").is_file():
         return destination
-    sizes = _SHAPES[shape]
+    sizes = SHAPES[shape]
     _check_disk(directory, sizes)
     return inflate_checkpoint(demo_target_path(), destination, sizes, dtype="bfloat16", device=device)
 

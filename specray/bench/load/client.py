@@ -98,7 +98,7 @@ class ServerClient:
             async with self._opened.post(url, json={**body, "stream": True}) as response:
                 await _raise_for_status(response)
                 async for line in response.content:
-                    event = _event(line)
+                    event = parse_event(line)
                     if event is not None:
                         yield event
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -160,7 +160,7 @@ class ServerClient:
         return self._session
 
 
-def _event(line: bytes) -> StreamEvent | None:
+def parse_event(line: bytes) -> StreamEvent | None:
     """Decodes one line of the stream; None if it is no event. Raises SpecrayError for an error."""
     field, _, data = line.strip().partition(b":")
     data = data.strip()

@@ -69,7 +69,7 @@ class RawClient:
         lines = [f"POST {path} HTTP/1.1", f"Host: {parts.netloc}", "Content-Type: application/json"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         self._head = ("\r\n".join(lines) + "\r\nContent-Length: ").encode()
-        self._idle: deque[_Connection] = deque()
+        self.idle: deque[_Connection] = deque()
 
     async def post(self, body: bytes) -> RawAnswer:
         """Makes one call. Never raises for what the server or the network does."""
@@ -84,8 +84,8 @@ class RawClient:
             return _failed(started_s, str(error) or type(error).__name__)
 
     async def _exchange(self, request: bytes, started_s: float) -> RawAnswer:
-        while self._idle:
-            connection = self._idle.pop()
+        while self.idle:
+            connection = self.idle.pop()
             if connection.is_open:
                 answer = await connection.exchange(request, started_s)
                 # A server may close an idle connection just when it is used again.
@@ -107,14 +107,14 @@ class RawClient:
         return connection
 
     def _keep(self, connection: _Connection) -> None:
-        if connection.is_open and len(self._idle) < MAX_IDLE_CONNECTIONS:
-            self._idle.append(connection)
+        if connection.is_open and len(self.idle) < MAX_IDLE_CONNECTIONS:
+            self.idle.append(connection)
         else:
             connection.close()
 
     def close(self) -> None:
-        while self._idle:
-            self._idle.pop().close()
+        while self.idle:
+            self.idle.pop().close()
 
 
 class _Connection(asyncio.Protocol):

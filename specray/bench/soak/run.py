@@ -95,10 +95,10 @@ async def soak(plan: SoakPlan, config: Config, progress: Progress = lambda text:
         ServerClient(bed.url, timeout_s=REQUEST_TIMEOUT_S) as http,
         SpecrayClient(bed.grpc_address) as grpc,
     ):
-        return await _Soak(plan, bed, http, grpc, progress).run()
+        return await Soak(plan, bed, http, grpc, progress).run()
 
 
-class _Soak:
+class Soak:
     def __init__(
         self, plan: SoakPlan, bed: Bed, http: ServerClient, grpc: SpecrayClient, progress: Progress
     ) -> None:
@@ -106,7 +106,7 @@ class _Soak:
         self._bed = bed
         self._progress = progress
         self._zero_s = time.monotonic()
-        self._result = SoakResult(plan)
+        self.result = SoakResult(plan)
         self._memory = MemoryRecord(warmup_s=plan.warmup, min_span_s=MEMORY_SPAN_S)
         self._watch = Watch(bed, http, self._memory, now_s=self._now_s)
         self._caller = CaseSender(
@@ -123,14 +123,14 @@ class _Soak:
     @property
     def _is_away(self) -> bool:
         """True while the only Ingress is hung or being replaced."""
-        last = self._result.faults[-1:]
+        last = self.result.faults[-1:]
         return any(fault.kind is FaultKind.INGRESS_HANG and not fault.is_over for fault in last)
 
     def _now_s(self) -> float:
         return time.monotonic() - self._zero_s
 
     async def run(self) -> SoakResult:
-        plan, result = self._plan, self._result
+        plan, result = self._plan, self.result
         cases = make_cases(plan.num_cases, seed=plan.seed)
         await prepare(self._bed, plan.kinds)
         self._progress(f"{len(cases)} reference outputs, without speculation")
@@ -141,7 +141,7 @@ class _Soak:
             asyncio.create_task(self._watch.memory_for_ever()),
         ]
         try:
-            await self._load(cases, references)
+            await self.load(cases, references)
             result.duration_s = self._now_s()
             self._progress("waiting until the service is idle")
             idle_s = INTERRUPTED_IDLE_S if result.is_interrupted else IDLE_TIMEOUT_S
@@ -156,7 +156,7 @@ class _Soak:
         result.unjudged = self._memory.unjudged()
         return result
 
-    async def _load(self, cases: Sequence[Case], references: Sequence[ClientOutput]) -> None:
+    async def load(self, cases: Sequence[Case], references: Sequence[ClientOutput]) -> None:
         try:
             await self._watch.parts()
             async with asyncio.TaskGroup() as group:
@@ -167,7 +167,7 @@ class _Soak:
             task = asyncio.current_task()
             assert task is not None, "it runs in a task"
             task.uncancel()
-            self._result.is_interrupted = True
+            self.result.is_interrupted = True
             self._progress("interrupted; a second time ends it without a report")
 
     async def _client(self, index: int, cases: Sequence[Case], references: Sequence[ClientOutput]) -> None:
@@ -186,7 +186,7 @@ class _Soak:
                 is_away=lambda: self._is_away,
             )
             entry = self._judge(drawn.case, attempts, references[drawn.case.index])
-            self._result.ledger.add(
+            self.result.ledger.add(
                 Entry(
                     drawn.case.index,
                     drawn.way,
@@ -196,7 +196,7 @@ class _Soak:
                     attempts[-1].ended_s,
                 )
             )
-            self._result.num_tokens += attempts[-1].output.num_tokens or 0
+            self.result.num_tokens += attempts[-1].output.num_tokens or 0
             if entry[0] in (Judgement.FAILED, Judgement.WRONG):
                 self._progress(f"{entry[0]}: {drawn.way} case {drawn.case.index}: {entry[1]}")
                 await asyncio.sleep(FAILED_PAUSE_S)
@@ -204,17 +204,17 @@ class _Soak:
     def _judge(
         self, case: Case, attempts: Sequence[Attempt], reference: ClientOutput
     ) -> tuple[Judgement, str]:
-        deaths_s = [fault.at_s for fault in self._result.faults if fault.kind in _EXCUSING]
+        deaths_s = [fault.at_s for fault in self.result.faults if fault.kind in _EXCUSING]
         window_s = self._plan.recovery_timeout
         return judge(attempts, reference, deaths_s=deaths_s, window_s=window_s)
 
     async def _faults(self) -> None:
         try:
-            await self._hurt()
+            await self.inject_faults()
         finally:
             self._has_hurt = True
 
-    async def _hurt(self) -> None:
+    async def inject_faults(self) -> None:
         plan = self._plan
         last_s = max(plan.calm, plan.duration - TAIL_S)
         planned = plan_faults(
@@ -223,24 +223,24 @@ class _Soak:
         rng = random.Random(f"{plan.seed} faults")
         for number, fault in enumerate(planned):
             if number and number == plan.rehearsal:
-                self._result.warm_s = self._now_s()
-                self._memory.warm_from(self._result.warm_s)
+                self.result.warm_s = self._now_s()
+                self._memory.warm_from(self.result.warm_s)
             await asyncio.sleep(max(0.0, fault.at_s - self._now_s()))
             if self._now_s() > MAX_STRETCH * plan.duration:
-                self._result.num_not_injected = len(planned) - number
+                self.result.num_not_injected = len(planned) - number
                 return
-            await self._fault(fault, rng)
+            await self.inject_fault(fault, rng)
 
-    async def _fault(self, planned: PlannedFault, rng: random.Random) -> None:
+    async def inject_fault(self, planned: PlannedFault, rng: random.Random) -> None:
         fault = Fault(planned.kind, self._now_s(), planned.hold_s)
-        self._result.faults.append(fault)
+        self.result.faults.append(fault)
         killed: frozenset[int] = frozenset()
         try:
             done = await inject(self._bed, planned, rng)
             fault.detail, killed = done.what, done.killed
         except SpecrayError as error:
             fault.detail, fault.is_done = f"not done: {error}", False
-        whole = await self._wait_whole(killed)
+        whole = await self.wait_whole(killed)
         after = "not within its time"
         if whole is not None:
             fault.parts_after_s = whole.parts_s - fault.at_s
@@ -254,13 +254,13 @@ class _Soak:
     async def _restore(self) -> None:
         try:
             await self._bed.restore()
-            whole = await self._wait_whole(frozenset())
+            whole = await self.wait_whole(frozenset())
         except SpecrayError as error:
             self._progress(f"{self._now_s():.0f} s: not restored: {error}")
         else:
             self._progress(f"{self._now_s():.0f} s: {'restored' if whole else 'not restored in time'}")
 
-    async def _wait_whole(self, killed: frozenset[int]) -> Whole | None:
+    async def wait_whole(self, killed: frozenset[int]) -> Whole | None:
         return await self._watch.wait_whole(
             killed=killed,
             timeout_s=self._plan.recovery_timeout,
@@ -269,9 +269,9 @@ class _Soak:
         )
 
     def _measure_recovery(self) -> None:
-        faults = self._result.faults
+        faults = self.result.faults
         changes_s = self._watch.draft_changes_s
         for index, fault in enumerate(faults):
-            until_s = faults[index + 1].at_s if index + 1 < len(faults) else self._result.duration_s
+            until_s = faults[index + 1].at_s if index + 1 < len(faults) else self.result.duration_s
             fault.wait_s = longest_wait_s(self._streams, fault.at_s, until_s)
             fault.speculation_after_s = back_after_s(changes_s, fault.at_s, until_s)

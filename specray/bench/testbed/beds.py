@@ -176,9 +176,9 @@ async def _one_address(
     kind: BedKind, config: Config, directory: Path, environment: dict[str, str]
 ) -> AsyncIterator[Bed]:
     is_cluster = kind is BedKind.CLUSTER
-    config = _with_ports(config, LOOPBACK, free_port(), free_port())
+    config = with_ports(config, LOOPBACK, free_port(), free_port())
     if is_cluster:
-        config = _placed(config)
+        config = with_placement(config)
     mode = "cluster" if is_cluster else "local"
     async with controlled(config, mode=mode, directory=directory, environment=environment) as control:
 
@@ -200,7 +200,7 @@ async def _namespaces(
 ) -> AsyncIterator[Bed]:
     with Network(("head", "draft", "client"), impairable="draft", seed=seed) as network:
         head, draft = network.hosts["head"], network.hosts["draft"]
-        config = _with_ports(_placed(config, listen="node"), head.address, HTTP_PORT, GRPC_PORT)
+        config = with_ports(with_placement(config, listen="node"), head.address, HTTP_PORT, GRPC_PORT)
         gcs = f"{head.address}:{GCS_PORT}"
         common = {"environment": environment, "directory": directory, "ray_directory": ray_directory}
         head_node = RayHost(head, resources={TARGET_RESOURCE: 1}, head_port=GCS_PORT, **common)  # type: ignore[arg-type]
@@ -236,7 +236,7 @@ async def _namespaces(
                 )
 
 
-def _with_ports(config: Config, host: str, http_port: int, grpc_port: int) -> Config:
+def with_ports(config: Config, host: str, http_port: int, grpc_port: int) -> Config:
     """Lets the Ingress listen itself, as for `specray serve`: its server is under test, not Serve's proxy."""
     http = {"host": host, "port": http_port, "server": "ingress"}
     return config.model_copy(
@@ -247,7 +247,7 @@ def _with_ports(config: Config, host: str, http_port: int, grpc_port: int) -> Co
     )
 
 
-def _placed(config: Config, *, listen: str = "loopback") -> Config:
+def with_placement(config: Config, *, listen: str = "loopback") -> Config:
     """Places drafts on the draft's node, and everything else on the other."""
 
     def on(options: dict[str, Any], resource: str) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def obstacles() -> tuple[str, ...]:
     """Lists what this machine lacks for namespaces as hosts; empty: nothing."""
     if not sys.platform.startswith("linux"):
         return (f"Linux (this is {sys.platform})",)
-    lacking = [name for name, bit in _CAPABILITIES.items() if not _capabilities() >> bit & 1]
+    lacking = [name for name, bit in _CAPABILITIES.items() if not capabilities() >> bit & 1]
     found = [f"root, or {' and '.join(lacking)}"] if lacking else []
     if shutil.which("ip") is None:
         found.append("the command ip (package iproute2)")
@@ -229,7 +229,7 @@ def _namespace(name: str) -> Iterator[str]:
         _succeeds("ip", "netns", "del", name)
 
 
-def _capabilities() -> int:
+def capabilities() -> int:
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith("CapEff:"):
             return int(line.split()[1], 16)

@@ -62,12 +62,12 @@ def soak(
         console.print(f"soak: {text}", markup=False, highlight=False)
 
     result = run_until_told(run_soak(plan, config, show))
-    code = _report(result)
+    code = print_result(result)
     write_json(soak_json(result), json_path)
     raise typer.Exit(code)
 
 
-def _report(result: SoakResult) -> int:
+def print_result(result: SoakResult) -> int:
     """Prints tables and verdict; returns the exit code."""
     from specray.bench.soak.report import problems, soak_tables
     from specray.cli.output import wide_console

@@ -117,7 +117,7 @@ def _use_draft_of(known: KnownModel, target: KeptCheckpoint, draft: Values) -> N
 
     No output depends on the draft's weights, and on a processor a step of it takes as long as reading them.
     """
-    draft["model"] = _draft_of(known, target)
+    draft["model"] = draft_of(known, target)
     formats = ("quantization", "lm_head_quantization")
     is_free = draft.get("forward") != "hf" and not any(name in draft for name in formats)
     if draft["model"] != DRAFT_WITHOUT_OWN and is_free and _runs_here(draft) and has_int8_kernels():
@@ -131,7 +131,7 @@ def _runs_here(draft: Values) -> bool:
     return on_processor and not asked.get("num_gpus") and external_ray_address() is None
 
 
-def _draft_of(known: KnownModel, target: KeptCheckpoint) -> str:
+def draft_of(known: KnownModel, target: KeptCheckpoint) -> str:
     """What drafts for a known model: the package's own draft, where there is one."""
     if compact_draft(known) is None:
         return DRAFT_WITHOUT_OWN

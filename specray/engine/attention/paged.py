@@ -134,7 +134,7 @@ class HostBatch:
         self._block_size = block_size
         self._spare_slot = spare_slot
         self.packed = np.zeros(shape.starts[-1], np.int32)
-        views = _split(self.packed, shape)
+        views = split_packed(self.packed, shape)
         self._ancestors = views[0].view(np.int64)
         self._token_ids, self._positions, self._slots = views[1:4]
         self._kv_indices, self._prefix_lens, self._first_indices = views[4:7]
@@ -203,23 +203,23 @@ class DeviceBatch:
 
     def __init__(self, shape: BatchShape, device: torch.device) -> None:
         self._shape = shape
-        self._packed = torch.zeros(shape.starts[-1], dtype=torch.int32, device=device)
-        self._views = _split(self._packed, shape)
+        self.packed = torch.zeros(shape.starts[-1], dtype=torch.int32, device=device)
+        self.views = split_packed(self.packed, shape)
 
     @property
     def token_ids(self) -> torch.Tensor:
         """``[num_rows]``, int32."""
-        token_ids: torch.Tensor = self._views[1]
+        token_ids: torch.Tensor = self.views[1]
         return token_ids
 
     def load(self, host: HostBatch) -> None:
         """Copies the host's array; returns when it may be written again."""
         # CUDA has read memory that is not pinned when such a copy returns, though the copy may not be done.
-        self._packed.copy_(torch.from_numpy(host.packed), non_blocking=True)
+        self.packed.copy_(torch.from_numpy(host.packed), non_blocking=True)
 
     def batch(self) -> PagedBatch:
         """The step that was loaded last; part of what is captured."""
-        ancestors, _, positions, slots, kv_indices, prefix_lens, first_indices, *others = self._views
+        ancestors, _, positions, slots, kv_indices, prefix_lens, first_indices, *others = self.views
         first_rows, lengths, tables = others
         return PagedBatch(
             first_rows,
@@ -380,7 +380,7 @@ def _visible(batch: PagedBatch, index: torch.Tensor, num_keys: int, window: int 
     return seen if window is None else seen & (keys > positions - window)
 
 
-def _split(packed: Any, shape: BatchShape) -> list[Any]:
+def split_packed(packed: Any, shape: BatchShape) -> list[Any]:
     parts = [packed[start : start + size] for start, size in zip(shape.starts, shape.sizes, strict=False)]
     parts[-1] = parts[-1].reshape(shape.num_sequences, shape.max_num_blocks)
     return parts

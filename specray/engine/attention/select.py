@@ -144,7 +144,7 @@ def choose_backend(setting: str, model: Model, block_size: int | None) -> Backen
     """
     for name in (setting,) if setting != "auto" else ("varlen", "triton", "gather"):
         try:
-            backend = _make(name, model, block_size)
+            backend = make_backend(name, model, block_size)
             if backend.attend is not attend_gathered:
                 check_backend(backend, model)
                 for rival in backend.rivals:
@@ -173,7 +173,7 @@ def _fastest(backend: Backend, model: Model) -> Backend:
         return backend
 
 
-def _make(name: str, model: Model, block_size: int | None) -> Backend:
+def make_backend(name: str, model: Model, block_size: int | None) -> Backend:
     if name == "gather":
         return Backend(name, attend_gathered, store_rows, block_size or DEFAULT_BLOCK_SIZE)
     if model.device.type != "cuda":
@@ -210,7 +210,7 @@ def _beside_varlen(model: Model, block_size: int) -> Backend:
         check_backend(backend, model)
     except Exception as error:
         _log.info("rows with masks gather: %s: %s", type(error).__name__, error)
-        return _make("gather", model, block_size)
+        return make_backend("gather", model, block_size)
     return backend
 
 

@@ -18,7 +18,7 @@ from specray.engine.visibility import within_window
 
 _MAX_SPLITS = 32
 """Most parts of one sequence, a power of two."""
-_MIN_SPLIT_PLACES = 128
+MIN_SPLIT_PLACES = 128
 """KV indices per part, at least; a shorter part costs more to join than it saves."""
 _MAX_TILE = 64
 """Rows times query heads of a program, at most; the matrix product needs at least 16."""
@@ -310,5 +310,5 @@ class TritonAttend:
         return out
 
     def _num_splits(self, num_programs: int, max_places: int) -> int:
-        useful = max(1, max_places // _MIN_SPLIT_PLACES)
+        useful = max(1, max_places // MIN_SPLIT_PLACES)
         return max(1, min(_MAX_SPLITS, useful, self._num_wanted // num_programs))

@@ -175,10 +175,10 @@ class SequenceTable:
         self._can_evict = can_evict
         self._step = 0
         # Least recently used first.
-        self._sequences: OrderedDict[str, EngineSequence] = OrderedDict()
+        self.sequences: OrderedDict[str, EngineSequence] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._sequences)
+        return len(self.sequences)
 
     def begin_step(self) -> None:
         """Counts a step: sequences used from here on are not evicted within it."""
@@ -211,7 +211,7 @@ class SequenceTable:
             OverloadedError: ``max_num_seqs`` are held.
             All of them before the tokens of this sequence changed.
         """
-        sequence = self._sequences.get(request_id)
+        sequence = self.sequences.get(request_id)
         num_held = sequence.num_tokens if sequence is not None else 0
         if base_len > num_held:
             raise UnknownSequenceError(f"{num_held} tokens are held, base_len is {base_len}")
@@ -222,8 +222,8 @@ class SequenceTable:
         token_ids = self._reuse(sequence, base_len, token_ids, num_extra_tokens, max_new_tokens)
         num_reserved = base_len + len(token_ids) + num_extra_tokens
         self._reserve(sequence, num_reserved)
-        self._sequences[request_id] = sequence
-        self._sequences.move_to_end(request_id)
+        self.sequences[request_id] = sequence
+        self.sequences.move_to_end(request_id)
         if sampling is not None:
             sequence.set_sampling(sampling)
         sequence.replace_tail(base_len, token_ids)
@@ -309,7 +309,7 @@ class SequenceTable:
     def release(self, request_ids: Sequence[str]) -> None:
         """Forgets requests and frees their blocks; unknown ids are ignored."""
         for request_id in request_ids:
-            sequence = self._sequences.pop(request_id, None)
+            sequence = self.sequences.pop(request_id, None)
             if sequence is not None:
                 sequence.release()
 
@@ -322,7 +322,7 @@ class SequenceTable:
         Raises:
             AssertionError: a block is lost or owned twice, or a sequence's lengths do not fit together.
         """
-        sequences = list(self._sequences.values())
+        sequences = list(self.sequences.values())
         for sequence in sequences:
             lengths = (sequence.num_computed_tokens, sequence.num_tokens, len(sequence.token_ids))
             assert 0 <= sequence.num_computed_tokens <= len(sequence.token_ids), lengths
@@ -330,7 +330,7 @@ class SequenceTable:
             assert sequence.num_computed_tokens <= sequence.block_table.capacity, lengths
             if sequence.prefix is not None:
                 sequence.prefix.check_integrity(sequence.token_ids, sequence.num_computed_tokens)
-        assert len(self._sequences) <= self._max_num_seqs, len(self._sequences)
+        assert len(self.sequences) <= self._max_num_seqs, len(self.sequences)
         self._allocator.check_integrity([*reserved, *(sequence.block_table for sequence in sequences)])
 
     def check_moves(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
@@ -343,7 +343,7 @@ class SequenceTable:
         size = self._allocator.block_size
         places = {
             block_id: (sequence, number * size)
-            for sequence in self._sequences.values()
+            for sequence in self.sequences.values()
             for number, block_id in enumerate(sequence.block_table.block_ids)
             if self._allocator.num_owners(block_id) == 1
         }
@@ -361,7 +361,7 @@ class SequenceTable:
     def _new_sequence(self, request_id: str, sampling: SamplingParams | None) -> EngineSequence:
         if sampling is None:
             raise ProtocolError("sampling is missing; it is needed with base_len 0")
-        if len(self._sequences) >= self._max_num_seqs and not self._evict_idle():
+        if len(self.sequences) >= self._max_num_seqs and not self._evict_idle():
             raise OverloadedError(f"{self._max_num_seqs} sequences are held (max_num_seqs); none is idle")
         table = BlockTable(self._allocator)
         # Every row of a prompt with logprobs is computed, so it is no part of the prefix cache.
@@ -370,9 +370,9 @@ class SequenceTable:
         return EngineSequence(request_id, sampling, table, prefix=prefix)
 
     def _evict_idle(self) -> bool:
-        if not self._can_evict or not self._sequences:
+        if not self._can_evict or not self.sequences:
             return False
-        request_id, sequence = next(iter(self._sequences.items()))
+        request_id, sequence = next(iter(self.sequences.items()))
         if self._step - sequence.last_used_step < _MIN_IDLE_STEPS:
             return False
         self.release([request_id])

@@ -16,7 +16,7 @@ from specray.engine.cpu.thread_pool import APART, Kernel, ThreadPool, as_pointer
 _MAX_LANES = 16
 _ROWS, _OUT, _NUM_ROWS, _WEIGHT, _SIZE, _EPS, _BLOCK_STEP, _SCRATCH, _SUMMAND = range(9)
 _NUM_ARGS = 9
-_MIN_SHARED_SIZE = 65_536
+MIN_SHARED_SIZE = 65_536
 """Minimum number of elements for which a second thread pays off."""
 _SCRATCH_SIZE = HEIGHT * _MAX_LANES * 4 + APART
 """Scratch bytes of a thread."""
@@ -65,7 +65,7 @@ class FusedRMSNorm:
     def _run(self, kernel: Kernel, rows: torch.Tensor) -> torch.Tensor:
         out = self._thread_pool.empty(rows.shape, rows.dtype)
         args = self._args
-        num_parts = self._thread_pool.size if rows.numel() >= _MIN_SHARED_SIZE else 1
+        num_parts = self._thread_pool.size if rows.numel() >= MIN_SHARED_SIZE else 1
         args[_ROWS], args[_OUT] = rows.data_ptr(), out.data_ptr()
         args[_NUM_ROWS] = rows.shape[0]
         self._thread_pool.run(kernel, self._args_address, num_parts)
@@ -78,7 +78,7 @@ class FusedRMSNorm:
         args = self._args
         args[_ROWS], args[_OUT], args[_NUM_ROWS] = rows.address, out.address, rows.num_rows
         args[_BLOCK_STEP], args[_SCRATCH] = rows.block_step, scratch.data_ptr()
-        is_shared = rows.num_rows * rows.num_features >= _MIN_SHARED_SIZE
+        is_shared = rows.num_rows * rows.num_features >= MIN_SHARED_SIZE
         self._thread_pool.run(
             _packed_kernel(self._weight_format),
             self._args_address,

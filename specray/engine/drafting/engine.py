@@ -176,7 +176,7 @@ class DraftEngine(Speculating[Task], RunnerEngine):
         return outcome
 
     def _keep_and_append(self, item: SpeculateItem, num_extra_tokens: int) -> EngineSequence:
-        return self._table.keep_and_append(
+        return self.table.keep_and_append(
             item.request_id,
             item.base_len,
             item.token_ids,

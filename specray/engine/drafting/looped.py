@@ -192,7 +192,7 @@ def looped_proposals(
         max_model_len=info.max_model_len,
         kernels=choose_kernels(info.device),
         capture=graphs.capture,
-        known=_known(runner),
+        known=known_tokens(runner),
         max_num_draft_probs=max_num_draft_probs,
     )
     max_num_sequences = min(max_num_seqs, max_num_batched_tokens // MAX_WIDTH)
@@ -200,7 +200,7 @@ def looped_proposals(
     return LoopedProposals(runner, loop, max_num_batched_tokens=max_num_batched_tokens)
 
 
-def _known(runner: ModelRunner) -> Callable[[torch.Tensor], torch.Tensor]:
+def known_tokens(runner: ModelRunner) -> Callable[[torch.Tensor], torch.Tensor]:
     """Turns a forward's logits into rows of all tokens that may be drawn."""
     info = runner.info
     if info.token_ids is not None:

@@ -48,9 +48,9 @@ def target_parts(runner: ModelRunner, layout: Layout, shape: TargetShape, args: 
     embed: TokenRows
     logits: TokenRows
     if info.tensor_parallel_size > 1:
-        embed, logits = _read_again(args, layout, operators, info.dtype, info.device)
+        embed, logits = read_again(args, layout, operators, info.dtype, info.device)
     elif isinstance(forward, DecoderForward):
-        embed, logits = _model_embedding(forward), forward.head.precise
+        embed, logits = model_embedding(forward), forward.head.precise
     else:
         from specray.engine.model.hf_forward import HfForward
 
@@ -72,7 +72,7 @@ def target_parts(runner: ModelRunner, layout: Layout, shape: TargetShape, args: 
     )
 
 
-def _model_embedding(forward: DecoderForward) -> TokenRows:
+def model_embedding(forward: DecoderForward) -> TokenRows:
     embedding, scale = forward.embedding, forward.embedding_scale
     return embedding if scale == 1.0 else lambda token_ids: embedding(token_ids) / scale
 
@@ -87,7 +87,7 @@ def choose_operators(runner: ModelRunner) -> Operators:
     return cpu_operators(info.dtype, torch.get_num_threads(), pool)
 
 
-def _read_again(
+def read_again(
     args: ModelArgs, layout: Layout, operators: Operators, dtype: torch.dtype, device: torch.device
 ) -> tuple[TokenRows, TokenRows]:
     source = load_model(args, dtype=dtype, device=device).source

@@ -138,7 +138,7 @@ class ParallelContext:
         """
         timeout = timedelta(seconds=args.start_timeout_s)
         try:
-            store = meeting.store if isinstance(meeting, GroupStore) else _connect(meeting, timeout)
+            store = meeting.store if isinstance(meeting, GroupStore) else connect_store(meeting, timeout)
             backend = "cpu:gloo,cuda:nccl" if args.device_type == "cuda" else "gloo"
             dist.init_process_group(
                 backend, store=store, rank=args.rank, world_size=args.world_size, timeout=timeout
@@ -353,6 +353,6 @@ def _named_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _connect(address: str, timeout: timedelta) -> TCPStore:
+def connect_store(address: str, timeout: timedelta) -> TCPStore:
     host, _, port = address.rpartition(":")
     return TCPStore(host, int(port), is_master=False, timeout=timeout)

@@ -26,7 +26,7 @@ SLOT_LEN = 1024
 _LINE = 8
 """Integers of a cache line; each count has its own."""
 _SLOT_HEADER_LEN = 2
-_LOOKS_S = 0.02
+LOOKS_S = 0.02
 """Seconds for which a process looks again and again before it begins to sleep."""
 _SHORTEST_SLEEP_S = 50e-6
 _LONGEST_SLEEP_S = 1e-3
@@ -139,7 +139,7 @@ def _wait(is_ready: Callable[[], bool], timeout_s: float) -> None:
         waited = time.monotonic() - began
         if waited > timeout_s:
             raise TimeoutError(f"nothing came for {timeout_s:g} s")
-        if waited < _LOOKS_S:
+        if waited < LOOKS_S:
             time.sleep(0)
         else:
             time.sleep(pause)

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from specray.engine.activation import Activation
 
 _reorder = torch.ops.mkldnn._reorder_linear_weight
-_pointwise = torch.ops.mkldnn._linear_pointwise.default
-_pointwise_binary = torch.ops.mkldnn._linear_pointwise.binary
+pointwise = torch.ops.mkldnn._linear_pointwise.default
+pointwise_binary = torch.ops.mkldnn._linear_pointwise.binary
 _POST_OPS: dict[Activation, tuple[str, list[float], str]] = {
     Activation.SILU: ("swish", [], ""),
     Activation.GELU_TANH: ("gelu", [], "tanh"),
@@ -193,7 +193,7 @@ class PackedLinear:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         padded = _padded(rows, padded_width(len(rows)))
-        out: torch.Tensor = _pointwise(padded, self.weight, self.bias, "none", [], "")
+        out: torch.Tensor = pointwise(padded, self.weight, self.bias, "none", [], "")
         return _first(out, len(rows))
 
     def precise(self, rows: torch.Tensor) -> torch.Tensor:
@@ -202,7 +202,7 @@ class PackedLinear:
     def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
         width = padded_width(len(rows))
         padded, summands = _padded(rows, width), _padded(summand, width)
-        out: torch.Tensor = _pointwise_binary(padded, summands, self.weight, self.bias, "add")
+        out: torch.Tensor = pointwise_binary(padded, summands, self.weight, self.bias, "add")
         return _first(out, len(rows))
 
 
@@ -230,8 +230,8 @@ class PackedGate:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         padded = _padded(rows, padded_width(len(rows)))
-        gated = _pointwise(padded, self.gate, self.gate_bias, *_POST_OPS[self.activation])
-        out: torch.Tensor = _pointwise_binary(padded, gated, self.up, self.up_bias, "mul")
+        gated = pointwise(padded, self.gate, self.gate_bias, *_POST_OPS[self.activation])
+        out: torch.Tensor = pointwise_binary(padded, gated, self.up, self.up_bias, "mul")
         return _first(out, len(rows))
 
 

@@ -95,20 +95,20 @@ def build_runner(
         )
     block_size = _block_size(config, loaded, backend)
     provisional = _info(config, loaded, forward, block_size, 0, tensor_parallel_size, backend)
-    wanted_bytes = _cache_bytes(config, provisional, forward, parallel, drafter_memory)
+    wanted_bytes = cache_bytes_for(config, provisional, forward, parallel, drafter_memory)
     num_blocks = _num_blocks(config, loaded, forward.cache_shape, block_size, wanted_bytes, drafter_memory)
     info = replace(provisional, num_blocks=num_blocks)
     with naming(lambda: f"cache_memory_gib is {config.cache_memory_gib}; lower it"):
         # The last block is for rows of captured forwards that belong to nobody.
         cache = _cache(loaded, forward.cache_shape, num_blocks + (backend is not None), block_size)
     if parallel is not None:
-        parallel.start(_group_choices(info))
+        parallel.start(group_choices(info))
     graphs = None
     is_captured = config.cuda_graphs and device.type == "cuda" and backend is not None
     if is_captured and isinstance(forward, DecoderForward) and forward.can_be_captured:
         capture = CudaCapture(device)
         graphs = GraphedForward(forward, cache, max_model_len=loaded.max_model_len, capture=capture)
-        buckets = _prepared_buckets(role, config.max_num_seqs)
+        buckets = prepared_buckets(role, config.max_num_seqs)
         graphs.prepare(buckets, _until(time.monotonic() + _CAPTURE_LIMIT_S, parallel))
     runner = ModelRunner(forward, cache, info, parallel=parallel, graphs=graphs, head=_shared_head(forward))
     return _with_threads_left(runner)
@@ -172,7 +172,7 @@ def _with_threads_left(runner: ModelRunner) -> ModelRunner:
     return runner
 
 
-def _group_choices(info: RunnerInfo) -> dict[str, object]:
+def group_choices(info: RunnerInfo) -> dict[str, object]:
     """What a rank chooses by what works for it, though all ranks must have the same.
 
     A way to attend that fails its check on one rank only is left out there, and with it its block size.
@@ -186,7 +186,7 @@ def _group_choices(info: RunnerInfo) -> dict[str, object]:
     }
 
 
-def _prepared_buckets(role: str, max_num_seqs: int) -> list[Bucket]:
+def prepared_buckets(role: str, max_num_seqs: int) -> list[Bucket]:
     """Forwards to capture ahead of need, the likeliest first: of one sequence, then of more and more."""
     widths = [width for width in WIDTHS if width <= _MAX_PREPARED_WIDTH]
     buckets = [Bucket(1, width, has_masks=False) for width in widths]
@@ -210,7 +210,7 @@ def _too_large(loaded: LoadedModel) -> str:
     )
 
 
-def _cache_bytes(
+def cache_bytes_for(
     config: EngineConfig,
     info: RunnerInfo,
     forward: Forward,
@@ -218,7 +218,7 @@ def _cache_bytes(
     drafter_memory: DrafterMemory,
 ) -> int:
     memory = CudaMemory(info.device) if info.device.type == "cuda" else None
-    peak_step = partial(_run_peak_step, config, info, forward)
+    peak_step = partial(run_peak_step, config, info, forward)
     # While a step runs, a sequence has a state more than those that are kept.
     states = config.max_num_seqs * forward.cache_shape.state_bytes
     reserved = drafter_memory.weight_bytes + drafter_memory.step_bytes + states
@@ -240,7 +240,7 @@ def _state_bytes(config: EngineConfig, shape: CacheShape, cache_bytes: int) -> i
     return found
 
 
-def _run_peak_step(config: EngineConfig, info: RunnerInfo, forward: Forward) -> None:
+def run_peak_step(config: EngineConfig, info: RunnerInfo, forward: Forward) -> None:
     """Runs a step of as many rows as there can be, with the logits of all, over a cache of its own."""
     num_rows, longest = config.max_num_batched_tokens, info.max_model_len
     lengths = [min(longest, num_rows - start) for start in range(0, num_rows, longest)]

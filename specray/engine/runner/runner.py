@@ -85,9 +85,7 @@ class ModelRunner:
         self.graphs = graphs
         self._parallel = parallel
         self._head = head
-        self._drawer = (
-            None if parallel is None or head is None else _shard_drawer(parallel, head, info.device)
-        )
+        self._drawer = None if parallel is None or head is None else shard_drawer(parallel, head, info.device)
         self.pending_moves = Moves()
         """K/V that is moved before whatever comes next."""
         self.cpu_graphs = _with_cpu_graphs(forward, info.device) if records and parallel is None else None
@@ -324,7 +322,7 @@ def _with_cpu_graphs(forward: Forward, device: torch.device) -> CpuGraphForward 
     return with_cpu_graphs(forward)
 
 
-def _shard_drawer(parallel: ParallelContext, head: GatheredHead, device: torch.device) -> ShardDrawer | None:
+def shard_drawer(parallel: ParallelContext, head: GatheredHead, device: torch.device) -> ShardDrawer | None:
     """Draws from this rank's logits; None: they are joined, or the ranks' runs of tokens do not allow it."""
     run_len = -(-head.num_logits // parallel.world_size)
     if not parallel.draws_apart or run_len % SHARD_MULTIPLE:

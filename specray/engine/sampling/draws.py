@@ -63,7 +63,7 @@ def draw_tokens(
         is_judged: says how far each stands out.
     """
     rows = [row for row, key in enumerate(keys) if key is not None]
-    kernels = _kernels()
+    kernels = compiled_kernels()
     if not rows or kernels is None or logits.dtype != torch.float32:
         return _best(add_noise(logits, keys, noise), is_judged=is_judged)
     wanted = [key for key in keys if key is not None]
@@ -95,7 +95,7 @@ def _best(scores: Tensor, *, is_judged: bool) -> list[Draw]:
     tokens = best_tokens(scores)
     if not is_judged:
         return [Draw(token) for token in tokens]
-    kernels = _kernels() if scores.device.type == "cpu" and scores.dtype == torch.float32 else None
+    kernels = compiled_kernels() if scores.device.type == "cpu" and scores.dtype == torch.float32 else None
     if kernels is not None:
         leads = kernels.leads_of(scores.contiguous(), tokens)
     else:
@@ -105,7 +105,7 @@ def _best(scores: Tensor, *, is_judged: bool) -> list[Draw]:
 
 
 @cache
-def _kernels() -> ModuleType | None:
+def compiled_kernels() -> ModuleType | None:
     """None: numba is not installed."""
     try:
         from specray.engine.sampling import gumbel_argmax as draw

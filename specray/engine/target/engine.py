@@ -114,7 +114,7 @@ class TargetEngine(RunnerEngine):
     def _schedule(self, wave: Sequence[tuple[int, VerifyItem]]) -> tuple[list[Scheduled], list[Answer]]:
         scheduled: list[Scheduled] = []
         failed: list[Answer] = []
-        self._table.begin_step()
+        self.table.begin_step()
         for index, item in wave:
             try:
                 scheduled.append(self._admit(index, item))
@@ -146,7 +146,7 @@ class TargetEngine(RunnerEngine):
                 f"next_min_acceptance is {item.next_min_acceptance}; allowed: 0 or more, below 1"
             )
         _check_draft_probs(item, self._info.vocab_size)
-        sequence = self._table.keep_and_append(
+        sequence = self.table.keep_and_append(
             item.request_id,
             item.base_len,
             item.token_ids,
@@ -225,7 +225,7 @@ class TargetEngine(RunnerEngine):
     def _publish(self, scheduled: Sequence[Scheduled]) -> None:
         for entry in scheduled:
             if len(entry.item.token_ids) >= UNIT_TOKENS:
-                self._table.publish(entry.sequence)
+                self.table.publish(entry.sequence)
 
     def _postprocess(self, scheduled: Sequence[Scheduled], logits: Tensor | None) -> Iterator[Answer]:
         sampled = [entry for entry in scheduled if entry.item.sample]

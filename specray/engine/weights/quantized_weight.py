@@ -16,9 +16,9 @@ from specray.engine.weights.quantization import GROUP, Quantization
 from specray.errors import ConfigError
 
 _MAX_INT8, _MAX_INT4 = 127, 15
-_WEIGHTS_AT_ONCE = 1 << 20
+WEIGHTS_AT_ONCE = 1 << 20
 """Weights that are quantised at once, so that what lies between takes some MiB, whatever the layer's size."""
-_NUM_REFITS = 3
+NUM_REFITS = 3
 """Least-squares fits of a group's scale and minimum to its codes, each with new codes after it."""
 _SMALLEST = 2.0**-24
 """The smallest scale of float16; a group of smaller steps is a constant."""
@@ -65,7 +65,7 @@ def quantize(
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(shape, dtype=dtype, device=weight.device)
     minimums = torch.empty(shape, dtype=dtype, device=weight.device) if is_int4 else None
-    for rows in _runs(out_features, max(1, _WEIGHTS_AT_ONCE // in_features)):
+    for rows in _runs(out_features, max(1, WEIGHTS_AT_ONCE // in_features)):
         groups = weight[rows].float().view(-1, shape[1], GROUP)
         if minimums is None:
             found, scales[rows] = _int8(groups, dtype)
@@ -98,7 +98,7 @@ def _int4(groups: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch
     scales, minimums = ((high - low) / _MAX_INT4).to(dtype), low.to(dtype)
     codes, errors = _int4_codes(groups, scales, minimums)
     mean = groups.mean(-1, keepdim=True)
-    for _ in range(_NUM_REFITS):
+    for _ in range(NUM_REFITS):
         code_mean = codes.mean(-1, keepdim=True)
         centred = codes - code_mean
         steps = (centred * (groups - mean)).sum(-1) / centred.square().sum(-1).clamp_min_(1e-9)

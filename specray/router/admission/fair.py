@@ -71,7 +71,8 @@ class FairQueue(Generic[WaitingT]):
     def __init__(self) -> None:
         self.lines: dict[str, Line[WaitingT]] = {}
         """Lines of tenants that wait, none empty, in the order in which they came to wait."""
-        self._idle_tags: dict[str, int] = {}
+        self.idle_tags: dict[str, int] = {}
+        """Tags of the last tenants whose lines are empty: at most MAX_IDLE_TENANTS."""
         self._clock = 0
 
     def __len__(self) -> int:
@@ -100,7 +101,7 @@ class FairQueue(Generic[WaitingT]):
         """Appends to the line of the entry's tenant."""
         line = self.lines.get(entry.tenant)
         if line is None:
-            line = self.lines[entry.tenant] = Line(max(self._clock, self._idle_tags.pop(entry.tenant, 0)))
+            line = self.lines[entry.tenant] = Line(max(self._clock, self.idle_tags.pop(entry.tenant, 0)))
         line.push(entry)
 
     def pop(self, without: Collection[str] = ()) -> WaitingT:
@@ -128,14 +129,14 @@ class FairQueue(Generic[WaitingT]):
         if tenant in self.lines:
             line = self.lines[tenant]
             line.tag = max(self._clock, line.tag - num_tokens)
-        elif tenant in self._idle_tags:
-            self._idle_tags[tenant] -= num_tokens
+        elif tenant in self.idle_tags:
+            self.idle_tags[tenant] -= num_tokens
 
     def _leave_if_empty(self, tenant: str, line: Line[WaitingT]) -> None:
         if line.entries:
             return
         del self.lines[tenant]
-        self._idle_tags[tenant] = line.tag
-        if len(self._idle_tags) > MAX_IDLE_TENANTS:
+        self.idle_tags[tenant] = line.tag
+        if len(self.idle_tags) > MAX_IDLE_TENANTS:
             # Forgetting the smallest tag gives its tenant the least.
-            del self._idle_tags[min(self._idle_tags, key=lambda name: self._idle_tags[name])]
+            del self.idle_tags[min(self.idle_tags, key=lambda name: self.idle_tags[name])]

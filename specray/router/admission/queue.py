@@ -61,7 +61,7 @@ class AdmissionQueue(Generic[WaitingT]):
         self._advice = RetryAdvice(rng)
         self._entries: dict[str, WaitingT] = {}
         self._returned: OrderedDict[str, WaitingT] = OrderedDict()
-        self._classes: dict[int, FairQueue[WaitingT]] = {}
+        self.classes: dict[int, FairQueue[WaitingT]] = {}
         """Waiting entries by priority; none of the queues is empty."""
         self._num_tokens = 0
 
@@ -71,8 +71,8 @@ class AdmissionQueue(Generic[WaitingT]):
     def __iter__(self) -> Iterator[WaitingT]:
         """Yields entries in the order in which they are taken when nobody comes."""
         yield from self._returned.values()
-        for priority in sorted(self._classes):
-            yield from self._classes[priority]
+        for priority in sorted(self.classes):
+            yield from self.classes[priority]
 
     @property
     def num_tokens(self) -> int:
@@ -95,7 +95,7 @@ class AdmissionQueue(Generic[WaitingT]):
         for victim in displaced:
             self.remove(victim.request_id)
         self._insert(entry)
-        self._classes.setdefault(entry.priority, FairQueue()).push(entry)
+        self.classes.setdefault(entry.priority, FairQueue()).push(entry)
         return displaced
 
     def push_front(self, entry: WaitingT) -> None:
@@ -110,8 +110,8 @@ class AdmissionQueue(Generic[WaitingT]):
         if self._returned:
             _, entry = self._returned.popitem(last=False)
         else:
-            priority = min(self._classes)
-            entry = self._classes[priority].pop()
+            priority = min(self.classes)
+            entry = self.classes[priority].pop()
             self._drop_if_empty(priority)
         self._forget(entry)
         return entry
@@ -122,14 +122,14 @@ class AdmissionQueue(Generic[WaitingT]):
         if entry is None:
             return None
         if self._returned.pop(request_id, None) is None:
-            self._classes[entry.priority].remove(entry)
+            self.classes[entry.priority].remove(entry)
             self._drop_if_empty(entry.priority)
         self._forget(entry)
         return entry
 
     def settle(self, entry: WaitingT, num_tokens: int) -> None:
         """Charges a tenant for ``num_tokens`` alone, after which a request that was taken out has ended."""
-        fair = self._classes.get(entry.priority)
+        fair = self.classes.get(entry.priority)
         if fair is not None:
             fair.refund(entry.tenant, entry.num_expected_tokens - num_tokens)
 
@@ -143,7 +143,7 @@ class AdmissionQueue(Generic[WaitingT]):
 
     def _room_for(self, entry: WaitingT, num_free_places: int) -> list[WaitingT]:
         """Returns the entries to displace. Raises OverloadedError."""
-        victims = _Victims(self._classes, entry)
+        victims = _Victims(self.classes, entry)
         while len(self._entries) - len(victims.chosen) >= self._max_requests + num_free_places:
             if not victims.choose(_REQUESTS):
                 reason = f"{len(self._entries)} requests wait; allowed: {self._max_requests}"
@@ -172,8 +172,8 @@ class AdmissionQueue(Generic[WaitingT]):
 
     def _drop_if_empty(self, priority: int) -> None:
         # Without waiting tenants there is nothing to share: the tags go too.
-        if not self._classes[priority]:
-            del self._classes[priority]
+        if not self.classes[priority]:
+            del self.classes[priority]
 
 
 class _Size(NamedTuple):

@@ -38,7 +38,8 @@ class Sessions:
         self.running: dict[str, LiveSession] = {}
         self.levels = ServiceLevels(self.running, on_change=metrics.service_level_yield.set)
         """Service levels of those that run."""
-        self._queue = queue
+        self.queue = queue
+        """Those that wait."""
         self._metrics = metrics
         self._release = release
         self._later = later
@@ -59,13 +60,13 @@ class Sessions:
 
     @property
     def num_queued(self) -> int:
-        return len(self._queue)
+        return len(self.queue)
 
     def load(self) -> dict[str, float]:
         """How much there is to do: the share of the places that is taken, and prompt tokens that wait."""
         return {
             "occupancy": len(self.running) / self._limit,
-            "queued_tokens": float(self._queue.num_tokens),
+            "queued_tokens": float(self.queue.num_tokens),
         }
 
     @property
@@ -73,7 +74,7 @@ class Sessions:
         """Time at which ``expire`` or ``admit`` has something to do even if nothing else happens."""
         first = self._first_to_expire()
         deadline = None if first is None else first.deadline_s
-        if self._retry_at_s is None or not self._queue:
+        if self._retry_at_s is None or not self.queue:
             return deadline
         return self._retry_at_s if deadline is None else min(deadline, self._retry_at_s)
 
@@ -94,10 +95,10 @@ class Sessions:
         try:
             if live.is_resumed:
                 self._metrics.resumed.inc()
-                self._queue.push_front(live)
+                self.queue.push_front(live)
             else:
                 self._quotas.check(live.session.request)
-                displaced = self._queue.push(live, num_free_places=num_free_places)
+                displaced = self.queue.push(live, num_free_places=num_free_places)
         except OverloadedError:
             self._metrics.refused.inc()
             raise
@@ -107,7 +108,7 @@ class Sessions:
         for other in displaced:
             self._metrics.refused.inc()
             reason = "the queue is full, and others have less of it or are more urgent"
-            self._fail(other, OverloadedError(reason, self._queue.retry_after_s()), now)
+            self._fail(other, OverloadedError(reason, self.queue.retry_after_s()), now)
         # It may be long until anybody is let in.
         self._show()
 
@@ -120,10 +121,10 @@ class Sessions:
         if self._retry_at_s is not None and now < self._retry_at_s:
             return
         self._retry_at_s = None
-        if not self._queue:
+        if not self.queue:
             return
-        while self._queue and len(self.running) < self._max_running:
-            live = self._queue.pop()
+        while self.queue and len(self.running) < self._max_running:
+            live = self.queue.pop()
             if live.deadline_s <= now + least_s:
                 if live.admitted_s is None:
                     self._settle(live, 0)
@@ -146,7 +147,7 @@ class Sessions:
         self._max_running = max(1, len(self.running))
         if not self.running:
             self._retry_at_s = now + RETRY_S
-        self._queue.push_front(live)
+        self.queue.push_front(live)
         live.num_preemptions += 1
         self._metrics.preemptions.inc()
         self._show()
@@ -251,7 +252,7 @@ class Sessions:
             return False
         was_let_in = live.admitted_s is not None
         self._quotas.release(live.session.request, was_let_in=was_let_in)
-        self._queue.remove(live.request_id)
+        self.queue.remove(live.request_id)
         if was_let_in:
             # Also when it waits again: it is charged once, when it is let in first.
             self._settle(live, len(live.session.committed))
@@ -260,7 +261,7 @@ class Sessions:
             self._observe_service(now)
             # What one session left has room for another.
             self._max_running = min(self._limit, self._max_running + 1)
-        if not self._queue:
+        if not self.queue:
             # Nobody waits for room, also when who waited has left.
             self._max_running = self._limit
         self._show()
@@ -271,14 +272,14 @@ class Sessions:
     def _settle(self, live: LiveSession, num_tokens: int) -> None:
         # A resumed request was charged by the router that was lost.
         if not live.is_resumed:
-            self._queue.settle(live, num_tokens)
+            self.queue.settle(live, num_tokens)
 
     def _observe_service(self, now: float) -> None:
         if self._ended_s is not None:
-            self._queue.observe_service(now - self._ended_s)
+            self.queue.observe_service(now - self._ended_s)
         self._ended_s = now
 
     def _show(self) -> None:
-        self._metrics.queued_requests.set(len(self._queue))
-        self._metrics.queued_tokens.set(self._queue.num_tokens)
+        self._metrics.queued_requests.set(len(self.queue))
+        self._metrics.queued_tokens.set(self.queue.num_tokens)
         self._metrics.running_sessions.set(len(self.running))

@@ -127,7 +127,7 @@ class Place:
         self._arrived_s = arrived_s
         self._began_s = asyncio.get_running_loop().time()
         self._is_answered = False
-        self._is_displaced = False
+        self.is_displaced = False
         self._waiting: asyncio.Timeout | None = None
 
     @property
@@ -197,7 +197,7 @@ class Place:
         self._places.give_back(num_bytes)
 
     def displace(self) -> None:
-        self._is_displaced = True
+        self.is_displaced = True
         self.release_body()
         if self._waiting is not None:
             self._waiting.reschedule(asyncio.get_running_loop().time())
@@ -218,7 +218,7 @@ class Place:
         self.leave()
 
     def _check_displaced(self) -> None:
-        if self._is_displaced:
+        if self.is_displaced:
             raise OverloadedError("the body came too slowly: others have taken its room", _RETRY_AFTER_S)
 
     def _too_late(self) -> DeadlineExceededError:

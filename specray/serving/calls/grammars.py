@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from specray.errors import InvalidRequestError
 from specray.grammar import GrammarCompiler, PreparedCompiler
-from specray.serving.admission.fair_pool import ANYBODY, FairPool, Turn
+from specray.serving.admission.fair_pool import ANYBODY, MAX_WAIT_S, FairPool, Turn
 from specray.serving.validation import Limits
 from specray.types import Grammar
 
@@ -64,15 +64,20 @@ class GrammarChecker:
     Args:
         compiler: of the target's tokenizer.
         make_pace: makes what holds one tenant's refusals back.
+        max_wait_s: longest wait for a turn in seconds.
     """
 
     def __init__(
-        self, compiler: PreparedCompiler, make_pace: Callable[[], RefusalPace] = RefusalPace
+        self,
+        compiler: PreparedCompiler,
+        make_pace: Callable[[], RefusalPace] = RefusalPace,
+        *,
+        max_wait_s: float = MAX_WAIT_S,
     ) -> None:
         self._compiler = compiler
         self._paces: OrderedDict[str, RefusalPace] = OrderedDict()
         self._make_pace = make_pace
-        self._pool = FairPool(1, "specray-grammar-checks", what="grammars")
+        self._pool = FairPool(1, "specray-grammar-checks", what="grammars", max_wait_s=max_wait_s)
 
     async def read(self, read: Callable[[], ResultT], *, field: str, turn: Turn = ANYBODY) -> ResultT:
         """Reads the fields of a request, of which ``field`` holds a grammar.
@@ -112,11 +117,11 @@ class GrammarChecker:
     ) -> ResultT:
         if isinstance(result, InvalidRequestError):
             if (result.field or "").startswith(field):
-                await asyncio.sleep(self._pace(turn.tenant).hold_s(work_s))
+                await asyncio.sleep(self.pace_of(turn.tenant).hold_s(work_s))
             raise result
         return result
 
-    def _pace(self, tenant: str) -> RefusalPace:
+    def pace_of(self, tenant: str) -> RefusalPace:
         pace = self._paces.setdefault(tenant, self._make_pace())
         self._paces.move_to_end(tenant)
         if len(self._paces) > _MAX_TENANTS:

@@ -124,7 +124,7 @@ class GrpcIngress:
         asked = Asked(
             params.model,
             [_prompt(params)] if chat is None else chat,
-            partial(_options, params),
+            partial(generation_options, params),
             None if params.timeout_s is None else _within_range(params.timeout_s),
         )
         prepared = await self._calls.prepare(asked, place, request_id=f"grpc-{uuid.uuid4().hex}")
@@ -229,7 +229,7 @@ def _within_range(timeout_s: float) -> float:
     return min(max(timeout_s, _LEAST_TIMEOUT_S), RANGES["timeout_s"].high)
 
 
-def _options(params: GenerateParams) -> GenerationOptions:
+def generation_options(params: GenerateParams) -> GenerationOptions:
     timeout_s = None if params.timeout_s is None else _within_range(params.timeout_s)
     return GenerationOptions(
         **{**given_options(params), "timeout_s": timeout_s},

@@ -113,7 +113,7 @@ async def local_pair(
         directory = Path(name)
         config_path = directory / "config.yaml"
         # Private sockets of one process and its children: nobody else has to be kept out.
-        config = _sharing_gpu(config).model_copy(update={"rpc": RpcConfig()})
+        config = sharing_gpu(config).model_copy(update={"rpc": RpcConfig()})
         config_path.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
         pair = LocalPair(f"unix:{directory / 'target'}.sock", None)
         commands: dict[str, tuple[Sequence[str], str]] = {"target": (worker_command, pair.target)}
@@ -125,22 +125,22 @@ async def local_pair(
         pair = replace(pair, other_drafts={name: f"unix:{directory / name}.sock" for name in names})
         async with contextlib.AsyncExitStack() as stack:
             workers = [
-                await stack.enter_async_context(_worker(role, config_path, command, address))
+                await stack.enter_async_context(start_worker(role, config_path, command, address))
                 for role, (command, address) in commands.items()
             ]
             for name, other in names.items():
                 path = directory / f"{name}.yaml"
-                shared = _sharing_gpu(other).model_copy(update={"rpc": RpcConfig()})
+                shared = sharing_gpu(other).model_copy(update={"rpc": RpcConfig()})
                 path.write_text(yaml.safe_dump(shared.model_dump(mode="json")), encoding="utf-8")
                 address = pair.other_drafts[name]
-                worker = _worker("draft", path, worker_command, address, log_name=name)
+                worker = start_worker("draft", path, worker_command, address, log_name=name)
                 workers.append(await stack.enter_async_context(worker))
             timeout_s = config.router.start_timeout_s
             await asyncio.gather(*(worker.wait_ready(timeout_s) for worker in workers))
             yield pair
 
 
-def _sharing_gpu(config: Config) -> Config:
+def sharing_gpu(config: Config) -> Config:
     """Both engines are on this machine on purpose: each may use half of a GPU, unless something else is said.
 
     Ranks of a group have a GPU each.
@@ -208,7 +208,7 @@ def _last_words(text: str) -> str:
 
 
 @asynccontextmanager
-async def _worker(
+async def start_worker(
     role: str, config_path: Path, command: Sequence[str], address: str, *, log_name: str | None = None
 ) -> AsyncIterator[_Worker]:
     log = config_path.with_name(f"{log_name or role}.log")

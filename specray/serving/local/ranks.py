@@ -28,7 +28,7 @@ from specray.serving.local.pair import WORKER_COMMAND
 
 LOOPBACK = "127.0.0.1"
 _POLL_S = 0.2
-_END_TIMEOUT_S = 5.0
+END_TIMEOUT_S = 5.0
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def local_ranks(
         EngineLostError: a rank ended too early; raised after the block.
     """
     engine = engine_config(config, role)
-    _take_first_gpu(engine, role)
+    take_first_gpu(engine, role)
     apply_interface_environment("lo")
     store = GroupStore(LOOPBACK, timeout_s=config.router.start_timeout_s)
     with tempfile.TemporaryDirectory(prefix="specray-") as directory, contextlib.ExitStack() as stack:
@@ -103,7 +103,7 @@ def sharing_cores(config: Config, role: RoleName) -> Config:
     return parse_config(values)
 
 
-def _take_first_gpu(engine: EngineConfig, role: RoleName) -> None:
+def take_first_gpu(engine: EngineConfig, role: RoleName) -> None:
     """Takes the first GPU for this process, where ranks are to have one.
 
     CUDA may have been asked for its GPUs already: what it shows stays.
@@ -156,7 +156,7 @@ class _Followers:
         self._wait()
 
     def _wait(self) -> None:
-        end_s = time.monotonic() + _END_TIMEOUT_S
+        end_s = time.monotonic() + END_TIMEOUT_S
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, end_s - time.monotonic()))

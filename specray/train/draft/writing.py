@@ -81,7 +81,7 @@ def write_rows(
     for column in range(1, row_len):
         logits = decoder.forward(rows[:, column - 1 : column]).float()
         own = torch.where((turns.role == _USER)[:, None], USER_TEMPERATURE, temperature)
-        drawn = _drawn(logits, own[:, 0], generator)
+        drawn = draw_tokens(logits, own[:, 0], generator)
         is_given = column < lengths
         rows[:, column], is_answer[:, column] = turns.advance(drawn, given[:, column], is_given)
     width = np.uint16 if logits.shape[1] <= 1 << 16 else np.uint32
@@ -93,7 +93,7 @@ def write_rows(
     )
 
 
-def _drawn(logits: torch.Tensor, temperature: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def draw_tokens(logits: torch.Tensor, temperature: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """A token of each row, by one uniform number: noise for every token would take as long as layers do."""
     drawn = logits.argmax(-1)
     warm = temperature.nonzero()[:, 0]

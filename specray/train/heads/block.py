@@ -23,7 +23,7 @@ from torch import nn
 from specray.train.heads.base import DraftRows, HeadModule, text_section, whole_number
 from specray.train.heads.layer import FeatureEntry, HeadLayer, final_norm, layer_shape, rotary, rotated
 
-_MAX_ROWS = 2048
+MAX_ROWS = 2048
 """Rows of blocks that are computed at once."""
 
 
@@ -99,7 +99,7 @@ class BlockHead(HeadModule):
     ) -> Sequence[DraftRows]:
         """The tokens between are unknown to the rows."""
         context = self.hidden_norm(self.fc.join([features[layer] for layer in self.feature_layers]))
-        groups = torch.split(anchors[0], max(1, _MAX_ROWS // self.block_size))
+        groups = torch.split(anchors[0], max(1, MAX_ROWS // self.block_size))
         blocks = torch.cat([self._blocks(context, token_ids, group) for group in groups], 1)
         drawing = blocks[:, :, self.block_size - self.num_depths :]
         found = []

@@ -26,7 +26,7 @@ from specray.errors import ConfigError
 from specray.train.heads.base import DraftRows, is_range, text_section
 from specray.train.heads.loading import OFFSETS
 
-_MAX_MASKS = 2048
+MAX_MASKS = 2048
 """Masks that are computed at once."""
 
 
@@ -203,7 +203,7 @@ def kept_anchors(
 def anchor_groups(anchors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """The anchors of depths from 1 on, in pieces with a bounded number of masks."""
     later = list(anchors[1:])
-    num_groups = -(-sum(map(len, later)) // _MAX_MASKS)
+    num_groups = -(-sum(map(len, later)) // MAX_MASKS)
     if num_groups <= 1:
         return [later]
     ends = [int(part[-1]) for part in later[0].tensor_split(num_groups) if len(part)]

@@ -21,13 +21,13 @@ def service() -> Iterator[Service]:
     # The heads of the embedded draft, five, are not to be shared by two ranks; those of the target are.
     draft = {"model": str(demo_target_path()), "tensor_parallel_size": TENSOR_PARALLEL_SIZE, "profile_s": 0}
     router = {"verify_timeout_s": 3.0, "drain_timeout_s": 60.0}
-    make_draft = app._draft_deployment
+    make_draft = app.draft_deployment
 
     def one_version(config: Config) -> serve.Deployment:
         return make_draft(config).options(version="of these tests", _internal=True)
 
     with pytest.MonkeyPatch.context() as patch:
         # Serve replaces all whose code may be new; the draft's ranks need not start with another Router.
-        patch.setattr(app, "_draft_deployment", one_version)
+        patch.setattr(app, "draft_deployment", one_version)
         with started(target=target, draft=draft, router=router, speculation={"overlap": "serial"}) as service:
             yield service

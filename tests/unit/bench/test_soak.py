@@ -24,7 +24,7 @@ from specray.bench.soak.schedule import (
     possible_faults,
 )
 from specray.bench.testbed.kinds import BedKind
-from specray.cli.bench.soak import _report as report
+from specray.cli.bench.soak import print_result as report
 from specray.cli.ending import EXIT_INTERRUPTED
 from specray.errors import ConfigError
 

@@ -18,7 +18,7 @@ from specray.bench.soak.faults import inject
 from specray.bench.soak.ledger import End
 from specray.bench.soak.neighbours import MAX_HEAD_BYTES, lose_ray, send_endless_head
 from specray.bench.soak.plan import SoakPlan
-from specray.bench.soak.run import Fault, _Soak
+from specray.bench.soak.run import Fault, Soak
 from specray.bench.soak.schedule import FaultKind, PlannedFault
 from specray.bench.soak.watch import Whole
 from specray.bench.testbed import beds
@@ -154,10 +154,10 @@ async def test_what_was_not_done_or_is_not_whole_is_restored_before_the_next_fau
     monkeypatch.setattr(Bed, "restore", restore)
     nothing: Any = None
     plan = SoakPlan(faults="none")
-    soak = _Soak(plan, bed(FakeNodes(VirtualClock())), nothing, nothing, said.append)
-    monkeypatch.setattr(soak, "_wait_whole", wait_whole)
-    await soak._fault(PlannedFault(FaultKind.DRAFT_KILL, 0.0), nothing)
-    (fault,) = soak._result.faults
+    soak = Soak(plan, bed(FakeNodes(VirtualClock())), nothing, nothing, said.append)
+    monkeypatch.setattr(soak, "wait_whole", wait_whole)
+    await soak.inject_fault(PlannedFault(FaultKind.DRAFT_KILL, 0.0), nothing)
+    (fault,) = soak.result.faults
     assert (fault.is_over, fault.is_done, fault.whole_after_s is not None) == (True, is_done, is_whole)
     killed = [7] if is_done else []
     later = [] if is_done and is_whole else ["restored", "waited without []"]
@@ -182,20 +182,20 @@ async def test_requests_are_sent_again_while_the_ingress_is_away_and_else_once()
 async def test_ctrl_c_during_the_load_gives_what_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing: Any = None
     plan = SoakPlan(faults="none", num_clients=0)
-    soak = _Soak(plan, bed(FakeNodes(VirtualClock())), nothing, nothing, lambda text: None)
+    soak = Soak(plan, bed(FakeNodes(VirtualClock())), nothing, nothing, lambda text: None)
     is_hurting = asyncio.Event()
 
     async def hurt() -> None:
-        soak._result.faults.append(Fault(FaultKind.DRAFT_KILL, 1.0, 0.0))
+        soak.result.faults.append(Fault(FaultKind.DRAFT_KILL, 1.0, 0.0))
         is_hurting.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(soak, "_hurt", hurt)
-    task = asyncio.create_task(soak._load([], []))
+    monkeypatch.setattr(soak, "inject_faults", hurt)
+    task = asyncio.create_task(soak.load([], []))
     await asyncio.wait_for(is_hurting.wait(), DEADLINE_S)
     task.cancel()
     await asyncio.wait_for(task, DEADLINE_S)
-    assert (soak._result.is_interrupted, len(soak._result.faults), task.cancelling()) == (True, 1, 0)
+    assert (soak.result.is_interrupted, len(soak.result.faults), task.cancelling()) == (True, 1, 0)
 
 
 async def heads(answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]) -> str:

@@ -168,7 +168,7 @@ def test_processes_are_called_by_role_or_by_what_they_run() -> None:
 
 @pytest.mark.parametrize("listen", ["loopback", "node"])
 def test_the_configuration_of_a_bed_is_one_that_can_be_read(listen: str) -> None:
-    placed = beds._with_ports(beds._placed(parse_config({}), listen=listen), "10.234.0.1", 8000, 9000)
+    placed = beds.with_ports(beds.with_placement(parse_config({}), listen=listen), "10.234.0.1", 8000, 9000)
     read = parse_config(placed.model_dump(mode="json"))
     assert (read.rpc.listen, read.http.host, read.grpc.port) == (listen, "10.234.0.1", 9000)
     assert read.draft.ray_actor_options == {"resources": {"specray_draft_node": 0.001}}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from specray import __version__
-from specray.cli.generate import Sampling, _from_server, _print_all
+from specray.cli.generate import Sampling, from_server, print_pieces
 from specray.cli.settings import build_config, pair_options
 from specray.config import Config, read_config_file
 from specray.errors import ConfigError
@@ -203,7 +203,7 @@ async def test_generate_from_a_server_prints_text_and_stats(capsys: pytest.Captu
     router = say(REPLY)
     sampling = Sampling(max_tokens=8, temperature=0.5, top_p=1.0, seed=3, stop=["zzz"], speculation=True)
     async with serving(router) as service:
-        await _print_all(_from_server(service.url, "def", sampling))
+        await print_pieces(from_server(service.url, "def", sampling))
     captured = capsys.readouterr()
     assert captured.out == "hello hello, a \ufffd\n"
     assert "8 tokens" in captured.err
@@ -217,7 +217,7 @@ async def test_generate_from_a_server_can_be_plain(capsys: pytest.CaptureFixture
     router = FakeRouterClient(info=INFO)
     sampling = Sampling(max_tokens=2, temperature=0, top_p=1, seed=None, stop=[], speculation=False)
     async with serving(router) as service:
-        await _print_all(_from_server(service.url, "a", sampling))
+        await print_pieces(from_server(service.url, "a", sampling))
     assert capsys.readouterr().out == "aa\n"
     assert not router.requests[0].speculation.enabled
 

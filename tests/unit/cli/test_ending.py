@@ -207,7 +207,7 @@ def test_only_the_program_itself_is_guarded(monkeypatch: pytest.MonkeyPatch) -> 
 def test_two_signals_of_one_request_cancel_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """`timeout` sends its signal to the process and then to its group; a report comes after the first."""
     now_s = 100.0
-    monkeypatch.setattr("specray.cli.ending._now_s", lambda: now_s)
+    monkeypatch.setattr("specray.cli.ending.now_s", lambda: now_s)
     cancelled: list[float] = []
 
     async def main() -> str:

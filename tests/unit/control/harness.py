@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from specray.control.controller import Controller
-from specray.control.goodput import WIDTHS
+from specray.control.goodput import WIDTHS, GoodputModel
 from specray.control.state import Plan, SessionStats
 from specray.engine_info import StepTime
-from specray.types import Overlap
+from specray.types import DraftKind, Overlap
 from tests.unit.router.harness import request, speculation_config
 
 
@@ -44,6 +44,12 @@ def measured(
     stats.plan = None
     stats.rounds_to_replan = 0
     return controller, stats
+
+
+def goodput_of(controller: Controller, **config: Any) -> GoodputModel:
+    """The goodput of serial plans by what the controller has measured."""
+    speculation = speculation_config(**({"overlap": "serial"} | config))
+    return GoodputModel(speculation, DraftKind.MODEL.value, controller.cost_model)
 
 
 def chosen(

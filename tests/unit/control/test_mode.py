@@ -18,6 +18,7 @@ from specray.control.mode import (
 )
 from specray.control.state import OFF, OFF_REPLAN_ROUNDS, BoundedProposalStats, Plan, SessionStats
 from specray.requests import SpeculationParams
+from tests.unit.control.harness import goodput_of
 from tests.unit.router.harness import request, speculation_config
 
 
@@ -78,7 +79,7 @@ def test_a_session_that_was_unlucky_goes_along_and_its_proposals_end_earlier() -
     # All wait for the longest proposal: what is short for one saves nobody a step of the draft.
     assert plans == [Plan(2)] * 4
     assert controller.modes.plan == Plan(2)
-    goodput_model = controller._goodput
+    goodput_model = goodput_of(controller)
     own = [goodput_model.best(goodput_model.plans(one), one, 4) for one in (unlucky, others[0])]
     assert own[0].is_off and own[1].num_speculative_tokens > 2
 
@@ -163,20 +164,20 @@ def test_of_two_plans_that_promise_nearly_the_same_all_take_the_shorter(
 ) -> None:
     predicted_speedup = {2: promised_of_two, 3: 100.0, 4: 99.0}
 
-    def goodput(self: GoodputModel, plan: Plan, sessions: Sequence[SessionStats], num_running: int) -> float:
-        return predicted_speedup.get(plan.num_speculative_tokens, 50.0)
+    def goodput(self: GoodputModel, k: int, rounds: Sequence[ExpectedRound], num_running: int) -> float:
+        return predicted_speedup.get(k, 50.0)
 
-    monkeypatch.setattr(GoodputModel, "_joint_goodput", goodput)
+    monkeypatch.setattr(GoodputModel, "serial_goodput", goodput)
     controller = pair_controller()
     sessions = [controller.start_session(request()) for _ in range(2)]
-    assert controller._goodput.best_for_all(sessions, 2, None) == Plan(k)
+    assert goodput_of(controller).best_for_all(sessions, 2, None) == Plan(k)
     # A longer one that all are under is left only where it promises too little.
-    assert controller._goodput.best_for_all(sessions, 2, Plan(4)) == Plan(4)
+    assert goodput_of(controller).best_for_all(sessions, 2, Plan(4)) == Plan(4)
 
 
 def test_a_plan_that_gives_two_sessions_as_much_goes_before_one_that_gives_more_to_one() -> None:
     """4 and 4 tokens rather than 1 and 8, which are more together: the other is there for longer."""
-    model = pair_controller()._goodput
+    model = goodput_of(pair_controller())
     seconds = 0.020 + 4 * 0.004 + 2 * HANDLING_S
     even, uneven = (
         model.serial_goodput(4, [ExpectedRound(4.0, tokens, 1.0) for tokens in pair], 2)

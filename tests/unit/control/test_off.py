@@ -134,10 +134,10 @@ def test_one_session_that_tries_does_not_make_the_others_try() -> None:
     for stats in sessions:
         stats.rounds_off = EXPLORATION_INTERVAL_ROUNDS
     trying = sessions[0]
-    trying.plan, trying.is_exploring = Plan(4), True
     for _ in range(4 * EXPLORATION_INTERVAL_ROUNDS):
         controller.observe_round(sessions[1], 0, 0)
-    controller._exploration.begin()
+    trying.plan, trying.rounds_to_replan = Plan(0), 0
+    assert not chosen(controller, trying, num_running=4).is_off and trying.is_exploring
     controller.observe_round(trying, 4, 0)
     for stats in sessions[1:]:
         stats.plan, stats.rounds_to_replan = Plan(0), 0

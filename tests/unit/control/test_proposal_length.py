@@ -23,7 +23,7 @@ from specray.control.goodput import (
 from specray.control.state import Plan, SessionStats
 from specray.requests import SpeculationParams
 from specray.types import Overlap, Verification
-from tests.unit.control.harness import chosen, measured, times
+from tests.unit.control.harness import chosen, goodput_of, measured, times
 from tests.unit.router.harness import request, speculation_config
 
 
@@ -81,7 +81,7 @@ def test_a_draft_token_must_promise_what_its_row_and_its_step_could_bring() -> N
 def test_a_draft_token_of_many_costs_its_part_of_a_step_that_is_taken_anyway() -> None:
     controller = Controller(speculation_config(overlap="serial"))
     controller.cost_model.expect_draft(times((1, 0.001), (32, 0.0041)), 0.0)
-    line_s = controller._goodput._draft_token_s
+    line_s = goodput_of(controller).draft_token_s
     assert line_s(1, 0.020) == pytest.approx(0.001)
     assert line_s(32, 0.020) == pytest.approx(0.0001 + 0.0009 / 32**2)
 
@@ -96,7 +96,7 @@ def test_rows_of_many_sessions_cost_what_they_do_beyond_the_first_half() -> None
     stats = controller.start_session(request())
     stats.continuation = Rate(1.0)
     rate = controller.goodput(Plan(4), stats, 8)
-    assert controller._goodput._break_even(Plan(4), stats, 8) == pytest.approx(
+    assert goodput_of(controller).break_even(Plan(4), stats, 8) == pytest.approx(
         8 * rate * 0.004 / 16, rel=1e-3
     )
 
@@ -209,7 +209,7 @@ def test_a_plan_for_all_is_not_as_long_as_the_surest_session_would_like() -> Non
     )
     for stats, rate in ((sure, 0.97), *((other, 0.5) for other in others)):
         stats.acceptance, stats.continuation = Rate(rate), Rate(rate)
-    goodput_model = controller._goodput
+    goodput_model = goodput_of(controller)
     alone = goodput_model.best(goodput_model.plans(sure), sure, 8)
     joint = goodput_model.best_for_all([sure, *others], 8, None)
     assert joint.num_speculative_tokens < alone.num_speculative_tokens

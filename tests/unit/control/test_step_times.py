@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from specray.control.cost_model import TargetTimes
-from specray.control.estimators import Average, OutcomesTime, TimeTable
+from specray.control.estimators import Average, OutcomesTime, TimeTable, isotonic
 from specray.fakes import VirtualClock
 from specray.requests import SpeculationParams
 from tests.unit.router.harness import request, run, serving
@@ -54,17 +55,17 @@ def test_a_slow_machine_makes_every_size_slower_not_only_the_one_that_comes() ->
 
 
 def test_predictions_lag_behind_the_averages_by_a_hundredth_at_most() -> None:
-    table, fresh = TimeTable(), TimeTable()
-    for size in (4, 8):
-        for _ in range(60):
-            table.add(size, 0.010)
-            fresh.add(size, 0.010)
+    table, taken = TimeTable(), [(size, 0.010) for size in (4, 8) for _ in range(60)]
+    for one in taken:
+        table.add(*one)
     assert table.predict(8) == pytest.approx(0.010)
     for index in range(200):
         seconds = 0.010 * (1 + 0.3 * (index % 3)) + 0.0001 * index
-        for one in (table, fresh):
-            one.add(8, seconds)
-        fresh._points = None
+        taken.append((8, seconds))
+        table.add(8, seconds)
+        fresh = TimeTable()
+        for one in taken:
+            fresh.add(*one)
         assert table.predict(8) == pytest.approx(fresh.predict(8), rel=0.0101)
         assert table.predict(4) == pytest.approx(fresh.predict(4), rel=0.0101)
 
@@ -73,14 +74,14 @@ def test_the_curve_is_drawn_anew_only_when_averages_have_moved(monkeypatch: pyte
     table = TimeTable()
     for _ in range(200):
         table.add(4, 0.010)
-    draw, num_drawn = table._curve, 0
+    num_drawn = 0
 
-    def curve() -> list[tuple[int, float]]:
+    def curve(values: Sequence[tuple[float, float]]) -> list[float]:
         nonlocal num_drawn
         num_drawn += 1
-        return draw()
+        return isotonic(values)
 
-    monkeypatch.setattr(table, "_curve", curve)
+    monkeypatch.setattr("specray.control.estimators.isotonic", curve)
     for index in range(100):
         # 4 % off, of which a twentieth is the average's: 0.2 % each time.
         table.add(4, 0.0104 if index % 2 else 0.0096)

@@ -10,11 +10,11 @@ from specray.control.controller import Controller
 from specray.control.cost_model import CostModel, num_draft_steps
 from specray.control.draft_length import DraftLength
 from specray.control.state import Plan, Reason, SessionStats, TreeVerdict
-from specray.control.trees import MAX_NODES, MIN_CHANCE, with_branches
+from specray.control.trees import MAX_NODES, MIN_CHANCE, TreeChoice, with_branches
 from specray.draft_tokens import DraftTokens, TreeBudget
 from specray.requests import SpeculationParams
 from specray.types import Overlap, Proposal, SpeculateItem, Verification
-from tests.unit.control.harness import chosen, measured, times
+from tests.unit.control.harness import chosen, goodput_of, measured, times
 from tests.unit.router.harness import request, speculation_config
 
 
@@ -138,13 +138,13 @@ def test_tree_that_brings_nothing_is_left_and_later_tried_again() -> None:
 
 def test_tree_is_kept_until_its_chain_is_better() -> None:
     """Between both bounds, whoever has a tree keeps it, and whoever has none gets none."""
-    controller, stats = seen()
-    choice = controller._trees
-    plan = Plan(4)
+    plan, options = Plan(4), {"tree": "auto", "num_speculative_tokens": 4}
     found = []
     for rows_s in [0.00002 * step for step in range(200)]:
-        controller, stats = seen(rows_s=rows_s, num_speculative_tokens=4)
-        choice = controller._trees
+        controller, stats = seen(rows_s=rows_s, **options)
+        goodput = goodput_of(controller, **options)
+        speculation = speculation_config(overlap="serial", **options)
+        choice = TreeChoice(speculation, goodput, controller.cost_model, source="model")
         stats.plan = plan
         new = choice.with_tree(plan, stats, 1).tree is not None
         stats.plan = replace(plan, tree=TreeBudget(8))

@@ -6,7 +6,6 @@ changes everything that follows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -220,13 +219,6 @@ def toy_draft(
     return DraftEngine(runner, info, device=CPU, **options), runner  # type: ignore[arg-type]
 
 
-def only(rows: Tensor, token_ids: Sequence[int]) -> Tensor:
-    """The table with all other tokens impossible."""
-    known = torch.zeros(rows.shape[1], dtype=torch.bool)
-    known[list(token_ids)] = True
-    return rows.masked_fill(~known, -math.inf)
-
-
 def target_only(
     logits: Callable[[Sequence[int]], Tensor],
     prompt: Sequence[int],
@@ -382,13 +374,9 @@ def generate_together(
     going = list(sessions)
     while going:
         asked = [
-            speculate_item(
-                each,
-                num_drafts,
-                proposed=drafted[id(each)].token_ids,
-                fanout=fanout(len(drafted[id(each)].token_ids)),
-            )
+            speculate_item(each, num_drafts, proposed=proposed, fanout=fanout(len(proposed)))
             for each in going
+            for proposed in [drafted[id(each)].token_ids]
         ]
         answers = draft.speculate(asked).replies
         verdicts = target.verify([verify_item(each, drafted[id(each)]) for each in going]).replies

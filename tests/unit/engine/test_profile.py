@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from specray.engine.profile import _TargetWorkload, profile_draft, profile_target
+from specray.engine.profile import TargetWorkload, profile_draft, profile_target
 from specray.engine_info import EngineInfo, StepTime
 from specray.types import DraftReplies, ItemFailed, SpeculateItem, TargetReplies, VerifyItem
 from tests.unit.engine.harness import engine_info, toy_draft, toy_target
@@ -235,7 +235,7 @@ def test_two_pairs_of_contexts_come_first_and_further_ones_within_their_share_of
 def test_rows_are_left_a_tenth_of_their_step_at_least() -> None:
     """A step of one sequence that was quick for its context, which takes what larger steps say."""
     engine = ReadingEngine(INFO, 1e-4)
-    workload = _TargetWorkload(engine)
+    workload = TargetWorkload(engine)
     assert workload.without_context_s(StepTime(8, 0.030), 1e-4) == pytest.approx(0.030 - 2 * 128 * 1e-4)
     assert workload.without_context_s(StepTime(8, 0.020), 1e-4) == pytest.approx(0.002)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -22,7 +24,6 @@ from tests.unit.engine.harness import (
     TARGET,
     Session,
     model_logits,
-    only,
     outcomes,
     propose,
     speculate_item,
@@ -37,6 +38,13 @@ from tests.unit.engine.samplings import (
     expected_output,
     session,
 )
+
+
+def only(rows: torch.Tensor, token_ids: Sequence[int]) -> torch.Tensor:
+    """The table with all other tokens impossible."""
+    known = torch.zeros(rows.shape[1], dtype=torch.bool)
+    known[list(token_ids)] = True
+    return rows.masked_fill(~known, -math.inf)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, REJECTION])

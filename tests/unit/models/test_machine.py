@@ -22,18 +22,18 @@ from specray.models import machine
 def test_int8_kernels_need_three_features(
     text: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "_CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(machine, "CPU_INFO", tmp_path / "cpuinfo")
     (tmp_path / "cpuinfo").write_text(text, "utf-8")
     assert machine.has_int8_kernels() is expected
 
 
 def test_what_cannot_be_told_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_CPU_INFO", tmp_path / "missing")
+    monkeypatch.setattr(machine, "CPU_INFO", tmp_path / "missing")
     assert not machine.has_int8_kernels()
 
 
 def test_driver_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_NVIDIA_CONTROL", tmp_path / "control")
+    monkeypatch.setattr(machine, "NVIDIA_CONTROL", tmp_path / "control")
     assert not machine.has_nvidia_gpu()
     (tmp_path / "control").touch()
     assert machine.has_nvidia_gpu()

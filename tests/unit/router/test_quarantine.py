@@ -126,7 +126,7 @@ async def test_session_that_the_lost_target_did_not_work_on_is_not_suspected(clo
     async with serving(clock, has_draft_model=False) as pair:
         calls = [asyncio.create_task(_complete(pair, name)) for name in ("other0", "other1")]
         await asyncio.sleep(1.5 * TARGET_S)
-        sessions = pair.router._sessions
+        sessions = pair.router.sessions
         one, other = sessions.running.values()
         for _ in range(MAX_TARGET_LOSSES - 1):
             one.session.target.lose()

@@ -12,7 +12,7 @@ from specray.actors.live import LiveReplica
 from specray.config import parse_config
 from specray.config.live import LiveConfig
 from specray.errors import ConfigError
-from specray.serving.ingress import IngressReplica, _Servers
+from specray.serving.ingress import IngressReplica, IngressServers
 
 AUTH = {"auth": {"keys": [{"name": "team-a", "sha256": "0" * 64}]}}
 
@@ -44,7 +44,7 @@ def ingress(live: LiveConfig) -> tuple[Any, Recorder]:
     recorder = Recorder(live)
     replica = object.__new__(IngressReplica)
     replica._live = LiveReplica(live)
-    replica._servers = _Servers(
+    replica._servers = IngressServers(
         lambda stack: recorder.start("grpc", stack), lambda stack: recorder.start("http", stack)
     )
     return replica, recorder

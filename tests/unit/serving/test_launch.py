@@ -131,7 +131,7 @@ def test_who_listens_in_a_ray_of_its_own_and_in_a_cluster_that_is_joined(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if address is not None:
         monkeypatch.setenv("RAY_ADDRESS", address)
-    assert launch._with_own_server(parse_config({"http": {"server": asked}})).http.server == server
+    assert launch.with_own_server(parse_config({"http": {"server": asked}})).http.server == server
 
 
 def test_root_cause_of_a_start_that_failed_in_an_actor() -> None:
@@ -149,24 +149,24 @@ def test_root_cause_of_a_start_that_failed_in_an_actor() -> None:
 
 
 def test_what_ray_does_to_signals_is_undone() -> None:
-    before = launch._handlers()
+    before = launch.signal_handlers()
     try:
         signal.signal(signal.SIGTERM, lambda *_: None)
-        launch._restore(before)
-        assert launch._handlers() == before
+        launch.restore_handlers(before)
+        assert launch.signal_handlers() == before
     finally:
         signal.signal(signal.SIGTERM, before[signal.SIGTERM])
 
 
 def test_a_model_that_chats_is_asked_a_question(tmp_path: Path) -> None:
     config = parse_config({"target": {"model": str(tmp_path)}, "served_model_name": "chatty"})
-    path, body = launch._example(config)
+    path, body = launch.example_call(config)
     assert (path, json.loads(body)) == (
         "/v1/completions",
         {"model": "chatty", "prompt": "def fibonacci(n):\n", "max_tokens": 64},
     )
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
-    path, body = launch._example(config)
+    path, body = launch.example_call(config)
     assert (path, json.loads(body)) == (
         "/v1/chat/completions",
         {
@@ -177,7 +177,7 @@ def test_a_model_that_chats_is_asked_a_question(tmp_path: Path) -> None:
         },
     )
     # Its chat template only leads to code.
-    assert launch._example(parse_config({}))[0] == "/v1/completions"
+    assert launch.example_call(parse_config({}))[0] == "/v1/completions"
 
 
 def test_a_gguf_file_that_was_not_converted_is_refused_by_name(tmp_path: Path) -> None:

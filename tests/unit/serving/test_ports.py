@@ -51,7 +51,7 @@ def test_one_of_several_that_come_at_the_same_time_gets_the_port(
 ) -> None:
     """All have bound their claims when the first of them looks."""
     bound, left = threading.Barrier(3), threading.Event()
-    others = ports._others
+    others = ports.other_claims
     seen = threading.local()
 
     def look(*args: object) -> list[str]:
@@ -60,7 +60,7 @@ def test_one_of_several_that_come_at_the_same_time_gets_the_port(
             bound.wait(30)
         return others(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(ports, "_others", look)
+    monkeypatch.setattr(ports, "other_claims", look)
     got: list[str] = []
     refused: list[str] = []
 

@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from specray.errors import ConfigError
-from specray.serving.launch import _init_ray
+from specray.serving.launch import init_ray
 from specray.serving.own_ray.ends import children
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -58,7 +58,7 @@ def test_a_second_attempt_begins_when_the_processes_of_the_first_have_ended(
     other = subprocess.Popen(SLEEPER)
     try:
         start = starts(Exception("The current node timed out\nduring startup."), None)
-        assert _init_ray(address="local") == "context"
+        assert init_ray(address="local") == "context"
         first, second = start.processes
         assert first.pid not in children() and {second.pid, other.pid} <= children()
         assert "trying once more: The current node timed out during startup." in capsys.readouterr().err
@@ -71,12 +71,12 @@ def test_a_second_attempt_begins_when_the_processes_of_the_first_have_ended(
 def test_two_failures_are_told_in_words(starts: Any) -> None:
     start = starts(RuntimeError("no port"), TimeoutError("no node"))
     with pytest.raises(ConfigError, match=r"Ray did not start after two attempts: no node"):
-        _init_ray(address="local")
+        init_ray(address="local")
     assert not {process.pid for process in start.processes} & children()
 
 
 def test_what_a_second_attempt_would_not_change_is_raised_at_once(starts: Any) -> None:
     start = starts(ValueError("num_cpus is -1"))
     with pytest.raises(ValueError, match="num_cpus"):
-        _init_ray(address="local")
+        init_ray(address="local")
     assert len(start.processes) == 1

@@ -19,7 +19,7 @@ from specray.rpc.codec.target import decode_verify_request, encode_verify_reques
 from specray.rpc.inference.types import GenerateParams
 from specray.serving.calls.bad_words import with_bad_word_ids
 from specray.serving.calls.generate_requests import to_generate_requests
-from specray.serving.grpc.handler import _options
+from specray.serving.grpc.handler import generation_options
 from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.http.schemas import CompletionRequest, parse_request
 from specray.serving.validation import GenerationOptions, Limits
@@ -92,7 +92,7 @@ def grpc_options() -> GenerationOptions:
         cache_salt="pepper",
         **asked,
     )
-    return _options(decode_generate_request(encode_generate_request(params)))
+    return generation_options(decode_generate_request(encode_generate_request(params)))
 
 
 class Letters:

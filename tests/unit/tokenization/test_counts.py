@@ -51,7 +51,7 @@ def test_fewest_ids_that_reach_the_share(
 def test_long_files_are_counted_in_pieces(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(counts_module, "_PIECE_CHARS", 4)
+    monkeypatch.setattr(counts_module, "PIECE_CHARS", 4)
     file = written(tmp_path / "one", "a b\na b\nc\n" * 50 + "d")
     assert frequent_ids([file], tokenizer, share=1.0, vocab_size=10) == ([0, 1, 2, 3, 8, 9], 1.0, 251)
 

@@ -25,9 +25,9 @@ from specray.engine.cpu.gemm.rows import FlatRows, PackedRows
 from specray.engine.cpu.thread_pool import APART, Kernel, ThreadPool, as_pointer
 
 _PARTS_PER_THREAD = 4
-_FURTHER_STEPS = 64
+FURTHER_STEPS = 64
 """Further steps that a call has scratch for; after them it is built anew."""
-_MIN_SHARED_WORK = 32_768
+MIN_SHARED_WORK = 32_768
 """Minimum number of K and V elements to read for which a second thread pays off."""
 
 
@@ -80,10 +80,10 @@ class AttentionCall:
             # All heads when rows are few; else one head and a part of the rows.
             num_at_once = min(num_queries, max(kernel.max_queries, group_size))
             # Leave scratch for further steps.
-            room = kernel.scratch_size(num_at_once, num_kv_heads, head_dim, end + _FURTHER_STEPS)
+            room = kernel.scratch_size(num_at_once, num_kv_heads, head_dim, end + FURTHER_STEPS)
             num_scratch = max(num_scratch, room)
         self._thread_pool = thread_pool
-        is_shared = thread_pool.size > 1 and work * head_dim >= _MIN_SHARED_WORK
+        is_shared = thread_pool.size > 1 and work * head_dim >= MIN_SHARED_WORK
         self._num_parts = (
             min(len(spans) * num_kv_heads, _PARTS_PER_THREAD * thread_pool.size) if is_shared else 1
         )
@@ -115,7 +115,7 @@ class AttentionCall:
         self._args_address = self._args.ctypes.data
         self._table, self._runs = table, runs
         self._kept = (masks, scratch, tables)  # owners of memory that the arguments point to
-        self._max_end = max(span.end for span in spans) + _FURTHER_STEPS
+        self._max_end = max(span.end for span in spans) + FURTHER_STEPS
         self._kernel = kernel
         self._num_heads = num_heads
 

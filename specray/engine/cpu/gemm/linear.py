@@ -21,15 +21,15 @@ from specray.engine.cpu.thread_pool import APART, ThreadPool
 _PARTS_PER_THREAD = 4
 """Parts per thread: enough that threads end together, few since each part starts with weights not
 prefetched."""
-_MAX_ROWS_AT_ONCE = 512
-_MAX_BYTES_AT_ONCE = 1100 << 10
+MAX_ROWS_AT_ONCE = 512
+MAX_BYTES_AT_ONCE = 1100 << 10
 """Maximum bytes of rows at once, which stay in L2 while some panels are multiplied."""
 _MAX_PANELS_AT_ONCE = 8
 _FLOAT_ROWS_AT_ONCE = 256
 """Rows that a thread converts to float32 at once, for eight panels: two instructions per 256 products."""
 _MIN_OVERLAPPED_ROWS = 97
 """Minimum rows for overlapped epilogues. With fewer, memory is the bound and overlap costs up to 5 %."""
-_MIN_SHARED_WEIGHTS = 262_144
+MIN_SHARED_WEIGHTS = 262_144
 """Minimum number of weights for which a second thread pays off."""
 
 
@@ -85,7 +85,7 @@ class TiledProduct:
     ) -> None:
         self.weight, self.bias, self.size, self.thread_pool = weight, bias, size, thread_pool
         self.num_parts = min(-(-size // PANEL), _PARTS_PER_THREAD * thread_pool.size)
-        if weight.numel() < _MIN_SHARED_WEIGHTS:
+        if weight.numel() < MIN_SHARED_WEIGHTS:
             self.num_parts = 1
         # Checked in every process: cached code needs the system's permission for AMX too.
         isa = fastest_isa()
@@ -153,10 +153,10 @@ class TiledProduct:
         if self._has_float_rows:
             rows_at_once = min(num_rows, _FLOAT_ROWS_AT_ONCE)
         elif num_rows > amx.MAX_ROWS and self._has_amx:
-            rows_at_once = min(-(-num_rows // HEIGHT) * HEIGHT, _MAX_ROWS_AT_ONCE)
+            rows_at_once = min(-(-num_rows // HEIGHT) * HEIGHT, MAX_ROWS_AT_ONCE)
         num_bytes = rows_at_once * rows.num_features * row_bytes
         has_ranges = self._has_amx or self._has_float_rows
-        num_ranges = -(-num_bytes // _MAX_BYTES_AT_ONCE) if has_ranges else 1
+        num_ranges = -(-num_bytes // MAX_BYTES_AT_ONCE) if has_ranges else 1
         is_whole = rows_at_once == num_rows and num_ranges == 1
         sums_size = rows_at_once * self._sums_width * 4
         # A panel's sums wait for its next blocks, or for their epilogue during the next panel's product.

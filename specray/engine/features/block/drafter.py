@@ -37,7 +37,7 @@ from specray.engine.model.operators_torch import rotary_tables
 from specray.engine.model.rotary import cos_sin
 from specray.engine.step import CacheShape
 
-_MAX_ROWS = 2048
+MAX_ROWS = 2048
 """Rows of one forward, at most, while long prompts are caught up with."""
 
 
@@ -148,11 +148,11 @@ class BlockDrafter:
 
     def read(self, store: FeatureStore, context: Context) -> None:
         for pieces in _passes([context]):
-            self._catch_up(store, pieces)
+            self.catch_up(store, pieces)
 
     def start(self, store: FeatureStore, contexts: Sequence[Context]) -> torch.Tensor:
         for pieces in _passes(contexts):
-            self._catch_up(store, pieces)
+            self.catch_up(store, pieces)
         block = self._run(contexts).view(len(contexts), self._layout.block_size, -1)
         self._hidden = block[:, self._layout.first_row :]
         self._num_depths = min(self._hidden.shape[1], max(context.num_wanted for context in contexts))
@@ -216,7 +216,7 @@ class BlockDrafter:
             self._drawn_from = first, logits = depth, logits
         return logits[:, depth - first]
 
-    def _catch_up(self, store: FeatureStore, pieces: Sequence[_ContextPart]) -> None:
+    def catch_up(self, store: FeatureStore, pieces: Sequence[_ContextPart]) -> None:
         device, size = self._parts.device, self._cache.block_size
         slots = [
             sequence_slots(each.context.block_ids, each.first, each.end, size, device) for each in pieces
@@ -296,7 +296,7 @@ class BlockDrafter:
 
 def _passes(contexts: Sequence[Context]) -> Iterator[list[_ContextPart]]:
     pieces: list[_ContextPart] = []
-    room = _MAX_ROWS
+    room = MAX_ROWS
     for context in contexts:
         first, end = context.num_valid, len(context.token_ids) - 1
         while first < end:
@@ -305,6 +305,6 @@ def _passes(contexts: Sequence[Context]) -> Iterator[list[_ContextPart]]:
             first, room = first + size, room - size
             if room == 0:
                 yield pieces
-                pieces, room = [], _MAX_ROWS
+                pieces, room = [], MAX_ROWS
     if pieces:
         yield pieces

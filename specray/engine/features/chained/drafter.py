@@ -71,12 +71,12 @@ class ChainedDrafter(ABC):
 
     def start(self, store: FeatureStore, contexts: Sequence[Context]) -> torch.Tensor:
         last = self._catch_up(store, contexts)
-        return self._finish(self._run_entries(store, last)[self._last_rows(last)])
+        return self._finish(self.run_entries(store, last)[self._last_rows(last)])
 
     def read(self, store: FeatureStore, context: Context) -> None:
         first, end = max(FIRST_ENTRY, context.num_valid), len(context.token_ids)
         for start in range(first, end, MAX_ROWS):
-            self._run_entries(store, [Entries(context, start, min(end, start + MAX_ROWS))])
+            self.run_entries(store, [Entries(context, start, min(end, start + MAX_ROWS))])
 
     def advance(self, continued: Sequence[Continued]) -> torch.Tensor:
         device = self._parts.device
@@ -107,7 +107,7 @@ class ChainedDrafter(ABC):
             while end - first > most:
                 # Alone it has all the rows that a pass takes.
                 size = min(MAX_ROWS, end - first - most)
-                self._run_entries(store, [Entries(context, first, first + size)])
+                self.run_entries(store, [Entries(context, first, first + size)])
                 first += size
             last.append(Entries(context, min(first, end - 1), end, self._num_masks(context)))
         return last
@@ -120,7 +120,7 @@ class ChainedDrafter(ABC):
             at += entries.num_masks
         return torch.tensor(ends, device=self._parts.device)
 
-    def _run_entries(self, store: FeatureStore, pieces: Sequence[Entries]) -> torch.Tensor:
+    def run_entries(self, store: FeatureStore, pieces: Sequence[Entries]) -> torch.Tensor:
         device = self._parts.device
         features: list[torch.Tensor] = []
         rows: list[SequenceRows] = []

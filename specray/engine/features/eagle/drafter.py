@@ -105,7 +105,7 @@ class EagleDrafter(ChainedDrafter):
 
     def start(self, store: FeatureStore, contexts: Sequence[Context]) -> torch.Tensor:
         last = self._catch_up(store, contexts)
-        output, ends = self._run_entries(store, last), self._last_rows(last)
+        output, ends = self.run_entries(store, last), self._last_rows(last)
         if self._mask_feature is not None:
             self._ahead, self._first_masks = output, [end + 1 for end in ends.tolist()]
             self._shared.begin(len(contexts))

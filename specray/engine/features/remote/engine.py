@@ -93,7 +93,7 @@ class FeatureDraftEngine(Speculating[_Task]):
             rows = read_rows(item.features, self._info.feature_size, like=self._store.rows)
         length = item.base_len + len(item.token_ids)
         num_wanted = min(len(proposed) + bool(item.fanout) + item.num_speculative_tokens, limit - length)
-        sequence = self._table.keep_and_append(
+        sequence = self.table.keep_and_append(
             item.request_id, item.base_len, item.token_ids, item.sampling, num_extra_tokens=num_wanted
         )
         sequence.set_tail(())

@@ -16,7 +16,7 @@ from specray.engine.model.checks.weights import check_weight
 from specray.errors import ConfigError
 from specray.json_files import read_json_file
 
-_REOPEN_BYTES = 1 << 28
+REOPEN_BYTES = 1 << 28
 """Bytes taken from a file after which it is mapped anew: pages that were read count as this process's."""
 
 
@@ -101,7 +101,7 @@ class _MappedFile:
         return {name: tuple(self._mapping.get_slice(name).get_shape()) for name in self._mapping.keys()}  # noqa: SIM118
 
     def read(self, name: str, part: WeightPart | None) -> torch.Tensor:
-        if self._num_bytes > _REOPEN_BYTES:
+        if self._num_bytes > REOPEN_BYTES:
             self._mapping, self._num_bytes = self._map(), 0
         tensor: torch.Tensor
         if part is None:

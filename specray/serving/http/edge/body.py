@@ -20,7 +20,7 @@ from specray.serving.validation import RANGES
 _MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 """Bytes up to which a body that is too long is read to its end, so that the client gets to read the
 answer."""
-_DISCARD_TIMEOUT_S = 10.0
+DISCARD_TIMEOUT_S = 10.0
 TIMEOUT_HEADER: Final = "X-Request-Timeout-Seconds"
 """For clients and gateways that do not write the body. Serve's proxy applies a header of this name, too."""
 _FIELD: Final = "timeout_s"
@@ -61,7 +61,7 @@ async def discard(receive: Receive) -> None:
     """Reads what still comes of a body, for a while, so that its client gets to read the answer."""
     num_bytes, has_more = 0, True
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_DISCARD_TIMEOUT_S):
+        async with asyncio.timeout(DISCARD_TIMEOUT_S):
             while has_more and num_bytes <= _MAX_DISCARDED_BYTES:
                 message = await receive()
                 num_bytes += len(message.get("body", b""))

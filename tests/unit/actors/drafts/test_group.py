@@ -218,7 +218,7 @@ class Group:
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     Group.log = []
     monkeypatch.setattr(draft_module, "DraftGroup", Group)
-    monkeypatch.setattr(draft_module, "_followers", lambda config: object())
+    monkeypatch.setattr(draft_module, "place_followers", lambda config: object())
     monkeypatch.setattr(draft_module, "keep_serve_on_loopback", lambda: None)
     monkeypatch.setattr(draft_module, "begin_logs", lambda config: None)
     return Group.log

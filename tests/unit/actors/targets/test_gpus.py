@@ -157,8 +157,8 @@ def test_a_leader_without_ray_takes_the_first_gpu_and_needs_one_for_each_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cuda = FakeCuda(monkeypatch, 2)
-    local._take_first_gpu(CONFIG.target, "target")
+    local.take_first_gpu(CONFIG.target, "target")
     assert (os.environ["LOCAL_RANK"], cuda.current) == ("0", "0")
     larger = CONFIG.target.model_copy(update={"tensor_parallel_size": 3})
     with pytest.raises(ConfigError, match=r"target\.tensor_parallel_size is 3; allowed here: at most 2"):
-        local._take_first_gpu(larger, "target")
+        local.take_first_gpu(larger, "target")

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 @pytest.fixture(autouse=True)
 def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers that have everything imported from the start: here they are measured, not started."""
-    monkeypatch.setattr(pair, "_worker", forked_worker)
+    monkeypatch.setattr(pair, "start_worker", forked_worker)
 
 
 def test_embedded_pair_from_prompts_to_a_configuration(

@@ -15,7 +15,7 @@ import pytest
 from specray.bench.compare.journal import Journal, PassRow
 from specray.bench.compare.peers import Launch, PeerArm, Setup, System
 from specray.bench.compare.plan import ComparePlan
-from specray.bench.compare.run import Progress, Run, _Prompts, checkpoint_digest, compare
+from specray.bench.compare.run import AskedPrompts, Progress, Run, checkpoint_digest, compare
 from specray.cli import main
 from specray.errors import ConfigError
 from specray.tokenization import load_tokenizer
@@ -206,21 +206,23 @@ async def test_the_server_log_begins_with_its_command_line(setup: Setup) -> None
 
 def test_cell_prompts_are_as_many_as_the_concurrency_or_more(setup: Setup) -> None:
     tokenizer = load_tokenizer(setup.target)
-    prompts = _Prompts(replace(PLAN, num_prompts=4), ["a"] * 9, tokenizer)
+    prompts = AskedPrompts(replace(PLAN, num_prompts=4), ["a"] * 9, tokenizer)
     assert [len(prompts.of("", n)) for n in (1, 4, 9)] == [4, 4, 9]
 
 
 def test_repeated_prompts_are_the_same_in_every_pass(setup: Setup) -> None:
     tokenizer = load_tokenizer(setup.target)
     plan = replace(PLAN, fresh_prompts=False)
-    assert _Prompts(plan, TEXTS, tokenizer).of("0 1", 2) == [list(tokenizer.encode(text)) for text in TEXTS]
+    assert AskedPrompts(plan, TEXTS, tokenizer).of("0 1", 2) == [
+        list(tokenizer.encode(text)) for text in TEXTS
+    ]
 
 
 def test_chats_stand_in_the_template_behind_the_line_of_their_pass(setup: Setup) -> None:
     (setup.target / "chat_template.jinja").write_text("<{{ messages[0].content }}>")
     tokenizer = load_tokenizer(setup.target)
     plan = replace(PLAN, chat=True)
-    assert _Prompts(plan, TEXTS, tokenizer).of("0 1", 2) == [
+    assert AskedPrompts(plan, TEXTS, tokenizer).of("0 1", 2) == [
         list(tokenizer.encode(f"<# 0 1\n{text}>", add_special_tokens=False)) for text in TEXTS
     ]
 

@@ -6,7 +6,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from specray.bench.load.client import ServerClient, _event
+from specray.bench.load.client import ServerClient, parse_event
 from specray.errors import SpecrayError
 
 
@@ -14,11 +14,11 @@ from specray.errors import SpecrayError
     "line", [b"\n", b": keep-alive\n", b":\n", b"event: x\n", b"data: [DONE]\n", b"data:\n"]
 )
 def test_what_is_no_event_is_passed_over(line: bytes) -> None:
-    assert _event(line) is None
+    assert parse_event(line) is None
 
 
 def test_an_event_is_its_json() -> None:
-    event = _event(b'data: {"choices": [{"text": "a"}]}\n')
+    event = parse_event(b'data: {"choices": [{"text": "a"}]}\n')
     assert event is not None and event.text == "a"
 
 
@@ -32,7 +32,7 @@ def test_an_event_is_its_json() -> None:
 )
 def test_an_error_ends_the_request_and_nothing_else(line: bytes, message: str) -> None:
     with pytest.raises(SpecrayError, match=message):
-        _event(line)
+        parse_event(line)
 
 
 @pytest.mark.parametrize(

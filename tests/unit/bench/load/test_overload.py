@@ -59,7 +59,7 @@ async def test_stream_is_answered_with_one_time_per_event_over_a_connection_used
             assert (answer.status, answer.error) == (200, "")
             assert len(answer.event_times_s) == 8
             assert answer.started_s <= answer.event_times_s[0] <= answer.ended_s
-        assert len(client._idle) == 1
+        assert len(client.idle) == 1
 
 
 async def test_refusal_tells_its_status_and_whether_it_says_when_to_come_back() -> None:
@@ -96,13 +96,13 @@ async def test_server_that_is_away_or_silent_is_an_error_not_an_exception() -> N
     async with serving(endless()) as service:
         client = RawClient(service.url, "/v1/completions", headers={}, timeout_s=0.2)
         assert (await client.post(BODY)).error == "no answer within 0.2 s"
-        assert not client._idle, "a connection in the middle of an answer is not used again"
+        assert not client.idle, "a connection in the middle of an answer is not used again"
 
 
 async def test_connection_that_was_closed_while_idle_is_replaced() -> None:
     async with serving(say(REPLY)) as service, client_of(service.url) as client:
         await client.post(BODY)
-        transport = client._idle[0]._transport
+        transport = client.idle[0]._transport
         assert transport is not None
         transport.close()
         assert (await client.post(BODY)).status == 200

@@ -144,7 +144,7 @@ def test_plain_decoding_is_compared_with_pass_by_pass() -> None:
 
 
 def test_a_run_reports_every_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair, "_worker", forked_worker)
+    monkeypatch.setattr(pair, "start_worker", forked_worker)
     file = tmp_path / "overlap.json"
     arms = ["--arm", "off:0", "--arm", "serial:2", "--arm", "enumerate:2"]
     sizes = ["--num-prompts", "2", "--num-repeats", "3", "--max-tokens", "16", "--max-model-len", "256"]

@@ -25,7 +25,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return str(tmp_path / "own-draft")
 
     monkeypatch.setattr(checkpoints, "fetched_checkpoint", lambda source: checkpoint)
-    monkeypatch.setattr(checkpoints, "_draft_of", draft_of)
+    monkeypatch.setattr(checkpoints, "draft_of", draft_of)
     monkeypatch.setattr(checkpoints, "has_int8_kernels", lambda: True)
     monkeypatch.setattr(checkpoints, "has_nvidia_gpu", lambda: False)
 

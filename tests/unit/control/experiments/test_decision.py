@@ -18,6 +18,7 @@ from specray.control.experiments import (
 from specray.control.mode import FIRST_DECISION_STEPS, OFF_DECISION_STEPS, ModeController
 from specray.control.state import OFF, Mode, Plan, SessionStats
 from tests.unit.control.experiments.harness import NUM_RUNNING, sessions_of, step_of
+from tests.unit.control.harness import goodput_of
 from tests.unit.router.harness import request, speculation_config
 
 
@@ -25,7 +26,7 @@ def test_a_decision_turns_begins_experiments_and_ends_those_of_other_numbers() -
     modes = ModeController()
     on = sessions_of(NUM_RUNNING, Plan(3))
     modes.decide(1.5, NUM_RUNNING)
-    kept = modes.experiments._of(Mode.MODEL, NUM_RUNNING)
+    kept = modes.experiments.calibration(Mode.MODEL, NUM_RUNNING)
     kept.interval = 4096
     modes.decide(0.9, NUM_RUNNING)
     assert modes.mode is Mode.NGRAM
@@ -58,9 +59,9 @@ def test_steps_with_fallback_have_no_plan_with_the_model() -> None:
     modes = ModeController(mode=Mode.NGRAM)
     mixed = [*sessions_of(3, OFF), *sessions_of(1, Plan(3))]
     step_of(modes, mixed, 0.1, 4, is_drafted=True)
-    assert modes.experiments._num_steps == 0
+    assert modes.experiments.num_steps == 0
     step_of(modes, mixed[:3], 0.1, 4, is_drafted=True)
-    assert modes.experiments._num_steps == 1
+    assert modes.experiments.num_steps == 1
 
 
 def test_what_is_promised_of_many_is_of_plans_that_many_may_be_under() -> None:
@@ -72,9 +73,10 @@ def test_what_is_promised_of_many_is_of_plans_that_many_may_be_under() -> None:
     stats.draft_knows_acceptance = False
     for _ in range(200):
         stats.acceptance.add(1, 1)
-    plain = controller._goodput.plain_goodput(1)
+    goodput = goodput_of(controller)
+    plain = goodput.plain_goodput(1)
     for num_running, longest in ((3, 16), (4, 7)):
-        speedup = controller._goodput.speedup(stats, num_running)
+        speedup = goodput.speedup(stats, num_running)
         assert speedup == pytest.approx(controller.goodput(Plan(longest), stats, num_running) / plain)
 
 
@@ -132,9 +134,9 @@ def test_steps_that_show_nothing_are_passed_by() -> None:
     assert modes.mode is Mode.MODEL
 
     def seen(sessions: list[SessionStats], seconds: float | None = 0.1, **options: bool) -> bool:
-        before = modes.experiments._num_steps
+        before = modes.experiments.num_steps
         step_of(modes, sessions, seconds, 8, **({"is_drafted": True} | options))
-        return modes.experiments._num_steps > before
+        return modes.experiments.num_steps > before
 
     # After a turn two steps are left aside, and those in which the draft catches up.
     assert not seen(on, is_reading=True)
@@ -156,9 +158,9 @@ def test_plain_steps_have_no_draft_tokens_and_no_reading() -> None:
     off = sessions_of(4, OFF)
 
     def seen(**options: bool) -> bool:
-        before = modes.experiments._num_steps
+        before = modes.experiments.num_steps
         step_of(modes, off, 0.1, 4, **({"is_drafted": False} | options))
-        return modes.experiments._num_steps > before
+        return modes.experiments.num_steps > before
 
     assert seen()
     assert not seen(is_drafted=True)
@@ -175,7 +177,9 @@ def test_plans_stand_while_none_is_tried_and_are_chosen_anew_when_the_model_is()
     )
     assert modes.uses_model and modes.is_plain and modes.is_trying_plain
     # Nothing is decided meanwhile, unless about half as many run.
-    modes._num_rounds = 10_000
+    (stats,) = sessions_of(1, Plan(3))
+    for _ in range(8 * FIRST_DECISION_STEPS):
+        modes.add(stats)
     assert not modes.is_due(8)
     assert modes.is_due(4)
     modes.mode = Mode.PLAIN

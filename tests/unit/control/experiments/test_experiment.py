@@ -142,7 +142,7 @@ def test_from_plain_decoding_an_experiment_is_as_rare_as_what_it_loses_asks_for(
 ) -> None:
     experiments = Experiments()
     promises = {Mode.NGRAM: 0.9, Mode.MODEL: 1.0}
-    kept = experiments._of(Mode.MODEL, NUM_RUNNING)
+    kept = experiments.calibration(Mode.MODEL, NUM_RUNNING)
     kept.weight, kept.error = 1e9, math.log(speedup)
     num_steps = 0
     while experiments.begin(Mode.PLAIN, promises, NUM_RUNNING) is None:
@@ -190,7 +190,7 @@ def test_old_experiments_count_for_less_and_steps_at_work_make_none_stale() -> N
     experiments = Experiments()
     for _ in range(12):
         tried(experiments, speedup=1.5)
-    kept = experiments._of(Mode.MODEL, NUM_RUNNING)
+    kept = experiments.calibration(Mode.MODEL, NUM_RUNNING)
     assert kept.weight == pytest.approx(8.0)
     tried(experiments, speedup=0.75)
     assert kept.error == pytest.approx(math.log(0.5) / 8)

@@ -107,7 +107,7 @@ def test_an_experiment_does_not_wait_for_a_session_that_came_meanwhile_to_end() 
     async def main() -> float:
         draft = fake_draft(PerfectGuesser(MODEL))
         async with serving(clock, draft=draft, overlap="serial") as pair:
-            modes = pair.router._controller.modes
+            modes = pair.router.controller.modes
             lengths = iter(range(40, 400))
             while not modes.is_trying_plain:
                 await pair.router.complete(request("short", max_tokens=next(lengths)))

@@ -136,7 +136,7 @@ def test_inputs_are_those_of_captured_forwards() -> None:
 def test_auto_alone_measures_and_a_failure_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, (first, second) = kernels()
     backend = Backend("varlen", first.attend, store_rows, 16, (second,))
-    monkeypatch.setattr(select, "_make", lambda name, model, block_size: backend)
+    monkeypatch.setattr(select, "make_backend", lambda name, model, block_size: backend)
     timed: list[torch.device] = []
 
     def make_timer(device: torch.device) -> Callable[[Callable[[], object]], float]:

@@ -244,8 +244,8 @@ def test_memory_at_hand_is_the_systems_within_the_containers_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None, used: str | None, expected: int
 ) -> None:
     info = tmp_path / "meminfo"
-    monkeypatch.setattr(device, "_MEMORY_INFO", info)
-    monkeypatch.setattr(device, "_CGROUP_MEMORY", tmp_path)
+    monkeypatch.setattr(device, "MEMORY_INFO", info)
+    monkeypatch.setattr(device, "CGROUP_MEMORY", tmp_path)
     assert device.available_memory() == 0
     info.write_text("MemTotal:  16000 kB\nMemAvailable:    8000 kB\nHugePages_Total:       0\n")
     for name, text in (("max", limit), ("current", used)):

@@ -268,7 +268,7 @@ def test_every_token_is_computed_from_its_own_prefix(
         apply(engine, held, step)
         engine.table.check_integrity()
         for request_id, sequence in list(held.items()):
-            if sequence is not engine.table._sequences.get(request_id):
+            if sequence is not engine.table.sequences.get(request_id):
                 del held[request_id]  # evicted
                 continue
             engine.check(sequence)

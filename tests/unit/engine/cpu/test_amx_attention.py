@@ -121,7 +121,7 @@ def test_branches_see_their_prefix_and_themselves(
 
 def test_sequences_of_one_step_do_not_disturb_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads, with parts that begin amid a sequence's heads; keys of the next one are prefetched."""
-    monkeypatch.setattr(attention_module, "_MIN_SHARED_WORK", 1)
+    monkeypatch.setattr(attention_module, "MIN_SHARED_WORK", 1)
     lengths, heads, blocks = (70, 1, 64, 17, 90), (16, 8), [[3], [0], [4], [1], [2]]
     inputs = [random(length, 32, 64, dtype=torch.bfloat16, seed=length) for length in lengths]
     alone = [attend_pieces(qkv, (len(qkv) - 1, 1) if len(qkv) > 1 else (1,), heads)[-1] for qkv in inputs]

@@ -306,9 +306,9 @@ def test_gate_of_very_negative_numbers_is_zero_and_not_nan() -> None:
 @needs_instruction
 def test_threads_do_every_part_once_and_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """More threads than cores and many small jobs, so that helpers come late, sleep and wake."""
-    monkeypatch.setattr(attention_module, "_MIN_SHARED_WORK", 1)
-    monkeypatch.setattr(linear_module, "_MIN_SHARED_WEIGHTS", 1)
-    monkeypatch.setattr(norm_module, "_MIN_SHARED_SIZE", 1)
+    monkeypatch.setattr(attention_module, "MIN_SHARED_WORK", 1)
+    monkeypatch.setattr(linear_module, "MIN_SHARED_WEIGHTS", 1)
+    monkeypatch.setattr(norm_module, "MIN_SHARED_SIZE", 1)
     weight = random(1000, 64, dtype=torch.bfloat16)
     rows, qkv = random(9, 64, dtype=torch.bfloat16), random(60, 8 * 32, dtype=torch.bfloat16)
     results = []

@@ -75,7 +75,7 @@ def test_some_rows_come_in_the_order_that_is_asked_for(wanted: list[int]) -> Non
 @pytest.mark.parametrize("num_rows", COUNTS)
 def test_norm_of_packed_rows(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The norm is right even when threads split the rows of a group."""
-    monkeypatch.setattr(norm_module, "_MIN_SHARED_SIZE", 1)
+    monkeypatch.setattr(norm_module, "MIN_SHARED_SIZE", 1)
     rows, norm = random(num_rows, 96), FusedRMSNorm(random(96, seed=1), 1e-5, THREAD_POOL)
     assert torch.equal(unpack(norm.packed(pack(rows, THREAD_POOL))), norm(rows))
 
@@ -86,7 +86,7 @@ def test_linear_layers_of_packed_rows(num_rows: int, monkeypatch: pytest.MonkeyP
     """Blocks of up to 32 rows, full groups and a partial one, more rows than are multiplied at once. A bias
     belongs to output features: odd numbers of rows have one, even ones do not."""
     has_bias = num_rows % 2 == 1
-    monkeypatch.setattr(linear_module, "_MIN_SHARED_WEIGHTS", 1)
+    monkeypatch.setattr(linear_module, "MIN_SHARED_WEIGHTS", 1)
     rows, weight, other = random(num_rows, 1088), random(352, 1088, seed=1), random(352, 1088, seed=2)
     bias, other_bias = (random(352, seed=3), random(352, seed=4)) if has_bias else (None, None)
     summand = random(num_rows, 352, seed=5)
@@ -112,7 +112,7 @@ def test_wide_rows_are_multiplied_a_range_of_features_at_a_time(
     rows, weight, other = random(300, 1088), random(700, 1088, seed=1), random(700, 1088, seed=2)
     linear, gate = TiledLinear(weight, None, THREAD_POOL), TiledGate(weight, other, None, None, THREAD_POOL)
     expected = linear.precise(rows), gate(rows)
-    monkeypatch.setattr(linear_module, "_MAX_BYTES_AT_ONCE", max_bytes)
+    monkeypatch.setattr(linear_module, "MAX_BYTES_AT_ONCE", max_bytes)
     assert torch.equal(linear.precise(rows), expected[0])
     assert torch.equal(gate(rows), expected[1])
 
@@ -131,8 +131,8 @@ def test_many_rows_are_multiplied_some_at_a_time(
         TiledGate(weight, other, bias, other_bias, THREAD_POOL),
     )
     expected = linear.precise(rows), gate(rows), linear.plus(rows, summand)
-    monkeypatch.setattr(linear_module, "_MAX_ROWS_AT_ONCE", 64)
-    monkeypatch.setattr(linear_module, "_MAX_BYTES_AT_ONCE", max_bytes)
+    monkeypatch.setattr(linear_module, "MAX_ROWS_AT_ONCE", 64)
+    monkeypatch.setattr(linear_module, "MAX_BYTES_AT_ONCE", max_bytes)
     found = linear.precise(rows), gate(rows), linear.plus(rows, summand)
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 

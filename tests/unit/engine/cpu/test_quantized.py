@@ -88,7 +88,7 @@ def test_a_row_is_bit_for_bit_the_same_at_any_width(dtype: torch.dtype, format: 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_threads_change_no_bit(format: Quantization, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_module, "_MIN_SHARED_WEIGHTS", 1)
+    monkeypatch.setattr(linear_module, "MIN_SHARED_WEIGHTS", 1)
     weight, rows = weight_of(format, 1000, 64), random(9, 64, dtype=torch.bfloat16)
     alone = QuantizedLinear(weight, None, ALONE).precise(rows)
     together = QuantizedLinear(weight, None, ThreadPool(4))

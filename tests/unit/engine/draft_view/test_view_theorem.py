@@ -172,7 +172,7 @@ def test_an_evicted_sequence_is_told_again() -> None:
     draft, _ = toy_viewer("intersect", max_num_seqs=1)
     draft.speculate([SpeculateItem("a", 0, 0, tuple(PROMPT), 2, sampling=GREEDY)])
     # Idle for long enough.
-    draft._table._step += 1000
+    draft.table._step += 1000
     draft.speculate([SpeculateItem("b", 0, 0, tuple(PROMPT), 2, sampling=GREEDY)])
     [reply] = draft.speculate([SpeculateItem("a", 1, len(PROMPT), (3,), 2)]).replies
     assert reply == UnknownSequence("a", 1, len(PROMPT))

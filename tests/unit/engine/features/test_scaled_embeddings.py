@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from specray.engine.features.parts import _model_embedding, _read_again
+from specray.engine.features.parts import model_embedding, read_again
 from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.description import ModelArgs
 from specray.engine.model.operators_torch import TorchOperators
@@ -25,8 +25,8 @@ def test_of_the_forward_and_read_again(name: str, tmp_path: Path) -> None:
     expected = reference_model(path).get_input_embeddings()(TOKENS).detach()
     forward = cpu_runner(path, max_num_seqs=1).forward
     assert isinstance(forward, DecoderForward)
-    torch.testing.assert_close(_model_embedding(forward)(TOKENS), expected)
+    torch.testing.assert_close(model_embedding(forward)(TOKENS), expected)
     layout: Any = None  # Named in a refusal alone.
     operators = TorchOperators(torch.float32)
-    again, _ = _read_again(ModelArgs(str(path)), layout, operators, torch.float32, torch.device("cpu"))
+    again, _ = read_again(ModelArgs(str(path)), layout, operators, torch.float32, torch.device("cpu"))
     torch.testing.assert_close(again(TOKENS), expected)

@@ -181,7 +181,7 @@ def test_a_drafter_that_fails_costs_no_verdict(
 def failing(monkeypatch: pytest.MonkeyPatch, error: Callable[[Sequence[Context]], Exception | None]) -> Any:
     """Lets starts fail by their sequences; the first tokens of those, and how many rows were read at once."""
     started, num_rows = list[list[int]](), list[int]()
-    start, run = EagleDrafter.start, EagleDrafter._run_entries
+    start, run = EagleDrafter.start, EagleDrafter.run_entries
 
     def starting(drafter: EagleDrafter, store: Any, contexts: Sequence[Context]) -> Any:
         started.append([context.token_ids[0] for context in contexts])
@@ -195,7 +195,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: Callable[[Sequence[Context]]
         return run(drafter, store, entries)
 
     monkeypatch.setattr(EagleDrafter, "start", starting)
-    monkeypatch.setattr(EagleDrafter, "_run_entries", counted)
+    monkeypatch.setattr(EagleDrafter, "run_entries", counted)
     return started, num_rows
 
 
@@ -301,13 +301,13 @@ def test_long_prompts_are_read_in_whole_passes_beside_many_sessions(
     target = make_target(llama, write(tmp_path, *official(WEIGHTS)), max_num_seqs=8)
     monkeypatch.setattr("specray.engine.features.chained.drafter.MAX_ROWS", 16)
     passes = list[int]()
-    run = EagleDrafter._run_entries
+    run = EagleDrafter.run_entries
 
     def counted(drafter: EagleDrafter, store: Any, entries: Any) -> Any:
         passes.append(sum(each.end - each.first for each in entries))
         return run(drafter, store, entries)
 
-    monkeypatch.setattr(EagleDrafter, "_run_entries", counted)
+    monkeypatch.setattr(EagleDrafter, "run_entries", counted)
     sessions = [Session(str(index), PROMPT[: 2 + index]) for index in range(7)]
     sessions.append(Session("long", list(LONG)))
     verdicts = step(target, sessions, [NO_DRAFT] * 8, 1)

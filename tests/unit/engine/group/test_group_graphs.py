@@ -17,7 +17,7 @@ from specray.engine.inputs import SequenceInput
 from specray.engine.model.layers.vocabulary import GatheredHead
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.cuda_graphs import Bucket, GraphedForward, run_again
-from specray.engine.runner.runner import ModelRunner, _shard_drawer
+from specray.engine.runner.runner import ModelRunner, shard_drawer
 from specray.types import SamplingParams
 from tests.unit.engine.group.group_ranks import DEADLINE_S, answers_of_ranks, join
 from tests.unit.engine.group.test_parallel import PROMPT, lead_trees
@@ -175,7 +175,7 @@ def test_runs_of_tokens_that_split_a_block_of_noise_are_joined() -> None:
         group: Any = Group(rank, world_size)
         group.draws_apart = draws_apart
         head: Any = GatheredHead(None, num_logits, group)  # type: ignore[arg-type]
-        drawer = _shard_drawer(group, head, torch.device("cpu"))
+        drawer = shard_drawer(group, head, torch.device("cpu"))
         return None if drawer is None else drawer._first_token_id
 
     assert [first_token_id(rank, 2, 96) for rank in range(2)] == [0, 48]

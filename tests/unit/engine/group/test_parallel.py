@@ -18,7 +18,7 @@ from specray.engine.group.parallel import (
 )
 from specray.engine.inputs import Moves, SequenceInput
 from specray.engine.model.description import ModelArgs, check_loadable
-from specray.engine.runner.assembly import _group_choices, build_runner
+from specray.engine.runner.assembly import build_runner, group_choices
 from specray.engine.runner.runner import ModelRunner
 from specray.errors import ConfigError, EngineLostError
 from specray.types import SamplingParams
@@ -261,7 +261,7 @@ def test_every_choice_in_which_ranks_differ_is_named() -> None:
 def test_what_ranks_choose_is_all_that_places_their_tokens(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, "llama")
     info = cpu_runner(path, attention="gather", block_size=4, max_num_seqs=2).info
-    assert _group_choices(info) == {
+    assert group_choices(info) == {
         "forward": "decoder",
         "attention": "gather",
         "block_size": 4,

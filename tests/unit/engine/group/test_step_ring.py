@@ -74,7 +74,7 @@ def test_a_writer_is_a_ring_ahead_of_the_slowest_reader_at_most() -> None:
 
 def test_a_reader_that_sleeps_wakes_up() -> None:
     writer, [reader] = make_ring()
-    timer = threading.Timer(3 * step_ring._LOOKS_S, lambda: writer.write([5], 1.0))
+    timer = threading.Timer(3 * step_ring.LOOKS_S, lambda: writer.write([5], 1.0))
     timer.start()
     assert reader.read(10.0) == [5]
     timer.join(10.0)

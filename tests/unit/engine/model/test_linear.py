@@ -36,7 +36,7 @@ def test_a_width_is_padded_by_a_quarter_at_most_and_not_at_all_up_to_eight() -> 
 
 def test_onednn_sees_four_widths_per_doubling(monkeypatch: pytest.MonkeyPatch) -> None:
     widths: dict[str, set[int]] = {"unary": set(), "binary": set()}
-    unary, binary = module._pointwise, module._pointwise_binary
+    unary, binary = module.pointwise, module.pointwise_binary
 
     def seen_unary(rows: torch.Tensor, *rest: Any) -> Any:
         widths["unary"].add(len(rows))
@@ -46,8 +46,8 @@ def test_onednn_sees_four_widths_per_doubling(monkeypatch: pytest.MonkeyPatch) -
         widths["binary"].add(len(rows))
         return binary(rows, *rest)
 
-    monkeypatch.setattr(module, "_pointwise", seen_unary)
-    monkeypatch.setattr(module, "_pointwise_binary", seen_binary)
+    monkeypatch.setattr(module, "pointwise", seen_unary)
+    monkeypatch.setattr(module, "pointwise_binary", seen_binary)
     linear, gate = _linear(), _gate()
     for num_rows in range(1, 257):
         rows = torch.zeros(num_rows, 16)

@@ -315,7 +315,7 @@ def test_a_step_goes_on_as_long_as_there_is_room(runner: ModelRunner) -> None:
     fill(runner)
     one = [SequenceInput([70], 21, BLOCKS[0], 1)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "_FURTHER_STEPS", 2)
+        patch.setattr(attention, "FURTHER_STEPS", 2)
         for _ in range(4):
             runner.run(one)
         assert [runner.advance([0], [71]) is not None for _ in range(3)] == [True, True, False]

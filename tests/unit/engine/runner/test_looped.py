@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from specray.engine.drafting.engine import DraftEngine
-from specray.engine.drafting.looped import JUDGED_TOKENS, LoopedProposals, _known
+from specray.engine.drafting.looped import JUDGED_TOKENS, LoopedProposals, known_tokens
 from specray.engine.model.operators_torch import TorchOperators
 from specray.engine.runner import assembly
 from specray.engine.runner.draft_loop import DraftLoop, LoopShape, loop_shapes
@@ -63,7 +63,7 @@ def make_loop(runner: ModelRunner, tape: Tape, **changes: Any) -> DraftLoop:
         "max_model_len": 64,
         "kernels": TorchKernels(),
         "capture": tape,
-        "known": _known(runner),
+        "known": known_tokens(runner),
         "max_num_draft_probs": 8,
     }
     return DraftLoop(runner.forward, runner.cache, **{**values, **changes})

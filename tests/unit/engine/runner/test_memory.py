@@ -65,11 +65,13 @@ def test_auto_keeps_to_its_part_of_a_shared_gpu() -> None:
 
 def test_auto_leaves_room_for_a_drafter_and_for_the_states_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assembly, "CudaMemory", lambda device: FakeMemory(free=60 * GIB))
-    monkeypatch.setattr(assembly, "_run_peak_step", lambda *arguments: None)
+    monkeypatch.setattr(assembly, "run_peak_step", lambda *arguments: None)
     info: Any = SimpleNamespace(device=torch.device("cuda"), vocab_size=VOCAB_SIZE)
     forward: Any = SimpleNamespace(cache_shape=CacheShape(1, 1, 8, state_bytes=2_000_000))
     config = EngineConfig(max_num_seqs=10)
-    found = assembly._cache_bytes(config, info, forward, None, DrafterMemory(GIB, 7, step_bytes=78_000_000))
+    found = assembly.cache_bytes_for(
+        config, info, forward, None, DrafterMemory(GIB, 7, step_bytes=78_000_000)
+    )
     assert found == int(0.92 * (58 * GIB - LOGITS - 78_000_000 - 10 * 2_000_000))
 
 
@@ -133,7 +135,7 @@ def test_the_largest_step_has_all_rows_and_their_logits(
         return output
 
     monkeypatch.setattr(assembly.ModelRunner, "run", recorded)
-    assembly._run_peak_step(config, runner.info, runner.forward)
+    assembly.run_peak_step(config, runner.info, runner.forward)
     assert seen == [(min(64, num_rows), num_rows)]
 
 

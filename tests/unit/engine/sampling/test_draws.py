@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(params=["kernel", "torch"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == "torch":
-        monkeypatch.setattr(draws_module, "_kernels", lambda: None)
+        monkeypatch.setattr(draws_module, "compiled_kernels", lambda: None)
     else:
         pytest.importorskip("numba")
     yield str(request.param)

@@ -59,7 +59,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     if request.param == "kernel":
         pytest.importorskip("numba")
     else:
-        monkeypatch.setattr(draws_module, "_kernels", lambda: None)
+        monkeypatch.setattr(draws_module, "compiled_kernels", lambda: None)
     yield str(request.param)
 
 

@@ -61,7 +61,7 @@ def assert_cache_holds_its_tokens(target: TargetEngine, runner: SlotRunner) -> N
     slots = list(runner.slots)
     for source, destination in zip(moves.sources, moves.destinations, strict=True):
         slots[destination] = runner.slots[source]
-    for sequence in target._table._sequences.values():
+    for sequence in target.table.sequences.values():
         block_ids = sequence.block_table.block_ids
         size = target.info.block_size
         held = [slots[block_ids[i // size] * size + i % size] for i in range(sequence.num_computed_tokens)]

@@ -89,7 +89,7 @@ async def test_request_that_was_put_back_is_charged_once(clock: VirtualClock) ->
         await asyncio.sleep(5.2 * TARGET_S)
         assert (pair.counted("specray_preemptions_total"), charged(pair, "mine")) == (1, 25)
         await asyncio.sleep(5.2 * TARGET_S)
-        assert set(pair.router._sessions.running) == {"back", "next"}
+        assert set(pair.router.sessions.running) == {"back", "next"}
         assert charged(pair, "mine") == 25 + 25
         await asyncio.gather(*tasks)
         await pair.settle()

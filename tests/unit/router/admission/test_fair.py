@@ -113,7 +113,7 @@ def test_idle_tenant_is_forgotten_when_too_many_are_remembered() -> None:
         fair.push(Entry(str(index), f"tenant{index}", num_expected_tokens=0))
         fair.push(Entry(f"gone{index}", f"gone{index}"))
         fair.remove(Entry(f"gone{index}", f"gone{index}"))
-    assert len(fair._idle_tags) <= MAX_IDLE_TENANTS
+    assert len(fair.idle_tags) <= MAX_IDLE_TENANTS
 
 
 @pytest.mark.slow
@@ -272,7 +272,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert {e.request_id for e in self.queue} == {e.request_id for e in self.model + self.returned}
         assert len(self.queue) == len(self.model) + len(self.returned)
         assert self.queue.num_tokens == self.tokens(self.model + self.returned)
-        for fair in self.queue._classes.values():
+        for fair in self.queue.classes.values():
             assert all(line.entries for line in fair.lines.values())
             assert all(
                 line.num_tokens == self.tokens([*line.entries.values()]) for line in fair.lines.values()

@@ -268,4 +268,4 @@ async def test_deadlines_of_requests_that_ended_long_before_do_not_pile_up(clock
     async with serving(clock, num_speculative_tokens=0) as pair:
         for index in range(300):
             await pair.router.complete(request(str(index), max_tokens=1))
-        assert len(pair.router._sessions._by_deadline) <= 65
+        assert len(pair.router.sessions._by_deadline) <= 65

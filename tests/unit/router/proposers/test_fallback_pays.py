@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from specray.control.controller import Controller
@@ -105,15 +107,19 @@ def test_before_steps_were_measured_all_have_one() -> None:
     assert has_fallback(drafts)
 
 
-async def test_router_counts_those_that_wait_too(clock: VirtualClock) -> None:
+async def test_router_counts_those_that_wait_too(
+    clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with serving(clock, fallback="ngram") as pair:
         router = pair.router
         asked: list[int] = []
-        of = router._proposers.local
-        router._proposers.local = lambda *given, num_sessions: (  # type: ignore[method-assign]
-            asked.append(num_sessions),
-            of(*given, num_sessions=num_sessions),
-        )[1]
+        local = ProposerFactory.local
+
+        def counting(factory: ProposerFactory, *given: Any, num_sessions: int) -> LocalProposer | None:
+            asked.append(num_sessions)
+            return local(factory, *given, num_sessions=num_sessions)
+
+        monkeypatch.setattr(ProposerFactory, "local", counting)
         streams = [router.stream(request(name, speculation=SpeculationParams())) for name in "abc"]
         given = request()
         for stream in streams:

@@ -232,4 +232,4 @@ def test_fallback_say_nothing_about_the_draft_model() -> None:
     given = [request("a", tuple([1, 2, 3] * 20), 200)]
     _, pair = serve_and_ask(CHANGING, given, make_drafter=lease, fallback="ngram")
     assert of_source(pair, "fallback")[0] > 0
-    assert pair.router._controller.start_session(request("b")).acceptance.value == PRIOR_ACCEPTANCE
+    assert pair.router.controller.start_session(request("b")).acceptance.value == PRIOR_ACCEPTANCE

@@ -21,7 +21,7 @@ def found(pair: Pair) -> dict[str, float]:
 
 async def open_verdict(pair: Pair) -> None:
     """Until a verdict waits for its outcomes."""
-    running = pair.router._sessions.running
+    running = pair.router.sessions.running
     while not any(live.session.has_open_verdict for live in running.values()):  # noqa: ASYNC110  # Virtual time.
         await asyncio.sleep(0.001)
 

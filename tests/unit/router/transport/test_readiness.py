@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from specray.errors import EngineLostError
 from specray.fakes import FakeTarget, LocalVerifier, VirtualClock
+from specray.types import TargetReplies, VerifyItem
 from tests.unit.router.harness import MODEL, TARGET_S, fake_target, request, router_config, serving
 
 
@@ -68,9 +70,14 @@ async def test_full_queue_of_a_target_that_is_silent_is_not_ready(clock: Virtual
 
 
 async def test_target_that_fails_the_probe_is_not_ready(clock: VirtualClock) -> None:
-    async with serving(clock, config=router_config(verify_timeout_s=20.0)) as pair:
-        probe_id = f"ready-{id(pair.router._readiness):x}-1"
-        pair.target.fail_next(probe_id, "the kernel is broken", is_retriable=False)
+    class BrokenOnce(FakeTarget):
+        def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
+            if not self.num_steps:
+                self.fail_next(items[0].request_id, "the kernel is broken", is_retriable=False)
+            return super().verify(items)
+
+    config = router_config(verify_timeout_s=20.0)
+    async with serving(clock, target=BrokenOnce(MODEL), config=config) as pair:
         with pytest.raises(EngineLostError, match="a probe failed: the kernel is broken"):
             await pair.router.check_ready()
         await pair.router.check_ready()

@@ -13,7 +13,7 @@ from specray.errors import ConfigError, EngineLostError
 from specray.fakes import FakeTarget, LocalVerifier, VirtualClock
 from specray.interfaces import Verifier
 from specray.requests import OutputChunk
-from specray.router.rounds import VerifyInFlight
+from specray.router.rounds import Rounds, VerifyInFlight
 from tests.unit.router.harness import TARGET_S, expected, fake_target, request, router_config, run, serving
 
 
@@ -76,17 +76,15 @@ def test_nothing_is_done_without_a_target_for_what_had_no_room_in_the_lost_one(
             assert pair.counted("specray_preemptions_total") == 1
             made[0].lose()
             await asyncio.sleep(1.0)
-            rounds = pair.router._rounds
-            assert rounds is not None
             num_turns = 0
-            collect = rounds.collect
+            collect = Rounds.collect
 
-            def counting(verifying: VerifyInFlight | None) -> VerifyInFlight | None:
+            def counting(rounds: Rounds, verifying: VerifyInFlight | None) -> VerifyInFlight | None:
                 nonlocal num_turns
                 num_turns += 1
-                return collect(verifying)
+                return collect(rounds, verifying)
 
-            monkeypatch.setattr(rounds, "collect", counting)
+            monkeypatch.setattr(Rounds, "collect", counting)
             await asyncio.sleep(10.0)
             assert num_turns == 0
             assert (await call).token_ids == expected(request("a", max_tokens=4))

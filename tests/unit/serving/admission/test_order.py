@@ -127,7 +127,7 @@ async def test_second_call_of_a_key_is_refused_before_its_body_comes() -> None:
 async def test_body_whose_length_says_that_it_is_too_long_is_not_waited_for(
     path: str, length: int, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specray.serving.http.edge.body._DISCARD_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("specray.serving.http.edge.body.DISCARD_TIMEOUT_S", 0.01)
     async with serving(say(REPLY), config=config_with({A: {"max_requests": 1}})) as service:
         assert (await post(service, TEXT))[0] == 200  # The context's length is known from the first call on.
         async with dribbling(service, 1, length=length, path=path) as ((reader, _),):

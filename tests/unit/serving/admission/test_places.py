@@ -74,7 +74,7 @@ async def test_bodies_of_all_calls_together_are_bounded() -> None:
     with pytest.raises(OverloadedError):
         await task
     first.leave()
-    assert third.num_bytes == 200 and not third._is_displaced
+    assert third.num_bytes == 200 and not third.is_displaced
     # What is tokenized already is held too, and is not taken back: the body that comes has to go.
     second.begin()
     with pytest.raises(OverloadedError):

@@ -103,14 +103,15 @@ async def test_reading_runs_off_the_event_loop_and_its_refusal_is_held_back() ->
 
 
 async def test_a_grammar_that_is_too_long_is_refused_and_not_kept() -> None:
-    checker = GrammarChecker(PreparedCompiler.of(TOKENIZER))
+    prepared = PreparedCompiler.of(TOKENIZER)
+    checker = GrammarChecker(prepared)
     long = Grammar(GrammarKind.REGEX, "a" * (MAX_SOURCE_LEN + 1))
     with pytest.raises(
         InvalidRequestError,
         match=f"it has {MAX_SOURCE_LEN + 1} characters; allowed: at most {MAX_SOURCE_LEN}",
     ):
         await checker.check(long, field="f", limits=LIMITS)
-    assert (compiler := checker._compiler.made) is not None and not compiler._kept
+    assert prepared.made is not None and not prepared.made.holds(long)
 
 
 class Slow:
@@ -150,8 +151,7 @@ async def test_who_gives_up_leaves_the_turns_as_they_are() -> None:
 
 
 async def test_no_answer_blames_a_grammar_for_the_time_of_others() -> None:
-    checker, slow = GrammarChecker(PreparedCompiler.of(TOKENIZER)), Slow()
-    checker._pool._max_wait_s = 0.2
+    checker, slow = GrammarChecker(PreparedCompiler.of(TOKENIZER), max_wait_s=0.2), Slow()
     first = asyncio.create_task(checker.read(slow, field="f"))
     await begun(slow, 1)
     with pytest.raises(OverloadedError, match=r"the call waited 0\.2 s for the grammars of others"):
@@ -188,8 +188,8 @@ async def test_refusals_of_one_tenant_hold_back_no_other() -> None:
     for _ in range(3):
         with pytest.raises(InvalidRequestError):
             await checker.check(WRONG, field="f", limits=LIMITS, turn=Turn("a"))
-    assert checker._pace("a") is not checker._pace("b")
-    assert checker._pace("b").hold_s(0.0) == 0.0
+    assert checker.pace_of("a") is not checker.pace_of("b")
+    assert checker.pace_of("b").hold_s(0.0) == 0.0
 
 
 async def test_what_is_known_waits_for_nobody() -> None:

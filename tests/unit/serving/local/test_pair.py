@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from specray.cli.generate import Sampling, _from_own_pair, _print_all
+from specray.cli.generate import Sampling, from_own_pair, print_pieces
 from specray.config import parse_config
 from specray.errors import ConfigError
 from specray.fakes import ToyModel
 from specray.serving.calls.generate_requests import to_generate_requests
 from specray.serving.calls.limits import ServiceLimits
 from specray.serving.generation import stream
-from specray.serving.local.pair import DraftHost, _sharing_gpu, local_pair, local_router
+from specray.serving.local.pair import DraftHost, local_pair, local_router, sharing_gpu
 from specray.serving.validation import GenerationOptions
 from specray.tokenization import make_stop_matcher
 from tests.unit.serving.http.service import TOKENIZER, wait_until
@@ -109,7 +109,7 @@ async def test_generate_from_its_own_pair_prints_the_targets_text(
     path = str(write_tiny_tokenizer(tmp_path))
     config = parse_config({"target": {"model": path}, "draft": {"model": path}})
     sampling = Sampling(max_tokens=8, temperature=0, top_p=1, seed=0, stop=[], speculation=True)
-    await _print_all(_from_own_pair(config, "def", sampling))
+    await print_pieces(from_own_pair(config, "def", sampling))
     output = ToyModel(vocab_size=264).generate(TOKENIZER.encode("def"), 8)
     assert EOS not in output
     captured = capsys.readouterr()
@@ -130,7 +130,7 @@ async def test_worker_that_does_not_start_is_a_config_error_with_its_reason() ->
 
 def test_engines_of_one_machine_share_its_gpu_unless_told_otherwise() -> None:
     def parts(values: dict[str, object]) -> tuple[object, object]:
-        config = _sharing_gpu(parse_config(values))
+        config = sharing_gpu(parse_config(values))
         return tuple(each.ray_actor_options.get("num_gpus") for each in (config.target, config.draft))  # type: ignore[return-value]
 
     assert parts({}) == (0.5, 0.5)

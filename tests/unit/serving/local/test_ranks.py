@@ -101,7 +101,7 @@ async def outputs(tensor_parallel_size: int, *, has_draft: bool) -> list[tuple[i
 
 @pytest.mark.timeout(DEADLINE_S)
 async def test_a_pair_of_two_ranks_each_gives_the_tokens_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair_module, "_worker", forked_worker)
+    monkeypatch.setattr(pair_module, "start_worker", forked_worker)
     alone, together = await outputs(1, has_draft=False), await outputs(2, has_draft=True)
     assert together == alone
     assert [len(tokens) for tokens in alone] == [24, 24]
@@ -161,7 +161,7 @@ def test_ranks_that_were_let_go_are_no_loss() -> None:
 
 
 def test_one_rank_that_fails_ends_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(specray.serving.local.ranks, "_END_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(specray.serving.local.ranks, "END_TIMEOUT_S", 0.2)
     with pytest.raises(EngineLostError, match=r"^rank 2 of the target has ended, with exit status 3$"):
         with_ranks_that(
             "import sys, time; sys.exit(3) if '--rank=2' in sys.argv else time.sleep(60)", wait_s=30.0

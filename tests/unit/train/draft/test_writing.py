@@ -15,7 +15,7 @@ from specray.train.draft.decoding import CachedDecoder, LibraryDecoder, row_deco
 from specray.train.draft.markers import TurnMarkers, turn_markers
 from specray.train.draft.prompts import Beginning, Beginnings, without_head_comment
 from specray.train.draft.vocabulary import frequent_ids
-from specray.train.draft.writing import _drawn, write_rows
+from specray.train.draft.writing import draw_tokens, write_rows
 from tests.unit.train.toys import toy_llama
 
 MARKERS = TurnMarkers(opening=(1, 5), to_assistant=(2, 11, 12), to_user=(3, 21))
@@ -134,7 +134,7 @@ def test_rows_that_are_held_out_are_written_at_every_temperature() -> None:
         return logits.argmax(-1)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("specray.train.draft.writing._drawn", drawn)
+        patched.setattr("specray.train.draft.writing.draw_tokens", drawn)
         for first_place in (0, 24):
             begin = [Beginning((7,), "text")] * 24
             write_rows(scripted({7: 7}), begin, None, row_len=2, seed=0, first_place=first_place)
@@ -218,7 +218,7 @@ def test_draws_have_the_models_distribution_at_the_rows_temperature() -> None:
     num_rows = 30_000
     logits = (probs.log()).expand(num_rows, 7)
     temperature = torch.tensor([1.0, 0.5, 0.0]).repeat(num_rows // 3)
-    drawn = _drawn(logits, temperature, torch.Generator().manual_seed(0))
+    drawn = draw_tokens(logits, temperature, torch.Generator().manual_seed(0))
     squares = probs**2
     for first, expected in enumerate((probs, squares / squares.sum(), torch.eye(7)[5])):
         found = torch.bincount(drawn[first::3], minlength=7) / (num_rows // 3)

@@ -84,7 +84,7 @@ def behind_masks(model: Any, tokens: list[int], depth: int) -> torch.Tensor:
 def test_every_mask_of_every_prefix_is_that_of_a_forward_of_its_own(
     monkeypatch: pytest.MonkeyPatch, max_masks: int
 ) -> None:
-    monkeypatch.setattr(pard_module, "_MAX_MASKS", max_masks)
+    monkeypatch.setattr(pard_module, "MAX_MASKS", max_masks)
     head = new_pard()
     for anchors in (chosen(head), all_anchors(10, NUM_DEPTHS)):
         found = head.unroll({}, ROWS, anchors)
@@ -122,7 +122,7 @@ def test_a_draft_that_cannot_be_trained_so_is_refused() -> None:
 def test_every_block_of_a_row_is_that_of_a_forward_of_its_own(
     target: Any, monkeypatch: pytest.MonkeyPatch, max_rows: int, has_confidence: bool
 ) -> None:
-    monkeypatch.setattr(block_module, "_MAX_ROWS", max_rows)
+    monkeypatch.setattr(block_module, "MAX_ROWS", max_rows)
     head = new_block(target, has_confidence=has_confidence)
     weights = head.tensors()
     reference = blocks.Block(weights, head.config("t"), weights, first_row=0 if has_confidence else 1)

@@ -65,7 +65,7 @@ def stepwise(head: EagleHead, model: Any, anchor: int, num_depths: int) -> list[
 def test_every_mask_behind_every_anchor_is_that_of_a_forward_of_its_own(
     model: Any, monkeypatch: pytest.MonkeyPatch, max_masks: int
 ) -> None:
-    monkeypatch.setattr("specray.train.heads.pard._MAX_MASKS", max_masks)
+    monkeypatch.setattr("specray.train.heads.pard.MAX_MASKS", max_masks)
     head = ParallelEagleHead(
         model,
         torch.tensor(DRAFT_IDS),

@@ -28,7 +28,7 @@ from specray.engine.weights.quantized_weight import QuantizedWeight
 _PARTS_PER_THREAD = 4
 """Parts per thread: enough that threads end together, few since each part starts with weights not
 prefetched."""
-_MIN_SHARED_WEIGHTS = 262_144
+MIN_SHARED_WEIGHTS = 262_144
 """Minimum number of weights for which a second thread pays off."""
 _ROWS_AT_ONCE = 384
 """Integer rows whose sums a thread holds at once, in L2; a multiple of a tile, and of two."""
@@ -80,7 +80,7 @@ class _Quantized:
         self.weight, self.bias, self._size, self._thread_pool = weight, bias, size, thread_pool
         num_weights = weight.shape[0] * weight.shape[1] * weight.shape[2] * PANEL * GROUP
         self._num_parts = min(weight.shape[0], _PARTS_PER_THREAD * thread_pool.size)
-        if num_weights < _MIN_SHARED_WEIGHTS:
+        if num_weights < MIN_SHARED_WEIGHTS:
             self._num_parts = 1
         self._kernel = _linear_kernel(format, activation)
         self._args = np.zeros(_NUM_ARGS, dtype=np.int64)

@@ -48,14 +48,14 @@ def fresh(llama: Path, token_ids: list[int], count: int = SIZE) -> tuple[int, ..
 def test_long_prompts_are_caught_up_with_in_passes_of_bounded_size(
     llama: Path, windowed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, passes, run = make_target(llama, windowed), list[int](), BlockDrafter._catch_up
+    target, passes, run = make_target(llama, windowed), list[int](), BlockDrafter.catch_up
 
     def counted(drafter: BlockDrafter, store: Any, pieces: Any) -> None:
         passes.append(sum(each.end - each.first for each in pieces))
         run(drafter, store, pieces)
 
-    monkeypatch.setattr("specray.engine.features.block.drafter._MAX_ROWS", 16)
-    monkeypatch.setattr(BlockDrafter, "_catch_up", counted)
+    monkeypatch.setattr("specray.engine.features.block.drafter.MAX_ROWS", 16)
+    monkeypatch.setattr(BlockDrafter, "catch_up", counted)
     sessions = [Session("a", list(PROMPT)), Session("long", list(LONG)), Session("c", PROMPT[:1])]
     verdicts = step(target, sessions, [NO_DRAFT] * 3, SIZE)
     assert [each.draft.token_ids for each in verdicts] == [fresh(llama, each.token_ids) for each in sessions]
@@ -147,7 +147,7 @@ def test_nodes_of_a_tree_know_the_token_before_them(llama: Path, tmp_path: Path,
 def test_a_block_that_sees_no_context_is_noticed(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(BlockDrafter, "_catch_up", lambda *args: None)
+    monkeypatch.setattr(BlockDrafter, "catch_up", lambda *args: None)
     block = dflash()
     target, session = make_target(llama, write(tmp_path, *block.files)), Session("a", list(PROMPT))
     [verdict] = step(target, [session], [NO_DRAFT], SIZE)

@@ -60,14 +60,14 @@ def test_features_that_were_lost_hold_back_proposals_until_they_come(pair: Any) 
     assert [rows.num_rows for rows in session.waiting] == [4]
     assert session.propose(draft, K) == NO_DRAFT, "those of four tokens are not all"
     session.verify(target)
-    held = draft._store.read_tokens(draft._table._sequences["gap"].block_table.block_ids, 0, 4).clone()
+    held = draft._store.read_tokens(draft.table.sequences["gap"].block_table.block_ids, 0, 4).clone()
     sent = session.waiting[0]
     assert sent.first == 4
     # Some rows once more, as after an answer that was late: those that are there stay as they are.
     before = FeatureRows(3, 1, b"\x00" * 2 * HIDDEN)
     session.waiting = [before, sent]
     found = session.propose(draft, K)
-    sequence = draft._table._sequences["gap"]
+    sequence = draft.table.sequences["gap"]
     stored = draft._store.read_tokens(sequence.block_table.block_ids, 0, sent.end)
     assert torch.equal(stored[:4], held) and write_rows(stored[4:]).tobytes() == sent.data
     # Rows behind a gap are of no use, and change nothing.

@@ -49,7 +49,7 @@ def test_whole_rows_and_columns(directory: Path, number: int) -> None:
 
 def test_file_is_mapped_anew_after_some_bytes(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was taken before is still there."""
-    monkeypatch.setattr("specray.engine.model.checkpoint.safetensors_files._REOPEN_BYTES", 20)
+    monkeypatch.setattr("specray.engine.model.checkpoint.safetensors_files.REOPEN_BYTES", 20)
     mapped: list[str] = []
 
     def count(file: str, **options: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specray.engine import quantized_weight
+from specray.engine.weights import quantized_weight
 from specray.engine.weights.quantization import Quantization
 from specray.engine.weights.quantized_weight import QuantizedWeight, quantize
 from specray.errors import ConfigError
@@ -52,7 +52,7 @@ def test_int4_is_better_than_the_whole_range_and_never_worse(monkeypatch: pytest
     weight = random(64, 256)
     weight[0, 0] = 8.0
     fitted = quantize(weight, Quantization.INT4).dequantized()
-    monkeypatch.setattr(quantized_weight, "_NUM_REFITS", 0)
+    monkeypatch.setattr(quantized_weight, "NUM_REFITS", 0)
     plain = quantize(weight, Quantization.INT4).dequantized()
     errors = [(one - weight).view(64, 8, 32).square().sum(-1) for one in (fitted, plain)]
     assert bool((errors[0] <= errors[1]).all())
@@ -71,7 +71,7 @@ def test_groups_of_equal_or_tiny_numbers(format: Quantization) -> None:
 def test_rows_are_quantised_alike_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random(7, 64)
     whole = quantize(weight, Quantization.INT4)
-    monkeypatch.setattr(quantized_weight, "_WEIGHTS_AT_ONCE", 128)
+    monkeypatch.setattr(quantized_weight, "WEIGHTS_AT_ONCE", 128)
     pieces = quantize(weight, Quantization.INT4)
     assert torch.equal(whole.codes, pieces.codes) and torch.equal(whole.dequantized(), pieces.dequantized())
 

@@ -72,7 +72,7 @@ async def test_a_try_of_speculation_begins_when_the_draft_has_read_the_text(cloc
     async with serving(clock, draft=draft, config=config, overlap="serial", num_speculative_tokens=3) as pair:
         call = asyncio.create_task(complete(pair, request("a", LONG, max_tokens=200)))
         await until_piece(draft, 2)
-        stats = pair.router._sessions.running["a"].stats
+        stats = pair.router.sessions.running["a"].stats
         # One of them is under way already.
         stats.is_exploring, stats.rounds_to_replan = True, 3
         await until_piece(draft, 4)

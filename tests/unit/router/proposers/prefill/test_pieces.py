@@ -84,7 +84,7 @@ async def test_nobody_waits_for_a_draft_that_is_still_reading(
     async with serving(
         clock, target=target, draft=draft, config=config, overlap="serial", num_speculative_tokens=3
     ) as pair:
-        controller = pair.router._controller
+        controller = pair.router.controller
         kinds: list[bool] = []
         observe = controller.cost_model.target.add
 

@@ -233,18 +233,11 @@ async def test_effort_reaches_the_template() -> None:
     assert ["Reasoning: high" in prompt for prompt in prompts] == [True] * 3
 
 
-@pytest.mark.parametrize(
-    ("fields", "content"),
-    [
-        ({"opening": "<|channel|>analysis<|message|>"}, "4"),
-        ({"opening": FINAL}, f"Hm.{'4'}"),
-    ],
-)
-async def test_prompt_that_opens_a_channel_is_read_on(fields: dict[str, Any], content: str) -> None:
-    opening = fields["opening"]
-    text = f"Hm.{NEXT}{FINAL}4" if "analysis" in opening else "Hm.4"
-    answer = await ask(text, opening=opening)
-    assert message_of(answer) == (content, "Hm." if "analysis" in opening else None, [])
+@pytest.mark.parametrize("is_reasoning", [True, False])
+async def test_prompt_that_opens_a_channel_is_read_on(is_reasoning: bool) -> None:
+    opening = "<|channel|>analysis<|message|>" if is_reasoning else FINAL
+    answer = await ask(f"Hm.{NEXT}{FINAL}4" if is_reasoning else "Hm.4", opening=opening)
+    assert message_of(answer) == (("4", "Hm.", []) if is_reasoning else ("Hm.4", None, []))
 
 
 async def test_message_that_goes_on_is_content() -> None:

@@ -11,13 +11,7 @@ from pydantic import BaseModel
 
 from specray.fakes import FakeRouterClient
 from specray.tokenization import Tokenizer
-from tests.unit.serving.http.chat.models import (
-    HERMES,
-    MAY_REASON,
-    PLAIN,
-    chat_tokenizer,
-    saying,
-)
+from tests.unit.serving.http.chat.models import HERMES, MAY_REASON, PLAIN, chat_tokenizer, saying
 from tests.unit.serving.http.service import MODEL, Service, serving, typed_events_of
 
 PATH = "/v1/responses"
