@@ -20,9 +20,11 @@ COMPARE_ARMS = (
 _ARM_HELP = (
     f"SYSTEM:MODE[:K][@WEIGHTS]; may be repeated. Default: {', '.join(COMPARE_ARMS)}. More: specray:ahead, "
     "specray:enumerate, specray:ngram, specray:suffix, vllm:draft-probabilistic. Weights: bfloat16 if none, "
-    "int8 and int4 of specray, gguf of llama.cpp (--gguf)."
+    "int8 and int4 of specray, gguf of specray and llama.cpp: a file's own bits (--target or --gguf)."
 )
-Checkpoint = Annotated[str, typer.Option(help="Checkpoint directory, or embedded.")]
+Checkpoint = Annotated[
+    str, typer.Option(help="Checkpoint directory, GGUF file, name of a known model, or embedded.")
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from typing import Any
 
 from specray.bench.compare.journal import Journal, PassRow
 from specray.bench.compare.peers import PeerArm, Setup, System, parse_arm, running
+from specray.bench.compare.peers.base import stored_file
 from specray.bench.compare.peers.llama_cpp import LlamaCpp
 from specray.bench.compare.peers.own import Specray
 from specray.bench.compare.peers.process import free_port
@@ -63,7 +64,7 @@ def systems_of(plan: ComparePlan) -> dict[str, System]:
         Specray(),
         Transformers(),
         Vllm(plan.vllm_python),
-        LlamaCpp(plan.llama_cpp, plan.gguf),
+        LlamaCpp(plan.llama_cpp, plan.gguf or stored_file(Path(plan.target).absolute())),
     )
     return {system.name: system for system in systems}
 
@@ -273,6 +274,11 @@ def _mean(values: Percentiles | None) -> float | None:
     return None if values is None else values.mean
 
 
+def _weight_files(checkpoint: Path) -> list[Path]:
+    stored = stored_file(checkpoint)
+    return sorted(checkpoint.glob("*.safetensors")) if stored is None else [stored]
+
+
 def checkpoint_digest(checkpoint: Path) -> str:
     """Tells checkpoints apart without reading them whole: names, sizes and the ends of the weight files.
 
@@ -280,7 +286,7 @@ def checkpoint_digest(checkpoint: Path) -> str:
         checkpoint: a directory, or its only file.
     """
     digest = hashlib.sha256()
-    for path in [checkpoint] if checkpoint.is_file() else sorted(checkpoint.glob("*.safetensors")):
+    for path in [checkpoint] if checkpoint.is_file() else _weight_files(checkpoint):
         with path.open("rb") as file:
             size = path.stat().st_size
             digest.update(f"{path.name} {size}\n".encode())

@@ -20,6 +20,8 @@ def compare(out: Out, plan: ComparePlan) -> None:
 
     In every turn the server of each arm is started, measured and stopped, one after another.
     """
+    from dataclasses import replace
+
     from rich.console import Console
 
     from specray.bench.compare.journal import Journal
@@ -27,8 +29,10 @@ def compare(out: Out, plan: ComparePlan) -> None:
     from specray.bench.compare.run import compare as measure
     from specray.bench.compare.run import conditions_of, prepared, systems_of
     from specray.bench.load.prompts import load_prompts
+    from specray.cli.models.checkpoints import local_checkpoint
     from specray.cli.output import make_directory
 
+    plan = replace(plan, target=local_checkpoint(plan.target), draft=local_checkpoint(plan.draft))
     console, systems = Console(stderr=True), systems_of(plan)
     num_prompts = max(plan.num_prompts, plan.num_warmup, *plan.concurrencies)
     prompts = load_prompts(plan.dataset, plan.dataset_path, num_prompts)

@@ -145,6 +145,12 @@ def draft_of(known: KnownModel, target: KeptCheckpoint) -> str:
         return DRAFT_WITHOUT_OWN
 
 
+def local_checkpoint(model: str) -> str:
+    """A model as engines take it: the directory of a known model or GGUF file, else what was given."""
+    source = find_source(model)
+    return model if source is None else str(fetched_checkpoint(source).directory)
+
+
 def fetched_checkpoint(source: Source) -> KeptCheckpoint:
     """A source's checkpoint; stderr shows how it is made. Raises ConfigError where it cannot be had."""
     from specray.cli.models.fetching import fetch_listener

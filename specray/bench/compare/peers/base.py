@@ -14,7 +14,9 @@ PLAIN = "plain"
 """Name of the mode without speculation; every system has it."""
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
 BFLOAT16 = "bfloat16"
-"""Name of the weights that every system has: the checkpoint's own."""
+"""Name of the weights that every system has."""
+GGUF = "gguf"
+"""Name of the weights of a GGUF file, in its own bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Setup:
     """Settings that all systems share."""
 
     target: Path
-    """Checkpoint directory with config, safetensors and tokenizer."""
+    """Checkpoint directory with config, tokenizer, and safetensors or a GGUF file."""
     draft: Path
     num_threads: int
     max_model_len: int
@@ -53,6 +55,12 @@ class Setup:
     """Largest number of requests at a time in this run."""
     work_dir: Path
     """Directory for converted checkpoints and the servers' logs."""
+
+
+def stored_file(checkpoint: Path) -> Path | None:
+    """The GGUF file of a checkpoint that has its weights there; None: it has safetensors."""
+    path = checkpoint / "model.gguf"
+    return path if path.exists() else None
 
 
 @dataclass(frozen=True, slots=True)

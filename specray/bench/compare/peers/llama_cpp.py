@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specray.bench.compare.peers.base import BFLOAT16, PLAIN, Launch, PeerArm, Setup
+from specray.bench.compare.peers.base import BFLOAT16, GGUF, PLAIN, Launch, PeerArm, Setup, stored_file
 from specray.bench.compare.peers.process import LOOPBACK
 from specray.errors import ConfigError
 
@@ -16,8 +16,6 @@ CONVERSION_TIMEOUT_S = 900.0
 NGRAM_LEN = 3
 _SERVER = Path("build", "bin", "llama-server")
 _CONVERTER = Path("convert_hf_to_gguf.py")
-_GGUF = "gguf"
-"""Name of the weights of a GGUF file that is given."""
 
 
 class LlamaCpp:
@@ -25,7 +23,7 @@ class LlamaCpp:
 
     Args:
         directory: source of llama.cpp, built in ``build``; None: not installed.
-        gguf: the target in a format of llama.cpp's own, for arms with the weights ``gguf``.
+        gguf: the target's file for arms with the weights ``gguf``; their draft is the draft's own file, if any.
     """
 
     name = "llama.cpp"
@@ -38,7 +36,7 @@ class LlamaCpp:
     @property
     def weights(self) -> tuple[str, ...]:
         """The checkpoint's own, and those of the GGUF file where one is given."""
-        return (BFLOAT16,) if self._given is None else (BFLOAT16, _GGUF)
+        return (BFLOAT16,) if self._given is None else (BFLOAT16, GGUF)
 
     def absence(self) -> str | None:
         if self._directory is None:
@@ -52,9 +50,13 @@ class LlamaCpp:
         """Converts what the arms read and what has changed since the last time."""
         is_read = {
             setup.target: any(arm.weights == BFLOAT16 for arm in arms),
-            setup.draft: any(arm.mode == "draft" for arm in arms),
+            setup.draft: any(arm.mode == "draft" and _draft_file(arm, setup) is None for arm in arms),
         }
         for checkpoint in (each for each, is_one in is_read.items() if is_one):
+            if stored_file(checkpoint) is not None:
+                raise ConfigError(
+                    f"{checkpoint} has a GGUF file alone; allowed: arms of llama.cpp with @{GGUF}"
+                )
             gguf = _gguf(checkpoint, setup)
             newest = max(path.stat().st_mtime for path in checkpoint.iterdir())
             if not gguf.exists() or gguf.stat().st_mtime < newest:
@@ -83,7 +85,7 @@ class LlamaCpp:
         assert self._directory is not None
         num_threads, num_slots = str(setup.num_threads), str(setup.max_num_seqs)
         converted = _gguf(setup.target, setup)
-        target = self._given if arm.weights == _GGUF and self._given is not None else converted
+        target = self._given if arm.weights == GGUF and self._given is not None else converted
         command = [str(self._directory / _SERVER), "--model", str(target)]
         command += ["--host", LOOPBACK, "--port", str(port)]
         command += ["--threads", num_threads, "--threads-batch", num_threads]
@@ -101,13 +103,19 @@ class LlamaCpp:
 def _speculation(arm: PeerArm, setup: Setup) -> list[str]:
     k = str(arm.k)
     if arm.mode == "draft":
-        draft = ["--spec-type", "draft-simple", "--spec-draft-model", str(_gguf(setup.draft, setup))]
+        file = _draft_file(arm, setup) or _gguf(setup.draft, setup)
+        draft = ["--spec-type", "draft-simple", "--spec-draft-model", str(file)]
         return [*draft, "--spec-draft-n-max", k, "--spec-draft-threads", str(setup.num_threads)]
     if arm.mode == "ngram":
         # By default it looks for twelve equal tokens, and so never drafts in a short output.
         lookup = ["--spec-ngram-simple-size-n", str(NGRAM_LEN), "--spec-ngram-simple-size-m", k]
         return ["--spec-type", "ngram-simple", *lookup]
     return []
+
+
+def _draft_file(arm: PeerArm, setup: Setup) -> Path | None:
+    """The draft's own GGUF file, beside a target's; None: one is converted."""
+    return stored_file(setup.draft) if arm.weights == GGUF else None
 
 
 def _gguf(checkpoint: Path, setup: Setup) -> Path:

@@ -6,8 +6,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from specray.bench.compare.peers.base import BFLOAT16, PLAIN, Launch, PeerArm, Setup
+from specray.bench.compare.peers.base import BFLOAT16, GGUF, PLAIN, Launch, PeerArm, Setup, stored_file
 from specray.bench.compare.peers.process import LOOPBACK
+from specray.errors import ConfigError
 
 _OVERLAPS = {"serial": "serial", "auto": "auto", "ahead": "ahead", "enumerate": "enumerate"}
 _MODEL_FREE = ("ngram", "suffix")
@@ -19,14 +20,17 @@ class Specray:
 
     name = "specray"
     modes = (PLAIN, *_OVERLAPS, *_MODEL_FREE)
-    weights = (BFLOAT16, *_QUANTIZED)
+    weights = (BFLOAT16, GGUF, *_QUANTIZED)
     max_concurrency = None
 
     def absence(self) -> str | None:
         return None
 
     def prepare(self, setup: Setup, arms: Sequence[PeerArm]) -> None:
-        """Does nothing."""
+        """Raises ConfigError where an arm asks for a GGUF file that is not there."""
+        for arm in arms:
+            if arm.weights == GGUF and stored_file(setup.target) is None:
+                raise ConfigError(f"--arm {arm.name}: --target {setup.target} has no GGUF file")
 
     def launch(self, arm: PeerArm, setup: Setup, port: int) -> Launch:
         options = {
@@ -48,6 +52,9 @@ class Specray:
         }
         if arm.weights in _QUANTIZED:
             settings["target.quantization"] = arm.weights
+        if arm.weights != GGUF:
+            models = {"target": setup.target} | ({"draft": setup.draft} if arm.mode in _OVERLAPS else {})
+            settings |= {f"{name}.weights": BFLOAT16 for name, path in models.items() if stored_file(path)}
         command = [sys.executable, "-m", "specray.cli", "serve"]
         command += [part for option in options.items() for part in option]
         command += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]

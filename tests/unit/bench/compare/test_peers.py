@@ -244,6 +244,32 @@ def test_what_no_arm_reads_is_not_converted(llama_setup: Setup) -> None:
     assert not list(llama_setup.work_dir.glob("*.gguf"))
 
 
+def test_files_of_their_own_bits_are_served_as_they_are(llama_setup: Setup) -> None:
+    for path in (llama_setup.target, llama_setup.draft):
+        (path / "model.gguf").touch()
+    own, peer = Specray(), LlamaCpp(llama_setup.work_dir, llama_setup.target / "model.gguf")
+    arms = [PeerArm("llama.cpp", "draft", 3, "gguf"), PeerArm("specray", "serial", None, "gguf")]
+    peer.prepare(llama_setup, arms[:1])
+    own.prepare(llama_setup, arms[1:])
+    assert not list(llama_setup.work_dir.glob("*.gguf"))
+    command = peer.launch(arms[0], llama_setup, 1).command
+    assert command[command.index("--model") + 1] == str(llama_setup.target / "model.gguf")
+    assert command[command.index("--spec-draft-model") + 1] == str(llama_setup.draft / "model.gguf")
+    assert not any("weights" in word for word in own.launch(arms[1], llama_setup, 1).command)
+    for mode, models in (("serial", ["target", "draft"]), ("ngram", ["target"])):
+        command = own.launch(PeerArm("specray", mode), llama_setup, 1).command
+        assert [word for word in command if "weights" in word] == [
+            f"{name}.weights=bfloat16" for name in models
+        ]
+    with pytest.raises(ConfigError, match=r"has a GGUF file alone; allowed: arms of llama\.cpp with @gguf$"):
+        peer.prepare(llama_setup, LLAMA_ARMS[:1])
+
+
+def test_own_bits_of_a_checkpoint_without_a_file_are_refused(llama_setup: Setup) -> None:
+    with pytest.raises(ConfigError, match=r"--arm specray plain gguf: --target .* has no GGUF file$"):
+        Specray().prepare(llama_setup, [PeerArm("specray", "plain", None, "gguf")])
+
+
 @pytest.mark.slow
 def test_checkpoints_are_converted_once_and_again_when_they_change(llama_setup: Setup) -> None:
     peer, work_dir = LlamaCpp(llama_setup.work_dir), llama_setup.work_dir
