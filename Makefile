@@ -39,8 +39,9 @@ endef
 lock: setup
 	$(BIN)/python .ci/lock.py $(if $(UPGRADE),--upgrade)
 
+# MODEL=qwen2.5-coder-1.5b-instruct: another model than the default (`specray models list`), with the draft that goes with it.
 serve: setup
-	exec $(BIN)/specray serve
+	exec $(BIN)/specray serve $(if $(MODEL),--target $(MODEL))
 
 # What a change waits for: tests of every package, the theorem in pairs of values, and one service on Ray, over HTTP and
 # gRPC, whose draft is killed. PYTEST_OPTIONS: more options of pytest.

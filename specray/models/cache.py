@@ -6,6 +6,7 @@ A directory of it::
     gguf/<checksum>.gguf    the file from which a known model's checkpoint is made
     locks/<key>             held by the process that makes or removes either
     partial/<key>-<random>/ what that process has not finished; left over, the next holder removes it
+    partial/<key>.gguf      such a file in parts; left over, the next holder fetches those that are missing
 
 The key is the beginning of the GGUF file's SHA-256.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -87,6 +89,10 @@ class ModelCache:
         """Path of a known model's GGUF file, kept or not."""
         return self.root / "gguf" / f"{sha256}.gguf"
 
+    def partial_gguf(self, sha256: str) -> Path:
+        """Path of a known model's GGUF file while parts of it are missing, there or not."""
+        return self.root / "partial" / f"{sha256[:_KEY_CHARS]}.gguf"
+
     @contextmanager
     def locked(
         self, sha256: str, listener: Listener, what: str, deadline_s: float = _LOCK_DEADLINE_S
@@ -147,8 +153,17 @@ class ModelCache:
         """Moves a complete GGUF file to its place; for the holder of the model's lock."""
         destination = self.gguf(sha256)
         destination.parent.mkdir(parents=True, exist_ok=True)
+        with written.open("rb") as file:
+            # A file that has its name is whole, also after a loss of power.
+            os.fsync(file.fileno())
         written.replace(destination)
         return destination
+
+    def reopen_gguf(self, sha256: str) -> None:
+        """Moves a broken GGUF file to where its parts are completed; for the holder of the model's lock."""
+        destination = self.partial_gguf(sha256)
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        self.gguf(sha256).replace(destination)
 
     def remove_checkpoint(self, kept: KeptCheckpoint) -> None:
         """Removes a checkpoint, out of the others' sight first; for the holder of the model's lock."""

