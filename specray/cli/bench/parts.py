@@ -1,4 +1,4 @@
-"""``specray bench router``, ``rpc``, ``forwards``, ``drafting``: single parts of the service."""
+"""``specray bench router``, ``rpc``, ``forwards``, ``drafting``: single parts of a service; ``idle``: all."""
 
 from __future__ import annotations
 
@@ -185,3 +185,20 @@ def drafting(
     ]
     Console().print(drafting_table(costs, title=f"draft {model}, {dtype}"))
     write_json([asdict(cost) for cost in costs], json_path)
+
+
+def idle(
+    duration: Annotated[float, typer.Option(min=1, help="Seconds to watch.")] = 60.0,
+    port: Annotated[
+        int | None, typer.Option(help="HTTP port of the service, if several run on this machine.")
+    ] = None,
+    json_path: options.JsonPath = None,
+) -> None:
+    """Measure what a service that `specray serve` runs here costs while nobody calls it, by process."""
+    from specray.bench.idle import idle_table, measure_idle
+    from specray.cli.output import wide_console, write_json
+    from specray.serving.own_ray.notes import find_note
+
+    rows = measure_idle(find_note(port).pid, duration_s=duration)
+    wide_console().print(idle_table(rows, duration_s=duration))
+    write_json([asdict(row) for row in rows], json_path)

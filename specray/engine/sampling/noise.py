@@ -30,6 +30,9 @@ MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 NUM_ROUNDS = 10
 _DEFAULT_CACHE_BYTES = 64 * 1024 * 1024
+_MAX_CACHED_ROWS = 512
+"""Rows kept, at most: those of 64 sequences with eight positions each. Of 4,096 tokens 64 MiB are 2,048 rows,
+which a draft filled in four minutes of load: it seemed to leak."""
 
 
 class Purpose(enum.IntEnum):
@@ -176,7 +179,7 @@ class NoiseSource:
     sees a rejected position again. A row is a function of its key, so keeping it cannot change a result.
 
     Args:
-        max_cached_bytes: for the rows kept.
+        max_cached_bytes: for the rows kept, of which there are at most ``_MAX_CACHED_ROWS``.
         token_ids: ids whose numbers a row holds, in ascending order; None: all.
     """
 
@@ -193,8 +196,12 @@ class NoiseSource:
         self._generator = PhiloxGenerator()
         self.row_size = vocab_size if token_ids is None else len(token_ids)
         """Numbers of a row."""
-        self._max_cached_rows = max_cached_bytes // (8 * self.row_size)
+        self._max_cached_rows = min(_MAX_CACHED_ROWS, max_cached_bytes // (8 * self.row_size))
         self._cached_rows: OrderedDict[NoiseKey, Tensor] = OrderedDict()
+
+    @property
+    def num_cached_rows(self) -> int:
+        return len(self._cached_rows)
 
     def gumbel(self, keys: Sequence[NoiseKey]) -> Tensor:
         """Gumbel noise, float64 ``[len(keys), row_size]``."""

@@ -129,11 +129,12 @@ def test_rows_kept_from_earlier_equal_fresh_rows() -> None:
         assert torch.equal(kept.gumbel(keys), fresh.gumbel(keys))
 
 
-def test_rows_kept_stay_within_the_budget() -> None:
-    source = NoiseSource(64, max_cached_bytes=3 * 64 * 8)
-    for position in range(10):
+@pytest.mark.parametrize(("max_bytes", "num_rows"), [(0, 0), (3 * 64 * 8, 3), (2**26, 512)])
+def test_rows_kept_stay_within_the_bytes_and_512_rows(max_bytes: int, num_rows: int) -> None:
+    source = NoiseSource(64, max_cached_bytes=max_bytes)
+    for position in range(600):
         source.gumbel([NoiseKey(0, position, Purpose.COUPLED_DRAW)])
-    assert len(source._cached_rows) == 3
+    assert source.num_cached_rows == num_rows
 
 
 def test_smallest_and_largest_words_give_finite_noise() -> None:
