@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections import deque
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 from specray.errors import ConfigError
+from specray.gguf.type_sizes import FLOAT32, TYPE_SIZES
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """By the number of a value's type: its format in ``struct``."""
 _STRING, _ARRAY = 8, 9
-_FLOAT32 = 0
-"""Number of this data type of tensors."""
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMENSIONS = 8
 _MAX_KEPT = 4096
@@ -76,11 +77,18 @@ class GgufHeader:
         return next((tensor for tensor in self.tensors if tensor.name == name), None)
 
 
-def read_header(path: Path) -> GgufHeader:
-    """The header without the data. Raises ConfigError: unreadable, no GGUF of version 2 or 3, or cut off."""
+def read_header(path: Path, *, whole: Collection[str] = ()) -> GgufHeader:
+    """The header without the data.
+
+    Args:
+        whole: keys whose arrays are kept whatever their length.
+
+    Raises:
+        ConfigError: the file is unreadable, no GGUF of version 2 or 3, or cut off.
+    """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return _parse(path, _HeaderReader(content))
+            return _parse(path, _HeaderReader(content), whole)
     except ValueError:  # mmap refuses an empty file.
         raise ConfigError(f"{path} is no GGUF file: it is empty") from None
     except OSError as error:
@@ -89,16 +97,13 @@ def read_header(path: Path) -> GgufHeader:
 
 def check_whole(path: Path, header: GgufHeader) -> None:
     """Raises ConfigError where a tensor's data is not in the file, as after a download that broke off."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
     size = path.stat().st_size
     for tensor in header.tensors:
-        try:
-            values_per_block, block_size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type_number)]
-        except (ValueError, KeyError):
+        if tensor.type_number not in TYPE_SIZES:
             raise ConfigError(
                 f"{path} holds the tensor {tensor.name!r} of the unknown type {tensor.type_number}"
-            ) from None
+            )
+        values_per_block, block_size = TYPE_SIZES[tensor.type_number]
         end = header.data_start + tensor.offset + tensor.num_values // values_per_block * block_size
         if end > size:
             raise ConfigError(f"{path} has {size} bytes and needs at least {end}: a part of it is missing")
@@ -109,7 +114,7 @@ def read_floats(path: Path, header: GgufHeader, name: str) -> tuple[float, ...] 
     tensor = header.tensor(name)
     if tensor is None:
         return None
-    if tensor.type_number != _FLOAT32:
+    if tensor.type_number != FLOAT32:
         raise ConfigError(f"{path}: the tensor {name!r} is of type {tensor.type_number}; allowed: float32")
     with path.open("rb") as file:
         file.seek(header.data_start + tensor.offset)
@@ -137,13 +142,30 @@ class _HeaderReader:
         self.skip(length)
         return self.content[self.position - length : self.position].decode("utf-8", "replace")
 
+    def texts(self, count: int) -> Iterator[bytes]:
+        """Texts, one after the other, each as bytes."""
+        content, end, position = self.content, len(self.content), self.position
+        length_at = struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            (length,) = length_at(content, position)
+            position += 8 + length
+            if position > end:
+                raise struct.error("it ends within its header")
+            yield content[position - length : position]
+        self.position = position
+
+    def numbers(self, form: str, count: int) -> tuple[Single, ...]:
+        start = self.position
+        self.skip(count * struct.calcsize(f"<{form}"))
+        return struct.unpack_from(f"<{count}{form}", self.content, start)
+
     def skip(self, num_bytes: int) -> None:
         if num_bytes > len(self.content) - self.position:
             raise struct.error("it ends within its header")
         self.position += num_bytes
 
 
-def _parse(path: Path, reader: _HeaderReader) -> GgufHeader:
+def _parse(path: Path, reader: _HeaderReader, whole: Collection[str]) -> GgufHeader:
     if reader.content[: len(_MAGIC)] != _MAGIC:
         raise ConfigError(f"{path} is no GGUF file: it does not begin with GGUF")
     reader.position = len(_MAGIC)
@@ -157,7 +179,7 @@ def _parse(path: Path, reader: _HeaderReader) -> GgufHeader:
             key = reader.text()
             if key in values:
                 raise _UnreadableError(f"the key {key!r} is there twice")
-            values[key] = _value(reader, reader.number("I"))
+            values[key] = _value(reader, reader.number("I"), is_whole=key in whole)
         tensors = tuple(_tensor(reader) for _ in range(num_tensors))
     except (struct.error, _UnreadableError) as error:
         raise ConfigError(f"{path} is no readable GGUF file: {error}") from None
@@ -171,7 +193,7 @@ class _UnreadableError(Exception):
     """A header says what no header may say."""
 
 
-def _value(reader: _HeaderReader, kind: int) -> Value:
+def _value(reader: _HeaderReader, kind: int, *, is_whole: bool) -> Value:
     if kind in _FORMATS:
         return reader.scalar(_FORMATS[kind])
     if kind == _STRING:
@@ -180,12 +202,14 @@ def _value(reader: _HeaderReader, kind: int) -> Value:
         raise _UnreadableError(f"a value has the unknown type {kind}")
     element, count = reader.number("I"), reader.number("Q")
     if element in _FORMATS:
-        if count <= _MAX_KEPT:
-            return tuple(reader.scalar(_FORMATS[element]) for _ in range(count))
+        if is_whole or count <= _MAX_KEPT:
+            return reader.numbers(_FORMATS[element], count)
         reader.skip(count * struct.calcsize(_FORMATS[element]))
     elif element == _STRING:
-        for _ in range(count):
-            reader.skip(reader.number("Q"))
+        texts = reader.texts(count)
+        if is_whole:
+            return tuple(text.decode("utf-8", "replace") for text in texts)
+        deque(texts, maxlen=0)
     else:
         raise _UnreadableError(f"an array holds values of type {element}")
     return LongArray(count)

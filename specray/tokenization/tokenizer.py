@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specray.errors import InvalidRequestError
+from specray.tokenization.byte_alphabet import spelled_bytes
 from specray.tokenization.chat import ChatMessage, ChatOptions, ChatTemplate
 from specray.tokenization.control_tokens import ControlTokens, without_marks
 from specray.tokenization.decoders import ByteDecoder, TokenDecoder, WindowDecoder
@@ -79,7 +80,7 @@ class Tokenizer:
         """Ids of special tokens by their text."""
         self.special_initials = frozenset(name[0] for name in self.special_names)
         """Characters with which the text of a special token begins."""
-        self._unicode_to_byte = _unicode_to_byte()
+        self._byte_of = {char: byte for byte, char in enumerate(spelled_bytes())}
         decoder: Any = backend.decoder
         steps = [] if decoder is None else list(_decoder_steps(json.loads(decoder.__getstate__())))
         self._is_byte_level = [step["type"] for step in steps] == ["ByteLevel"]
@@ -291,7 +292,7 @@ class Tokenizer:
             return token.encode()
         if not self._is_byte_level:
             return self._read_other_piece(token_id, token)
-        table = self._unicode_to_byte
+        table = self._byte_of
         # An added token with characters outside the byte alphabet is plain text.
         if any(char not in table for char in token):
             return token.encode()
@@ -322,12 +323,3 @@ def _space_mark(step: Mapping[str, Any]) -> str | None:
         mark = step["pattern"].get("String")
         return str(mark) if mark else None
     return None
-
-
-def _unicode_to_byte() -> dict[str, int]:
-    """Alphabet of byte-level BPE (GPT-2's ``bytes_to_unicode``), inverted."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + rank): byte for rank, byte in enumerate(others)
-    }

@@ -1,6 +1,6 @@
 """The process that converts a GGUF file: ``python -m specray.models.gguf.converter FILE DIRECTORY``.
 
-transformers reads the file, each weight dequantised, and writes it as a bfloat16 checkpoint. It runs as a
+transformers reads the weights, each dequantised, and writes them as a bfloat16 checkpoint. It runs as a
 process of its own, whose memory and imports end with it. A failure is one line of JSON on stdout.
 """
 
@@ -9,23 +9,20 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from specray.gguf.header import GgufHeader, read_header
+from specray.models.gguf.ends import end_token_ids, write_ends
 from specray.models.gguf.families import read_config
 from specray.models.gguf.keys import UnfitError
-from specray.models.gguf.tokenizer import complete_tokenizer
-from specray.tokenization.ends import named_ends, part_end
+from specray.models.gguf.tokenizer_files import write_tokenizer
 
 _EXIT_FAILED = 2
 _MAX_NAMES = 3
 _SHARED_GATE = "ffn_gate_inp_shexp.weight"
-_END_KEYS: Final = tuple(
-    f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-)
 
 
 @contextmanager
@@ -88,21 +85,13 @@ def convert_file(source: Path, destination: Path) -> None:
     with _refused("refuses its configuration"):
         config = library.AutoConfig.for_model(**values)
     options: dict[str, Any] = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
-    with _refused("cannot read its tokenizer"):
-        tokenizer = library.AutoTokenizer.from_pretrained(**options)
-    complete_tokenizer(tokenizer, header)
     model = _read_model(library, config, options)
     _check_all_used(header, model, apart)
     # Without it the tensors are saved as they lie in memory, all experts in one.
     model._weight_conversions = None
     model.save_pretrained(destination)
-    tokenizer.save_pretrained(destination)
-    control_ids = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    # What transformers adds to the vocabulary has no row in the embedding.
-    rows = {
-        token: token_id for token, token_id in tokenizer.get_vocab().items() if token_id < config.vocab_size
-    }
-    ends = end_token_ids(header.values, rows, control_ids)
+    written = write_tokenizer(source, destination)
+    ends = end_token_ids(header.values, written.vocabulary, written.special_ids)
     write_ends(destination / "generation_config.json", ends)
 
 
@@ -160,22 +149,6 @@ def main(arguments: list[str]) -> int:
 def _one_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
-
-
-def end_token_ids(
-    values: Mapping[str, Any], vocabulary: Mapping[str, int], control_ids: Collection[int]
-) -> list[int]:
-    """Ids, ascending, at which llama.cpp ends an output; transformers takes one of the header's."""
-    known = set(vocabulary.values())
-    named = {token_id for key in _END_KEYS if isinstance(token_id := values.get(key), int)} & known
-    return sorted((named | named_ends(vocabulary, control_ids)) - {part_end(vocabulary)})
-
-
-def write_ends(path: Path, token_ids: list[int]) -> None:
-    """Lists the end tokens in a checkpoint's ``generation_config.json``."""
-    settings = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-    settings["eos_token_id"] = token_ids
-    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

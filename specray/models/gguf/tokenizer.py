@@ -1,62 +1,20 @@
-"""Accounts for a tokenizer's keys in a GGUF header, and does what transformers leaves out of them."""
+"""Accounts for a tokenizer's keys in a GGUF header: each is read, changes nothing, or refuses the file."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from specray.gguf.header import GgufHeader, LongArray, Value
 from specray.models.gguf.keys import UnfitError
+from specray.models.gguf.pre_tokenizers import NAMELESS, PATTERNS
 
-_PREFIX = "tokenizer."
-_BYTE_LEVEL, _SENTENCEPIECE = "gpt2", "llama"
-_MODELS = (_BYTE_LEVEL, _SENTENCEPIECE)
+PREFIX = "tokenizer."
+"""Beginning of a tokenizer's keys."""
+BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"
+"""Kinds of vocabularies (``ggml.model``): byte-level BPE, and sentencepiece with bytes to fall back on."""
+_MODELS = (BYTE_LEVEL, SENTENCEPIECE)
 
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_OWN_SPLITS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        ("default", "gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "mpt", "olmo", "jais", "trillion"),
-        (_GPT2,),
-    ),
-    **dict.fromkeys(
-        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"),
-        (r"\p{N}", _GPT2),
-    ),
-    **dict.fromkeys(("stablelm2", "hunyuan", "solar-open", "grok-2"), (_QWEN2,)),
-    "deepseek-coder": (
-        r"[\r\n]",
-        r"\s?\p{L}+",
-        r"\s?\p{P}+",
-        "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
-        r"\p{N}",
-    ),
-}
-"""Patterns by which a text is cut, one after the other, by the name of the pre-tokenizer."""
-_FIRST_WHOLE = frozenset(
-    {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken"}
-)
-"""Pre-tokenizers whose pieces are a token if the vocabulary has them whole, and before whose texts a
-beginning token stands where the file does not say."""
-LIBRARY_SPLITS = _FIRST_WHOLE | {
-    "dbrx",
-    "smaug-bpe",
-    "qwen2",
-    "deepseek-r1-qwen",
-    "kormo",
-    "megrez",
-    "qwen35",
-    "gpt-4o",
-    "llama4",
-    "kanana2",
-    "minimax-m2",
-}
-"""Pre-tokenizers that transformers knows."""
-
-# Read by transformers or for the ends of outputs, or notes for other uses than text: the tokens of
+# Read for the tokenizer or for the ends of outputs, or notes for other uses than text: the tokens of
 # fill-in-the-middle are in the vocabulary, where clients name them.
 _KNOWN = frozenset(
     {
@@ -92,17 +50,17 @@ def check_tokenizer(header: GgufHeader) -> None:
     model = values.get("ggml.model")
     if model not in _MODELS:
         raise _unfit("ggml.model", model, " or ".join(map(repr, _MODELS)))
-    name = values.get("ggml.pre", "default")
-    if model == _BYTE_LEVEL and name not in _OWN_SPLITS and name not in LIBRARY_SPLITS:
-        known = ", ".join(sorted({*_OWN_SPLITS, *LIBRARY_SPLITS}))
+    name = values.get("ggml.pre", NAMELESS)
+    if model == BYTE_LEVEL and name not in PATTERNS:
+        known = ", ".join(sorted(PATTERNS))
         raise _unfit("ggml.pre", name, f"a pre-tokenizer that is known: {known}")
     _check_lists(values, model)
     for key in ("ggml.add_bos_token", "ggml.add_eos_token", "ggml.add_space_prefix"):
         if type(values.get(key, False)) is not bool:
             raise _unfit(key, values[key], "true or false")
     has_space = header.architecture.startswith("gemma") and values.get("ggml.add_space_prefix", False)
-    if has_space and model == _SENTENCEPIECE:
-        # Its tokenizer in transformers puts none before a text.
+    if has_space and model == SENTENCEPIECE:
+        # The original's tokenizer puts none before a text.
         raise _unfit("ggml.add_space_prefix", True, "false")
     for key, value in sorted(values.items()):
         if key in _KNOWN or key.startswith("chat_template.") or _NEUTRAL.get(key) == value:
@@ -114,58 +72,19 @@ def check_tokenizer(header: GgufHeader) -> None:
 def names_no_split(header: GgufHeader) -> bool:
     """Whether a byte-level vocabulary comes without the way in which its texts are cut."""
     values = _values(header)
-    return values.get("ggml.model") == _BYTE_LEVEL and values.get("ggml.pre", "default") == "default"
-
-
-def complete_tokenizer(tokenizer: Any, header: GgufHeader) -> None:
-    """Cuts texts as the file's pre-tokenizer does, and puts before them what llama.cpp puts there."""
-    values = _values(header)
-    name = str(values.get("ggml.pre", "default"))
-    if values["ggml.model"] == _SENTENCEPIECE:
-        if not header.architecture.startswith("gemma"):
-            _space_out(
-                tokenizer.backend_tokenizer, has_prefix=bool(values.get("ggml.add_space_prefix", True))
-            )
-        return
-    if name in _OWN_SPLITS:
-        from tokenizers import Regex, pre_tokenizers
-
-        splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in _OWN_SPLITS[name]]
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-        )
-    if name in _FIRST_WHOLE:
-        tokenizer.backend_tokenizer.model.ignore_merges = True
-        if "ggml.add_bos_token" not in values and tokenizer.bos_token is not None:
-            tokenizer.add_bos_token = True
-
-
-def _space_out(backend: Any, *, has_prefix: bool) -> None:
-    """Writes spaces as sentencepiece does, and one more before each text and after each control token."""
-    from tokenizers import decoders, normalizers
-
-    space = "\u2581"
-    steps = [normalizers.Prepend(space)] if has_prefix else []
-    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", space)])
-    backend.pre_tokenizer = None
-    cut = [decoders.Strip(content=" ", left=1)] if has_prefix else []
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse(), *cut]
-    )
+    return values.get("ggml.model") == BYTE_LEVEL and values.get("ggml.pre", NAMELESS) == NAMELESS
 
 
 def _values(header: GgufHeader) -> dict[str, Value]:
-    return {
-        key.removeprefix(_PREFIX): value for key, value in header.values.items() if key.startswith(_PREFIX)
-    }
+    return {key.removeprefix(PREFIX): value for key, value in header.values.items() if key.startswith(PREFIX)}
 
 
 def _check_lists(values: Mapping[str, Value], model: str) -> None:
     """Raises UnfitError where the lists next to the tokens are missing, or of other lengths."""
     count = _length(values.get("ggml.tokens"))
-    if model == _BYTE_LEVEL and _length(values.get("ggml.merges")) is None:
+    if model == BYTE_LEVEL and _length(values.get("ggml.merges")) is None:
         raise _unfit("ggml.merges", values.get("ggml.merges"), "a list of merges")
-    needed = {"ggml.scores"} if model == _SENTENCEPIECE else set()
+    needed = {"ggml.scores"} if model == SENTENCEPIECE else set()
     for key in sorted(needed | ({"ggml.scores", "ggml.token_type"} & values.keys())):
         if _length(values.get(key)) != count:
             raise _unfit(key, values.get(key), f"a list of {count}, one for each token")
@@ -182,4 +101,4 @@ def _unfit(key: str, value: Value | None, allowed: str) -> UnfitError:
     length = _length(value)
     shown = repr(value) if length is None else f"a list of {length}"
     problem = "is missing" if value is None else f"is {shown}"
-    return UnfitError(f"{_PREFIX}{key} {problem}; allowed: {allowed}")
+    return UnfitError(f"{PREFIX}{key} {problem}; allowed: {allowed}")

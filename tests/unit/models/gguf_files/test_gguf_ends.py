@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specray.models.gguf.converter import end_token_ids, write_ends
+from specray.models.gguf.ends import end_token_ids, write_ends
 
 QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
 FILLED = ("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")

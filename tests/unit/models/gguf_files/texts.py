@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,17 +16,17 @@ TEXTS = [
     "",
     "a<|end|> a",
 ]
-_MERGES = [
+MERGES = [
     *("1 2", "12 3", "\u0120 1", "\u0120 \u0120", "\u0120\u0120 \u0120", "' s", "a '", "' L", "'L L"),
     *("\u010a \u010a", "\u0120 x", "x (", ") :", "( )", "\u00c3 \u00a9", "2 a", "a b", "b 1", "\u0120 a"),
 ]
-_WORDS = ["<|start|>", "<|end|>", *ALPHABET, *("".join(merge.split()) for merge in _MERGES)]
+BYTE_WORDS = ["<|start|>", "<|end|>", *ALPHABET, *("".join(merge.split()) for merge in MERGES)]
 # A word that no merges lead to.
-_WORDS += ["He"]
+BYTE_WORDS += ["He"]
 _SPACE = "\u2581"
 _PIECES = [f"{_SPACE}{_SPACE}", f"{_SPACE}a", "12", "'s", f"{_SPACE}1", "ab", f"a{_SPACE}", "He", "LL"]
 _CHARACTERS = sorted(set("".join(TEXTS)) - {" "} | {_SPACE})
-_SENTENCE_WORDS = [
+SENTENCE_WORDS = [
     *("<unk>", "<|start|>", "<|end|>"),
     *(f"<0x{byte:02X}>" for byte in range(256)),
     *_PIECES,
@@ -54,18 +54,19 @@ class Vocabulary:
         return {f"ggml.{key}": value for key, value in {"tokens": list(self.words), **self.settings}.items()}
 
 
-def _byte_level(name: str, **settings: Any) -> Vocabulary:
-    types = [3, 3, *[1] * (len(_WORDS) - 2)]
-    return Vocabulary(
-        "llama", tuple(_WORDS), {"pre": name, "merges": _MERGES, "token_type": types, **settings}
-    )
+def byte_level(name: str, words: Sequence[str] = BYTE_WORDS, **settings: Any) -> Vocabulary:
+    """A byte-level vocabulary whose texts are cut in the way of a name."""
+    types = [3, 3, *[1] * (len(words) - 2)]
+    keys = {"pre": name, "merges": MERGES, "token_type": types, **settings}
+    return Vocabulary("llama", tuple(words), keys)
 
 
-def _sentencepiece(family: str, **settings: Any) -> Vocabulary:
-    num_pieces = len(_SENTENCE_WORDS) - 259
+def sentencepiece(family: str, words: Sequence[str] = SENTENCE_WORDS, **settings: Any) -> Vocabulary:
+    """A sentencepiece vocabulary: three control tokens, all bytes, pieces by falling scores."""
+    num_pieces = len(words) - 259
     return Vocabulary(
         family,
-        tuple(_SENTENCE_WORDS),
+        tuple(words),
         {
             "model": "llama",
             "pre": "default",
@@ -82,12 +83,12 @@ def _sentencepiece(family: str, **settings: Any) -> Vocabulary:
 
 VOCABULARIES = {
     **{
-        f"cut-{name}": _byte_level(name)
+        f"cut-{name}": byte_level(name)
         for name in ("gpt-2", "smollm", "stablelm2", "qwen2", "qwen35", "llama-bpe", "deepseek-coder")
     },
-    "sentence-llama": _sentencepiece("llama"),
-    "sentence-llama-without-space": _sentencepiece("llama", add_space_prefix=False),
-    "sentence-phi3": _sentencepiece("phi3"),
-    "sentence-gemma2": _sentencepiece("gemma2", add_space_prefix=False),
+    "sentence-llama": sentencepiece("llama"),
+    "sentence-llama-without-space": sentencepiece("llama", add_space_prefix=False),
+    "sentence-phi3": sentencepiece("phi3"),
+    "sentence-gemma2": sentencepiece("gemma2", add_space_prefix=False),
 }
 """By name: the pre-tokenizer of a byte-level vocabulary, or the family of one of sentencepiece."""
