@@ -69,10 +69,17 @@ class Page:
         for domain in ("Page", "Runtime", "Network", "Log"):
             await self.call(f"{domain}.enable")
         await self.size(width, height)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
-        await self.call("Emulation.setEmulatedMedia", features=[scheme])
+        await self.prefer(is_dark=is_dark)
         await self.call("Page.navigate", url=url)
         await self.until("document.readyState === 'complete'", f"{url} is loaded")
+
+    async def prefer(self, *, is_dark: bool, is_still: bool = False) -> None:
+        """Sets what the user prefers: the scheme of colours, and no motion."""
+        features = [
+            {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"},
+            {"name": "prefers-reduced-motion", "value": "reduce" if is_still else "no-preference"},
+        ]
+        await self.call("Emulation.setEmulatedMedia", features=features)
 
     async def size(self, width: int, height: int) -> None:
         """Sets the size of the window in CSS pixels."""
@@ -97,10 +104,13 @@ class Page:
                 "Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], button=button, clickCount=1
             )
 
-    async def press(self, key: str) -> None:
-        """Presses and releases a key by its name."""
+    async def press(self, key: str, modifiers: int = 0) -> None:
+        """Presses and releases a key by its name; ``modifiers`` are bits of the protocol: 2 is Control."""
+        about: dict[str, Any] = {"key": key, "code": key, "modifiers": modifiers}
+        if key == "Enter":
+            about |= {"windowsVirtualKeyCode": 13, "text": "\r"}
         for kind in ("keyDown", "keyUp"):
-            await self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
+            await self.call("Input.dispatchKeyEvent", type=kind, **about)
 
     async def screenshot(self, path: Path, *, is_whole: bool = True) -> None:
         """Writes the page as PNG."""

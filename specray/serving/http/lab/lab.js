@@ -1,235 +1,217 @@
-// The lab page: reads its form, runs calls and shows what comes.
+// The lab page: runs what its form asks for and shows what comes.
 
+import { Figures } from "./figures.js";
+import { Form } from "./form.js";
+import { Lane } from "./lane.js";
 import { Output } from "./output.js";
-import { Race } from "./race.js";
-import { Rounds, expectedLength } from "./rounds.js";
+import { Rounds } from "./rounds.js";
 import { read, stream } from "./stream.js";
 import { Timeline } from "./timeline.js";
 
-const METHODS = [
-  { label: "none", speculation: { enabled: false } },
-  { label: "repetitions (n-grams)", speculation: { draft: "ngram" } },
-  { label: "draft model", speculation: { draft: "model" } },
-  { label: "the service chooses", speculation: {} },
-];
-const PROMPTS = {
-  chat: "What is the capital of France? Answer in one sentence.",
-  completion: "def fibonacci(n):\n",
-};
+const TICK_MS = 66;
+const FIGURES_MS = 250;
 
 const find = (id) => document.getElementById(id);
-const output = new Output(find("output"), find("detail"));
-const timeline = new Timeline(find("timeline"), find("follow"));
-const race = new Race(find);
+const form = new Form(find);
+const figures = new Figures(find);
+const timeline = new Timeline(find("bars"), find("rows"), find("whole"));
+const lanes = Object.fromEntries(
+  ["off", "on"].map((name) => [name, new Lane(find(name), find(`${name}-time`), new Output(find(`${name}-text`), find("detail")))]),
+);
 let model = null;
 let running = null;
+let clock = null;
+/** Shows the figures of the rounds that came since they were last shown, from a time on; null: there were none. */
+let due = null;
+let dueFrom = 0;
 
-function showSliders() {
-  const k = Number(find("k").value);
-  find("k-value").textContent = k === 0 ? "chosen by the service" : String(k);
-  find("temperature-value").textContent = Number(find("temperature").value).toFixed(1);
-  find("method-value").textContent = METHODS[Number(find("method").value)].label;
-  for (const [id, text] of [["k", find("k-value").textContent], ["method", find("method-value").textContent]]) {
-    find(id).setAttribute("aria-valuetext", text);
-  }
-}
-
-function kind() {
-  return find("kind-chat").checked ? "chat" : "completion";
-}
-
-/** Path and body of the call that the form describes. */
-function call(method) {
-  const temperature = Number(find("temperature").value);
-  const k = Number(find("k").value);
-  const speculation = { ...method.speculation };
-  if (k > 0 && speculation.enabled !== false) speculation.num_speculative_tokens = k;
-  // Rejection tells the draft's probabilities; without randomness there are none to tell.
-  if (temperature > 0) speculation.verification = "rejection";
-  const body = {
-    model,
-    max_tokens: Number(find("max-tokens").value),
-    temperature,
-    seed: Number(find("seed").value),
-    stream: true,
-    stream_options: { include_speculation: true, include_usage: true },
-    return_speculation_metrics: true,
-    speculation,
-  };
-  if (kind() === "chat") {
-    const messages = [{ role: "user", content: find("prompt").value }];
-    return ["v1/chat/completions", { ...body, messages, logprobs: true }];
-  }
-  return ["v1/completions", { ...body, prompt: find("prompt").value, logprobs: 0 }];
-}
-
-/** Runs a call; ``onRound`` is given each round and its number. Returns the rounds and the service's own numbers. */
-async function run(method, onRound, signal) {
-  const [path, body] = call(method);
+/** Runs a call into a lane. Returns its rounds and the service's own numbers. */
+async function run(method, lane, signal) {
+  const [path, body] = form.call(model, method);
   const rounds = new Rounds();
   let metrics = null;
-  for await (const event of stream(path, body, find("key").value, signal)) {
-    for (const round of event.speculation?.rounds ?? []) {
-      rounds.add(round);
-      onRound(round, rounds);
+  try {
+    for await (const event of stream(path, body, form.key, signal)) {
+      for (const round of event.speculation?.rounds ?? []) {
+        rounds.add(round);
+        lane.add(round, rounds);
+        timeline.add(round, lane === lanes.off);
+        due = () => showFigures(lane, rounds, null);
+      }
+      metrics = event.metrics?.speculative_decoding ?? metrics;
     }
-    metrics = event.metrics?.speculative_decoding ?? metrics;
+  } finally {
+    lane.stop();
   }
-  return { rounds, metrics };
+  due = null;
+  showFigures(lane, rounds, metrics);
+  return rounds;
+}
+
+function showFigures(lane, rounds, metrics) {
+  figures.showSpeed(rounds.tokensPerSecond);
+  if (lane === lanes.off) return;
+  figures.show(rounds, metrics);
+  figures.showCounts(lanes.on.output.counts);
 }
 
 async function runOnce(signal) {
-  output.clear();
-  timeline.clear();
-  const { rounds, metrics } = await run(METHODS[Number(find("method").value)], show, signal);
-  showNumbers(rounds, metrics);
+  clear("run");
+  say("Running…");
+  start(lanes.on);
+  const rounds = await run(form.method, lanes.on, signal);
+  timeline.stop(false);
+  const speed = rounds.tokensPerSecond === null ? "" : `, ${rounds.tokensPerSecond.toFixed(1)} a second`;
+  say(`${rounds.numTokens} tokens in ${rounds.all.length} rounds and ${(lanes.on.endMs / 1e3).toFixed(1)} s${speed}.`);
 }
 
-function show(round, rounds) {
-  output.add(round, rounds.all.length);
-  timeline.add(round);
-  showNumbers(rounds, null);
-  showDecisions(rounds);
-}
-
+/**
+ * First with drafts, then without them: neither takes the other's cores, and what the service remembers of the first
+ * can only help the second. While the second runs the first is shown again beside it.
+ */
 async function runRace(signal) {
-  race.clear();
-  output.clear();
-  timeline.clear();
-  const chosen = METHODS[Number(find("method").value)];
-  const text = (round) => round.tokens.map((token) => token.text).join("");
-  const off = await run(METHODS[0], (round) => race.add("off", text(round), round.verify.ended_ms), signal);
-  race.end("off", off.rounds);
-  const drafting = chosen.speculation.enabled === false ? METHODS.at(-1) : chosen;
-  const arm = (round, rounds) => {
-    race.add("on", text(round), round.verify.ended_ms);
-    show(round, rounds);
-  };
-  const on = await run(drafting, arm, signal);
-  race.end("on", on.rounds);
-  race.finish(off.rounds, on.rounds, Number(find("temperature").value) > 0);
-  showNumbers(on.rounds, on.metrics, off.rounds.tokensPerSecond);
+  clear("race");
+  say("With drafts…");
+  start(lanes.on);
+  const on = await run(form.method === "none" ? "auto" : form.method, lanes.on, signal);
+  say("Without drafts; beside it the first run again, on the same clock…");
+  start(lanes.off);
+  again(lanes.on);
+  const off = await run("none", lanes.off, signal);
+  while (lanes.on.isRunning && !signal.aborted) await new Promise((done) => setTimeout(done, TICK_MS));
+  timeline.stop(true);
+  finishRace(on, off);
 }
 
-function showNumbers(rounds, metrics, plainSpeed = null) {
-  const medians = rounds.medians;
-  const speed = rounds.tokensPerSecond;
-  const entries = [
-    ["Tokens", rounds.numTokens],
-    ["Tokens a second", fixed(speed, 1)],
-    ["Rounds", rounds.all.length],
-    ["Acceptance rate", fixed(metrics ? metrics.draft_acceptance_rate : rounds.acceptanceRate, 3)],
-    ["Tokens a round with drafts", fixed(metrics ? metrics.mean_acceptance_length : rounds.acceptanceLength, 2)],
-    ["Draft tokens", metrics ? metrics.num_draft_tokens : rounds.numDrafts],
-    ["Accepted", metrics ? metrics.num_accepted_draft_tokens : rounds.numAccepted],
-    ["Foreseen by the draft", fixed(rounds.hitRate, 2)],
-    ["Verification, ms", fixed(medians.verify, 1)],
-    ["Draft step, ms", fixed(medians.draft, 1)],
-  ];
-  if (plainSpeed && speed) entries.push(["Speed-up, measured", `${(speed / plainSpeed).toFixed(2)}×`]);
-  find("numbers").replaceChildren(...entries.map(([name, value]) => entry(name, value)));
-  showFormula(rounds);
+function finishRace(on, off) {
+  const [drafted, plain] = [on.tokensPerSecond, off.tokensPerSecond];
+  const isSame = lanes.on.output.text === lanes.off.output.text;
+  const other =
+    form.temperature > 0
+      ? "The texts differ: under rejection drafts change which draws count, not their probabilities."
+      : "The texts differ: in bfloat16 the width of a forward decides near ties.";
+  const speeds = drafted && plain ? `${drafted.toFixed(1)} against ${plain.toFixed(1)} tokens a second. ` : "";
+  figures.showRace(drafted, plain);
+  say(speeds + (isSame ? "Both texts are the same." : other));
+  find("replay").hidden = false;
 }
 
-function showFormula(rounds) {
-  const [a, k, length] = [rounds.chance, rounds.meanK, rounds.acceptanceLength];
-  if (a === null || k === null || length === null) {
-    find("formula").textContent = "";
-    return;
-  }
-  const expected = expectedLength(a, k);
-  find("formula").textContent =
-    `Measured: ${length.toFixed(2)} tokens a round. The formula τ = (1 − a^(K+1)) / (1 − a) says ${expected.toFixed(2)} ` +
-    `at the measured chance of acceptance a = ${a.toFixed(3)} and the mean K = ${k.toFixed(2)}: it takes chances to be the ` +
-    "same at every token, and K to be the same in every round.";
+function clear(mode) {
+  document.body.dataset.mode = mode;
+  find("on-title").textContent = mode === "race" ? "With drafts" : "Answer";
+  find("replay").hidden = true;
+  for (const lane of Object.values(lanes)) lane.clear();
+  timeline.clear(mode === "race");
+  figures.show(new Rounds(), null);
+  figures.showCounts({});
+  figures.showSpeed(null);
 }
 
-function showDecisions(rounds) {
-  const rows = [...rounds.reasons.values()].map((plan) => {
-    const cells = [plan.numRounds, plan.what, plan.reason.replaceAll("_", " "), `${plan.numAccepted} of ${plan.numDrafts}`];
-    const row = document.createElement("tr");
-    row.append(...cells.map((text) => element("td", text)));
-    return row;
-  });
-  find("decisions").replaceChildren(...rows);
+function start(lane) {
+  const now = performance.now();
+  lane.start(now);
+  timeline.start(now);
+  tickOn();
 }
 
-function entry(name, value) {
-  const pair = document.createElement("div");
-  pair.append(element("dt", name), element("dd", value));
-  return pair;
+/** Shows a run once more at its own pace, where the browser's user does not mind motion. */
+function again(lane) {
+  if (!matchMedia("(prefers-reduced-motion: reduce)").matches) lane.start(performance.now(), true);
 }
 
-function element(name, text) {
-  const made = document.createElement(name);
-  made.textContent = String(text);
-  return made;
+function replay() {
+  if (running !== null) return;
+  timeline.start(performance.now());
+  for (const lane of Object.values(lanes)) again(lane);
+  tickOn();
 }
 
-function fixed(value, digits) {
-  return value === null || value === undefined ? "–" : value.toFixed(digits);
+/** Moves clocks, texts and timeline as long as one of them goes. */
+function tickOn() {
+  clock ??= setInterval(() => {
+    const now = performance.now();
+    for (const lane of Object.values(lanes)) lane.tick(now);
+    timeline.tick(now);
+    if (now > dueFrom) showDue(now);
+    if (running !== null || Object.values(lanes).some((lane) => lane.isRunning)) return;
+    clearInterval(clock);
+    clock = null;
+    timeline.stop(document.body.dataset.mode === "race");
+  }, TICK_MS);
+}
+
+function showDue(now) {
+  due?.();
+  due = null;
+  dueFrom = now + FIGURES_MS;
+}
+
+function say(text) {
+  find("status").textContent = text;
 }
 
 /** Runs something that can be stopped, with the form's buttons as they must be. */
 async function attempt(work) {
-  if (running !== null) return;
+  if (running !== null || !find("ask").reportValidity()) return;
   running = new AbortController();
-  setRunning(true);
   find("problem").textContent = "";
+  // The focus of a button that goes away moves to the one in its place, and back.
+  const pressed = [find("run"), find("race")].find((button) => button === document.activeElement);
+  setRunning(true);
+  if (pressed) find("stop").focus();
   try {
     if (model === null) await connect();
+    if (matchMedia("(max-width: 59.99rem)").matches) find("result").scrollIntoView();
     await work(running.signal);
   } catch (error) {
+    say(error.name === "AbortError" ? "Stopped." : "No answer.");
     if (error.name !== "AbortError") find("problem").textContent = error.message;
   } finally {
+    const isFocused = [find("stop"), document.body].includes(document.activeElement);
+    for (const lane of Object.values(lanes)) if (lane.isRunning) lane.stop();
     running = null;
     setRunning(false);
+    if (isFocused) pressed?.focus({ preventScroll: true });
   }
 }
 
 function setRunning(isRunning) {
-  for (const id of ["run", "race"]) find(id).disabled = isRunning;
-  find("stop").disabled = !isRunning;
+  for (const id of ["run", "race"]) find(id).hidden = isRunning;
+  find("stop").hidden = !isRunning;
   document.body.dataset.state = isRunning ? "running" : "idle";
 }
 
 async function connect() {
-  const key = find("key").value;
-  const answer = await read("v1/models", key);
-  const about = await read("tokenizer_info", key).catch(() => ({}));
-  if (about.chat_template) find("kind-chat").checked = true;
-  else find("kind-chat").disabled = true;
-  setPrompt();
+  const answer = await read("v1/models", form.key);
+  const about = await read("tokenizer_info", form.key).catch(() => ({}));
+  form.allowChat(Boolean(about.chat_template));
   model = answer.data[0].id;
   find("model").textContent = model;
 }
 
-function setPrompt() {
-  const prompt = find("prompt");
-  if (prompt.value === "" || Object.values(PROMPTS).includes(prompt.value)) prompt.value = PROMPTS[kind()];
-}
-
-function setTheme(isDark) {
-  document.documentElement.classList.toggle("dark", isDark);
-  find("theme").setAttribute("aria-pressed", String(isDark));
-}
-
-for (const id of ["k", "temperature", "method"]) find(id).addEventListener("input", showSliders);
-for (const id of ["kind-chat", "kind-completion"]) find(id).addEventListener("change", setPrompt);
 find("ask").addEventListener("submit", (event) => {
   event.preventDefault();
   attempt(runOnce);
 });
 find("race").addEventListener("click", () => attempt(runRace));
+find("replay").addEventListener("click", replay);
 find("stop").addEventListener("click", () => running?.abort());
-find("show-rejected").addEventListener("change", (event) => {
-  find("output").classList.toggle("with-rejected", event.target.checked);
+find("stop").addEventListener("keydown", (event) => {
+  // The key that started the run is still down.
+  if (event.repeat) event.preventDefault();
 });
-find("theme").addEventListener("click", () => setTheme(!document.documentElement.classList.contains("dark")));
-setTheme(matchMedia("(prefers-color-scheme: dark)").matches);
-showSliders();
-setPrompt();
+find("prompt").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) find("ask").requestSubmit();
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") running?.abort();
+});
+find("show-rejected").addEventListener("change", (event) => {
+  find("lanes").classList.toggle("with-rejected", event.target.checked);
+});
+figures.show(new Rounds(), null);
+figures.showSpeed(null);
 connect().catch((error) => {
   find("model").textContent = "";
-  find("problem").textContent = `${error.message} (an API key is under More)`;
+  find("problem").textContent = error.message;
 });

@@ -21,7 +21,7 @@ export class Output {
     this.detail = detail;
     this.idle = detail.textContent;
     this.about = new WeakMap();
-    this.chosen = null;
+    this.clear();
     element.addEventListener("pointerover", (event) => this.choose(tokenAt(event.target)));
     element.addEventListener("click", (event) => this.choose(tokenAt(event.target)));
     element.addEventListener("keydown", (event) => this.step(event));
@@ -31,6 +31,13 @@ export class Output {
     this.element.replaceChildren();
     this.detail.textContent = this.idle;
     this.chosen = null;
+    this.spans = [];
+    this.numShown = 0;
+    this.counts = {};
+  }
+
+  get text() {
+    return this.spans.filter(({ kind }) => kind !== "rejected").map(({ span }) => span.textContent).join("");
   }
 
   /** Adds the tokens of a round, which is the number-th. */
@@ -43,6 +50,7 @@ export class Output {
       this.put(isFiller ? "filler" : token.kind, token, drafted, round, number);
       if (token.kind === "recovered") this.putRejected(round, nodes, number);
     });
+    this.advance(Infinity);
   }
 
   putRejected(round, nodes, number) {
@@ -56,7 +64,25 @@ export class Output {
     span.className = `token ${kind}`;
     span.textContent = token.text;
     this.about.set(span, { kind, token, drafted, round, number });
-    this.element.append(span);
+    this.spans.push({ span, kind, ms: round.verify.ended_ms });
+    this.counts[kind] = (this.counts[kind] ?? 0) + 1;
+  }
+
+  /** Takes every token off the page; ``advance`` brings them back. */
+  rewind() {
+    this.element.replaceChildren();
+    this.numShown = 0;
+  }
+
+  /** Shows the tokens that had come after so many milliseconds, with the last of them in view. */
+  advance(ms) {
+    const first = this.numShown;
+    while (this.numShown < this.spans.length && this.spans[this.numShown].ms <= ms) this.numShown += 1;
+    if (first === this.numShown) return;
+    const { scrollTop, scrollHeight, clientHeight } = this.element;
+    const isAtEnd = scrollHeight - scrollTop - clientHeight < 40;
+    this.element.append(...this.spans.slice(first, this.numShown).map(({ span }) => span));
+    if (isAtEnd) this.element.scrollTop = this.element.scrollHeight;
   }
 
   choose(span) {

@@ -5,7 +5,7 @@ const base = new URL(".", location.origin + location.pathname.replace(/\/+$/, ""
 
 /** Answers a GET as JSON; raises Error with the service's own message. */
 export async function read(path, key) {
-  const response = await fetch(base + path, { headers: headersWith(key) });
+  const response = await answered(path, { headers: headersWith(key) });
   const body = await response.json().catch(() => ({}));
   if (!response.ok) throw new Error(problem(body, response.status));
   return body;
@@ -16,7 +16,7 @@ export async function read(path, key) {
  * in the middle of the stream.
  */
 export async function* stream(path, body, key, signal) {
-  const response = await fetch(base + path, {
+  const response = await answered(path, {
     method: "POST",
     headers: { ...headersWith(key), "Content-Type": "application/json" },
     body: JSON.stringify(body),
@@ -43,6 +43,13 @@ export async function* stream(path, body, key, signal) {
     // Also where nobody wants more: the service need not go on.
     reader.cancel().catch(() => {});
   }
+}
+
+/** The service's response; raises Error with a sentence where there is none. */
+function answered(path, options) {
+  return fetch(base + path, options).catch((error) => {
+    throw error.name === "TypeError" ? new Error("The service does not answer. Is it running?") : error;
+  });
 }
 
 function headersWith(key) {
