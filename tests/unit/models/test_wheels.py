@@ -17,6 +17,7 @@ from tests.unit.models.fake_index import fake_index
 from tests.unit.models.tiny_models import use_index, write_wheel
 
 MEMBER = "tiny/data/tiny.bin"
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def wheel(project: str = "tiny") -> Wheel:
@@ -170,3 +171,30 @@ def test_a_wheel_that_is_cut_each_time_is_one_sentence(
         str(refused.value)
         == "tiny==1.0 cannot be downloaded: the connection broke off, each time that it was resumed"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("OSError: [Errno 28] No space left on device", "No space left on device"),
+        (
+            "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES ...",
+            "it has another checksum than the package index says",
+        ),
+        ("urllib3.exceptions.ProtocolError: ('Connection broken: ...", "the connection broke off"),
+        (
+            "HTTPError: 403 for http://user:secret@host/",
+            "pip ended with code 2: HTTPError: 403 for http://host/",
+        ),
+    ],
+)
+def test_what_pip_says_is_told_in_a_sentence(
+    tmp_path: Path, room: Path, monkeypatch: pytest.MonkeyPatch, said: str, reason: str
+) -> None:
+    lines = f"Traceback (most recent call last):\n{said}\n"
+    (tmp_path / "pip.py").write_text(f"import sys\nsys.stderr.write({lines!r})\nsys.exit(2)\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    with pytest.raises(ConfigError) as refused:
+        download(wheel(), room)
+    assert str(refused.value) == f"tiny==1.0 cannot be downloaded: {reason}"
