@@ -127,7 +127,8 @@ def _cache_path(name: str) -> Path | None:
 
 def source_files() -> list[Path]:
     engine = Path(__file__).parent.parent
-    return [*sorted((engine / "cpu").rglob("*.py")), engine / "sampling" / "gumbel_argmax.py"]
+    others = engine / "sampling" / "gumbel_argmax.py", engine / "weights" / "block_codes.py"
+    return [*sorted((engine / "cpu").rglob("*.py")), *others]
 
 
 @functools.cache

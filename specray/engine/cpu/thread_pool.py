@@ -323,6 +323,27 @@ def _several_kernel() -> Kernel:
 
 
 @functools.cache
+def beside_kernel(num_jobs: int, num_args: int) -> Kernel:
+    """Jobs of several kernels as one, so that no thread waits between them. It may be recorded.
+
+    Its arguments are for each job: address of the kernel, parts, and the kernel's own ``num_args`` arguments.
+    It has as many parts as all jobs together.
+    """
+    each = 2 + num_args
+
+    def beside(address: int, part: int, num_parts: int, thread: int) -> None:
+        jobs = carray(as_pointer(address), (num_jobs, each), np.int64)
+        for index in range(num_jobs):
+            parts = jobs[index, 1]
+            if part < parts:
+                _call(jobs[index, 0], address + 8 * (index * each + 2), part, parts, thread)
+                return
+            part -= parts
+
+    return Kernel(f"beside-{num_jobs}-{num_args}", num_jobs * each, lambda: beside)
+
+
+@functools.cache
 def _help_function() -> CompiledFunction:
     def help_(control: int, thread: int) -> None:
         while not _is_closed(control):

@@ -15,7 +15,7 @@ import torch
 
 from specray.engine.attention.cpu import CpuAttention, CpuAttentionStep
 from specray.engine.cpu.gemm.linear import TiledGate, TiledLinear
-from specray.engine.cpu.gemm.quantized.embedding import QuantizedEmbedding
+from specray.engine.cpu.gemm.quantized.embedding import BlockEmbedding, QuantizedEmbedding
 from specray.engine.cpu.gemm.quantized.linear import QuantizedGate, QuantizedLinear
 from specray.engine.cpu.gemm.rows import HEIGHT
 from specray.engine.cpu.graph import CpuGraph
@@ -62,7 +62,7 @@ class CpuGraphForward:
         self,
         forward: DecoderForward | AmxDecoderForward,
         attention: CpuAttention,
-        embedding: TableEmbedding | QuantizedEmbedding,
+        embedding: TableEmbedding | QuantizedEmbedding | BlockEmbedding,
     ) -> None:
         self._forward = forward
         self._is_packed = isinstance(forward, AmxDecoderForward)
@@ -201,7 +201,8 @@ def with_cpu_graphs(forward: Forward) -> CpuGraphForward | None:
     if forward.feature_layers and (forward.residual_scale, forward.logit_scale) != (1.0, 1.0):
         # Features are multiplied by torch.
         is_kernels = False
-    if not is_kernels or not isinstance(forward.embedding, TableEmbedding | QuantizedEmbedding):
+    embeddings = TableEmbedding | QuantizedEmbedding | BlockEmbedding
+    if not is_kernels or not isinstance(forward.embedding, embeddings):
         return None
     # Kernels write to tensors of their own; those of features stay until the next graph runs.
     attention, embedding = forward.attention, forward.embedding

@@ -25,8 +25,11 @@ from specray.engine.cpu.thread_pool import Kernel, ThreadPool, as_pointer
 BLOCK = 32
 """Features of a block: a group of the weights."""
 BLOCK_BYTES = 2 * BLOCK
-FACTOR_BYTES = 8
-"""Bytes of a block's factors, float32: its unit, and the unit times the sum of its integers."""
+FACTOR_BYTES = 16
+"""Bytes of a block's factors: float32 its unit, and the unit times the sum of its integers; int32 the sums of
+either half of its integers."""
+SUMS_OFFSET = 8
+"""Bytes of a block's factors before the sums."""
 _MIN_EXPONENT = 30
 """Least biased exponent of a block's largest number, so that no unit is subnormal."""
 _MIN_SHARED_SIZE = 32_768
@@ -43,7 +46,7 @@ class IntegerRows:
     """Integer rows, block by block: of one block the rows follow each other."""
 
     integers: torch.Tensor  # int16 [blocks, num_rows, 32]
-    factors: torch.Tensor  # float32 [blocks, num_rows, 2]
+    factors: torch.Tensor  # float32 [blocks, num_rows, 4], of which the last two are int32
 
     @property
     def num_rows(self) -> int:
@@ -58,7 +61,7 @@ def integer_rows(rows: torch.Tensor, thread_pool: ThreadPool) -> IntegerRows:
     count = num_rows * (2 if is_float else 1)
     converted = IntegerRows(
         thread_pool.empty((num_blocks, count, BLOCK), torch.int16),
-        thread_pool.empty((num_blocks, count, 2), torch.float32),
+        thread_pool.empty((num_blocks, count, FACTOR_BYTES // 4), torch.float32),
     )
     addresses = rows.data_ptr(), converted.integers.data_ptr(), converted.factors.data_ptr()
     args = np.array(
@@ -115,18 +118,27 @@ def _make_convert(*, is_float: bool) -> Any:
                 whole = builder.fmul(builder.sitofp(words, _FLOATS), _splat(builder, unit, _FLOATS))
                 numbers = builder.fsub(numbers, whole)
             _store(builder, builder.trunc(words, _HALVES), integers, row * BLOCK_BYTES)
-            total = _call(builder, "llvm.vector.reduce.add.v32i32", _INT32, words)
+            first, second = (_half_sum(builder, words, half) for half in (0, 1))
             # A row that is not finite must give no finite sum.
             unit = builder.select(is_finite, unit, ir.Constant(_FLOAT, float("nan")))
-            _store(builder, unit, factors, row * FACTOR_BYTES)
-            sum_ = builder.fmul(builder.sitofp(total, _FLOAT), unit)
-            _store(builder, sum_, factors, row * FACTOR_BYTES + 4)
+            total = builder.sitofp(builder.add(first, second), _FLOAT)
+            numbers_of_block = unit, builder.fmul(total, unit), first, second
+            for place, number in enumerate(numbers_of_block):
+                _store(builder, number, factors, row * FACTOR_BYTES + 4 * place)
         return context.get_dummy_value()
 
     def convert(context: Any, source: Any, integers: Any, factors: Any) -> Any:
         return types.void(types.int64, types.int64, types.int64), code
 
     return intrinsic(convert)
+
+
+def _half_sum(builder: Any, words: Any, half: int) -> Any:
+    """The sum of the first or second half of a block's integers."""
+    count = BLOCK // 2
+    places = ir.Constant(ir.VectorType(_INT32, count), [half * count + index for index in range(count)])
+    part = builder.shuffle_vector(words, words, places)
+    return _call(builder, f"llvm.vector.reduce.add.v{count}i32", _INT32, part)
 
 
 def _load_numbers(builder: Any, source: Any, *, is_float: bool) -> Any:

@@ -1,96 +1,168 @@
-"""Memory layout of quantised weights: panels of 32 output features, group after group of input features.
+"""Memory layouts of weights in integer codes: panels of 32 output features, one stream for a product.
 
-A group of a panel is contiguous: words of 32 bits, each with the codes of 4 (int8) or 8 (int4) input features
-of one output feature, all output features side by side; then the scales and, for int4, the minimums. So a
-product reads one stream. Within a word, two neighbouring input features lie 16 bits apart, as the processor
-multiplies pairs of 16-bit integers.
+A panel is a run of super-blocks of input features; a super-block is so many groups of 32. It holds the words
+of its groups, then each group's own factors (bytes), then the numbers of the super-block. Within each of
+these the 32 output features lie side by side. A weight is ``(code - offset) * scale + minimum``, where a
+group's scale is the super-block's, times its own factor if it has one; so is its minimum.
+
+The codes of a group and an output feature are as many words of 32 bits as a code has bits. A word is two
+lanes of 16 bits, for the even and the odd one of two neighbouring input features, since the processor
+multiplies pairs of 16-bit integers. A lane holds as many codes as fit, from its lowest bit on; bits that are
+left over in all words hold the group's last codes, in pieces.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-import numpy as np
-import torch
+from enum import StrEnum
+from typing import NamedTuple
 
 from specray.engine.cpu.gemm.vector import PANEL
-from specray.engine.cpu.huge_pages import empty_on_huge_pages
+from specray.engine.weights.block_codes import IQ4_VALUES, MXFP4_VALUES
+from specray.engine.weights.block_type import BlockType
 from specray.engine.weights.quantization import GROUP, Quantization
-from specray.engine.weights.quantized_weight import QuantizedWeight
+
+LANE = 16
+"""Bits of a lane."""
+
+
+class Numbers(StrEnum):
+    """How something of a group is held; values are parts of the names of kernels."""
+
+    NONE = "none"
+    OF_BLOCK = "block"
+    """One number for the super-block."""
+    UINT8 = "uint8"
+    """A number for the super-block, times a factor of the group of this type."""
+    INT8 = "int8"
+
+    @property
+    def is_factor(self) -> bool:
+        return self in (Numbers.UINT8, Numbers.INT8)
+
+
+class Table(StrEnum):
+    """What codes of 4 bits stand for."""
+
+    THEMSELVES = "codes"
+    IQ4 = "iq4"
+    MXFP4 = "mxfp4"
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        return IQ4_VALUES if self is Table.IQ4 else MXFP4_VALUES
+
+
+class Piece(NamedTuple):
+    """Neighbouring bits of a code, and where a lane has them."""
+
+    word: int
+    source: int
+    width: int
+    place: int
+    """Lowest of these bits in the code."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes of a group of a panel."""
+    """What a super-block of a panel holds."""
 
-    format: Quantization
-
-    @property
-    def codes_per_word(self) -> int:
-        return 4 if self.format is Quantization.INT8 else 8
-
-    @property
-    def has_minimums(self) -> bool:
-        return self.format is Quantization.INT4
-
-    @property
-    def num_words(self) -> int:
-        return GROUP // self.codes_per_word
-
-    @property
-    def scales_offset(self) -> int:
-        """Bytes from the beginning of a group to its scales; minimums follow them."""
-        return self.num_words * PANEL * 4
+    bits: int
+    """Bits of a code, which is not negative."""
+    offset: int = 0
+    """Subtracted from codes (with a table: from its values, to which it was added)."""
+    table: Table = Table.THEMSELVES
+    scales: Numbers = Numbers.OF_BLOCK
+    minimums: Numbers = Numbers.NONE
+    num_groups: int = 1
+    """Groups of a super-block."""
+    halves: int = 1
+    """Equal parts of a group with scales of their own: 1 or 2."""
+    is_float32: bool = False
+    """Whether the super-block's numbers are float32, else float16."""
 
     @property
-    def group_bytes(self) -> int:
-        """Bytes of a group; a multiple of a cache line."""
-        return self.scales_offset + (2 if self.has_minimums else 1) * PANEL * 2
+    def name(self) -> str:
+        fields = self.bits, self.offset, self.table, self.scales, self.minimums, self.num_groups, self.halves
+        return "-".join(map(str, (*fields, 32 if self.is_float32 else 16)))
 
     @property
-    def shifts(self) -> tuple[int, ...]:
-        """Bits below each code of a word, by input feature."""
-        width = 32 // self.codes_per_word
-        return tuple(width * (index // 2) + 16 * (index % 2) for index in range(self.codes_per_word))
+    def per_lane(self) -> int:
+        """Whole codes of a lane."""
+        return LANE // self.bits
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of a group's words."""
+        return self.bits * PANEL * 4
+
+    @property
+    def num_factors(self) -> int:
+        """Factors of a group: its scales, then its minimum."""
+        return self.halves * self.scales.is_factor + self.minimums.is_factor
+
+    @property
+    def factor_bytes(self) -> int:
+        """Bytes of a group's factors."""
+        return self.num_factors * PANEL
+
+    @property
+    def factors_offset(self) -> int:
+        """Bytes from the beginning of a super-block to its first group's factors."""
+        return self.num_groups * self.code_bytes
+
+    @property
+    def numbers_offset(self) -> int:
+        """Bytes from the beginning of a super-block to its scales, which its minimums follow."""
+        return self.factors_offset + self.num_groups * self.factor_bytes
+
+    @property
+    def number_bytes(self) -> int:
+        """Bytes of a number of all output features."""
+        return PANEL * (4 if self.is_float32 else 2)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a super-block."""
+        return self.numbers_offset + (1 + (self.minimums is not Numbers.NONE)) * self.number_bytes
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.block_bytes / (PANEL * GROUP * self.num_groups)
+
+    def pieces(self, pair: int) -> tuple[Piece, ...]:
+        """Where the codes of a pair of input features are, in both lanes alike."""
+        per_lane, bits = self.per_lane, self.bits
+        if pair < per_lane * bits:
+            return (Piece(pair // per_lane, pair % per_lane * bits, bits, 0),)
+        if bits == 5:
+            return tuple(Piece(word, 15, 1, word) for word in range(5))
+        rest = pair - per_lane * bits
+        return Piece(rest, 12, 4, 0), Piece(4 + rest // 2, 12 + 2 * (rest % 2), 2, 4)
 
 
-def pack_panels(*weights: QuantizedWeight) -> torch.Tensor:
-    """Packs weights of one shape and format into uint8 ``[panels, num_weights, groups, group_bytes]``.
+_NUMBERS = Numbers.OF_BLOCK
+BYTES, NIBBLES = Layout(8, 128), Layout(4, minimums=_NUMBERS)
+"""Layouts of weights that are quantised as they come."""
 
-    The last panel is padded with zeros.
-    """
-    layout, (size, in_features) = Layout(weights[0].format), weights[0].codes.shape
-    num_panels, num_groups = -(-size // PANEL), in_features // GROUP
-    panels = empty_on_huge_pages((num_panels, len(weights), num_groups, layout.group_bytes), torch.uint8)
-    for index, weight in enumerate(weights):
-        place = panels[:, index]
-        words = _by_panel(_words(weight.codes, layout), num_panels).view(torch.uint8)
-        place[..., : layout.scales_offset].view(words.shape).copy_(words)
-        numbers = [weight.scales] if weight.minimums is None else [weight.scales, weight.minimums]
-        for row, number in enumerate(numbers):
-            begin = layout.scales_offset + row * PANEL * 2
-            halves = _by_panel(number.to(torch.float16)[..., None], num_panels).view(torch.uint8)
-            place[..., begin : begin + PANEL * 2].copy_(halves.view(num_panels, num_groups, PANEL * 2))
-    return panels
-
-
-def _words(codes: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """int32 ``[size, groups, num_words]``."""
-    size = len(codes)
-    parts = codes.view(size, -1, layout.num_words, layout.codes_per_word)
-    mask = (1 << (32 // layout.codes_per_word)) - 1
-    # numpy, since torch has no unsigned words to shift.
-    words = np.zeros(parts.shape[:-1], dtype=np.uint32)
-    for index, shift in enumerate(layout.shifts):
-        words |= (parts[..., index].numpy().astype(np.uint32) & np.uint32(mask)) << np.uint32(shift)
-    return torch.from_numpy(words.view(np.int32))
+BLOCK_LAYOUTS: Mapping[BlockType, Layout] = {
+    BlockType.Q4_0: Layout(4, 8),
+    BlockType.Q4_1: NIBBLES,
+    BlockType.Q5_0: Layout(5, 16),
+    BlockType.Q5_1: Layout(5, minimums=_NUMBERS),
+    BlockType.Q8_0: BYTES,
+    BlockType.Q4_K: Layout(4, scales=Numbers.UINT8, minimums=Numbers.UINT8, num_groups=8),
+    BlockType.Q5_K: Layout(5, scales=Numbers.UINT8, minimums=Numbers.UINT8, num_groups=8),
+    BlockType.Q6_K: Layout(6, 32, scales=Numbers.INT8, num_groups=8, halves=2),
+    BlockType.IQ4_NL: Layout(4, 128, Table.IQ4),
+    BlockType.IQ4_XS: Layout(4, 128, Table.IQ4, scales=Numbers.INT8, num_groups=8),
+    # A power of two, which float16 does not always hold.
+    BlockType.MXFP4: Layout(4, 128, Table.MXFP4, is_float32=True),
+}
+"""Layouts that hold the blocks of GGUF files: the same codes and numbers."""
 
 
-def _by_panel(numbers: torch.Tensor, num_panels: int) -> torch.Tensor:
-    """``[size, groups, count]`` to contiguous ``[panels, groups, count, 32]``, padded with zeros."""
-    size, num_groups, count = numbers.shape
-    if size % PANEL:
-        padded = numbers.new_zeros(num_panels * PANEL, num_groups, count)
-        padded[:size] = numbers
-        numbers = padded
-    return numbers.view(num_panels, PANEL, num_groups, count).permute(0, 2, 3, 1).contiguous()
+def made_layout(format: Quantization) -> Layout:
+    """The layout of weights that are quantised as they come."""
+    return BYTES if format is Quantization.INT8 else NIBBLES

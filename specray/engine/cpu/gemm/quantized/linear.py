@@ -6,6 +6,8 @@ A part of a job is some panels. One row is bound by reading the weights, which a
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import llvmlite.binding
@@ -16,14 +18,15 @@ from numba import carray
 from specray.engine.activation import Activation
 from specray.engine.cpu.gemm.epilogue import GATED, PLAIN, PLUS, epilogue_kernel
 from specray.engine.cpu.gemm.quantized.integer_rows import BLOCK_BYTES, FACTOR_BYTES, integer_rows
-from specray.engine.cpu.gemm.quantized.layout import Layout, pack_panels
-from specray.engine.cpu.gemm.quantized.tile import MAX_ROWS, make_tile
+from specray.engine.cpu.gemm.quantized.layout import Layout
+from specray.engine.cpu.gemm.quantized.panels import Packable, Panels, pack
+from specray.engine.cpu.gemm.quantized.tile import Registers, fastest_registers, make_tile
 from specray.engine.cpu.gemm.rows import HEIGHT
 from specray.engine.cpu.gemm.vector import PANEL
 from specray.engine.cpu.simd import kernel, vectors
-from specray.engine.cpu.thread_pool import APART, Kernel, ThreadPool, as_pointer
-from specray.engine.weights.quantization import GROUP, Quantization
+from specray.engine.cpu.thread_pool import APART, Kernel, ThreadPool, as_pointer, beside_kernel
 from specray.engine.weights.quantized_weight import QuantizedWeight
+from specray.engine.weights.stored_weight import StoredWeight
 
 _PARTS_PER_THREAD = 4
 """Parts per thread: enough that threads end together, few since each part starts with weights not
@@ -46,14 +49,16 @@ _AHEAD = 8192
     _SUMMAND,
     _SCRATCH,
     _SCRATCH_SIZE,
+    _ROWS_EACH,
+    _GATE,
     _WEIGHT,
     _BIAS,
     _NUM_GROUPS,
     _SIZE,
+    _STEP,
     _KIND,
-    _ROWS_EACH,
-) = range(14)
-_NUM_ARGS = 14
+) = range(16)
+_NUM_ARGS = 16
 
 
 def has_kernels() -> bool:
@@ -62,31 +67,60 @@ def has_kernels() -> bool:
     return all(features.get(name, False) for name in ("avx2", "fma", "f16c"))
 
 
-class _Quantized:
-    """Weights in panels, and the kernel's arguments that do not change between calls."""
+class _Job:
+    """Some output features of a layer: a kernel, and those of its arguments that do not change between calls.
 
-    __slots__ = ("_args", "_args_address", "_kernel", "_num_parts", "_size", "_thread_pool", "bias", "weight")
+    Args:
+        weight: in panels.
+        gate: the gate's weight, for a layer that is one.
+        bias: float32 ``[panels, 32]``; of a gate ``[panels, 2, 32]``.
+        first: output feature of the layer with which they begin, of ``step``.
+    """
 
     def __init__(
         self,
-        format: Quantization,
-        weight: torch.Tensor,
+        weight: Panels,
         bias: torch.Tensor,
-        size: int,
         kind: int,
-        thread_pool: ThreadPool,
+        *,
+        gate: Panels | None = None,
         activation: Activation = Activation.SILU,
+        first: int = 0,
+        step: int | None = None,
     ) -> None:
-        self.weight, self.bias, self._size, self._thread_pool = weight, bias, size, thread_pool
-        num_weights = weight.shape[0] * weight.shape[1] * weight.shape[2] * PANEL * GROUP
-        self._num_parts = min(weight.shape[0], _PARTS_PER_THREAD * thread_pool.size)
-        if num_weights < MIN_SHARED_WEIGHTS:
-            self._num_parts = 1
-        self._kernel = _linear_kernel(format, activation)
-        self._args = np.zeros(_NUM_ARGS, dtype=np.int64)
-        self._args[[_WEIGHT, _BIAS]] = weight.data_ptr(), bias.data_ptr()
-        self._args[[_NUM_GROUPS, _SIZE, _KIND]] = weight.shape[2], size, kind
-        self._args_address = self._args.ctypes.data
+        self.first, self.num_panels, self.num_weights = (
+            first,
+            len(weight.data),
+            weight.size * weight.in_features,
+        )
+        self._kept = weight, gate, bias
+        self.kernel = _linear_kernel((gate or weight).layout, weight.layout, activation, fastest_registers())
+        self.args = np.zeros(_NUM_ARGS, dtype=np.int64)
+        self.args[[_WEIGHT, _BIAS]] = weight.data.data_ptr(), bias.data_ptr()
+        self.args[_GATE] = 0 if gate is None else gate.data.data_ptr()
+        self.args[[_NUM_GROUPS, _SIZE, _STEP, _KIND]] = (
+            *(weight.num_groups, weight.size),
+            *(step or weight.size, kind),
+        )
+
+
+class _Layer:
+    """Jobs that write side by side to one output, from the same integer rows."""
+
+    __slots__ = ("_args", "_jobs", "_kernel", "_num_layers", "_num_parts", "_size", "_thread_pool")
+
+    def __init__(self, jobs: Sequence[_Job], kind: int, thread_pool: ThreadPool) -> None:
+        self._jobs, self._thread_pool = jobs, thread_pool
+        self._num_layers = 2 if kind == GATED else 1
+        self._size = int(jobs[0].args[_STEP])
+        self._num_parts = _num_parts(jobs, self._num_layers, thread_pool.size)
+        if len(jobs) == 1:
+            self._kernel = jobs[0].kernel
+            self._args = jobs[0].args[None]
+        else:
+            self._kernel = beside_kernel(len(jobs), _NUM_ARGS)
+            heads = [[job.kernel.address, parts] for job, parts in zip(jobs, self._num_parts, strict=True)]
+            self._args = np.concatenate([np.array(heads), [job.args for job in jobs]], 1)
 
     def run(
         self, rows: torch.Tensor, dtype: torch.dtype, summand: torch.Tensor | None = None
@@ -98,41 +132,64 @@ class _Quantized:
         if len(rows) == 0:
             return out
         integers = integer_rows(rows, self._thread_pool)
-        num_sums = min(integers.num_rows, _ROWS_AT_ONCE) * (2 if self._args[_KIND] == GATED else 1)
-        scratch_size = num_sums * PANEL * 4 + APART
+        scratch_size = min(integers.num_rows, _ROWS_AT_ONCE) * self._num_layers * PANEL * 4 + APART
         scratch = self._thread_pool.empty(self._thread_pool.size * scratch_size, torch.uint8)
-        args = self._args
-        args[: _SCRATCH_SIZE + 1] = (
+        addresses = out.data_ptr(), dtype == torch.float32, 0 if summand is None else summand.data_ptr()
+        args = self._args[:, -_NUM_ARGS:]
+        args[:, : _ROWS_EACH + 1] = (
             *(integers.integers.data_ptr(), integers.factors.data_ptr(), integers.num_rows),
-            *(out.data_ptr(), dtype == torch.float32, 0 if summand is None else summand.data_ptr()),
-            *(scratch.data_ptr(), scratch_size),
+            *(*addresses, scratch.data_ptr(), scratch_size, integers.num_rows // len(rows)),
         )
-        args[_ROWS_EACH] = integers.num_rows // len(rows)
-        self._thread_pool.run(self._kernel, self._args_address, self._num_parts)
+        for job, own in zip(self._jobs[1:], args[1:], strict=True):
+            own[_OUT] += job.first * dtype.itemsize
+            own[_SUMMAND] += job.first * dtype.itemsize
+        self._thread_pool.run(self._kernel, self._args.ctypes.data, sum(self._num_parts))
         return out
 
 
-class QuantizedLinear:
-    """Computes ``x @ weight.T + bias``; implements ``linear.Linear``."""
+def _num_parts(jobs: Sequence[_Job], num_layers: int, num_threads: int) -> list[int]:
+    """Parts of each job: as many as its share of the weights."""
+    total = sum(job.num_weights for job in jobs) * num_layers
+    if total < MIN_SHARED_WEIGHTS:
+        return [1] * len(jobs)
+    wanted = _PARTS_PER_THREAD * num_threads
+    return [min(job.num_panels, max(1, round(wanted * num_layers * job.num_weights / total))) for job in jobs]
 
-    __slots__ = ("_dtype", "_plain", "_plus", "format", "in_features", "num_bytes", "num_weights", "weight")
+
+class QuantizedLinear:
+    """Computes ``x @ weight.T + bias``; implements ``linear.Linear``.
+
+    Args:
+        weight: quantised, or as a file stores it: parts in layouts of their own.
+    """
+
+    __slots__ = ("_dtype", "_plain", "_plus", "in_features", "num_bytes", "num_weights", "panels")
 
     def __init__(
         self,
-        weight: QuantizedWeight,
+        weight: QuantizedWeight | StoredWeight,
         bias: torch.Tensor | None,
         thread_pool: ThreadPool,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        self._dtype, self.format = dtype, weight.format
-        size, self.in_features = weight.codes.shape
-        self.num_weights = weight.codes.numel()
-        self.weight = pack_panels(weight)
-        """uint8 ``[panels, 1, groups, group_bytes]``."""
-        self.num_bytes = self.weight.nbytes
-        padded = _padded(bias, size)
+        self._dtype = dtype
+        parts = weight.parts if isinstance(weight, StoredWeight) else (weight,)
+        self.panels = tuple(pack(part, thread_pool) for part in parts)
+        sizes = [part.size for part in self.panels]
+        self.in_features = self.panels[0].in_features
+        self.num_weights = sum(sizes) * self.in_features
+        self.num_bytes = sum(part.data.nbytes for part in self.panels)
+        biases = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
+        padded = [_padded(part, size) for part, size in zip(biases, sizes, strict=True)]
+        firsts = accumulate(sizes, initial=0)
+        places = list(zip(self.panels, padded, firsts, strict=False))
         self._plain, self._plus = (
-            _Quantized(self.format, self.weight, padded, size, kind, thread_pool) for kind in (PLAIN, PLUS)
+            _Layer(
+                [_Job(part, numbers, kind, first=first, step=sum(sizes)) for part, numbers, first in places],
+                kind,
+                thread_pool,
+            )
+            for kind in (PLAIN, PLUS)
         )
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
@@ -146,14 +203,14 @@ class QuantizedLinear:
 
 
 class QuantizedGate:
-    """Computes ``activation(gate(x)) * up(x)``; implements ``linear.Gate``."""
+    """Computes ``activation(gate(x)) * up(x)``; implements ``linear.Gate``. A stored weight has one part."""
 
-    __slots__ = ("_dtype", "_gated", "in_features", "num_bytes", "num_weights", "weight")
+    __slots__ = ("_dtype", "_gated", "in_features", "num_bytes", "num_weights", "panels")
 
     def __init__(
         self,
-        gate: QuantizedWeight,
-        up: QuantizedWeight,
+        gate: Packable,
+        up: Packable,
         gate_bias: torch.Tensor | None,
         up_bias: torch.Tensor | None,
         thread_pool: ThreadPool,
@@ -161,13 +218,14 @@ class QuantizedGate:
         activation: Activation = Activation.SILU,
     ) -> None:
         self._dtype = dtype
-        size, self.in_features = gate.codes.shape
-        self.num_weights = 2 * gate.codes.numel()
-        # A gate panel, then the up panel of the same features.
-        self.weight = pack_panels(gate, up)
-        self.num_bytes = self.weight.nbytes
+        self.panels = pack(gate, thread_pool), pack(up, thread_pool)
+        gate_panels, panels = self.panels
+        self.in_features, size = panels.in_features, panels.size
+        self.num_weights = 2 * size * self.in_features
+        self.num_bytes = gate_panels.data.nbytes + panels.data.nbytes
         bias = torch.stack([_padded(bias, size) for bias in (gate_bias, up_bias)], dim=1)
-        self._gated = _Quantized(gate.format, self.weight, bias, size, GATED, thread_pool, activation)
+        job = _Job(panels, bias, GATED, gate=gate_panels, activation=activation)
+        self._gated = _Layer([job], GATED, thread_pool)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return self._gated.run(rows, self._dtype)
@@ -182,14 +240,17 @@ def _padded(bias: torch.Tensor | None, size: int) -> torch.Tensor:
 
 
 @functools.cache
-def _linear_kernel(format: Quantization, activation: Activation) -> Kernel:
-    name = f"linear-{format}" if activation is Activation.SILU else f"linear-{format}-{activation}"
-    return Kernel(name, _NUM_ARGS, functools.partial(_make_linear, Layout(format), activation))
+def _linear_kernel(gate: Layout, weight: Layout, activation: Activation, registers: Registers) -> Kernel:
+    """A kernel of layers, and of gates in these layouts; a layer has its own as that of the gate."""
+    names = [weight.name] if gate == weight else [gate.name, weight.name]
+    names += [] if activation is Activation.SILU else [activation.value]
+    make = functools.partial(_make_linear, gate, weight, activation, registers)
+    return Kernel("-".join(("linear", registers.name, *names)), _NUM_ARGS, make)
 
 
-def _make_linear(layout: Layout, activation: Activation) -> Any:
-    finish, multiply = epilogue_kernel(activation), _make_multiply(layout)
-    group_bytes = layout.group_bytes
+def _make_linear(gate_layout: Layout, layout: Layout, activation: Activation, registers: Registers) -> Any:
+    finish, multiply = epilogue_kernel(activation), make_multiply(layout, registers)
+    multiply_gate = multiply if gate_layout == layout else make_multiply(gate_layout, registers)
     line = vectors(PANEL, "float32")
     load, store, add = line.load, line.store, line.add
 
@@ -203,71 +264,76 @@ def _make_linear(layout: Layout, activation: Activation) -> Any:
     @kernel()
     def epilogue(args: Any, sums: int, panel: int, first_row: int, num_rows: int, gate: int) -> Any:
         """Epilogue of some rows of a panel, whose gate's sums lie ``gate`` bytes before ``sums``."""
-        kind, is_float, size = args[_KIND], args[_IS_FLOAT], args[_SIZE]
-        at = first_row * size + panel * PANEL
+        kind, is_float, size, step = args[_KIND], args[_IS_FLOAT], args[_SIZE], args[_STEP]
+        at = first_row * step + panel * PANEL
         bias = args[_BIAS] + panel * PANEL * 4
         if kind == GATED:
             bias += (panel + 1) * PANEL * 4
         item = 4 if is_float else 2
         out, summand = args[_OUT] + at * item, args[_SUMMAND] + at * item
         shape = (num_rows, min(PANEL, size - panel * PANEL))
-        return kind, is_float, sums, bias, out, summand, gate, (size, HEIGHT * size), shape
+        return kind, is_float, sums, bias, out, summand, gate, (step, HEIGHT * step), shape
 
     def linear(address: int, part: int, num_parts: int, thread: int) -> None:
         args = carray(as_pointer(address), (_NUM_ARGS,), np.int64)
         num_rows, num_groups, each = args[_NUM_ROWS], args[_NUM_GROUPS], args[_ROWS_EACH]
-        num_layers = 2 if args[_KIND] == GATED else 1
         num_panels = (args[_SIZE] + PANEL - 1) // PANEL
         sums = args[_SCRATCH] + thread * args[_SCRATCH_SIZE]
-        gate = min(num_rows, _ROWS_AT_ONCE) * PANEL * 4 * (num_layers - 1)
+        gate = min(num_rows, _ROWS_AT_ONCE) * PANEL * 4 if args[_KIND] == GATED else 0
         for panel in range(num_panels * part // num_parts, num_panels * (part + 1) // num_parts):
             for first in range(0, num_rows, _ROWS_AT_ONCE):
                 count = min(_ROWS_AT_ONCE, num_rows - first)
-                for layer in range(num_layers):
-                    weight = args[_WEIGHT] + (panel * num_layers + layer) * num_groups * group_bytes
-                    totals = sums + layer * gate
-                    multiply(
-                        args[_INTEGERS] + first * BLOCK_BYTES,
-                        args[_FACTORS] + first * FACTOR_BYTES,
-                        num_rows,
-                        weight,
-                        totals,
-                        count,
-                        num_groups,
-                    )
-                    if each == 2:
-                        merge(totals, count // 2)
+                integers = args[_INTEGERS] + first * BLOCK_BYTES
+                factors = args[_FACTORS] + first * FACTOR_BYTES
+                if gate:
+                    multiply_gate(integers, factors, num_rows, args[_GATE], panel, sums, count, num_groups)
+                multiply(integers, factors, num_rows, args[_WEIGHT], panel, sums + gate, count, num_groups)
+                if each == 2:
+                    merge(sums, count // 2)
+                    if gate:
+                        merge(sums + gate, count // 2)
                 done = epilogue(args, sums + gate, panel, first // each, count // each, gate)
                 finish(done, 0, count // each)
 
     return linear
 
 
-def _make_multiply(layout: Layout) -> Any:
-    """Makes ``(integers, factors, all_rows, weight, sums, num_rows, num_groups)``: sums of rows and a panel.
+def make_multiply(layout: Layout, registers: Registers) -> Any:
+    """Makes ``(integers, factors, all_rows, panels, panel, sums, num_rows, num_groups)``: sums of rows and a
+    panel.
 
-    Addresses are of the first of these rows; ``all_rows`` is the number of rows of a block.
+    Addresses are of the first of these rows and of the first panel; ``all_rows`` is the number of rows of a
+    group.
     """
-    tile, group_bytes = make_tile(layout), layout.group_bytes
+    tile, block_bytes, groups_each = make_tile(layout, registers), layout.block_bytes, layout.num_groups
+    blocks_at_once, max_rows = max(1, _GROUPS_AT_ONCE // groups_each), registers.max_rows
     line = vectors(PANEL, "float32")
     store, splat, zero = line.store, line.splat, np.float32(0.0)
 
     @kernel()
     def multiply(
-        integers: int, factors: int, all_rows: int, weight: int, sums: int, num_rows: int, num_groups: int
+        integers: int,
+        factors: int,
+        all_rows: int,
+        panels: int,
+        panel: int,
+        sums: int,
+        num_rows: int,
+        num_groups: int,
     ) -> None:
         for row in range(num_rows):
             store(sums, row * PANEL, splat(zero))
-        num_tiles = (num_rows + MAX_ROWS - 1) // MAX_ROWS
-        groups_at_once = num_groups if num_rows == 1 else _GROUPS_AT_ONCE
-        for group in range(0, num_groups, groups_at_once):
-            count = min(groups_at_once, num_groups - group)
-            piece = weight + group * group_bytes
+        num_tiles, num_blocks = (num_rows + max_rows - 1) // max_rows, num_groups // groups_each
+        weight = panels + panel * num_blocks * block_bytes
+        at_once = num_blocks if num_tiles == 1 else blocks_at_once
+        for block in range(0, num_blocks, at_once):
+            count = min(at_once, num_blocks - block)
+            piece = weight + block * block_bytes
             for index in range(num_tiles):
                 first, last = num_rows * index // num_tiles, num_rows * (index + 1) // num_tiles
                 # Prefetching cached data is almost free.
-                ahead, step = (piece + _AHEAD, group_bytes) if index == 0 else (sums, 0)
-                place = group * all_rows + first
+                ahead, step = (piece + _AHEAD, block_bytes) if index == 0 else (sums, 0)
+                place = block * groups_each * all_rows + first
                 tile(
                     last - first,
                     integers + place * BLOCK_BYTES,

@@ -1,60 +1,96 @@
-"""AVX2 product of integer rows with a panel of quantised weights, emitted as LLVM IR.
+"""Product of integer rows with a panel of weights, emitted as LLVM IR for AVX2 and for AVX-512.
 
-Codes become pairs of 16-bit integers in registers, by a shift and a mask, and one instruction multiplies a
-pair with a row's pair and adds both products: exact integers, 8 output features at a time. After a group the
+Codes become pairs of 16-bit integers in registers, by shifts and masks, and one instruction multiplies a pair
+with a row's pair and adds both products: exact integers, 8 or 16 output features at a time. After a group the
 sums are scaled and added to float32 totals in memory. Each total is added to in the order of the groups,
-whatever the number of rows, so a row's result does not depend on the other rows.
+whatever the number of rows and the instruction set, so a row's result depends on neither.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import llvmlite.binding
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from specray.engine.cpu.gemm.quantized.integer_rows import BLOCK_BYTES, FACTOR_BYTES
-from specray.engine.cpu.gemm.quantized.layout import Layout
+from specray.engine.cpu.gemm.quantized.integer_rows import BLOCK_BYTES, FACTOR_BYTES, SUMS_OFFSET
+from specray.engine.cpu.gemm.quantized.layout import Layout, Numbers
+from specray.engine.cpu.gemm.quantized.unpacking import Unpacking
 from specray.engine.cpu.gemm.vector import PANEL
 from specray.engine.cpu.simd import call_prefetch
-from specray.engine.weights.quantization import Quantization
+from specray.engine.weights.quantization import GROUP
 
-MAX_ROWS = 6
-"""Maximum rows of a tile: with 16 output features, their sums fill 12 of AVX2's 16 registers."""
-_LANES = 8
-_NUM_VECTORS = PANEL // _LANES
-"""Vectors of a panel's output features."""
 _LINE = 64
-_FEW_ROWS = 1
-"""Rows up to which all of a panel's vectors are summed in one pass; with more, half of them."""
+_NUM_PAIRS = GROUP // 2
 
-_FLOAT, _HALF = ir.FloatType(), ir.HalfType()
+_FLOAT, _HALF, _BYTE = ir.FloatType(), ir.HalfType(), ir.IntType(8)
 _INT16, _INT32, _INT64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
-_FLOATS, _WORDS, _HALVES = (ir.VectorType(kind, _LANES) for kind in (_FLOAT, _INT32, _HALF))
-_PAIRS = ir.VectorType(_INT16, 2 * _LANES)
 
 
-def make_tile(layout: Layout) -> Any:
-    """Makes ``(num_rows, integers, factors, all_rows, weight, sums, num_groups, ahead, step)``.
+@dataclass(frozen=True, slots=True)
+class Registers:
+    """How sums fill the vector registers of an instruction set."""
 
-    It adds the product of up to ``MAX_ROWS`` integer rows with some groups of a panel to ``sums``, float32
-    ``[num_rows, 32]``. ``integers``, ``factors``, ``weight`` and ``sums`` are addresses of the first row's
-    first of these groups; ``all_rows`` is the number of rows between blocks. Each group prefetches its size
-    at ``ahead``, which then moves by ``step`` bytes.
+    name: str
+    """Name in kernel files."""
+    lanes: int
+    """Output features of a vector."""
+    max_rows: int
+    """Maximum rows of a tile."""
+    few_rows: int
+    """Rows up to which all of a panel's vectors are summed in one pass."""
+    has_dot_products: bool
+    """Whether one instruction multiplies pairs and adds the products to a sum."""
+
+    @property
+    def num_vectors(self) -> int:
+        return PANEL // self.lanes
+
+    def passes(self, num_rows: int) -> Sequence[range]:
+        """Vectors of the panel whose sums are in registers at once."""
+        width = self.num_vectors if num_rows <= self.few_rows else 2
+        return [range(first, first + width) for first in range(0, self.num_vectors, width)]
+
+    def num_chains(self, num_rows: int) -> int:
+        """Sums of a row and vector, added in turns: as many as a dot product takes cycles fill the time."""
+        return max(1, 4 // num_rows) if self.has_dot_products else 1
+
+
+AVX2 = Registers("avx2", lanes=8, max_rows=6, few_rows=1, has_dot_products=False)
+"""Sums of 6 rows and 16 output features fill 12 of 16 registers."""
+AVX512 = Registers("avx512", lanes=16, max_rows=12, few_rows=12, has_dot_products=True)
+"""Sums of 12 rows and 32 output features fill 24 of 32 registers."""
+
+
+def fastest_registers() -> Registers:
+    features = llvmlite.binding.get_host_cpu_features()
+    has_dots = all(features.get(name, False) for name in ("avx512bw", "avx512vl", "avx512vnni"))
+    return AVX512 if has_dots else AVX2
+
+
+def make_tile(layout: Layout, registers: Registers) -> Any:
+    """Makes ``(num_rows, integers, factors, all_rows, weight, sums, num_blocks, ahead, step)``.
+
+    It adds the product of up to ``registers.max_rows`` integer rows with some super-blocks of a panel to
+    ``sums``, float32 ``[num_rows, 32]``. ``integers``, ``factors``, ``weight`` and ``sums`` are addresses of
+    the first row's first of these; ``all_rows`` is the number of rows of a group. Each super-block prefetches
+    its size at ``ahead``, which then moves by ``step`` bytes.
     """
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         num_rows, *others = args
         end = builder.append_basic_block("end")
         switch = builder.switch(num_rows, end)
-        for count in range(1, MAX_ROWS + 1):
+        for count in range(1, registers.max_rows + 1):
             block = builder.append_basic_block(f"rows{count}")
             switch.add_case(ir.Constant(_INT64, count), block)
             builder.position_at_end(block)
-            width = _NUM_VECTORS if count <= _FEW_ROWS else _NUM_VECTORS // 2
-            for first in range(0, _NUM_VECTORS, width):
-                _Tile(builder, layout, count, range(first, first + width)).emit(*others)
+            for vectors in registers.passes(count):
+                _Tile(builder, layout, registers, count, vectors).emit(*others)
             builder.branch(end)
         builder.position_at_end(end)
         return context.get_dummy_value()
@@ -67,7 +103,7 @@ def make_tile(layout: Layout) -> Any:
         all_rows: Any,
         weight: Any,
         sums: Any,
-        num_groups: Any,
+        num_blocks: Any,
         ahead: Any,
         step: Any,
     ) -> Any:
@@ -76,14 +112,36 @@ def make_tile(layout: Layout) -> Any:
     return intrinsic(tile)
 
 
+@dataclass(frozen=True, slots=True)
+class _OfBlock:
+    """A super-block's numbers, by vector."""
+
+    scales: dict[int, Any]
+    minimums: dict[int, Any]
+
+
 class _Tile:
     """Emits the product for one number of rows and some vectors of the panel."""
 
-    def __init__(self, builder: Any, layout: Layout, num_rows: int, vectors: range) -> None:
-        self._builder, self._layout = builder, layout
-        self._rows, self._vectors = range(num_rows), vectors
-        self._places = [(row, vector) for row in self._rows for vector in vectors]
-        self._sums = {place: cgutils.alloca_once(builder, _WORDS) for place in self._places}
+    def __init__(
+        self, builder: Any, layout: Layout, registers: Registers, num_rows: int, vectors: range
+    ) -> None:
+        self._builder, self._layout, self._has_dots = builder, layout, registers.has_dot_products
+        self._lanes, self._rows, self._vectors = registers.lanes, range(num_rows), vectors
+        self._is_first = vectors.start == 0
+        self._floats, self._words, self._halves, self._bytes = (
+            ir.VectorType(kind, self._lanes) for kind in (_FLOAT, _INT32, _HALF, _BYTE)
+        )
+        self._pairs = ir.VectorType(_INT16, 2 * self._lanes)
+        self._unpacking = Unpacking(builder, layout, self._lanes)
+        self._chains = range(registers.num_chains(num_rows))
+        self._sums = {
+            (row, vector, chain): cgutils.alloca_once(builder, self._words)
+            for row in self._rows
+            for vector in vectors
+            for chain in self._chains
+        }
+        self._few = num_rows <= registers.few_rows
 
     def emit(
         self,
@@ -92,53 +150,117 @@ class _Tile:
         all_rows: Any,
         weight: Any,
         sums: Any,
-        num_groups: Any,
+        num_blocks: Any,
         ahead: Any,
         step: Any,
     ) -> None:
         builder, layout = self._builder, self._layout
-        with cgutils.for_range(builder, num_groups, intp=_INT64) as loop:
-            group = builder.add(weight, self._times(loop.index, layout.group_bytes))
-            row = builder.mul(loop.index, all_rows)
-            block = builder.add(integers, self._times(row, BLOCK_BYTES))
-            factor = builder.add(factors, self._times(row, FACTOR_BYTES))
+        with cgutils.for_range(builder, num_blocks, intp=_INT64) as loop:
+            block = builder.add(weight, self._times(loop.index, layout.block_bytes))
             wanted = builder.add(ahead, builder.mul(loop.index, step))
-            if self._vectors.start == 0:
-                for line in range(layout.num_words * PANEL * 4 // _LINE, layout.group_bytes // _LINE):
+            first = self._times(loop.index, layout.num_groups)
+            if self._is_first:
+                for line in range(layout.factors_offset // _LINE, -(-layout.block_bytes // _LINE)):
                     self._prefetch(wanted, line)
-            for place in self._places:
-                builder.store(ir.Constant(_WORDS, [0] * _LANES), self._sums[place])
-            with cgutils.for_range(builder, ir.Constant(_INT64, layout.num_words), intp=_INT64) as inner:
-                self._emit_words(
-                    builder.add(group, self._times(inner.index, PANEL * 4)),
-                    builder.add(block, self._times(inner.index, 2 * layout.codes_per_word)),
-                    builder.add(wanted, self._times(inner.index, PANEL * 4)),
-                )
-            self._emit_totals(builder.add(group, ir.Constant(_INT64, layout.scales_offset)), factor, sums)
+            numbers = self._numbers(block)
+            if layout.num_groups == 1:
+                row = builder.mul(first, all_rows)
+                self._emit_group(block, block, wanted, integers, factors, row, sums, numbers)
+            else:
+                with cgutils.for_range(builder, ir.Constant(_INT64, layout.num_groups), intp=_INT64) as inner:
+                    codes = self._times(inner.index, layout.code_bytes)
+                    own = builder.add(block, self._times(inner.index, layout.factor_bytes))
+                    row = builder.mul(builder.add(first, inner.index), all_rows)
+                    places = builder.add(block, codes), own, builder.add(wanted, codes)
+                    self._emit_group(*places, integers, factors, row, sums, numbers)
 
-    def _emit_words(self, words: Any, block: Any, wanted: Any) -> None:
-        """Products with one word of each output feature."""
-        builder = self._builder
-        multiply = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(_WORDS, [_PAIRS, _PAIRS]), "llvm.x86.avx2.pmadd.wd"
-        )
-        if self._vectors.start == 0:
-            for line in range(PANEL * 4 // _LINE):
-                self._prefetch(wanted, line)
-        for pair in range(self._layout.codes_per_word // 2):
-            if len(self._rows) > _FEW_ROWS:
-                self._emit_barrier()
-            weights = {
-                vector: self._unpacked(self._load(words, vector * _LANES * 4, _WORDS, 32), pair)
-                for vector in self._vectors
-            }
-            for row in self._rows:
-                number = self._load(block, row * BLOCK_BYTES + pair * 4, _INT32, 4)
-                operand = builder.bitcast(self._splat(number, _WORDS), _PAIRS)
-                for vector, weight in weights.items():
-                    total = self._sums[row, vector]
+    def _emit_group(
+        self,
+        codes: Any,
+        own: Any,
+        wanted: Any,
+        integers: Any,
+        factors: Any,
+        row: Any,
+        sums: Any,
+        numbers: _OfBlock,
+    ) -> None:
+        """Products with a group. ``own``: the super-block's address plus bytes of factors before the group's;
+        ``row``: the number of integer rows before its first."""
+        builder, layout = self._builder, self._layout
+        block = builder.add(integers, self._times(row, BLOCK_BYTES))
+        factor = builder.add(factors, self._times(row, FACTOR_BYTES))
+        num_direct = layout.per_lane * layout.bits
+        each = _NUM_PAIRS // layout.halves
+        for half in range(layout.halves):
+            pairs = range(half * each, (half + 1) * each)
+            self._emit_beginning(factor, half)
+            self._emit_words(
+                range(pairs.start // layout.per_lane, min(pairs.stop, num_direct) // layout.per_lane),
+                codes,
+                block,
+                wanted,
+            )
+            for pair in range(max(pairs.start, num_direct), pairs.stop):
+                weights = {v: self._unpacking.rest(codes, v, pair) for v in self._vectors}
+                self._emit_products(weights, block, pair * 4, pair)
+            self._emit_totals(own, half, factor, sums, numbers)
+
+    def _emit_beginning(self, factor: Any, half: int) -> None:
+        """Sums begin at what the codes' offset adds to them."""
+        builder, layout = self._builder, self._layout
+        for row in self._rows:
+            start: Any = ir.Constant(self._words, [0] * self._lanes)
+            if layout.offset:
+                places = [half] if layout.halves == 2 else [0, 1]
+                parts = [
+                    self._load(factor, row * FACTOR_BYTES + SUMS_OFFSET + 4 * place, _INT32, 4)
+                    for place in places
+                ]
+                total = parts[0] if len(parts) == 1 else builder.add(*parts)
+                start = self._splat(builder.mul(total, ir.Constant(_INT32, -layout.offset)), self._words)
+            for vector in self._vectors:
+                for chain in self._chains:
+                    zero = ir.Constant(self._words, [0] * self._lanes)
+                    builder.store(zero if chain else start, self._sums[row, vector, chain])
+
+    def _emit_words(self, words: range, codes: Any, block: Any, wanted: Any) -> None:
+        """Products with the whole codes of some words of each output feature."""
+        builder, per_lane = self._builder, self._layout.per_lane
+        count = ir.Constant(_INT64, len(words))
+        with cgutils.for_range(builder, count, intp=_INT64) as loop:
+            index = builder.add(loop.index, ir.Constant(_INT64, words.start))
+            offset = self._times(index, PANEL * 4)
+            place, numbers = builder.add(codes, offset), builder.add(block, self._times(index, 4 * per_lane))
+            if self._is_first:
+                for line in range(PANEL * 4 // _LINE):
+                    self._prefetch(builder.add(wanted, offset), line)
+            # Tables are looked up once for the codes of a word.
+            loaded = {vector: self._unpacking.load(place, vector) for vector in self._vectors}
+            for slot in range(per_lane):
+                if not self._few:
+                    self._emit_barrier()
+                weights = {v: self._unpacking.whole(loaded[v], slot) for v in self._vectors}
+                self._emit_products(weights, numbers, slot * 4, slot)
+
+    def _emit_products(self, weights: dict[int, Any], numbers: Any, offset: int, turn: int) -> None:
+        """Products of each row's pair at an address with a pair of codes."""
+        builder, chain = self._builder, turn % len(self._chains)
+        name = "avx512.vpdpwssd.512" if self._has_dots else "avx2.pmadd.wd"
+        args = [self._pairs, self._pairs]
+        kind = ir.FunctionType(self._words, [self._words, *args] if self._has_dots else args)
+        multiply = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}")
+        for row in self._rows:
+            number = self._load(numbers, row * BLOCK_BYTES + offset, _INT32, 4)
+            operand = builder.bitcast(self._splat(number, self._words), self._pairs)
+            for vector, weight in weights.items():
+                total = self._sums[row, vector, chain]
+                if self._has_dots:
+                    sum_ = builder.call(multiply, [builder.load(total), weight, operand])
+                else:
                     product = builder.call(multiply, [operand, weight])
-                    builder.store(self._kept(builder.add(builder.load(total), product)), total)
+                    sum_ = self._kept(builder.add(builder.load(total), product))
+                builder.store(sum_, total)
 
     def _emit_barrier(self) -> None:
         """Keeps LLVM from loading the next pairs' numbers early, for which there are no registers."""
@@ -147,48 +269,70 @@ class _Tile:
 
     def _kept(self, sums: Any) -> Any:
         """The sums as they are, in a register. Else LLVM adds several products first, and keeps them all."""
-        kind = ir.FunctionType(_WORDS, [_WORDS])
+        kind = ir.FunctionType(self._words, [self._words])
         return self._builder.asm(kind, "", "=x,0", [sums], side_effect=False)
 
-    def _unpacked(self, words: Any, pair: int) -> Any:
-        """The codes of a pair of input features, as 16-bit integers."""
-        builder = self._builder
-        if self._layout.format is Quantization.INT8:
-            halves, eight = builder.bitcast(words, _PAIRS), ir.Constant(_PAIRS, [8] * 2 * _LANES)
-            return builder.ashr(halves if pair else builder.shl(halves, eight), eight)
-        if pair:
-            words = builder.lshr(words, ir.Constant(_WORDS, [4 * pair] * _LANES))
-        mask = ir.Constant(_WORDS, [0x000F_000F] * _LANES)
-        return builder.bitcast(builder.and_(words, mask), _PAIRS)
+    def _numbers(self, block: Any) -> _OfBlock:
+        """Loads a super-block's numbers."""
+        layout = self._layout
 
-    def _emit_totals(self, numbers: Any, factor: Any, sums: Any) -> None:
+        def load(offset: int) -> dict[int, Any]:
+            return {v: self._load_numbers(block, layout.numbers_offset + offset, v) for v in self._vectors}
+
+        has_minimums = layout.minimums is not Numbers.NONE
+        return _OfBlock(load(0), load(layout.number_bytes) if has_minimums else {})
+
+    def _load_numbers(self, address: Any, offset: int, vector: int) -> Any:
+        if self._layout.is_float32:
+            return self._load(address, offset + vector * self._lanes * 4, self._floats, 32)
+        halves = self._load(address, offset + vector * self._lanes * 2, self._halves, 16)
+        return self._builder.fpext(halves, self._floats)
+
+    def _factors(self, own: Any, kind: Numbers, index: int, numbers: dict[int, Any]) -> dict[int, Any]:
+        """The super-block's numbers, times a group's own factors."""
+        if not kind.is_factor or not numbers:
+            return numbers
+        builder, found = self._builder, {}
+        for vector, number in numbers.items():
+            offset = self._layout.factors_offset + index * PANEL + vector * self._lanes
+            codes = self._load(own, offset, self._bytes, 8)
+            # Neither has more than 8 bits, so a conversion from signed integers serves both.
+            widen = builder.zext if kind is Numbers.UINT8 else builder.sext
+            found[vector] = builder.fmul(builder.sitofp(widen(codes, self._words), self._floats), number)
+        return found
+
+    def _emit_totals(self, own: Any, half: int, factor: Any, sums: Any, numbers: _OfBlock) -> None:
         """Adds a group's sums to the totals: ``unit * sum * scale``, and before it ``unit * sum of integers *
         minimum``."""
-        builder = self._builder
+        builder, layout = self._builder, self._layout
         fma = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), f"llvm.fma.v{_LANES}f32"
+            builder.module, ir.FunctionType(self._floats, [self._floats] * 3), f"llvm.fma.v{self._lanes}f32"
         )
-        scales = [self._load_halves(numbers, vector * _LANES * 2) for vector in self._vectors]
-        minimums: list[Any] = []
-        if self._layout.has_minimums:
-            minimums = [self._load_halves(numbers, (PANEL + vector * _LANES) * 2) for vector in self._vectors]
+        scales = self._factors(own, layout.scales, half, numbers.scales)
+        place = layout.halves * layout.scales.is_factor
+        minimums = self._factors(own, layout.minimums, place, numbers.minimums) if half == 0 else {}
         for row in self._rows:
             unit, unit_sum = (
-                self._splat(self._load(factor, row * FACTOR_BYTES + offset, _FLOAT, 4), _FLOATS)
+                self._splat(self._load(factor, row * FACTOR_BYTES + offset, _FLOAT, 4), self._floats)
                 for offset in (0, 4)
             )
-            for index, vector in enumerate(self._vectors):
-                offset = (row * PANEL + vector * _LANES) * 4
-                total = self._load(sums, offset, _FLOATS, 4)
+            for vector in self._vectors:
+                offset = (row * PANEL + vector * self._lanes) * 4
+                total = self._load(sums, offset, self._floats, 4)
                 if minimums:
-                    total = builder.call(fma, [unit_sum, minimums[index], total])
-                sum_ = builder.sitofp(builder.load(self._sums[row, vector]), _FLOATS)
-                total = builder.call(fma, [builder.fmul(sum_, unit), scales[index], total])
-                place = builder.add(sums, ir.Constant(_INT64, offset))
-                builder.store(total, builder.inttoptr(place, _FLOATS.as_pointer())).align = 4
+                    total = builder.call(fma, [unit_sum, minimums[vector], total])
+                sum_ = self._sum(row, vector)
+                total = builder.call(fma, [builder.fmul(sum_, unit), scales[vector], total])
+                place_ = builder.add(sums, ir.Constant(_INT64, offset))
+                builder.store(total, builder.inttoptr(place_, self._floats.as_pointer())).align = 4
 
-    def _load_halves(self, address: Any, offset: int) -> Any:
-        return self._builder.fpext(self._load(address, offset, _HALVES, 16), _FLOATS)
+    def _sum(self, row: int, vector: int) -> Any:
+        """A group's sums, as float32."""
+        builder = self._builder
+        total, *others = [builder.load(self._sums[row, vector, chain]) for chain in self._chains]
+        for other in others:
+            total = builder.add(total, other)
+        return builder.sitofp(total, self._floats)
 
     def _times(self, number: Any, factor: int) -> Any:
         return self._builder.mul(number, ir.Constant(_INT64, factor))
@@ -205,4 +349,5 @@ class _Tile:
     def _splat(self, number: Any, kind: Any) -> Any:
         builder, undefined = self._builder, ir.Constant(kind, ir.Undefined)
         first = builder.insert_element(undefined, number, ir.Constant(_INT32, 0))
-        return builder.shuffle_vector(first, undefined, ir.Constant(_WORDS, [0] * _LANES))
+        shape = ir.Constant(ir.VectorType(_INT32, self._lanes), [0] * self._lanes)
+        return builder.shuffle_vector(first, undefined, shape)

@@ -16,8 +16,9 @@ from specray.engine.build import build_draft_engine, build_target_engine
 from specray.engine.cpu.gemm.quantized import check as check_module
 from specray.engine.cpu.gemm.quantized.check import check_kernels
 from specray.engine.cpu.gemm.quantized.embedding import QuantizedEmbedding
-from specray.engine.cpu.gemm.quantized.layout import pack_panels
 from specray.engine.cpu.gemm.quantized.linear import QuantizedGate, QuantizedLinear, has_kernels
+from specray.engine.cpu.gemm.quantized.panels import pack
+from specray.engine.cpu.thread_pool import ThreadPool
 from specray.engine.group.parallel import ParallelContext
 from specray.engine.inputs import SequenceInput
 from specray.engine.model.layers.vocabulary import ShardedEmbedding
@@ -82,7 +83,7 @@ def test_ranks_hold_parts_of_the_whole_models_weights(format: Quantization) -> N
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_look_ups_give_the_dequantised_rows(format: Quantization, dtype: torch.dtype) -> None:
     weight = quantize(torch.randn(70, 96, generator=torch.Generator().manual_seed(2)), format)
-    embedding = QuantizedEmbedding(pack_panels(weight), format, dtype)
+    embedding = QuantizedEmbedding(pack(weight, ThreadPool(1)), dtype)
     ids = torch.tensor([0, 31, 32, 69, 5, 5])
     expected = weight.dequantized()[ids].to(dtype)
     assert torch.equal(embedding(ids), expected)
@@ -94,7 +95,7 @@ def test_look_ups_give_the_dequantised_rows(format: Quantization, dtype: torch.d
 
 def test_a_tied_embedding_shares_the_heads_weights_only_when_asked() -> None:
     tied, _ = decoder(WeightFormats(Quantization.INT4, Quantization.INT8, True), is_tied=True)
-    assert tied.embedding._weight is tied.head.weight
+    assert tied.embedding.panels is tied.head.panels[0]
     apart, tensors = decoder(WeightFormats(Quantization.INT4, Quantization.INT8), is_tied=True)
     assert torch.equal(apart.embedding.table, tensors["model.embed_tokens.weight"])
     assert isinstance(apart.head, QuantizedLinear)
