@@ -23,7 +23,7 @@ from specray.rpc.codec.inference import (
     encode_generate_event,
     encode_service_info,
 )
-from specray.rpc.health import Health
+from specray.rpc.health import Health, Look
 from specray.rpc.inference.messages import OpenCalls, PlainCall, read_message
 from specray.rpc.inference.types import (
     Admitter,
@@ -89,8 +89,12 @@ class InferenceServer:
         """Address of the server; after ``start`` with the real port."""
         return self._address.target
 
-    async def start(self, *, is_ready: bool = True) -> str:
-        """Starts serving; returns the address. ``is_ready`` is the initial health status.
+    async def start(self, *, is_ready: bool = True, look: Look | None = None) -> str:
+        """Starts serving; returns the address.
+
+        Args:
+            is_ready: the initial health status.
+            look: see ``Health.attach``.
 
         Raises:
             ConfigError: the address is in use, not writable, or not of this machine.
@@ -101,7 +105,7 @@ class InferenceServer:
             interceptors=(OpenCalls(f"/{INFERENCE_SERVICE}/Generate"),),
             maximum_concurrent_rpcs=self._max_calls,
         )
-        await self._health.attach(server)
+        await self._health.attach(server, look)
         server.add_generic_rpc_handlers((self._handlers(),))
         if self._has_reflection:
             # The names are looked up among the generated messages, which the codec has imported.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import dataclasses
 import uuid
@@ -40,7 +39,7 @@ from specray.serving.generation import Delta, close, stream
 from specray.serving.grpc.chat import read_chat
 from specray.serving.http.schemas import DEFAULT_MAX_TOKENS
 from specray.serving.observe import CallObserver, CallRecord
-from specray.serving.readiness import watch_ready
+from specray.serving.readiness import ReadyStatus
 from specray.serving.validation import RANGES, GenerationOptions
 from specray.telemetry.conventions import operation_attributes, rpc_attributes
 from specray.tokenization import Tokenizer
@@ -196,17 +195,16 @@ class _Entered:
 async def served(server: InferenceServer, client: RouterClient, *, grace_s: float) -> AsyncIterator[None]:
     """Serves while the block runs, and then finishes calls under way for at most ``grace_s`` seconds.
 
-    The health service reports what /ready reports, and NOT_SERVING as soon as the block has ended.
+    The health service says what /ready says, which it asks when a client asks or watches, and NOT_SERVING as
+    soon as the block has ended.
 
     Raises:
         ConfigError: see ``InferenceServer.start``.
     """
-    await server.start(is_ready=False)
-    watch = asyncio.create_task(watch_ready(client, server.set_ready))
+    await server.start(is_ready=False, look=ReadyStatus(client, server.set_ready).look)
     try:
         yield
     finally:
-        watch.cancel()
         await server.stop(grace_s)
 
 

@@ -164,15 +164,18 @@ class FailingRouter(FakeRouterClient):
     """A router whose readiness ends as a test sets it."""
 
     failure: Exception | None = None
+    num_asked = 0
 
     async def check_ready(self) -> None:
+        self.num_asked += 1
         await super().check_ready()
         if self.failure is not None:
             raise self.failure
 
 
 async def test_health_says_what_ready_says_from_the_first_word_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specray.serving.readiness.WATCH_INTERVAL_S", 0.001)
+    monkeypatch.setattr("specray.serving.readiness.FRESH_S", 0.0)
+    monkeypatch.setattr("specray.rpc.health.LOOK_PERIOD_S", 0.001)
     router = FailingRouter(info=INFO, is_ready=False)
     server = server_of(router)
     async with served(server, router, grace_s=0), aio.insecure_channel(server.address) as channel:
@@ -189,6 +192,20 @@ async def test_health_says_what_ready_says_from_the_first_word_on(monkeypatch: p
         seen.append((await watch.read()).status)
     is_serving = [status == health_pb2.HealthCheckResponse.SERVING for status in seen]
     assert is_serving == [False, True, False, True, False]
+
+
+async def test_nobody_is_asked_for_the_health_that_nobody_wants_to_know() -> None:
+    router = FailingRouter(info=INFO)
+    server = server_of(router)
+    async with served(server, router, grace_s=0), aio.insecure_channel(server.address) as channel:
+        await asyncio.sleep(0.05)
+        assert router.num_asked == 0
+        health = health_pb2_grpc.HealthStub(channel)
+        checks = [health.Check(health_pb2.HealthCheckRequest(), timeout=20) for _ in range(5)]
+        seen = {check.status for check in await asyncio.gather(*checks)}
+        assert seen == {health_pb2.HealthCheckResponse.SERVING}
+        # All five have the same answer.
+        assert router.num_asked == 1
 
 
 class Ending(InferenceServer):
