@@ -83,6 +83,7 @@ def build_target_engine(config: Config, *, parallel: ParallelContext | None = No
     _log("target", speed.step_times)
     info = replace(info, step_times=speed.step_times, context_token_s=speed.context_token_s)
     compiler.prepare()
+    runner.cache.populate_aside()
     return make_engine(info, prefix_cache=config.target.prefix_cache)
 
 
@@ -162,6 +163,7 @@ def _build_draft(config: Config, parallel: ParallelContext | None) -> DraftEngin
     _log("draft", step_times)
     info = replace(info, step_times=step_times)
     compiler.prepare()
+    runner.cache.populate_aside()
     if has_own_view:
         return make_draft_view_engine(config, runner, info, other, grammars)
     return make_engine(info, prefix_cache=config.draft.prefix_cache, guesser=guesser)
@@ -224,7 +226,9 @@ def build_follower(config: EngineConfig, *, role: str, parallel: ParallelContext
         tapped = Tapped(
             told.feature_layers, DrafterMemory(bytes_per_token=told.drafter_memory.bytes_per_token)
         )
-    return _build_runner(config, role=role, parallel=parallel, tapped=tapped)
+    runner = _build_runner(config, role=role, parallel=parallel, tapped=tapped)
+    runner.cache.populate_aside()
+    return runner
 
 
 def _grammar_compiler(config: EngineConfig, role: str, vocab_size: int) -> PreparedCompiler:

@@ -7,8 +7,11 @@ blocks and nothing else; stale slots are overwritten before anything attends to 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import mmap
+import os
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
@@ -22,6 +25,9 @@ from specray.errors import OutOfBlocksError
 
 _MADV_POPULATE_WRITE = 23
 """Linux's code for madvise; Python does not name it."""
+_PIECE = 4 * HUGE_PAGE
+"""Bytes populated at once: whoever changes the process's memory waits for them."""
+_LOWEST = 19
 
 
 class BlockAllocator:
@@ -222,6 +228,8 @@ class BlockCache:
         sizes = [(num_slots, *_slot_shape(layer)) for layer in shape.layers]
         # Zeros, not garbage: a masked slot has weight 0, and 0 times a stray NaN would still be NaN.
         self._memories: list[mmap.mmap] = []
+        self._num_given: list[int] = []
+        """Bytes of each layer that ``populate`` gives."""
         if device.type == "cpu":
             self._memories = [_reserved(math.prod(size) * dtype.itemsize) for size in sizes]
             self.layers = [
@@ -234,30 +242,61 @@ class BlockCache:
         self.keys = [keys for keys, _ in views]
         self.values = [values for _, values in views]
 
-    def populate(self, most_bytes: int) -> int:
-        """Gives the first blocks memory at once, and all large pages, where a block fills some in each layer.
+    def take_large_pages(self, most_bytes: int) -> None:
+        """Lets all layers lie in large pages, where a block fills some, and ``populate`` give some memory.
 
-        Measured: 32 sequences of 250 tokens are read a seventh faster, and the first prompts do not wait for
-        the system to find memory, which on a virtual machine takes longer than their forward. Smaller
-        sequences would leave most of a large page empty: theirs is given as they write it.
+        Measured: 32 sequences of 250 tokens are read a seventh faster. Smaller sequences would leave most of
+        a large page empty: theirs is given as they write it. Nothing happens on other devices.
 
-        Returns:
-            The bytes that were given, at most ``most_bytes``; 0 on other devices.
+        Args:
+            most_bytes: bytes that are given at most; those of the first blocks.
         """
         smallest = min(layer.nbytes for layer in self.layers)
         if not self._memories or smallest // self.num_blocks < HUGE_PAGE:
-            return 0
+            return
         share = most_bytes // len(self._memories)
-        sizes = [min(layer.nbytes, share) // HUGE_PAGE * HUGE_PAGE for layer in self.layers]
-        if share < HUGE_PAGE:
-            return 0
         try:
-            for memory, size in zip(self._memories, sizes, strict=True):
+            for memory in self._memories:
                 memory.madvise(mmap.MADV_HUGEPAGE)
-                memory.madvise(_MADV_POPULATE_WRITE, 0, size)
-        except (AttributeError, OSError):  # another system, or a kernel before Linux 5.14
-            return 0
-        return sum(sizes)
+        except (AttributeError, OSError):  # another system, or a kernel without them
+            return
+        self._num_given = [min(layer.nbytes, share) // HUGE_PAGE * HUGE_PAGE for layer in self.layers]
+
+    def populate(self) -> int:
+        """Gives the first blocks memory, a piece of each layer in turn; returns their bytes.
+
+        So prompts do not wait for the system to find memory, which on a virtual machine takes longer than
+        their forward. What is in the blocks stays.
+        """
+        sizes, self._num_given = self._num_given, []
+        return self._give(sizes)
+
+    def populate_aside(self) -> None:
+        """Populates in a thread of the lowest priority: it takes a second or two, for which nobody waits."""
+        sizes, self._num_given = self._num_given, []
+
+        def give() -> None:
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+            self._give(sizes)
+
+        if sizes:
+            threading.Thread(target=give, name="specray-populate", daemon=True).start()
+
+    def _give(self, sizes: Sequence[int]) -> int:
+        # Called by ctypes, Python's other threads go on.
+        madvise = getattr(ctypes.CDLL(None), "madvise", None)
+        given = 0
+        for start in range(0, max(sizes, default=0), _PIECE):
+            for layer, size in zip(self.layers, sizes, strict=True):
+                length = min(_PIECE, size - start)
+                if length <= 0:
+                    continue
+                place = ctypes.c_void_p(layer.data_ptr() + start)
+                if madvise is None or madvise(place, ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
+                    return given  # a kernel before Linux 5.14
+                given += length
+        return given
 
     def write(self, layer: int, slots: slice | torch.Tensor, keys_values: torch.Tensor) -> None:
         """Stores keys and values ``[num_tokens, 2 * num_kv_heads, head_dim]`` at ``slots``.

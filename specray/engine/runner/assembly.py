@@ -46,9 +46,9 @@ from specray.errors import ConfigError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _POPULATED_SHARE = 4
-"""Divisor of the available memory: the share populated at start at most, since other engines do the same."""
+"""Divisor of the available memory: the share populated at most, since other engines do the same."""
 _MOST_POPULATED_BYTES = 1 << 30
-"""Bytes populated at start at most: a virtual machine takes two seconds to find them."""
+"""Bytes populated at most: a virtual machine takes two seconds to find them."""
 _CAPTURE_LIMIT_S = 30.0
 """Seconds in which forwards are captured before the first request."""
 _MAX_PREPARED_WIDTH = 8
@@ -334,7 +334,7 @@ def _cache(loaded: LoadedModel, shape: CacheShape, num_blocks: int, block_size: 
     cache = BlockCache(
         shape, num_blocks=num_blocks, block_size=block_size, dtype=loaded.dtype, device=loaded.device
     )
-    cache.populate(min(available_memory() // _POPULATED_SHARE, _MOST_POPULATED_BYTES))
+    cache.take_large_pages(min(available_memory() // _POPULATED_SHARE, _MOST_POPULATED_BYTES))
     return cache
 
 

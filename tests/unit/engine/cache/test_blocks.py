@@ -2,6 +2,8 @@
 
 import os
 import resource
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -225,9 +227,25 @@ LARGE = 2 << 20
 def test_memory_given_at_once(block_size: int, most_bytes: int, expected: int) -> None:
     cache = make_cache(CacheShape(2, 4, 64), 4, block_size)
     before = resident_bytes()
-    assert cache.populate(most_bytes) == expected
-    assert abs(resident_bytes() - before - expected) < LARGE
+    cache.take_large_pages(most_bytes)
+    cache.layers[0][:7] = 3
+    assert cache.populate() == expected
+    assert abs(resident_bytes() - before - expected) < 2 * LARGE
+    assert (cache.layers[0][:7] == 3).all()
     assert not cache.layers[1].any()
+    assert cache.populate() == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_memory_given_aside_is_given_once() -> None:
+    cache = make_cache(CacheShape(2, 4, 64), 4, 2048)
+    cache.take_large_pages(1 << 30)
+    before = resident_bytes()
+    cache.populate_aside()
+    cache.populate_aside()
+    while any(thread.name == "specray-populate" for thread in threading.enumerate()):
+        time.sleep(0.001)
+    assert abs(resident_bytes() - before - 2 * 4 * LARGE) < 2 * LARGE
 
 
 @pytest.mark.parametrize(
