@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.browser import CHROMIUM, Page
-from tests.e2e.secured.lab import race, run
+from tests.e2e.secured.lab import RACED, race, run
 
 pytestmark = [
     pytest.mark.cluster,
@@ -76,7 +76,11 @@ async def test_type_has_one_scale_and_one_family_beside_the_fixed_width(page: Pa
 
 async def test_400_pixels_have_one_column_in_order(page: Page) -> None:
     await page.size(400, 900)
-    await race(page)
+    await page.click("#race")
+    await page.until("document.body.dataset.state === 'running' && scrollY > 0", "the result is in view")
+    stop = (await places(page, ("stop",)))["stop"]
+    assert 0 <= stop["top"] < stop["bottom"] <= 900
+    await page.until(RACED, "the race is over")
     assert await page.evaluate("document.documentElement.scrollWidth") <= 400
     order = (
         "model",
