@@ -9,18 +9,21 @@ import pydoc_data.topics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import torch
 from rich.table import Table
 
 from specray.bench.core.report import number, table_of
-from specray.config import DraftConfig, EngineConfig, parse_config
+from specray.config import DraftConfig, Dtype, EngineConfig, parse_config
 from specray.engine.inputs import SequenceInput
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.runner import ModelRunner
 from specray.errors import ConfigError
 
 FORMATS = ("none", "int8", "int4")
+DEQUANTISED = "dtype"
+"""Format of what a file stores quantised, and is held in the model's data type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +43,24 @@ def engine_config(engine: EngineConfig, format: str) -> EngineConfig:
     """The engine with weights in a format.
 
     Args:
-        format: ``LAYERS`` or ``LAYERS:LM_HEAD``, such as ``int4:int8``.
+        format: ``LAYERS`` or ``LAYERS:LM_HEAD``, such as ``int4:int8``; ``none`` leaves what a file stores
+            in its own bits, ``dtype`` dequantises it. ``@float32`` or ``@bfloat16`` at the end is the dtype.
 
     Raises:
         ConfigError: there is no such format.
     """
-    layers, _, head = format.partition(":")
-    head = head or "none"
-    if layers not in FORMATS or head not in FORMATS:
+    named, _, dtype = format.partition("@")
+    layers, _, head = named.partition(":")
+    own, head = {"weights": "dtype"} if layers == DEQUANTISED else {}, head or "none"
+    layers = "none" if own else layers
+    if layers not in FORMATS or head not in FORMATS or dtype not in ("", *get_args(Dtype)):
         raise ConfigError(
-            f"--quantization is {format!r}; allowed: LAYERS or LAYERS:LM_HEAD, each one of "
-            f"{', '.join(FORMATS)}"
+            f"--quantization is {format!r}; allowed: {DEQUANTISED}, LAYERS or LAYERS:LM_HEAD, each one of "
+            f"{', '.join(FORMATS)}, and @{' or @'.join(get_args(Dtype))} after it"
         )
-    values = engine.model_dump() | {"quantization": layers, "lm_head_quantization": head}
+    values = engine.model_dump() | {"quantization": layers, "lm_head_quantization": head} | own
+    if dtype:
+        values["dtype"] = dtype
     if isinstance(engine, DraftConfig):
         return parse_config({"draft": values}).draft
     return parse_config({"target": values}).target

@@ -52,6 +52,7 @@ class PairOptions:
     draft: options.Draft = None
     drafter: options.Drafter = None
     dtype: options.Dtype = None
+    weights: options.StoredBits = None
     device: options.Device = None
     num_speculative_tokens: options.NumSpeculativeTokens = None
     verification: options.Verification = None

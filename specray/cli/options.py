@@ -67,10 +67,17 @@ WeightFormats = Annotated[
     list[str] | None,
     typer.Option(
         "--quantization",
-        help="Weights: none, int8, int4; or LAYERS:LM_HEAD, such as int4:int8. May be repeated.",
+        help="Weights: none (a file's own bits), dtype (dequantised), int8, int4; or LAYERS:LM_HEAD, such as "
+        "int4:int8; @float32 or @bfloat16 after it is the dtype. May be repeated.",
     ),
 ]
 Dtype = Annotated[str | None, typer.Option(help="Number format of the weights: bfloat16 or float32.")]
+StoredBits = Annotated[
+    str | None,
+    typer.Option(
+        help="Weights that a file stores quantised: auto (its own bits where there are kernels) or dtype."
+    ),
+]
 Device = Annotated[str | None, typer.Option(help="Device: auto, cpu, or cuda.")]
 NumThreads = Annotated[
     int | None, typer.Option(help="CPU threads per engine; default: by cores and model size.")

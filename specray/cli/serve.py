@@ -22,6 +22,7 @@ class ServeOptions:
     drafter: options.Drafter = None
     tensor_parallel_size: int | None = option(None, "Tensor-parallel ranks of the target.")
     dtype: options.Dtype = None
+    weights: options.StoredBits = None
     device: options.Device = None
     max_model_len: options.MaxModelLen = None
     num_speculative_tokens: options.NumSpeculativeTokens = None

@@ -29,7 +29,7 @@ _KEYS = {
     "drafter": ("target.drafter",),
     **{
         name: (f"target.{name}", f"draft.{name}")
-        for name in ("dtype", "device", "max_model_len", "num_threads")
+        for name in ("dtype", "weights", "device", "max_model_len", "num_threads")
     },
     **{
         name: (f"speculation.{name}",)

@@ -40,6 +40,7 @@ class EngineOptions:
 
     model: str | None = options.option(None, "Model: path, hub id, or embedded.")
     dtype: options.Dtype = None
+    weights: options.StoredBits = None
     device: options.Device = None
     max_model_len: options.MaxModelLen = None
     num_threads: options.NumThreads = None

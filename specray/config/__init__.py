@@ -10,6 +10,7 @@ from specray.config.endpoints import (
     TelemetryConfig,
 )
 from specray.config.engine import (
+    AUTO_WEIGHTS,
     EMBEDDED,
     MODEL_FREE_DRAFTS,
     MTP,
@@ -28,6 +29,7 @@ from specray.config.service import Config, load_config, parse_config, prefer_dra
 from specray.config.speculation import SpeculationConfig
 
 __all__ = [
+    "AUTO_WEIGHTS",
     "EMBEDDED",
     "MODEL_FREE_DRAFTS",
     "MTP",

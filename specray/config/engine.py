@@ -13,8 +13,11 @@ from specray.types import DraftKind
 
 Dtype = Literal["bfloat16", "float32"]
 WeightFormat = Literal["none", "int8", "int4"]
+StoredBits = Literal["auto", "dtype"]
 VocabularyMode = Literal["auto", "same", "intersect", "retokenize"]
 
+AUTO_WEIGHTS = "auto"
+"""Value of ``weights`` for the bits that a file stores, where there are kernels for them."""
 MTP = "mtp"
 """Value of ``target.drafter`` for the MTP layer inside of the target's checkpoint."""
 EMBEDDED = "embedded"
@@ -44,11 +47,22 @@ RANK_OPTIONS = ("num_cpus", "num_gpus", "memory", "resources", "accelerator_type
 class EngineConfig(Section):
     """Settings that draft and target engines share."""
 
-    model: str = Field(EMBEDDED, description="Path or hub id of a causal LM in safetensors, or 'embedded'.")
+    model: str = Field(
+        EMBEDDED,
+        description="Path or hub id of a causal LM in safetensors, or directory of one with a model.gguf, or "
+        "'embedded'.",
+    )
     dtype: Dtype = "bfloat16"
+    weights: StoredBits = Field(
+        "auto",
+        description="Form of weights that a file stores quantised (GGUF, GPTQ, AWQ, compressed-tensors, fp8, "
+        "MXFP4). auto: the file's own bits, where this machine has kernels for them (CPU, forward decoder), "
+        "else dtype; dtype: dequantised to dtype at load.",
+    )
     quantization: WeightFormat = Field(
         "none",
-        description="Format of the layers' weights, made when the model is loaded; forward decoder only.",
+        description="Format of the layers' weights, made when the model is loaded, whatever the file stores; "
+        "none: as weights says. Forward decoder only.",
     )
     lm_head_quantization: WeightFormat = Field("none", description="Format of the lm_head's weight.")
     quantize_embedding: bool = Field(
@@ -117,6 +131,8 @@ class EngineConfig(Section):
     def number_format(self) -> str:
         """The formats of weights and computation, as people and other processes read them."""
         parts: list[str] = [self.dtype]
+        if self.weights != AUTO_WEIGHTS:
+            parts.append("dequantised weights")
         if self.quantization != "none":
             parts.append(f"{self.quantization} layers")
         if self.lm_head_quantization != "none":

@@ -282,6 +282,6 @@ def _engine_info(role: str, config: EngineConfig, runner: RunnerInfo) -> EngineI
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         protocol_version=PROTOCOL_VERSION,
-        dtype=config.number_format,
+        dtype=runner.number_format,
         tensor_parallel_size=runner.tensor_parallel_size,
     )

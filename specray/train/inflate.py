@@ -19,6 +19,7 @@ from torch import nn
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from specray.errors import ConfigError
+from specray.gguf.light import check_has_safetensors
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -76,6 +77,7 @@ def inflate_checkpoint(
         ConfigError: `source` is no Llama checkpoint, `shape` cannot hold it, `dtype` is unknown, or
             `destination` already has files.
     """
+    check_has_safetensors(str(source), "inflating")
     config = _load_config(source)
     _check_shape(config, shape)
     if dtype is not None and dtype not in DTYPES:

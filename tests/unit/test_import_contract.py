@@ -47,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "tokenization": SEAMS | {"demo"},
     "demo": VOCABULARY,
     "grammar": VOCABULARY,
-    "train": VOCABULARY,
+    "train": VOCABULARY | {"gguf"},
     "models": VOCABULARY | {"environment", "gguf", "demo", "tokenization"},
     "engine": SEAMS - {"requests", "request_options"} | {"demo", "tokenization", "grammar", "drafting"},
     "drafting": SEAMS,

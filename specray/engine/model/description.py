@@ -22,6 +22,7 @@ from specray.engine.model.decoder_config import HEAD, MODEL_TYPES, DecoderConfig
 from specray.engine.model.families.config_json import read_decoder_config
 from specray.engine.model.quantized.formats import PLAIN, WeightFormats
 from specray.errors import ConfigError
+from specray.gguf.light import check_has_safetensors
 from specray.json_files import check_settings
 
 if TYPE_CHECKING:
@@ -175,6 +176,8 @@ def _describe_with(library: Any, args: ModelArgs, directory: Path | None) -> Mod
     fields = {name: config.by_layer(name) for name in _SHARED_FIELDS}
     _check_shards(args, fields, has_decoder=decoder is not None)
     check_forward(args.path, config.stored, has_decoder=decoder is not None)
+    if decoder is None:
+        check_has_safetensors(args.path, "forward hf")
     return ModelDescription(
         directory,
         config.model_type,

@@ -1,12 +1,13 @@
 """Loads a model for a forward: its files for the decoder, or the library's model for forward hf.
 
-Weights come from safetensors only, code from the installed library only, and a path that exists never touches
-the network.
+Weights come from safetensors and GGUF files only, code from the installed library only, and a path that
+exists never touches the network.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,12 +16,13 @@ import torch
 from numpy.typing import NDArray
 
 from specray.engine.model.checkpoint.adapter import AdaptedWeights
+from specray.engine.model.checkpoint.gguf_weights import GgufWeights
 from specray.engine.model.checkpoint.headers import read_headers
 from specray.engine.model.checkpoint.layer_formats import StoredFormat
 from specray.engine.model.checkpoint.location import find_weights
 from specray.engine.model.checkpoint.mxfp4_weights import Mxfp4Weights
 from specray.engine.model.checkpoint.safetensors_files import SafetensorsWeights
-from specray.engine.model.checkpoint.source import WeightSource
+from specray.engine.model.checkpoint.source import NamedWeights, WeightSource
 from specray.engine.model.checkpoint.stored_format import MXFP4
 from specray.engine.model.checkpoint.stored_weights import StoredWeights
 from specray.engine.model.checkpoint.vocabulary import TrimmedHead, stored_head, trimmed_shapes
@@ -28,15 +30,15 @@ from specray.engine.model.checks.formats import check_tensors
 from specray.engine.model.checks.weights import check_places
 from specray.engine.model.decoder_config import EMBEDDING, HEAD, DecoderConfig
 from specray.engine.model.description import ModelArgs, ModelDescription, describe
+from specray.engine.model.quantized.operator_set import has_own_kernels
 from specray.errors import ConfigError
+from specray.gguf.light import gguf_weights
 from specray.tokenization.fingerprint import fingerprint, tokenizer_vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _BASE_PREFIX = "model."
-NamedWeights = SafetensorsWeights | StoredWeights | Mxfp4Weights
-"""Sources of weights from files, whose names can be changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,10 @@ class DecoderSource:
     weights: WeightSource
     head: TrimmedHead | None = None
     """The rows of the head that are computed; None: all."""
+    stored_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of each weight that stays in a file's own bits."""
+    stored_formats: tuple[str, ...] = ()
+    """Names of their formats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +72,8 @@ class LoadedModel:
     """Bytes of all weights as they are held, those of other ranks included."""
     dtype: torch.dtype
     device: torch.device
+    stored_formats: tuple[str, ...] = ()
+    """Formats of the weights that stay in a file's own bits."""
     token_ids: NDArray[np.int64] | None = None
     """Token ids of the logits, ascending; None: all of the vocabulary."""
     mask_token_id: int | None = None
@@ -89,9 +97,10 @@ def load_model(args: ModelArgs, *, dtype: torch.dtype, device: torch.device) -> 
         source = _library_model(args, described, dtype, device)
         num_weight_bytes = sum(weight.nbytes for weight in source.parameters())
     else:
-        source = _decoder_source(args.path, described, described.decoder, dtype, device)
+        has_own_bits = args.formats.has_own_bits and device.type == "cpu" and has_own_kernels()
+        source = _decoder_source(args.path, described, described.decoder, dtype, device, has_own_bits)
         head = source.head
-        num_weight_bytes = args.formats.num_bytes(source.config, dtype.itemsize)
+        num_weight_bytes = args.formats.num_bytes(source.config, dtype.itemsize, source.stored_bytes)
     return LoadedModel(
         source=source,
         name=Path(args.path).name,
@@ -103,6 +112,7 @@ def load_model(args: ModelArgs, *, dtype: torch.dtype, device: torch.device) -> 
         num_weight_bytes=num_weight_bytes,
         dtype=dtype,
         device=device,
+        stored_formats=source.stored_formats if isinstance(source, DecoderSource) else (),
         token_ids=None if head is None else head.token_ids,
         mask_token_id=described.mask_token_id,
     )
@@ -130,14 +140,32 @@ def _library_model(
 
 
 def _decoder_source(
-    path: str, described: ModelDescription, config: DecoderConfig, dtype: torch.dtype, device: torch.device
+    path: str,
+    described: ModelDescription,
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    has_own_bits: bool,
 ) -> DecoderSource:
     library = described.library
     entry = None if library is None else library.weights_entry
     directory = None if described.directory is None else find_weights(path, described.directory, entry)
     if directory is None:
         raise ConfigError(f"model {path!r} cannot be loaded: its safetensors files are not on the hub")
-    weights = _weights(path, directory, described.stored, dtype=dtype, device=device, entry=entry)
+    weights: NamedWeights
+    if (file := gguf_weights(directory)) is not None:
+        weights = GgufWeights(path, file, config, dtype=dtype, device=device, has_own_bits=has_own_bits)
+        config = weights.decoder_config(config)
+    else:
+        weights = _weights(
+            path,
+            directory,
+            described.stored,
+            dtype=dtype,
+            device=device,
+            entry=entry,
+            has_own_bits=has_own_bits,
+        )
     config = match_names(weights, config)
     expected = config.weight_shapes()
     if EMBEDDING not in weights.shapes:
@@ -156,7 +184,14 @@ def _decoder_source(
         config = replace(config, draft_vocab_size=len(head.token_ids))
     adapter = described.adapter
     adapted = weights if adapter is None else AdaptedWeights(weights, adapter, expected)
-    return DecoderSource(config, adapted, head)
+    own = [name for name in weights.stored_bytes if adapter is None or name not in adapter.layers]
+    return DecoderSource(
+        config,
+        adapted,
+        head,
+        {name: weights.stored_bytes[name] for name in own},
+        tuple(weights.stored_formats) if own else (),
+    )
 
 
 def _weights(
@@ -167,13 +202,18 @@ def _weights(
     dtype: torch.dtype,
     device: torch.device,
     entry: str | None,
+    has_own_bits: bool,
 ) -> NamedWeights:
     check_tensors(path, read_headers(directory), stored)
     if stored is None:
         return SafetensorsWeights(path, directory, dtype=dtype, device=device, entry=entry)
     if stored.method == MXFP4:
-        return Mxfp4Weights(path, directory, dtype=dtype, device=device, entry=entry)
-    return StoredWeights(path, directory, stored, dtype=dtype, device=device, entry=entry)
+        return Mxfp4Weights(
+            path, directory, dtype=dtype, device=device, entry=entry, has_own_bits=has_own_bits
+        )
+    return StoredWeights(
+        path, directory, stored, dtype=dtype, device=device, entry=entry, has_own_bits=has_own_bits
+    )
 
 
 def match_names(weights: NamedWeights, config: DecoderConfig) -> DecoderConfig:

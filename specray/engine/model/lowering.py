@@ -38,6 +38,7 @@ from specray.engine.model.layers.vocabulary import (
 from specray.engine.model.quantized.operator_set import OperatorSet
 from specray.engine.model.rotary import rotated_first, tables_of_layers
 from specray.engine.step import CacheShape, HeadShape
+from specray.engine.weights.stored_weight import StoredWeight, Weight, alike, join
 
 if TYPE_CHECKING:
     from specray.engine.group.parallel import ParallelContext
@@ -175,22 +176,40 @@ def _qkv(prefix: str, config: DecoderConfig, taken: RankWeights, operators: Oper
     num_queries = config.num_attention_heads * config.head_dim
     num_keys, order = config.num_key_value_heads * config.head_dim, rotated_first(config)
 
-    def joined(kind: str) -> torch.Tensor:
-        names = [f"{prefix}{name}_proj.{kind}" for name in "qkv"]
-        firsts: tuple[int | None, ...] = (None, None, None)
-        if config.has_joined_weights:
-            names = [f"{prefix}qkv_proj.{kind}"] * 3
-            firsts = (0, num_queries, num_queries + num_keys)
-        query = taken.share(names[0], num_queries, dim=0, first=firsts[0])
-        key, value = (taken.key_heads(names[index], config, firsts[index]) for index in (1, 2))
-        if order is not None:
-            query, key = (_reordered(weight, order) for weight in (query, key))
-        return torch.cat([query, key, value])
+    names = [f"{prefix}{name}_proj" for name in "qkv"]
+    firsts: list[int | None] = [None, None, None]
+    if config.has_joined_weights:
+        names, firsts = [f"{prefix}qkv_proj"] * 3, [0, num_queries, num_queries + num_keys]
+    parts = [
+        taken.part(num_queries, dim=0, first=firsts[0]),
+        *(taken.key_heads(config, first) for first in firsts[1:]),
+    ]
+    weights: list[Weight] = [
+        taken.weight(f"{name}.weight", part) for name, part in zip(names, parts, strict=True)
+    ]
+    biases = []
+    if config.has_qkv_bias:
+        biases = [taken.weights.take(f"{name}.bias", part) for name, part in zip(names, parts, strict=True)]
+    if order is not None:
+        weights[:2] = (_reordered(weight, order) for weight in weights[:2])
+        biases[:2] = (_reordered_numbers(bias, order) for bias in biases[:2])
+    return _linear(join(weights), torch.cat(biases) if biases else None, operators)
 
-    return operators.linear(joined("weight"), joined("bias") if config.has_qkv_bias else None)
+
+def _linear(weight: Weight, bias: torch.Tensor | None, operators: Operators) -> Linear:
+    """Kernels of stored weights take a bias as the file has it; others take it in the weight's type."""
+    if bias is not None and isinstance(weight, torch.Tensor):
+        bias = bias.to(weight.dtype)
+    return operators.linear(weight, bias)
 
 
-def _reordered(weight: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+def _reordered(weight: Weight, order: torch.Tensor) -> Weight:
+    if isinstance(weight, StoredWeight):
+        return weight.select(_reordered_numbers(torch.arange(weight.shape[0]), order))
+    return _reordered_numbers(weight, order)
+
+
+def _reordered_numbers(weight: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     heads = weight.view(-1, len(order), *weight.shape[1:])
     return heads[:, order.to(weight.device)].reshape(weight.shape)
 
@@ -209,30 +228,27 @@ def _mlp(
 
 def _gate(prefix: str, config: DecoderConfig, taken: RankWeights, operators: Operators) -> Gate:
     size = config.intermediate_size
-
-    def both(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-        if config.has_joined_weights:
-            name = f"{prefix}gate_up_proj.{kind}"
-            return taken.share(name, size, dim=0, first=0), taken.share(name, size, dim=0, first=size)
-        return (
-            taken.share(f"{prefix}gate_proj.{kind}", size, dim=0),
-            taken.share(f"{prefix}up_proj.{kind}", size, dim=0),
-        )
-
-    biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-    if config.has_mlp_bias:
-        gate_bias, up_bias = both("bias")
-        biases = gate_bias.clone(), up_bias.clone()
-    return operators.gate(*both("weight"), *biases, config.activation)
+    names = [f"{prefix}{name}_proj" for name in ("gate", "up")]
+    firsts: list[int | None] = [None, None]
+    if config.has_joined_weights:
+        names, firsts = [f"{prefix}gate_up_proj"] * 2, [0, size]
+    places = [(name, taken.part(size, dim=0, first=first)) for name, first in zip(names, firsts, strict=True)]
+    gate, up = alike([taken.weight(f"{name}.weight", part) for name, part in places])
+    if not config.has_mlp_bias:
+        return operators.gate(gate, up, None, None, config.activation)
+    gate_bias, up_bias = (taken.weights.take(f"{name}.bias", part).clone() for name, part in places)
+    if isinstance(gate, torch.Tensor):
+        gate_bias, up_bias = gate_bias.to(gate.dtype), up_bias.to(gate.dtype)
+    return operators.gate(gate, up, gate_bias, up_bias, config.activation)
 
 
 def _projection(
     name: str, in_features: int, has_bias: bool, taken: RankWeights, operators: Operators
 ) -> Linear | ReducedLinear:
-    weight = taken.share(f"{name}.weight", in_features, dim=1)
+    weight = taken.weight(f"{name}.weight", taken.part(in_features, dim=1))
     bias = taken.whole(f"{name}.bias") if has_bias else None
     if taken.parallel is None:
-        return operators.linear(weight, bias)
+        return _linear(weight, bias, operators)
     return ReducedLinear(operators.linear(weight, None), bias, taken.parallel)
 
 
@@ -246,9 +262,15 @@ def _head_norm(prefix: str, config: DecoderConfig, shape: HeadShape, taken: Rank
 
 
 def _look_ups(
-    config: DecoderConfig, table: torch.Tensor, tied_head: Linear | None, operators: OperatorSet
+    config: DecoderConfig, table: Weight, tied_head: Linear | None, operators: OperatorSet
 ) -> Embedding:
     """The table with the model's scale: in its numbers where no other part holds the same memory."""
+    if isinstance(table, StoredWeight):
+        make = operators.embedding or operators.stored_embedding
+        assert make is not None, "it would have come as numbers"
+        embedding = make(table, tied_head)
+        scale = _embedding_scale(config, operators.dtype)
+        return embedding if scale == 1.0 else ScaledEmbedding(embedding, scale)
     scale = _embedding_scale(config, table.dtype)
     if scale == 1.0:
         if operators.embedding is not None:
@@ -257,7 +279,7 @@ def _look_ups(
     if operators.embedding is not None:
         return operators.embedding(table * scale, None)
     if tied_head is not None and table.device.type != "cpu":
-        return ScaledEmbedding(table, scale)
+        return ScaledEmbedding(TableEmbedding(table), scale)
     return TableEmbedding(table * scale)
 
 
@@ -275,18 +297,21 @@ def _embedding_and_head(
     config: DecoderConfig, taken: RankWeights, operators: OperatorSet, head_rows: torch.Tensor | None
 ) -> tuple[Embedding, OutputHead, torch.device]:
     vocab_size, parallel, is_tied = config.vocab_size, taken.parallel, config.tie_word_embeddings
-    table = taken.share(EMBEDDING, vocab_size, dim=0)
-    if operators.embedding is None:
+    part = taken.part(vocab_size, dim=0)
+    has_makers = operators.embedding is not None or operators.stored_embedding is not None
+    table = taken.weight(EMBEDDING, part) if has_makers else taken.weights.take(EMBEDDING, part)
+    if isinstance(table, torch.Tensor) and operators.embedding is None:
         table = table.clone()
     if head_rows is not None:
         head_weight = taken.chosen(EMBEDDING if is_tied else HEAD, head_rows)
     else:
-        head_weight = table if is_tied else taken.share(HEAD, vocab_size, dim=0)
+        head_weight = table if is_tied else taken.weight(HEAD, part)
     num_logits = vocab_size if head_rows is None else len(head_rows)
     # The table is needed in its own layout for look-ups, so a tied head is a second copy where it is packed.
     head = operators.head.linear(head_weight, None)
     embedding = _look_ups(config, table, head if is_tied and head_rows is None else None, operators)
+    device = torch.device("cpu") if isinstance(table, StoredWeight) else table.device
     if parallel is None:
-        return embedding, head, table.device
-    embedding = ShardedEmbedding(embedding, len(table), parallel.first_row(vocab_size), parallel)
-    return embedding, GatheredHead(head, num_logits, parallel), table.device
+        return embedding, head, device
+    embedding = ShardedEmbedding(embedding, table.shape[0], parallel.first_row(vocab_size), parallel)
+    return embedding, GatheredHead(head, num_logits, parallel), device

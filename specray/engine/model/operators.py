@@ -20,6 +20,7 @@ from specray.engine.model.layers.experts import LayerGroup
 from specray.engine.model.linear import Gate, Linear, Weights
 from specray.engine.model.operators_torch import TorchOperators, by_layer
 from specray.engine.step import HeadShape
+from specray.engine.weights.stored_weight import Weight
 
 if TYPE_CHECKING:
     from specray.engine.cpu.thread_pool import ThreadPool
@@ -29,20 +30,26 @@ _log = logging.getLogger(__name__)
 
 
 class Operators(Protocol):
-    """Makes the parts of a decoder. The caller drops its own reference to a weight: parts may be copies."""
+    """Makes the parts of a decoder. The caller drops its own reference to a weight: parts may be copies.
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """``[out_features, in_features]``, and ``[out_features]``."""
+    What a file stores comes as it is: operators without kernels for it compute with its values in the model's
+    data type.
+    """
+
+    def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
+        """``[out_features, in_features]``, and ``[out_features]``; a stored weight's bias may be float32."""
         ...
 
     def gate(
         self,
-        gate: torch.Tensor,
-        up: torch.Tensor,
+        gate: Weight,
+        up: Weight,
         gate_bias: torch.Tensor | None,
         up_bias: torch.Tensor | None,
         activation: Activation = Activation.SILU,
-    ) -> Gate: ...
+    ) -> Gate:
+        """Makes a gated pair: both weights are stored, or both are tensors."""
+        ...
 
     def router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Makes the layer whose numbers choose experts: it is not quantised."""

@@ -15,6 +15,7 @@ from specray.engine.cpu.gemm.linear import TiledGate, TiledLinear, can_tile
 from specray.engine.cpu.norm import FusedRMSNorm
 from specray.engine.cpu.thread_pool import ThreadPool
 from specray.engine.model.operators_torch import TorchOperators
+from specray.engine.weights.stored_weight import Weight, numbers_of
 
 if TYPE_CHECKING:
     from specray.engine.attention.base import Attention
@@ -37,22 +38,24 @@ class KernelOperators(TorchOperators):
         super().__init__(dtype)
         self.thread_pool = thread_pool or ThreadPool(num_threads)
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return (
-            TiledLinear(weight, bias, self.thread_pool) if can_tile(weight) else super().linear(weight, bias)
-        )
+    def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
+        numbers = numbers_of(weight, self.dtype)
+        if can_tile(numbers):
+            return TiledLinear(numbers, bias, self.thread_pool)
+        return super().linear(numbers, bias)
 
     def gate(
         self,
-        gate: torch.Tensor,
-        up: torch.Tensor,
+        gate: Weight,
+        up: Weight,
         gate_bias: torch.Tensor | None,
         up_bias: torch.Tensor | None,
         activation: Activation = Activation.SILU,
     ) -> Gate:
-        if can_tile(gate):
-            return TiledGate(gate, up, gate_bias, up_bias, self.thread_pool, activation)
-        return super().gate(gate, up, gate_bias, up_bias, activation)
+        both = numbers_of(gate, self.dtype), numbers_of(up, self.dtype)
+        if can_tile(both[0]):
+            return TiledGate(*both, gate_bias, up_bias, self.thread_pool, activation)
+        return super().gate(*both, gate_bias, up_bias, activation)
 
     def router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         # Not what a class of quantised layers makes of ``linear``.

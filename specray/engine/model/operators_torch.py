@@ -14,6 +14,7 @@ from specray.engine.model.layers.experts import LayerGroup
 from specray.engine.model.linear import Gate, Linear, Weights, make_gate, make_linear
 from specray.engine.model.rotary import RotaryTables
 from specray.engine.step import HeadShape
+from specray.engine.weights.stored_weight import Weight, numbers_of
 
 
 class TorchOperators:
@@ -26,18 +27,23 @@ class TorchOperators:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return make_linear(weight, bias)
+    def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
+        numbers = numbers_of(weight, self.dtype)
+        return make_linear(numbers, None if bias is None else bias.to(numbers.dtype))
 
     def gate(
         self,
-        gate: torch.Tensor,
-        up: torch.Tensor,
+        gate: Weight,
+        up: Weight,
         gate_bias: torch.Tensor | None,
         up_bias: torch.Tensor | None,
         activation: Activation = Activation.SILU,
     ) -> Gate:
-        return make_gate(gate, up, gate_bias, up_bias, activation)
+        both = numbers_of(gate, self.dtype), numbers_of(up, self.dtype)
+        dtype = both[0].dtype
+        if gate_bias is not None and up_bias is not None:
+            gate_bias, up_bias = gate_bias.to(dtype), up_bias.to(dtype)
+        return make_gate(*both, gate_bias, up_bias, activation)
 
     def router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return make_linear(weight, bias)

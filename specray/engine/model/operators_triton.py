@@ -16,6 +16,7 @@ import triton.language as tl
 from specray.engine.activation import Activation
 from specray.engine.model.linear import PlainGate
 from specray.engine.model.operators_torch import TorchOperators
+from specray.engine.weights.stored_weight import Weight, numbers_of
 
 _COLUMNS = 1024
 
@@ -54,14 +55,15 @@ class TritonOperators(TorchOperators):
 
     def gate(
         self,
-        gate: torch.Tensor,
-        up: torch.Tensor,
+        gate: Weight,
+        up: Weight,
         gate_bias: torch.Tensor | None,
         up_bias: torch.Tensor | None,
         activation: Activation = Activation.SILU,
     ) -> TritonGate:
         bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
-        return TritonGate(torch.cat((gate, up)), bias, activation)
+        both = [numbers_of(weight, self.dtype) for weight in (gate, up)]
+        return TritonGate(torch.cat(both), bias, activation)
 
 
 @torch.inference_mode()

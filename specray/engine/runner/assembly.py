@@ -17,6 +17,7 @@ from specray.engine.cache.states import STATES_PER_SEQUENCE
 from specray.engine.device import (
     available_memory,
     choose_device,
+    give_back_memory,
     num_threads_for,
     num_threads_for_logits,
     use_cores,
@@ -111,6 +112,7 @@ def build_runner(
         buckets = prepared_buckets(role, config.max_num_seqs)
         graphs.prepare(buckets, _until(time.monotonic() + _CAPTURE_LIMIT_S, parallel))
     runner = ModelRunner(forward, cache, info, parallel=parallel, graphs=graphs, head=_shared_head(forward))
+    give_back_memory()
     return _with_threads_left(runner)
 
 
@@ -141,12 +143,18 @@ def _info(
         device=loaded.device,
         tensor_parallel_size=tensor_parallel_size,
         forward=forward.name,
-        number_format=config.number_format,
+        number_format=_number_format(config, loaded),
         num_token_ids=loaded.num_token_ids,
         token_ids=loaded.token_ids,
         mask_token_id=loaded.mask_token_id,
         attention="" if backend is None else backend.name,
     )
+
+
+def _number_format(config: EngineConfig, loaded: LoadedModel) -> str:
+    if not loaded.stored_formats:
+        return config.number_format
+    return f"{config.number_format} with weights in {', '.join(loaded.stored_formats)}"
 
 
 def model_args(config: EngineConfig, role: str, tensor_parallel_size: int) -> ModelArgs:

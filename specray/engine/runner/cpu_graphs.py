@@ -24,7 +24,7 @@ from specray.engine.cpu.norm import FusedRMSNorm
 from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.decoder_amx import AmxDecoderForward, packed
 from specray.engine.model.layers.normed import NormedProjection
-from specray.engine.model.layers.vocabulary import TableEmbedding
+from specray.engine.model.layers.vocabulary import ScaledEmbedding, TableEmbedding
 from specray.engine.step import CacheShape, Forward, ForwardOutput, KVCache, Step
 
 _MAX_ROWS = 320
@@ -62,7 +62,7 @@ class CpuGraphForward:
         self,
         forward: DecoderForward | AmxDecoderForward,
         attention: CpuAttention,
-        embedding: TableEmbedding | QuantizedEmbedding | BlockEmbedding,
+        embedding: TableEmbedding | ScaledEmbedding | QuantizedEmbedding | BlockEmbedding,
     ) -> None:
         self._forward = forward
         self._is_packed = isinstance(forward, AmxDecoderForward)
@@ -201,7 +201,7 @@ def with_cpu_graphs(forward: Forward) -> CpuGraphForward | None:
     if forward.feature_layers and (forward.residual_scale, forward.logit_scale) != (1.0, 1.0):
         # Features are multiplied by torch.
         is_kernels = False
-    embeddings = TableEmbedding | QuantizedEmbedding | BlockEmbedding
+    embeddings = TableEmbedding | ScaledEmbedding | QuantizedEmbedding | BlockEmbedding
     if not is_kernels or not isinstance(forward.embedding, embeddings):
         return None
     # Kernels write to tensors of their own; those of features stay until the next graph runs.

@@ -47,7 +47,7 @@ class RunnerInfo:
     forward: str
     """Name of the forward: ``decoder`` or ``hf``."""
     number_format: str = ""
-    """Formats of weights and computation: ``EngineConfig.number_format``."""
+    """Formats of weights and computation: ``EngineConfig.number_format``, and those of a file's own bits."""
     num_token_ids: int | None = None
     """Token ids up to the tokenizer's last one; None: not known."""
     token_ids: NDArray[np.int64] | None = None

@@ -11,6 +11,16 @@ from specray.engine.weights.block_codes import BlockCodes, decode
 from specray.engine.weights.block_type import BlockType
 from specray.errors import ConfigError
 
+_HALVES: dict[BlockType, tuple[int, ...]] = {
+    BlockType.Q4_1: (0, 2),
+    BlockType.Q5_1: (0, 2),
+    BlockType.Q4_K: (0, 2),
+    BlockType.Q5_K: (0, 2),
+    BlockType.Q6_K: (208,),
+}
+"""Bytes before each float16 of a block; of other types it is the first two bytes."""
+_LARGEST_EXPONENT = 252
+"""Largest exponent of MXFP4 with which every code has a value below the limit of float32."""
 _VALUES_AT_ONCE = 1 << 22
 """Values that are decoded at once, so that what lies between takes some MiB, whatever the weight's size."""
 
@@ -31,6 +41,11 @@ class BlockWeight:
     def num_bytes(self) -> int:
         return self.rows.shape[0] * self.rows.shape[1]
 
+    @property
+    def unit(self) -> int:
+        """Input features of a block."""
+        return self.kind.size.num_values
+
     def select(self, index: torch.Tensor | slice) -> BlockWeight:
         """Some rows, in this order."""
         return BlockWeight(self.kind, self.rows[index])
@@ -45,6 +60,16 @@ class BlockWeight:
             )
         begin, end = (self.kind.row_bytes(place) for place in (start, stop))
         return BlockWeight(self.kind, self.rows[:, begin:end])
+
+    def is_finite(self) -> bool:
+        """Whether no value is NaN or infinite: blocks have no other numbers that could be."""
+        blocks = self.rows.reshape(-1, self.kind.size.num_bytes)
+        if self.kind is BlockType.MXFP4:
+            are_small = bool((blocks[:, 0] <= _LARGEST_EXPONENT).all())
+            return are_small or bool(self.values().isfinite().all())
+        places = _HALVES.get(self.kind, (0,))
+        halves = [blocks[:, at : at + 2].contiguous().view(torch.float16) for at in places]
+        return all(bool(half.isfinite().all()) for half in halves)
 
     def decoded(self, rows: slice = slice(None)) -> BlockCodes:
         return decode(self.kind, self.rows[rows].contiguous())

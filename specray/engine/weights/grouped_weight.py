@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from specray.engine.weights.quantization import GROUP
 from specray.errors import ConfigError
 
 NIBBLE_BITS, BYTE_BITS = 4, 8
@@ -16,7 +18,7 @@ NIBBLE_BITS, BYTE_BITS = 4, 8
 class GroupedWeight:
     """A weight ``[out_features, in_features]``: ``(code - zero) * scale``, rounded once to float32."""
 
-    codes: torch.Tensor  # int8 [out_features, in_features], or float8_e4m3fn
+    codes: torch.Tensor  # int8 [out_features, in_features]
     scales: torch.Tensor  # float16, bfloat16 or float32 [out_features, in_features / group]
     zeros: torch.Tensor | None = None  # int8, as the scales; None: 0
     bits: int = BYTE_BITS
@@ -33,6 +35,11 @@ class GroupedWeight:
         return self.codes.shape[1] // self.scales.shape[1]
 
     @property
+    def unit(self) -> int:
+        """Input features that belong together: a group divides where its parts have the scale each."""
+        return math.gcd(self.group, GROUP)
+
+    @property
     def num_bytes(self) -> int:
         zeros = 0 if self.zeros is None else self.zeros.nbytes
         return self.codes.numel() * self.bits // 8 + self.scales.nbytes + zeros
@@ -42,33 +49,33 @@ class GroupedWeight:
         return (
             isinstance(other, GroupedWeight)
             and self.shape[1] == other.shape[1]
-            and (self.bits, self.group, self.codes.dtype, self.scales.dtype, self.zeros is None)
-            == (other.bits, other.group, other.codes.dtype, other.scales.dtype, other.zeros is None)
+            and (self.bits, self.group, self.scales.dtype, self.zeros is None)
+            == (other.bits, other.group, other.scales.dtype, other.zeros is None)
         )
 
     def select(self, index: torch.Tensor | slice) -> GroupedWeight:
         """Some rows, in this order."""
         zeros = None if self.zeros is None else self.zeros[index]
-        # float8 has no look-up by index.
-        codes = self.codes.view(torch.int8)[index].view(self.codes.dtype)
-        return GroupedWeight(codes, self.scales[index], zeros, self.bits)
+        return GroupedWeight(self.codes[index], self.scales[index], zeros, self.bits)
 
     def columns(self, start: int, stop: int) -> GroupedWeight:
-        """A run of input features. Raises ConfigError where it cuts a group."""
-        group = self.group
-        if start % group or stop % group:
+        """A run of input features, in smaller groups if it cuts one. Raises ConfigError within a unit."""
+        if start % self.unit or stop % self.unit:
             raise ConfigError(
-                f"a weight with groups of {group} is cut at input features {start} and {stop}; allowed: "
-                f"multiples of {group} (fewer ranks, or weights in bfloat16)"
+                f"a weight with groups of {self.group} is cut at input features {start} and {stop}; allowed: "
+                f"multiples of {self.unit} (fewer ranks, or weights in bfloat16)"
             )
-        groups = slice(start // group, stop // group)
-        zeros = None if self.zeros is None else self.zeros[:, groups]
-        return GroupedWeight(self.codes[:, start:stop], self.scales[:, groups], zeros, self.bits)
+        size = math.gcd(self.group, start, stop)
+        groups, each = slice(start // size, stop // size), self.group // size
+        numbers = [
+            None if values is None else values.repeat_interleave(each, 1)[:, groups]
+            for values in (self.scales, self.zeros)
+        ]
+        assert numbers[0] is not None, "scales are always there"
+        return GroupedWeight(self.codes[:, start:stop], numbers[0], numbers[1], self.bits)
 
     def is_finite(self) -> bool:
         """Whether no value is NaN or infinite."""
-        if self.codes.is_floating_point() and bool((self.codes.view(torch.int8) & 0x7F == 0x7F).any()):
-            return False
         return bool(self.scales.isfinite().all())
 
     def values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -82,7 +89,7 @@ class GroupedWeight:
 def join_groups(weights: Sequence[GroupedWeight]) -> GroupedWeight:
     """One weight of the rows of several that are alike."""
     first = weights[0]
-    codes = torch.cat([weight.codes.view(torch.int8) for weight in weights]).view(first.codes.dtype)
+    codes = torch.cat([weight.codes for weight in weights])
     zeros = [weight.zeros for weight in weights if weight.zeros is not None]
     return GroupedWeight(
         codes,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeAlias
@@ -41,6 +42,11 @@ class StoredWeight:
     def num_bytes(self) -> int:
         return sum(part.num_bytes for part in self.parts)
 
+    @property
+    def unit(self) -> int:
+        """Input features that belong together: :meth:`columns` cuts at multiples of it."""
+        return math.lcm(*(part.unit for part in self.parts))
+
     def select(self, index: torch.Tensor | slice) -> StoredWeight:
         """Some rows, in this order; a slice has no step, an index is int64 and not negative."""
         if isinstance(index, slice):
@@ -62,6 +68,10 @@ class StoredWeight:
         """A run of input features. Raises ConfigError where it cuts a block or a group."""
         return StoredWeight(tuple(part.columns(start, stop) for part in self.parts))
 
+    def is_finite(self) -> bool:
+        """Whether no value is NaN or infinite."""
+        return all(part.is_finite() for part in self.parts)
+
     def values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weight's numbers, computed in float32."""
         values = torch.empty(self.shape, dtype=dtype)
@@ -76,9 +86,23 @@ Weight: TypeAlias = torch.Tensor | StoredWeight
 """A weight ``[out_features, in_features]``: numbers, or what a file stores."""
 
 
-def join(weights: Iterable[StoredWeight]) -> StoredWeight:
+def numbers_of(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    """The weight's numbers: those of a file in ``dtype``, a tensor as it is."""
+    return weight.values(dtype) if isinstance(weight, StoredWeight) else weight
+
+
+def alike(weights: Sequence[Weight]) -> list[Weight]:
+    """Weights of one layer as they are stored; if some are tensors, all as tensors of their type."""
+    plain = next((weight for weight in weights if isinstance(weight, torch.Tensor)), None)
+    return list(weights) if plain is None else [numbers_of(weight, plain.dtype) for weight in weights]
+
+
+def join(weights: Sequence[Weight]) -> Weight:
     """One weight of the rows of several, which have the same input features."""
-    return StoredWeight.of(part for weight in weights for part in weight.parts)
+    stored = [weight for weight in weights if isinstance(weight, StoredWeight)]
+    if len(stored) == len(weights):
+        return StoredWeight.of(part for weight in stored for part in weight.parts)
+    return torch.cat([weight for weight in alike(weights) if isinstance(weight, torch.Tensor)])
 
 
 def _is_like(first: Part, second: Part) -> bool:

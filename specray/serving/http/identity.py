@@ -80,6 +80,10 @@ def identify(config: Config, *, now: Callable[[], float] = time.time) -> Identit
     )
 
 
+_WEIGHTS = (".safetensors", ".gguf")
+"""Ends of the names of files of weights."""
+
+
 def _files(model: str, embedded: Path) -> list[Path]:
     """The files of a checkpoint that is a directory here; a draft without a model has none."""
     directory = embedded if model == EMBEDDED else Path(model)
@@ -90,12 +94,12 @@ def _files(model: str, embedded: Path) -> list[Path]:
 
 def _visible(directory: Path) -> Iterator[Path]:
     for path in directory.iterdir():
-        if path.is_file() and path.suffix in (".json", ".jinja", ".safetensors"):
+        if path.is_file() and path.suffix in (".json", ".jinja", *_WEIGHTS):
             yield path
 
 
 def _described(path: Path) -> list[str | int]:
     """A file's name and content, or its size where it is a file of weights."""
-    if path.suffix == ".safetensors":
+    if path.suffix in _WEIGHTS:
         return [path.name, path.stat().st_size]
     return [path.name, hashlib.sha256(path.read_bytes()).hexdigest()]

@@ -13,10 +13,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from specray.errors import ConfigError
+from specray.gguf.light import gguf_weights
+from specray.gguf.numbers import read_numbers
 
 COMPACT_WEIGHTS = "compact.safetensors"
 """Name of the file with a draft's body, projections and ids."""
 _EMBEDDING = "model.embed_tokens.weight"
+_GGUF_EMBEDDING = "token_embd.weight"
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -66,6 +69,8 @@ def complete_draft(compact: Path, target: Path, destination: Path) -> Path:
 
 
 def _embedding_of(target: Path) -> torch.Tensor:
+    if (light := gguf_weights(target)) is not None:
+        return torch.from_numpy(read_numbers(light, _GGUF_EMBEDDING)).to(torch.bfloat16)
     for file in sorted(target.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             if _EMBEDDING in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file
 
 from specray.errors import ConfigError
+from specray.gguf.light import check_has_safetensors
 from specray.train.draft.markers import TurnMarkers, turn_markers
 
 _log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ def loaded(path: str, dtype: torch.dtype, *, role: str) -> tuple[Any, Any]:
     Raises:
         ConfigError: transformers cannot load it, or its head has a vocabulary of its own.
     """
+    check_has_safetensors(path, "training")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)

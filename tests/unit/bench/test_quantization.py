@@ -81,9 +81,13 @@ def test_formats_of_layers_and_head(kind: type[EngineConfig]) -> None:
     assert (both.quantization, both.lm_head_quantization, both.dtype) == ("int4", "int8", "float32")
     assert type(both) is kind
     assert engine_config(engine, "int8").lm_head_quantization == "none"
-    for wrong in ("int3", "int8:q", ""):
+    own, plain = engine_config(engine, "none@bfloat16"), engine_config(engine, "dtype@float32")
+    assert (own.weights, own.dtype) == ("auto", "bfloat16")
+    assert (plain.weights, plain.dtype, plain.quantization) == ("dtype", "float32", "none")
+    for wrong in ("int3", "int8:q", "", "int8@float16", "dtype:q"):
         with pytest.raises(
-            ConfigError, match="allowed: LAYERS or LAYERS:LM_HEAD, each one of none, int8, int4"
+            ConfigError,
+            match="allowed: dtype, LAYERS or LAYERS:LM_HEAD, each one of none, int8, int4, and",
         ):
             engine_config(engine, wrong)
 

@@ -152,6 +152,8 @@ def test_config_of_no_options_keeps_the_file(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("draft:\n")
     assert build_config(path, pair_options(dtype="float32")).draft.dtype == "float32"
+    plain = build_config(path, pair_options(weights="dtype"))
+    assert (plain.target.weights, plain.draft.weights) == ("dtype", "dtype")
     assert read_config_file(path) == {"draft": None}
 
 

@@ -22,6 +22,7 @@ from specray.engine.model.checks.weights import check_weight, listed
 from specray.engine.model.decoder_config import EMBEDDING, HEAD
 from specray.engine.model.description import ModelArgs, describe
 from specray.errors import ConfigError
+from specray.gguf.light import check_has_safetensors
 
 if TYPE_CHECKING:
     from specray.engine.model.hf_forward import HfForward
@@ -138,6 +139,7 @@ class _MtpReader:
                 f"target.drafter is {MTP!r}, and model {args.path!r} is quantised or not on this machine; "
                 "allowed: a local model with plain weights"
             )
+        check_has_safetensors(args.path, f"target.drafter {MTP!r}")
         self._text = _text_config(args.path, described)
         entry = None if described.library is None else described.library.weights_entry
         self._weights = SafetensorsWeights(

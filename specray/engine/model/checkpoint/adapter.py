@@ -20,6 +20,7 @@ from specray.engine.model.checkpoint.headers import TensorHeader, file_headers, 
 from specray.engine.model.checkpoint.source import WeightPart, WeightSource
 from specray.engine.model.checks.messages import one_line
 from specray.engine.model.checks.weights import listed
+from specray.engine.weights.stored_weight import StoredWeight
 from specray.errors import ConfigError
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -156,6 +157,10 @@ class AdaptedWeights:
         if layer is None:
             return weight
         return self._adapter.merged(weight, name, layer, part).to(weight.dtype)
+
+    def stored(self, name: str, part: WeightPart | None = None) -> StoredWeight | None:
+        """As of ``WeightSource``: an adapted weight is in no file."""
+        return None if name in self._layers else self._base.stored(name, part)
 
 
 def read_adapter(path: str) -> Adapter:

@@ -1,4 +1,4 @@
-"""Dequantises weights as quantised checkpoints store them, to float32 ``[out_features, in_features]``.
+"""Unpacks weights as quantised checkpoints store them: codes ``[out_features, in_features]`` and scales.
 
 Layouts are those of the libraries that write them: transformers (fp8), compressed-tensors, AutoGPTQ and
 GPTQModel, AutoAWQ, ModelOpt.
@@ -6,14 +6,50 @@ GPTQModel, AutoAWQ, ModelOpt.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from specray.engine.model.checkpoint.layer_formats import WHOLE_ROWS
+from specray.engine.weights.grouped_weight import BYTE_BITS, NIBBLE_BITS, GroupedWeight
 
 _WORD_BITS = 32
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Places in a word of eight columns in a row; AutoAWQ packs columns 0, 2, 4, 6, 1, 3, 5, 7 in this order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    """A weight of ``scale * (code - zero)``."""
+
+    codes: Tensor  # float8, int8, or int32 without a sign [rows, columns]
+    scale: Tensor  # [rows or 1, groups]
+    zeros: Tensor | None  # whole numbers as the scales, or one for all; None: 0
+    groups: Tensor  # int64 [columns], the group of each
+    bits: int = BYTE_BITS
+
+    def values(self) -> Tensor:
+        """float32 ``[rows, columns]``."""
+        codes = self.codes.float()
+        if self.zeros is not None:
+            zeros = self.zeros.float()
+            codes = codes - (zeros if zeros.ndim < 2 else zeros[:, self.groups])
+        return codes * self.scale.float()[:, self.groups]
+
+    def grouped(self) -> GroupedWeight:
+        """The same values of a weight of whole numbers whose groups have one size and are in order."""
+        rows, num_groups = len(self.codes), self.scale.shape[1]
+        # Bytes have signs.
+        shift = 1 << (BYTE_BITS - 1) if self.bits == BYTE_BITS and self.codes.dtype == torch.int32 else 0
+        zeros = torch.zeros((), dtype=torch.int32) if self.zeros is None else self.zeros
+        zeros = (zeros - shift).to(torch.int8).expand(rows, num_groups)
+        return GroupedWeight(
+            (self.codes - shift).to(torch.int8),
+            self.scale.expand(rows, num_groups).contiguous(),
+            zeros if self.bits == NIBBLE_BITS or bool(zeros.any()) else None,
+            self.bits,
+        )
 
 
 def scaled(
@@ -23,7 +59,7 @@ def scaled(
     block: tuple[int, int] | None,
     *,
     group_size: int | None = None,
-) -> Tensor:
+) -> Unpacked:
     """Numbers of 8 bits, times the scale of their weight, row, group of columns or block.
 
     Args:
@@ -36,11 +72,13 @@ def scaled(
     Raises:
         ValueError: the scale's shape is none of these.
     """
-    numbers = weight.float()
-    scales = _spread(scale.float(), weight.shape, block, group_size)
-    if zero_point is not None:
-        numbers = numbers - _spread(zero_point.float(), weight.shape, block, group_size)
-    return numbers * scales
+    scales, groups = _by_row(scale, weight.shape, block, group_size)
+    if zero_point is None:
+        return Unpacked(weight, scales, None, groups)
+    zeros, _ = _by_row(zero_point, weight.shape, block, group_size)
+    if zeros.shape != scales.shape:
+        raise ValueError(f"zero points of shape {list(zero_point.shape)}, scales of {list(scale.shape)}")
+    return Unpacked(weight, scales, zeros, groups)
 
 
 def packed_rows(
@@ -52,7 +90,7 @@ def packed_rows(
     *,
     bits: int,
     group_size: int | None = None,
-) -> Tensor:
+) -> Unpacked:
     """compressed-tensors' ``pack-quantized``: signed numbers plus half their range, packed along a row.
 
     Args:
@@ -75,7 +113,7 @@ def packed_rows(
     zeros = offset if zero_point is None else unpack(zero_point.T.contiguous(), bits).T[:rows]
     if groups is not None and bool((groups == -1).any()):
         groups = None
-    return _grouped(codes, scale, zeros, groups, group_size)
+    return _grouped(codes, scale, zeros, groups, group_size, bits)
 
 
 def gptq(
@@ -87,7 +125,7 @@ def gptq(
     bits: int,
     zero_offset: int,
     group_size: int | None = None,
-) -> Tensor:
+) -> Unpacked:
     """GPTQ: columns of the weight packed along a column of ``qweight``.
 
     Args:
@@ -100,10 +138,10 @@ def gptq(
     """
     codes = unpack(packed.T.contiguous(), bits)
     zeros = (unpack(zero_point, bits) + zero_offset) & ((1 << bits) - 1)
-    return _grouped(codes, scale.T, zeros.T, groups, group_size)
+    return _grouped(codes, scale.T, zeros.T, groups, group_size, bits)
 
 
-def awq(packed: Tensor, scale: Tensor, zero_point: Tensor, *, group_size: int | None = None) -> Tensor:
+def awq(packed: Tensor, scale: Tensor, zero_point: Tensor, *, group_size: int | None = None) -> Unpacked:
     """AWQ: numbers of 4 bits; eight output features in a word, in an order of their own.
 
     Args:
@@ -113,7 +151,7 @@ def awq(packed: Tensor, scale: Tensor, zero_point: Tensor, *, group_size: int | 
         group_size: as of :func:`packed_rows`.
     """
     codes, zeros = (_in_order(unpack(words, 4)) for words in (packed, zero_point))
-    return _grouped(codes.T, scale.T, zeros.T, None, group_size)
+    return _grouped(codes.T, scale.T, zeros.T, None, group_size, NIBBLE_BITS)
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
@@ -127,9 +165,9 @@ def _in_order(codes: Tensor) -> Tensor:
 
 
 def _grouped(
-    codes: Tensor, scale: Tensor, zeros: Tensor, groups: Tensor | None, group_size: int | None
-) -> Tensor:
-    """``scale * (code - zero)``, with scales and zeros ``[rows, groups]``; one zero may be for all."""
+    codes: Tensor, scale: Tensor, zeros: Tensor, groups: Tensor | None, group_size: int | None, bits: int
+) -> Unpacked:
+    """Scales and zeros are ``[rows, groups]``; one zero may be for all."""
     rows, columns = codes.shape
     if len(scale) != rows or scale.ndim != 2 or (zeros.ndim == 2 and zeros.shape != scale.shape):
         raise ValueError(f"scales of shape {list(scale.shape)} for a weight of {rows} rows")
@@ -137,24 +175,23 @@ def _grouped(
         groups = torch.arange(columns) // _group_columns(columns, scale.shape[1], group_size)
     elif groups.shape != (columns,) or not 0 <= int(groups.min()) <= int(groups.max()) < scale.shape[1]:
         raise ValueError(f"groups of columns that do not fit {scale.shape[1]} groups")
-    index = groups.long()
-    return (codes - (zeros[:, index] if zeros.ndim == 2 else zeros)).float() * scale.float()[:, index]
+    return Unpacked(codes, scale, zeros, groups.long(), bits)
 
 
-def _spread(
+def _by_row(
     values: Tensor, shape: torch.Size, block: tuple[int, int] | None, group_size: int | None
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
+    """Numbers ``[rows or 1, groups]``, and the group of each column."""
     rows, columns = shape
     if block is not None:
         if values.shape == (-(-rows // block[0]), -(-columns // block[1])):
-            return values.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+            return values.repeat_interleave(block[0], 0)[:rows], torch.arange(columns) // block[1]
     elif values.numel() == 1:
-        return values.reshape(1, 1)
+        return values.reshape(1, 1), torch.zeros(columns, dtype=torch.int64)
     elif values.shape == (rows,):
-        return values[:, None]
+        return values[:, None], torch.zeros(columns, dtype=torch.int64)
     elif values.ndim == 2 and len(values) == rows:
-        index = torch.arange(columns) // _group_columns(columns, values.shape[1], group_size)
-        return values[:, index]
+        return values, torch.arange(columns) // _group_columns(columns, values.shape[1], group_size)
     raise ValueError(f"scales of shape {list(values.shape)} for a weight of shape {[rows, columns]}")
 
 

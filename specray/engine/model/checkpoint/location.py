@@ -14,6 +14,7 @@ from typing import Any
 from specray.engine.model.checkpoint.headers import weight_files
 from specray.engine.model.checks.formats import check_adapter
 from specray.errors import ConfigError
+from specray.gguf.light import WEIGHTS, gguf_weights
 from specray.json_files import read_json_file
 
 logger = logging.getLogger(__name__)
@@ -34,9 +35,9 @@ def local_directory(path: str) -> Path | None:
         if not (directory / "config.json").is_file():
             check_adapter(path, directory)
             raise ConfigError(f"model {path!r} is a directory without config.json")
-        if not any(directory.glob("*.safetensors")):
+        if gguf_weights(directory) is None and not any(directory.glob("*.safetensors")):
             raise ConfigError(
-                f"model {path!r} holds no *.safetensors file; other weight formats are not loaded"
+                f"model {path!r} holds no *.safetensors file and no {WEIGHTS}; other formats are not loaded"
             )
         return directory
     if directory.is_file() and directory.suffix == ".gguf":

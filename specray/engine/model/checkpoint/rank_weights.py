@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specray.engine.model.checkpoint.source import WeightPart
+from specray.engine.weights.stored_weight import StoredWeight, Weight
 
 if TYPE_CHECKING:
     from specray.engine.group.parallel import ParallelContext
@@ -30,27 +31,36 @@ class RankWeights:
         return self.parallel is None or self.parallel.rank == 0
 
     def share(self, name: str, total: int, *, dim: int, first: int | None = None) -> torch.Tensor:
-        """This rank's equal run of ``total`` rows or columns from ``first`` on; None: of the whole weight."""
+        """This rank's numbers of the run that :meth:`part` means."""
+        return self.weights.take(name, self.part(total, dim=dim, first=first))
+
+    def part(self, total: int, *, dim: int, first: int | None = None) -> WeightPart | None:
+        """This rank's equal run of ``total`` rows or columns from ``first`` on; None: the whole weight."""
         start, stop = self.run(total)
         if self.parallel is None and first is None:
-            return self.weights.take(name)
+            return None
         begin = first or 0
-        return self.weights.take(name, WeightPart(dim, begin + start, begin + stop))
+        return WeightPart(dim, begin + start, begin + stop)
 
-    def key_heads(self, name: str, config: DecoderConfig, first: int | None = None) -> torch.Tensor:
+    def weight(self, name: str, part: WeightPart | None = None) -> Weight:
+        """A linear layer's weight in the file's own bits where the source has it so, else its numbers."""
+        stored = self.weights.stored(name, part)
+        return self.weights.take(name, part) if stored is None else stored
+
+    def key_heads(self, config: DecoderConfig, first: int | None = None) -> WeightPart | None:
         """Rows of one rank's key or value heads: an equal run, or the one head that its queries share."""
         num_heads, head_dim = config.num_key_value_heads, config.head_dim
         if self.parallel is None or self.parallel.world_size <= num_heads:
-            return self.share(name, num_heads * head_dim, dim=0, first=first)
+            return self.part(num_heads * head_dim, dim=0, first=first)
         start = self.parallel.rank * num_heads // self.parallel.world_size * head_dim + (first or 0)
-        return self.weights.take(name, WeightPart(0, start, start + head_dim))
+        return WeightPart(0, start, start + head_dim)
 
-    def chosen(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """One rank's equal run of some rows of a weight."""
-        weight = self.weights.take(name)
+    def chosen(self, name: str, rows: torch.Tensor) -> Weight:
+        """One rank's equal run of some rows of a linear layer's weight."""
         if self.parallel is not None:
             rows = rows[slice(*self.run(len(rows)))]
-        return weight[rows.to(weight.device)]
+        weight = self.weight(name)
+        return weight.select(rows) if isinstance(weight, StoredWeight) else weight[rows.to(weight.device)]
 
     def run(self, total: int) -> tuple[int, int]:
         """First and last + 1 of this rank's equal run of ``total`` rows or columns."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from specray.engine.model.checkpoint.headers import INDEX, SINGLE
-from specray.engine.model.checkpoint.source import WeightPart
+from specray.engine.model.checkpoint.source import NamedWeights, WeightPart
 from specray.engine.model.checks.messages import one_line
-from specray.engine.model.checks.weights import check_weight
 from specray.errors import ConfigError
 from specray.json_files import read_json_file
 
@@ -20,7 +18,7 @@ REOPEN_BYTES = 1 << 28
 """Bytes taken from a file after which it is mapped anew: pages that were read count as this process's."""
 
 
-class SafetensorsWeights:
+class SafetensorsWeights(NamedWeights):
     """Implements ``source.WeightSource``. Files are mapped into memory, and read where a weight is taken.
 
     Args:
@@ -42,29 +40,18 @@ class SafetensorsWeights:
         device: torch.device,
         entry: str | None = None,
     ) -> None:
-        self._path = path
-        self._dtype = dtype
-        self._device = device
-        self._places: dict[str, tuple[_MappedFile, str]] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        """Every tensor of the files."""
+        self._path, self._dtype, self._device = path, dtype, device
+        self._places: dict[str, _MappedFile] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         try:
             for file in _files(directory, entry):
                 mapped = _MappedFile(file)
-                for name, shape in mapped.shapes().items():
-                    self._places[name] = (mapped, name)
-                    self.shapes[name] = shape
+                found = mapped.shapes()
+                shapes |= found
+                self._places |= dict.fromkeys(found, mapped)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise self._unreadable(error) from None
-
-    def rename(self, names: Mapping[str, str]) -> None:
-        self._places = {name: self._places[stored] for name, stored in names.items()}
-        self.shapes = {name: self.shapes[stored] for name, stored in names.items()}
-
-    def take(self, name: str, part: WeightPart | None = None) -> torch.Tensor:
-        tensor = self.read(name, part)
-        check_weight(self._path, name, tensor)
-        return tensor
+        super().__init__(path, shapes)
 
     def read(self, name: str, part: WeightPart | None = None) -> torch.Tensor:
         """Returns a tensor as :meth:`take` does, without a look at its values."""
@@ -74,11 +61,16 @@ class SafetensorsWeights:
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise self._unreadable(error) from None
 
+    def num_bytes(self, name: str) -> int:
+        """Bytes of a tensor in the file."""
+        stored = self._names[name]
+        return self._places[stored].num_bytes(stored)
+
     def raw(self, name: str, part: WeightPart | None = None) -> torch.Tensor:
         """Returns a tensor, or a part of it, as the file has it."""
-        mapped, stored = self._places[name]
+        stored = self._names[name]
         try:
-            return mapped.read(stored, part)
+            return self._places[stored].read(stored, part)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise self._unreadable(error) from None
 
@@ -99,6 +91,10 @@ class _MappedFile:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(self._mapping.get_slice(name).get_shape()) for name in self._mapping.keys()}  # noqa: SIM118
+
+    def num_bytes(self, name: str) -> int:
+        tensor: torch.Tensor = self._mapping.get_tensor(name)
+        return tensor.nbytes
 
     def read(self, name: str, part: WeightPart | None) -> torch.Tensor:
         if self._num_bytes > REOPEN_BYTES:

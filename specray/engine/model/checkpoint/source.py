@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from specray.engine.model.checks.weights import check_weight
+from specray.engine.weights.stored_weight import StoredWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,14 @@ class WeightSource(Protocol):
 
     def take(self, name: str, part: WeightPart | None = None) -> torch.Tensor:
         """A contiguous weight, maybe a read-only view of a file. ConfigError: unreadable, NaN or infinite."""
+        ...
+
+    def stored(self, name: str, part: WeightPart | None = None) -> StoredWeight | None:
+        """A linear layer's weight in the file's own bits; of one stacked expert, ``[out, in]``.
+
+        None: it is plain there, this part of it cuts a block, or own bits are not wanted. Raises as
+        :meth:`take`.
+        """
         ...
 
 
@@ -52,6 +61,20 @@ class NamedWeights(ABC):
         tensor = self.read(name, part)
         check_weight(self._path, name, tensor)
         return tensor
+
+    def stored(self, name: str, part: WeightPart | None = None) -> StoredWeight | None:
+        """As of ``WeightSource``."""
+        return None
+
+    @property
+    def stored_bytes(self) -> Mapping[str, int]:
+        """Bytes of each weight that :meth:`stored` gives whole."""
+        return {}
+
+    @property
+    def stored_formats(self) -> Sequence[str]:
+        """Names of the formats of these weights."""
+        return ()
 
     @abstractmethod
     def read(self, name: str, part: WeightPart | None = None) -> torch.Tensor:

@@ -1,13 +1,17 @@
-"""Weights of a quantised checkpoint, dequantised one by one as they are taken."""
+"""Weights of a quantised checkpoint: in their own bits, or dequantised one by one as they are taken."""
 
 from __future__ import annotations
 
+import functools
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from specray.engine.model.checkpoint import dequantise
-from specray.engine.model.checkpoint.layer_formats import StoredFormat
+from specray.engine.model.checkpoint.dequantise import Unpacked
+from specray.engine.model.checkpoint.layer_formats import WHOLE_ROWS, StoredFormat
 from specray.engine.model.checkpoint.safetensors_files import SafetensorsWeights
 from specray.engine.model.checkpoint.source import NamedWeights, WeightPart
 from specray.engine.model.checkpoint.stored_format import (
@@ -19,15 +23,20 @@ from specray.engine.model.checkpoint.stored_format import (
     layer_format,
 )
 from specray.engine.model.checks.messages import one_line
+from specray.engine.weights.quantization import GROUP
+from specray.engine.weights.stored_weight import StoredWeight
 from specray.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 
 class StoredWeights(NamedWeights):
-    """Implements ``source.WeightSource`` over quantised files: as if they held plain weights.
+    """Implements ``source.WeightSource`` over quantised files.
 
     Args:
         path, directory, dtype, device, entry: as of ``SafetensorsWeights``.
         stored: how layers are quantised; those without such tensors are plain.
+        has_own_bits: :meth:`stored` gives weights, of layers in formats that kernels hold exactly.
 
     Raises:
         ConfigError: a file is missing or damaged, or a layer lacks a part of what its format needs.
@@ -42,8 +51,10 @@ class StoredWeights(NamedWeights):
         dtype: torch.dtype,
         device: torch.device,
         entry: str | None = None,
+        has_own_bits: bool = False,
     ) -> None:
         self._path, self._stored, self._dtype, self._device = path, stored, dtype, device
+        self._has_own_bits, self._has_warned = has_own_bits, False
         self._files = SafetensorsWeights(path, directory, dtype=dtype, device=device, entry=entry)
         layers = self._quantised_layers()
         self._formats = {layer: layer_format(path, stored, layer) for layer in layers}
@@ -62,20 +73,98 @@ class StoredWeights(NamedWeights):
         layer = self._layers.get(stored)
         if layer is None:
             return self._files.read(stored, part)
+        weight = self._unpacked(stored, layer).values()
+        if part is not None:
+            weight = weight.narrow(part.dim, part.start, part.stop - part.start)
+        return weight.to(device=self._device, dtype=self._dtype).contiguous()
+
+    def stored(self, name: str, part: WeightPart | None = None) -> StoredWeight | None:
+        """As of ``WeightSource``."""
+        stored = self._names[name]
+        layer = self._layers.get(stored)
+        if layer is None or not self._has_own_bits:
+            return None
+        is_cut = part is not None and part.dim == 1 and bool(part.start % GROUP or part.stop % GROUP)
+        if is_cut or layer not in self._held_layers:
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning(
+                    "%s: %s and maybe others are dequantised to dtype: kernels hold integers, in groups of "
+                    "multiples of 32 input features in order, and ranks of such",
+                    self._path,
+                    name,
+                )
+            return None
+        grouped = self._unpacked(stored, layer).grouped()
+        if not grouped.is_finite():
+            raise ConfigError(f"model {self._path!r}: the weight {name!r} holds NaN or infinite values")
+        if part is not None and part.dim == 0:
+            grouped = grouped.select(slice(part.start, part.stop))
+        elif part is not None:
+            grouped = grouped.columns(part.start, part.stop)
+        return StoredWeight((grouped,))
+
+    @property
+    def stored_bytes(self) -> Mapping[str, int]:
+        """As of ``NamedWeights``, as the files have them."""
+        if not self._has_own_bits:
+            return {}
+        layers = {name: self._layers.get(stored) for name, stored in self._names.items()}
+        return {
+            name: self._files_bytes(layer)
+            for name, layer in layers.items()
+            if layer is not None and layer in self._held_layers
+        }
+
+    @property
+    def stored_formats(self) -> Sequence[str]:
+        return (self._stored.method,) if self.stored_bytes else ()
+
+    @functools.cached_property
+    def _held_layers(self) -> frozenset[str]:
+        """Layers that kernels hold exactly."""
+        return frozenset(layer for layer in self._layers.values() if self._is_held(layer))
+
+    def _is_held(self, layer: str) -> bool:
+        """Whether its numbers are whole, in groups of multiples of 32 input features in order."""
+        stored, kind, (_, columns) = self._formats[layer], self._kind(layer), self._shape(layer)
+        has = self._files.shapes
+        if kind == "scaled" and self._files.raw(f"{layer}.weight").is_floating_point():
+            return False
+        by_row = has.get(f"{layer}.weight_scale", has.get(f"{layer}.weight_scale_inv", ()))
+        num_groups = has[f"{layer}.scales"][0] if kind in ("gptq", "awq") else (*by_row, 1, 1)[1]
+        size = columns // max(1, num_groups)
+        if stored.block is not None:
+            size = stored.block[1]
+        elif stored.group_size not in (None, WHOLE_ROWS) and num_groups > 1:
+            size = stored.group_size or size
+        if size % GROUP or size * num_groups != columns:
+            return False
+        order = f"{layer}.{'g_idx' if kind == 'gptq' else 'weight_g_idx'}"
+        if order not in has:
+            return True
+        groups = self._files.raw(order).tolist()
+        return -1 in groups or groups == [column // size for column in range(columns)]
+
+    def _files_bytes(self, layer: str) -> int:
+        names = (f"{layer}.{suffix}" for suffix in PARTS[self._kind(layer)])
+        return sum(self._files.num_bytes(name) for name in names if name in self._files.shapes)
+
+    def _unpacked(self, stored: str, layer: str) -> Unpacked:
+        """Raises ConfigError where its tensors do not fit each other."""
         try:
-            weight = self._dequantised(layer)
+            weight = self._parts(layer)
         except (ValueError, RuntimeError, IndexError) as error:
             raise ConfigError(
                 f"model {self._path!r} cannot be loaded: weight {stored!r}: {one_line(error)}"
             ) from None
-        if tuple(weight.shape) != self.shapes[name]:
+        expected = self._shape(layer)
+        if tuple(weight.codes.shape) != expected:
             raise ConfigError(
-                f"model {self._path!r} cannot be loaded: weight {stored!r} is {list(weight.shape)}; "
-                f"allowed: {list(self.shapes[name])}"
+                f"model {self._path!r} cannot be loaded: weight {stored!r} is {list(weight.codes.shape)}; "
+                f"allowed: {list(expected)}"
             )
-        if part is not None:
-            weight = weight.narrow(part.dim, part.start, part.stop - part.start)
-        return weight.to(device=self._device, dtype=self._dtype).contiguous()
+        return weight
 
     def _quantised_layers(self) -> list[str]:
         return sorted({name.rpartition(".")[0] for name in self._files.shapes if is_mark(name)})
@@ -106,7 +195,7 @@ class StoredWeights(NamedWeights):
         per_word = 32 // self._formats[layer].bits
         return (columns, rows * per_word) if kind == "gptq" else (columns * per_word, rows)
 
-    def _dequantised(self, layer: str) -> torch.Tensor:
+    def _parts(self, layer: str) -> Unpacked:
         stored, kind = self._formats[layer], self._kind(layer)
 
         def raw(suffix: str) -> torch.Tensor:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from specray.engine.model.checkpoint.source import WeightPart
 from specray.engine.model.decoder_config import DecoderConfig, ExpertNames, Experts, StackedNames
 from specray.engine.model.layers.experts import ClampedGate, ExpertGroup, ExpertLayer, ExpertMlp, ExpertRouter
+from specray.engine.weights.stored_weight import StoredWeight, Weight, alike
 
 if TYPE_CHECKING:
-    import torch
-
     from specray.engine.model.checkpoint.rank_weights import RankWeights
     from specray.engine.model.linear import Linear
     from specray.engine.model.operators import Operators
@@ -40,8 +41,9 @@ def _apart(
 
     def lowered(number: int) -> ExpertMlp:
         before = f"{prefix}experts.{number}."
-        gate, up = (taken.share(f"{before}{name}.weight", size, dim=0) for name in (names.gate, names.up))
-        down = taken.share(f"{before}{names.down}.weight", size, dim=1)
+        rows = taken.part(size, dim=0)
+        gate, up = alike([taken.weight(f"{before}{name}.weight", rows) for name in (names.gate, names.up)])
+        down = taken.weight(f"{before}{names.down}.weight", taken.part(size, dim=1))
         gated = operators.gate(gate, up, None, None, config.activation)
         return ExpertMlp(gated, operators.linear(down, None))
 
@@ -59,10 +61,24 @@ def _stacked(
     def part(name: str, number: int) -> torch.Tensor:
         return taken.weights.take(f"{prefix}{name}", WeightPart(0, number, number + 1))[0]
 
+    def stored(name: str, number: int) -> StoredWeight | None:
+        return taken.weights.stored(f"{prefix}{name}", WeightPart(0, number, number + 1))
+
+    def joined(number: int) -> Weight:
+        own = stored(names.gate_up, number)
+        if own is not None:
+            return own.select(_in_halves(torch.arange(2 * first, 2 * last)))
+        return _in_halves(part(names.gate_up, number)[:, 2 * first : 2 * last].T)
+
+    def last_one(number: int) -> Weight:
+        own = stored(names.down, number)
+        if own is not None and first % own.unit == last % own.unit == 0:
+            return own.columns(first, last)
+        return part(names.down, number)[first:last].T.contiguous()
+
     def lowered(number: int) -> ExpertMlp:
-        both = _in_halves(part(names.gate_up, number)[:, 2 * first : 2 * last].T)
+        both, down = joined(number), last_one(number)
         both_bias = _in_halves(part(f"{names.gate_up}_bias", number)[2 * first : 2 * last])
-        down = part(names.down, number)[first:last].T.contiguous()
         # The ranks' results are summed.
         down_bias = part(f"{names.down}_bias", number).clone() if taken.is_first else None
         return ExpertMlp(

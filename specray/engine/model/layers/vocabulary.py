@@ -32,13 +32,17 @@ class TableEmbedding:
 
 @dataclass(frozen=True, slots=True)
 class ScaledEmbedding:
-    """The whole table on this rank, which the head shares, and a factor of its numbers."""
+    """Look-ups in a table that another part shares, or that is stored, times a factor."""
 
-    table: torch.Tensor  # [vocab_size, hidden_size]
+    table: Embedding
     scale: float
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(token_ids, self.table).mul_(self.scale)
+        return self.table(token_ids).mul_(self.scale)
+
+    def into(self, token_ids: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes the hidden states to ``out``."""
+        torch.mul(self.table(token_ids), self.scale, out=out)
 
 
 @dataclass(frozen=True, slots=True)

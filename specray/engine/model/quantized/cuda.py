@@ -15,6 +15,7 @@ from specray.engine.activation import Activation
 from specray.engine.model.linear import activated
 from specray.engine.weights.quantization import GROUP, Quantization
 from specray.engine.weights.quantized_weight import QuantizedWeight, quantize
+from specray.engine.weights.stored_weight import Weight, join, numbers_of
 from specray.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -181,22 +182,23 @@ class QuantizedCudaOperators:
         self._others = others
         _check_product(format, device)
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
+        numbers = numbers_of(weight, torch.bfloat16)
         product: Product = (
-            Int8Product.of(weight) if self._format is Quantization.INT8 else Int4Product.of(weight)
+            Int8Product.of(numbers) if self._format is Quantization.INT8 else Int4Product.of(numbers)
         )
-        return CudaLinear(product, bias, weight.numel(), weight.shape[1])
+        return CudaLinear(product, bias, numbers.numel(), numbers.shape[1])
 
     def gate(
         self,
-        gate: torch.Tensor,
-        up: torch.Tensor,
+        gate: Weight,
+        up: Weight,
         gate_bias: torch.Tensor | None,
         up_bias: torch.Tensor | None,
         activation: Activation = Activation.SILU,
     ) -> Gate:
         bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
-        linear = self.linear(torch.cat((gate, up)), bias)
+        linear = self.linear(join((gate, up)), bias)
         assert isinstance(linear, CudaLinear), "made above"
         return CudaGate(linear, activation)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from specray.config import EngineConfig
+from specray.config import AUTO_WEIGHTS, EngineConfig
 from specray.engine.model.decoder_config import EMBEDDING, HEAD, DecoderConfig
 from specray.engine.weights.quantization import GROUP, Quantization
 from specray.errors import ConfigError
@@ -20,11 +22,13 @@ class WeightFormats:
     head: Quantization = Quantization.NONE
     has_quantized_embedding: bool = False
     """True if look-ups read the head's format, too."""
+    has_own_bits: bool = True
+    """What is not quantised here stays in the bits that a file stores, where there are kernels for them."""
 
     @classmethod
     def of(cls, config: EngineConfig) -> WeightFormats:
         layers, head = Quantization(config.quantization), Quantization(config.lm_head_quantization)
-        return cls(layers, head, config.quantize_embedding)
+        return cls(layers, head, config.quantize_embedding, config.weights == AUTO_WEIGHTS)
 
     @property
     def is_plain(self) -> bool:
@@ -64,23 +68,29 @@ class WeightFormats:
                     f"must be a multiple of {GROUP}; allowed: 'none'"
                 )
 
-    def num_bytes(self, decoder: DecoderConfig, item_size: int) -> int:
+    def num_bytes(
+        self, decoder: DecoderConfig, item_size: int, stored: Mapping[str, int] = MappingProxyType({})
+    ) -> int:
         """Bytes of all weights, those of other ranks included.
 
         Args:
             item_size: bytes of a number in the model's data type.
+            stored: bytes of each weight that stays in a file's own bits, unless it is quantised here.
         """
         plain, total = 8.0 * item_size, 0.0
         shapes = decoder.weight_shapes()
         for name, shape in shapes.items():
-            bits = plain
+            format = Quantization.NONE
             if name == EMBEDDING:
-                bits = self._bits(self.head, plain) if self.has_quantized_embedding else plain
+                format = self.head if self.has_quantized_embedding else Quantization.NONE
             elif name == HEAD:
-                bits = self._bits(self.head, plain)
+                format = self.head
             elif len(shape) > 1 and not name.endswith("bias"):
-                bits = self._bits(self.layers, plain)
-            total += math.prod(shape) * bits / 8
+                format = self.layers
+            if format is Quantization.NONE and name in stored:
+                total += stored[name]
+            else:
+                total += math.prod(shape) * self._bits(format, plain) / 8
         if decoder.tie_word_embeddings and self.head is not Quantization.NONE:
             # The quantised head is a copy, unless look-ups share it, which they do as it is.
             is_copy = not self.has_quantized_embedding or decoder.embedding_scale != 1.0

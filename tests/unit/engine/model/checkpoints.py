@@ -142,6 +142,9 @@ class InMemoryWeights:
             tensor = tensor.narrow(part.dim, part.start, part.stop - part.start)
         return tensor.contiguous()
 
+    def stored(self, name: str, part: WeightPart | None = None) -> None:
+        """All are plain."""
+
 
 def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:
     """The configuration of one of the architectures above."""

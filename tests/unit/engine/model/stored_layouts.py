@@ -70,7 +70,7 @@ def _fp8_rows(shape: tuple[int, int], random: torch.Generator) -> tuple[Tensors,
     return {"weight": weight, "weight_scale": scale}, weight.float() * scale
 
 
-def _int8_rows(shape: tuple[int, int], random: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+def int8_rows(shape: tuple[int, int], random: torch.Generator) -> tuple[Tensors, torch.Tensor]:
     weight = torch.randint(-128, 128, shape, generator=random, dtype=torch.int8)
     scale = _scales((shape[0], 1), random) / 100
     zero = torch.randint(-8, 8, (shape[0], 1), generator=random, dtype=torch.int8)
@@ -135,13 +135,18 @@ def gptq(
     return store
 
 
-def _awq(shape: tuple[int, int], random: torch.Generator) -> tuple[Tensors, torch.Tensor]:
-    codes, zeros, scales, meant = _grouped(shape, 4, random)
-    return {
-        "qweight": packed(codes.T, 4, _AWQ_COLUMNS),
-        "qzeros": packed(zeros.T, 4, _AWQ_COLUMNS),
-        "scales": scales.T.contiguous(),
-    }, meant
+def awq(*, size: int = GROUP) -> Callable[..., tuple[Tensors, torch.Tensor]]:
+    """Stores layers as AutoAWQ's ``gemm`` version packs them."""
+
+    def store(shape: tuple[int, int], random: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        codes, zeros, scales, meant = _grouped(shape, 4, random, size=size)
+        return {
+            "qweight": packed(codes.T, 4, _AWQ_COLUMNS),
+            "qzeros": packed(zeros.T, 4, _AWQ_COLUMNS),
+            "scales": scales.T.contiguous(),
+        }, meant
+
+    return store
 
 
 def compressed(format: str, **weights: Any) -> dict[str, Any]:
@@ -166,7 +171,7 @@ LAYOUTS = {
         compressed("float-quantized", num_bits=8, type="float", strategy="channel"), _fp8_rows
     ),
     "compressed-int8": Layout(
-        compressed("int-quantized", num_bits=8, type="int", strategy="channel"), _int8_rows
+        compressed("int-quantized", num_bits=8, type="int", strategy="channel"), int8_rows
     ),
     "compressed-pack4": Layout(
         compressed("pack-quantized", num_bits=4, strategy="group", group_size=GROUP),
@@ -201,7 +206,7 @@ LAYOUTS = {
         {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"},
         gptq(4, is_reordered=True, stored_less=0),
     ),
-    "awq": Layout({"quant_method": "awq", "bits": 4, "version": "gemm"}, _awq),
+    "awq": Layout({"quant_method": "awq", "bits": 4, "version": "gemm"}, awq()),
 }
 """Every layout that is read, by name."""
 

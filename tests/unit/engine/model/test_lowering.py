@@ -59,6 +59,9 @@ class Recorder:
         ones = {name: torch.ones(shape) for name, shape in self.config.weight_shapes().items()}
         return InMemoryWeights(ones).take(name, part)
 
+    def stored(self, name: str, part: WeightPart | None = None) -> None:
+        """All are plain."""
+
 
 def rank(number: int, world_size: int) -> ParallelContext:
     context: Any = object.__new__(ParallelContext)

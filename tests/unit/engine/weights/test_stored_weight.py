@@ -7,7 +7,7 @@ import torch
 
 from specray.engine.weights.block_type import BlockType
 from specray.engine.weights.block_weight import BlockWeight
-from specray.engine.weights.grouped_weight import BYTE_BITS, NIBBLE_BITS, GroupedWeight
+from specray.engine.weights.grouped_weight import NIBBLE_BITS, GroupedWeight
 from specray.engine.weights.stored_weight import Part, StoredWeight, join
 from specray.errors import ConfigError
 
@@ -68,11 +68,16 @@ def test_columns_are_cut_at_whole_blocks_of_all_parts() -> None:
         weight.columns(0, 128)
 
 
-def test_a_cut_within_a_group_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="groups of 128 is cut at input features 64 and 512; allowed: multi"
-    ):
-        StoredWeight((_groups(2),)).columns(64, 512)
+@pytest.mark.parametrize(("start", "stop"), [(0, 128), (128, 384), (64, 128), (32, 512)])
+def test_a_cut_group_becomes_smaller_ones(start: int, stop: int) -> None:
+    weight = _groups(2)
+    cut = weight.columns(start, stop)
+    torch.testing.assert_close(cut.values(), weight.values()[:, start:stop], rtol=0, atol=0)
+
+
+def test_a_cut_within_32_features_is_refused() -> None:
+    with pytest.raises(ConfigError, match="groups of 128 is cut at input features 16 and 512; allowed: m"):
+        StoredWeight((_groups(2),)).columns(16, 512)
 
 
 def test_neighbours_of_one_format_become_one_part() -> None:
@@ -93,31 +98,9 @@ def test_a_group_is_its_codes_from_zero_times_its_scale() -> None:
     assert weight.values(torch.bfloat16).dtype == torch.bfloat16
 
 
-def test_float8_codes_are_chosen_joined_and_multiplied() -> None:
-    codes = torch.tensor([[448.0, -0.015625], [1.0, 2.0**-9]]).to(torch.float8_e4m3fn)
-    weight = GroupedWeight(codes, torch.tensor([[3.0], [0.25]]), bits=BYTE_BITS)
-    both = join([StoredWeight((weight,)), StoredWeight((weight.select(torch.tensor([1, 0])),))])
-    assert len(both.parts) == 1
-    assert both.values().tolist() == [
-        [1344.0, -0.046875],
-        [0.25, 2.0**-11],
-        [0.25, 2.0**-11],
-        [1344.0, -0.046875],
-    ]
-
-
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_a_scale_that_is_not_finite_is_seen(number: float) -> None:
     weight = _groups(3)
     assert weight.is_finite()
     weight.scales[2, 3] = number
     assert not weight.is_finite()
-
-
-@pytest.mark.parametrize("byte", [0x7F, -1])
-def test_the_nan_of_float8_is_seen(byte: int) -> None:
-    bits = torch.full((2, 32), 0x7E, dtype=torch.int8)
-    scales = torch.ones(2, 1)
-    assert GroupedWeight(bits.view(torch.float8_e4m3fn), scales).is_finite()
-    bits[1, 31] = byte
-    assert not GroupedWeight(bits.view(torch.float8_e4m3fn), scales).is_finite()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -93,6 +95,29 @@ def test_a_completed_draft_computes_what_the_student_did(target: Path, tmp_path:
         rows = torch.tensor([[5, 6, 7, 8]])
         assert torch.equal(tensors["model.embed_tokens.weight"][rows], student.embedding(rows))
         assert torch.equal(tensors["lm_head.weight"], student.head())
+
+
+def test_a_draft_is_completed_with_the_embedding_of_a_gguf_file(target: Path, tmp_path: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
+    table = model.get_input_embeddings().weight
+    student = Student(SHAPE, table, torch.tensor([2, 3, 50, 299]), seed=0)
+    write_compact(student, tmp_path / "compact", {})
+    light = Path(shutil.copytree(target, tmp_path / "light"))
+    (light / "model.safetensors").unlink()
+    writer = gguf.GGUFWriter(light / "model.gguf", "llama")
+    writer.add_tensor("token_embd.weight", table.detach().float().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found, expected = (
+        load_file(
+            complete_draft(tmp_path / "compact", one, tmp_path / f"{one.name}-draft") / "model.safetensors"
+        )
+        for one in (light, target)
+    )
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_a_draft_of_another_target_is_refused(target: Path, tmp_path: Path) -> None:

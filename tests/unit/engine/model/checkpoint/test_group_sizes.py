@@ -21,13 +21,13 @@ def test_a_short_last_group_is_not_read_as_equal_groups() -> None:
 def test_equal_groups(columns: int, num_groups: int, size: int) -> None:
     scales = 1.0 + torch.arange(num_groups).repeat(3, 1)
     numbers = scaled(torch.ones(3, columns), scales, None, None)
-    assert numbers.tolist() == [[1.0 + column // size for column in range(columns)]] * 3
+    assert numbers.values().tolist() == [[1.0 + column // size for column in range(columns)]] * 3
 
 
 def test_a_size_that_is_named_counts() -> None:
     """32 columns with 2 scales are groups of 20 and 12 where the configuration says so."""
     numbers = scaled(torch.ones(3, 32), torch.tensor([[1.0, 2.0]] * 3), None, None, group_size=20)
-    assert numbers.tolist() == [[1.0] * 20 + [2.0] * 12] * 3
+    assert numbers.values().tolist() == [[1.0] * 20 + [2.0] * 12] * 3
 
 
 @pytest.mark.parametrize(("group_size", "named"), [(10, "10"), (32, "32"), (-1, "32")])
@@ -39,7 +39,7 @@ def test_a_size_that_the_scales_contradict(group_size: int, named: str) -> None:
 def test_blocks_count_before_groups() -> None:
     """Rows of blocks of 1 x 20: not two equal groups."""
     numbers = scaled(torch.ones(3, 32), torch.tensor([[1.0, 2.0]] * 3), None, (1, 20))
-    assert numbers.tolist() == [[1.0] * 20 + [2.0] * 12] * 3
+    assert numbers.values().tolist() == [[1.0] * 20 + [2.0] * 12] * 3
 
 
 @pytest.mark.parametrize("scale", [torch.ones(1), torch.ones(3, 1)])

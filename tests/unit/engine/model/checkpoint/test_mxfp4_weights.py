@@ -9,11 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specray.engine.model.checkpoint.mxfp4_weights import block_rows, dequantised
 from specray.engine.model.checkpoint.source import WeightPart
 from specray.engine.model.description import ModelArgs, check_loadable
 from specray.engine.model.loader import DecoderSource, load_model
 from specray.engine.model.lowering import lower
 from specray.engine.model.operators_torch import TorchOperators
+from specray.engine.model.quantized.formats import WeightFormats
+from specray.engine.weights.block_type import BlockType
+from specray.engine.weights.block_weight import BlockWeight
 from specray.errors import ConfigError
 from tests.unit.engine.model.checkpoints import change_config, changing_tensors, write_checkpoint
 
@@ -72,6 +76,42 @@ def test_experts_are_what_their_blocks_mean(checkpoint: Path) -> None:
     for name in ("model.layers.1.self_attn.sinks", f"{DOWN}_bias", "lm_head.weight"):
         assert torch.equal(found.weights.take(name), plain[name])
     lower(found.config, found.weights, TorchOperators(torch.float32), max_model_len=16)
+
+
+def test_own_bits_of_an_expert_are_its_weights(checkpoint: Path) -> None:
+    meant = quantise(checkpoint)
+    found = source(checkpoint)
+    assert found.weights.stored("lm_head.weight") is None
+    for name in (GATE_UP, DOWN):
+        for expert in range(2):
+            stored = found.weights.stored(name, WeightPart(0, expert, expert + 1))
+            assert stored is not None and torch.equal(stored.values(), meant[name][expert].T)
+    experts, columns, rows = meant[GATE_UP].shape
+    assert found.stored_bytes[GATE_UP] == experts * rows * columns // 32 * 17
+    assert found.stored_formats == ("mxfp4",)
+
+
+def test_a_forward_of_own_bits_is_that_of_the_numbers(checkpoint: Path) -> None:
+    quantise(checkpoint)
+    operators, outputs = TorchOperators(torch.float32), []
+    for has_own_bits in (True, False):
+        args = ModelArgs(str(checkpoint), formats=WeightFormats(has_own_bits=has_own_bits))
+        found = load_model(args, dtype=torch.float32, device=CPU).source
+        assert isinstance(found, DecoderSource)
+        assert bool(found.stored_bytes) is has_own_bits
+        forward = lower(found.config, found.weights, operators, max_model_len=32)
+        experts = forward.layers[1].gate
+        outputs.append(experts(torch.linspace(-1, 1, 2 * 32).view(2, 32)))
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("exponent", [0, 1, 126, 127, 252, 254])
+def test_blocks_of_every_exponent_have_the_same_values(exponent: int) -> None:
+    blocks = torch.arange(256, dtype=torch.uint8).view(4, 4, 16)
+    scales = torch.full((4, 4), exponent, dtype=torch.uint8)
+    weight = BlockWeight(BlockType.MXFP4, block_rows(blocks, scales))
+    assert torch.equal(weight.values(), dequantised(blocks, scales))
+    assert weight.is_finite() is bool(weight.values().isfinite().all())
 
 
 def test_a_scale_that_is_no_number_is_refused(checkpoint: Path) -> None:

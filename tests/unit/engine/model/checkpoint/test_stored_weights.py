@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from tests.unit.engine.model.checkpoints import change_config, changing_tensors,
 from tests.unit.engine.model.stored_layouts import (
     LAYOUTS,
     Layout,
+    awq,
     compressed,
     compressed_groups,
     gptq,
+    int8_rows,
     packed_rows,
     quantise_checkpoint,
 )
@@ -61,6 +64,81 @@ def test_every_weight_is_what_its_layout_means(checkpoint: Path, name: str) -> N
     assert torch.equal(part, meant[DOWN][:, columns // 2 :]) and part.is_contiguous()
     half = source(checkpoint, torch.bfloat16).weights.take(DOWN)
     assert torch.equal(half, meant[DOWN].bfloat16())
+
+
+_GROUPS = {"num_bits": 4, "strategy": "group", "group_size": 32}
+OWN = {
+    "awq": Layout({"quant_method": "awq", "bits": 4, "group_size": 32}, awq(size=32)),
+    "gptq": Layout(
+        {"quant_method": "gptq", "bits": 4, "group_size": 32},
+        gptq(4, is_reordered=False, stored_less=1, size=32),
+    ),
+    "gptq-8": Layout(
+        {"quant_method": "gptq", "bits": 8, "group_size": 64},
+        gptq(8, is_reordered=False, stored_less=1, size=64),
+    ),
+    "compressed-4": Layout(
+        compressed("pack-quantized", **_GROUPS), packed_rows(4, is_symmetric=True, size=32)
+    ),
+    "compressed-4-zeros": Layout(
+        compressed("pack-quantized", **_GROUPS), packed_rows(4, is_symmetric=False, size=32)
+    ),
+    "compressed-8": Layout(
+        compressed("pack-quantized", **{**_GROUPS, "num_bits": 8}), packed_rows(8, is_symmetric=True, size=32)
+    ),
+    "int8": Layout(compressed("int-quantized", num_bits=8, type="int", strategy="channel"), int8_rows),
+}
+"""Layouts that kernels hold exactly, in checkpoints whose layers have 64 and 128 input features."""
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("wide")
+    return write_checkpoint(directory, "llama-biased-scaled", hidden_size=64, intermediate_size=128)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_own_bits_are_the_values_that_a_layout_means(tmp_path: Path, wide: Path, name: str) -> None:
+    checkpoint = Path(shutil.copytree(wide, tmp_path / "model"))
+    meant = quantise_checkpoint(checkpoint, OWN[name])
+    found = source(checkpoint, torch.bfloat16)
+    for tensor, expected in meant.items():
+        stored = found.weights.stored(tensor)
+        assert (stored is None) == (not tensor.endswith("_proj.weight")), tensor
+        if stored is not None:
+            assert torch.equal(stored.values(), expected), tensor
+    for part in (WeightPart(0, 3, 40), WeightPart(1, 32, 128)):
+        stored = found.weights.stored(DOWN, part)
+        expected = meant[DOWN].narrow(part.dim, part.start, part.stop - part.start)
+        assert stored is not None and torch.equal(stored.values(), expected)
+    bits = 4 if "4" in name or name in ("awq", "gptq") else 8
+    count, numbers = 64 * 128, found.stored_bytes[DOWN]
+    assert count * bits // 8 < numbers < count * (bits + 1.5) / 8
+    assert DOWN in found.stored_bytes and "lm_head.weight" not in found.stored_bytes
+
+
+_REORDERED = Layout(
+    {**OWN["gptq"].config, "desc_act": True}, gptq(4, is_reordered=True, stored_less=1, size=32)
+)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    # Groups out of order; of 16 features; of 48 columns 32 and 16; no whole numbers.
+    [_REORDERED, LAYOUTS["awq"], LAYOUTS["gptq-short-last-group"], LAYOUTS["fp8-tensor"]],
+    ids=["desc_act", "small", "uneven", "fp8"],
+)
+def test_what_kernels_do_not_hold_is_numbers_and_one_line_says_so(
+    checkpoint: Path, layout: Layout, caplog: pytest.LogCaptureFixture
+) -> None:
+    meant = quantise_checkpoint(checkpoint, layout)
+    found = source(checkpoint)
+    with caplog.at_level(logging.WARNING):
+        assert found.weights.stored(DOWN) is None and found.weights.stored(DOWN) is None
+    assert torch.equal(found.weights.take(DOWN), meant[DOWN])
+    assert DOWN not in found.stored_bytes
+    (record,) = caplog.records
+    assert f"{DOWN} and maybe others are dequantised to dtype" in record.message
 
 
 GPTQ = LAYOUTS["gptq"].config

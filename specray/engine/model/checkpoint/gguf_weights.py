@@ -1,0 +1,287 @@
+"""Weights straight from a GGUF file under the names of the decoder, in the file's own bits or dequantised.
+
+The file is ``model.gguf`` of a *light checkpoint*: a directory that holds everything else, such as
+config.json and the tokenizer, as other checkpoints do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from specray.engine.model.checkpoint.gguf_file import GgufFile, GgufTensor
+from specray.engine.model.checkpoint.source import NamedWeights, WeightPart
+from specray.engine.model.decoder_config import (
+    ATTENTION_NORM,
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    INPUT_NORM,
+    MLP_NORM,
+    MLP_OUTPUT_NORM,
+    DecoderConfig,
+    ExpertNames,
+    layer_prefix,
+)
+from specray.engine.weights.block_type import BlockType
+from specray.engine.weights.stored_weight import StoredWeight
+from specray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_log = logging.getLogger(__name__)
+
+_LLAMA = "llama"
+"""Architecture whose files have the rows of queries and keys in another order."""
+_SHIFTED = frozenset({"gemma3"})
+"""Architectures whose files hold the norms' weights with the one that checkpoints leave out."""
+_ENDS = {EMBEDDING: "token_embd.weight", FINAL_NORM: "output_norm.weight", HEAD: "output.weight"}
+_ATTENTION = {
+    "q_proj": "attn_q",
+    "k_proj": "attn_k",
+    "v_proj": "attn_v",
+    "qkv_proj": "attn_qkv",
+    "o_proj": "attn_output",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+}
+_MLP = {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "gate_up_proj": "ffn_up", "down_proj": "ffn_down"}
+_ROUTER = "ffn_gate_inp"
+_ROTARY = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
+"""Tensors that config.json speaks of."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a weight lies: some rows of a tensor, in their order or another."""
+
+    tensor: str
+    first: int
+    shape: tuple[int, ...]
+    order: torch.Tensor | None = None
+    """Row of the tensor, from the first on, of each row of the weight; None: as they are."""
+
+
+class GgufWeights(NamedWeights):
+    """Implements ``source.WeightSource`` over a GGUF file.
+
+    Args:
+        path: the model as the user wrote it, for messages.
+        file: the GGUF file.
+        config: of the model.
+        dtype, device: of the tensors that :meth:`take` gives; norms and biases that it would round stay in
+            float32.
+        has_own_bits: :meth:`stored` gives weights.
+
+    Raises:
+        ConfigError: as ``GgufFile``.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        file: Path,
+        config: DecoderConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        has_own_bits: bool,
+    ) -> None:
+        self._dtype, self._device, self._has_own_bits = dtype, device, has_own_bits
+        self._file = GgufFile(file, path)
+        self._places = dict(_places(config, self._file))
+        used = {place.tensor for place in self._places.values()} | _ROTARY
+        rest = {name: tensor.shape for name, tensor in self._file.tensors.items() if name not in used}
+        super().__init__(path, {name: place.shape for name, place in self._places.items()} | rest)
+        self._warned: set[str] = set()
+
+    def decoder_config(self, config: DecoderConfig) -> DecoderConfig:
+        """What the file's numbers are in terms of the decoder: norms may be stored with their one."""
+        is_shifted = config.has_shifted_norms and self._file.architecture not in _SHIFTED
+        return replace(config, has_shifted_norms=is_shifted)
+
+    @property
+    def stored_bytes(self) -> Mapping[str, int]:
+        return {
+            name: self._place(name).shape[0] * tensor.row_bytes
+            for name in self.shapes
+            if (tensor := self._blocks_of(name)) is not None
+        }
+
+    @property
+    def stored_formats(self) -> Sequence[str]:
+        kinds = {tensor.kind for name in self.shapes if (tensor := self._blocks_of(name)) is not None}
+        return sorted(str(kind) for kind in kinds)
+
+    def stored(self, name: str, part: WeightPart | None = None) -> StoredWeight | None:
+        tensor = self._blocks_of(name)
+        if tensor is None or self._cuts_a_block(name, tensor, part):
+            return None
+        weight = StoredWeight((self._file.blocks(*self._run(name, part)),))
+        place = self._place(name)
+        if place.order is not None:
+            weight = weight.select(place.order[_rows(place, part)])
+        if part is not None and part.dim == 1:
+            weight = weight.columns(part.start, part.stop)
+        if not weight.is_finite():
+            raise ConfigError(f"model {self._path!r}: the weight {name!r} holds NaN or infinite values")
+        return weight
+
+    def read(self, name: str, part: WeightPart | None = None) -> torch.Tensor:
+        place = self._place(name)
+        tensor = self._file.tensors[place.tensor]
+        if isinstance(tensor.kind, BlockType):
+            weight = self._file.blocks(*self._run(name, part)).values(self._dtype)
+        else:
+            weight = self._converted(name, self._file.numbers(*self._run(name, part)))
+        if len(place.shape) == 1:
+            # The whole vector was read.
+            vector = weight.view(-1)
+            weight = vector if place.order is None else vector[place.order]
+            weight = weight[_rows(place, part)]
+        elif place.order is not None:
+            weight = weight[place.order[_rows(place, part)]]
+        if part is not None and part.dim == 1:
+            weight = weight[:, part.start : part.stop]
+        return weight.to(self._device).contiguous()
+
+    def _converted(self, name: str, numbers: torch.Tensor) -> torch.Tensor:
+        """Numbers in the type of the model, or float32 for a vector that would be rounded."""
+        converted = numbers.to(self._dtype)
+        if numbers.dtype == self._dtype or torch.equal(converted.float(), numbers.float()):
+            return converted
+        if len(self.shapes[name]) == 1:
+            return numbers.float()
+        kind = str(numbers.dtype).removeprefix("torch.")
+        if kind not in self._warned:
+            self._warned.add(kind)
+            _log.warning(
+                "%s: %s and maybe others are %s and are rounded to dtype, which is %s; allowed for all their "
+                "digits: dtype float32",
+                self._path,
+                name,
+                kind,
+                str(self._dtype).removeprefix("torch."),
+            )
+        return converted
+
+    def _place(self, name: str) -> _Place:
+        return self._places[self._names[name]]
+
+    def _blocks_of(self, name: str) -> GgufTensor | None:
+        """The tensor of a weight that is given in its own bits."""
+        place = self._places.get(self._names[name])
+        if place is None or not self._has_own_bits or len(place.shape) != 2:
+            return None
+        tensor = self._file.tensors[place.tensor]
+        return tensor if isinstance(tensor.kind, BlockType) and _ROUTER not in place.tensor else None
+
+    def _cuts_a_block(self, name: str, tensor: GgufTensor, part: WeightPart | None) -> bool:
+        assert isinstance(tensor.kind, BlockType), "made of blocks"
+        size = tensor.kind.size.num_values
+        if part is None or part.dim != 1 or (part.start % size == 0 and part.stop % size == 0):
+            return False
+        if "columns" not in self._warned:
+            self._warned.add("columns")
+            _log.warning(
+                "%s: %s and maybe others are dequantised to dtype: a rank's %d input features are no whole "
+                "blocks of %d",
+                self._path,
+                name,
+                part.stop - part.start,
+                size,
+            )
+        return True
+
+    def _run(self, name: str, part: WeightPart | None) -> tuple[str, int, int]:
+        """The tensor, and which of its rows are read: all of a weight whose rows are in another order."""
+        place = self._place(name)
+        tensor = self._file.tensors[place.tensor]
+        if len(tensor.shape) == 1:
+            # A vector is one row.
+            return place.tensor, 0, 1
+        rows = _rows(place, None if place.order is not None else part)
+        return place.tensor, place.first + rows.start, place.first + rows.stop
+
+
+def _rows(place: _Place, part: WeightPart | None) -> slice:
+    if part is None or part.dim != 0:
+        return slice(0, place.shape[0])
+    return slice(part.start, part.stop)
+
+
+def _places(config: DecoderConfig, file: GgufFile) -> Iterator[tuple[str, _Place]]:
+    """The decoder's weights that the file holds, by name, each as its own shape says."""
+    for name, tensor in _ENDS.items():
+        if tensor in file.tensors:
+            yield name, _whole(file, tensor)
+    for layer in range(config.num_hidden_layers):
+        for name, tensor in _layer_names(config, layer).items():
+            for suffix in ("weight", "bias"):
+                if (stored := f"blk.{layer}.{tensor}.{suffix}") in file.tensors:
+                    place = _whole(file, stored)
+                    yield f"{layer_prefix(layer)}{name}.{suffix}", _ordered(place, name, config, file)
+        yield from _experts(config, layer, file)
+
+
+def _whole(file: GgufFile, tensor: str) -> _Place:
+    return _Place(tensor, 0, file.tensors[tensor].shape)
+
+
+def _layer_names(config: DecoderConfig, layer: int) -> dict[str, str]:
+    """Names of a layer's parts in a checkpoint, and in the file."""
+    names = {f"self_attn.{name}": stored for name, stored in _ATTENTION.items()}
+    names[INPUT_NORM] = "attn_norm"
+    if config.has_sandwich_norms:
+        names |= {
+            ATTENTION_NORM: "post_attention_norm",
+            MLP_NORM: "ffn_norm",
+            MLP_OUTPUT_NORM: "post_ffw_norm",
+        }
+    else:
+        names[ATTENTION_NORM] = "ffn_norm"
+    if config.experts is not None and config.experts.layers[layer]:
+        if isinstance(config.experts.names, ExpertNames):
+            names[f"{config.experts.names.prefix}gate"] = _ROUTER
+        return names
+    left_out = "gate_proj" if config.has_joined_weights else "gate_up_proj"
+    mlp = {name: stored for name, stored in _MLP.items() if name != left_out}
+    if config.has_joined_weights:
+        del mlp["up_proj"]
+    return names | {f"mlp.{name}": stored for name, stored in mlp.items()}
+
+
+def _experts(config: DecoderConfig, layer: int, file: GgufFile) -> Iterator[tuple[str, _Place]]:
+    """Each expert's part of the tensors that hold all experts of a layer."""
+    experts = config.experts
+    if experts is None or not experts.layers[layer] or not isinstance(experts.names, ExpertNames):
+        return
+    names = experts.names
+    for name, stored in ((names.gate, "gate"), (names.up, "up"), (names.down, "down")):
+        tensor = f"blk.{layer}.ffn_{stored}_exps.weight"
+        found = file.tensors.get(tensor)
+        if found is None or len(found.shape) != 3 or found.shape[0] != experts.num_experts:
+            continue
+        _, rows, columns = found.shape
+        for number in range(experts.num_experts):
+            prefix = f"{layer_prefix(layer)}{names.prefix}experts.{number}."
+            yield f"{prefix}{name}.weight", _Place(tensor, number * rows, (rows, columns))
+
+
+def _ordered(place: _Place, name: str, config: DecoderConfig, file: GgufFile) -> _Place:
+    """Llama's files have the numbers that are rotated together next to each other; here they lie half a head
+    apart."""
+    num_heads = {
+        "self_attn.q_proj": config.num_attention_heads,
+        "self_attn.k_proj": config.num_key_value_heads,
+    }.get(name)
+    if file.architecture != _LLAMA or num_heads is None or place.shape[0] % (2 * num_heads):
+        return place
+    rows = torch.arange(place.shape[0]).view(num_heads, -1, 2)
+    return replace(place, order=rows.transpose(1, 2).reshape(-1))

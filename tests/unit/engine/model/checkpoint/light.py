@@ -1,0 +1,134 @@
+"""Light checkpoints of tiny models: a GGUF file of any types with everything else beside it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+
+from tests.unit.engine.model.checkpoints import write_tokenizer
+from tests.unit.models.gguf_files.families import MODELS, TinyModel
+from tests.unit.models.gguf_files.writer import add_value, file_tensors, original
+
+FAMILIES = (
+    "llama",
+    "llama-llama3",
+    "qwen2",
+    "qwen3",
+    "qwen3moe",
+    "phi3",
+    "phi3-longrope",
+    "gemma3",
+)
+"""Models of ``families`` that the decoder runs, one of each kind."""
+Choose = Callable[[str], Type]
+"""Type of a matrix, by its name in the file."""
+
+
+@functools.cache
+def _original(name: str) -> Any:
+    return original(MODELS[name])
+
+
+def write_light(directory: Path, name: str, choose: Choose) -> Any:
+    """Writes a model of ``families``, and returns the library's with the same numbers."""
+    model = _original(name)
+    tensors = {
+        stored: (value, choose(stored) if value.ndim > 1 else Type.F32)
+        for stored, value in file_tensors(MODELS[name], model).items()
+    }
+    _write(directory, MODELS[name], model.config, tensors)
+    return _with_numbers_of_the_file(MODELS[name], model, choose)
+
+
+def _with_numbers_of_the_file(tiny: TinyModel, model: Any, choose: Choose) -> Any:
+    """Blocks lie along rows, so that each row's numbers are the same wherever it is in the file."""
+    copy = type(model)(model.config).eval()
+    copy.load_state_dict(model.state_dict())
+    names = gguf.get_tensor_name_map(_ARCHITECTURES[tiny.architecture], model.config.num_hidden_layers)
+    for name, parameter in copy.named_parameters():
+        if parameter.ndim == 1:
+            continue
+        stored = names.get_name(name.removesuffix(".weight").replace("gate_up_proj", "gate_proj"))
+        if tiny.architecture == "phi3":
+            stored = names.get_name(name.removesuffix(".weight"))
+        assert stored is not None, name
+        parameter.data = torch.from_numpy(rounded(parameter.detach().numpy(), choose(f"{stored}.weight")))
+    return copy
+
+
+_ARCHITECTURES = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+
+
+def rounded(value: np.ndarray, kind: Type) -> np.ndarray:
+    """The numbers that a type makes of others."""
+    found: np.ndarray = gguf.quants.dequantize(gguf.quants.quantize(value, kind), kind).reshape(value.shape)
+    return found
+
+
+def write_random(
+    directory: Path, kinds: dict[str, Type], *, hidden: int = 256, inner: int = 512, vocab: int = 64
+) -> dict[str, np.ndarray]:
+    """Writes a model of Qwen 2's family of blocks with random codes, and returns the file's numbers by name.
+
+    Args:
+        kinds: types of matrices by the last part of their names in the file.
+    """
+    tiny = MODELS["qwen2"]
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "vocab_size": vocab}
+    header = {"embedding_length": hidden, "feed_forward_length": inner}
+    tiny = replace(tiny, config={**tiny.config, **sizes}, header={**tiny.header, **header})
+    model = original(tiny)
+    draw = np.random.default_rng(0)
+    tensors: dict[str, tuple[np.ndarray, Type]] = {}
+    numbers: dict[str, np.ndarray] = {}
+    for stored, value in file_tensors(tiny, model).items():
+        kind = kinds[stored.split(".")[-2]] if value.ndim > 1 else Type.F32
+        if kind is not Type.F32:
+            value = random_blocks(kind, value.shape, draw)
+            numbers[stored] = gguf.quants.dequantize(value, kind)
+        tensors[stored] = value, kind
+    _write(directory, tiny, model.config, tensors)
+    return numbers
+
+
+def random_blocks(kind: Type, shape: tuple[int, ...], draw: np.random.Generator) -> np.ndarray:
+    """Bytes of blocks with any codes and with small numbers as scales."""
+    num_values, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = draw.integers(0, 256, (*shape[:-1], shape[-1] // num_values, num_bytes), dtype=np.uint8)
+    places = {Type.Q6_K: (208,), Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q5_1: (0, 2), Type.Q4_1: (0, 2)}
+    for place in places.get(kind, (0,)):
+        scales = draw.uniform(1e-4, 4e-4, blocks.shape[:-1]).astype(np.float16)
+        blocks[..., place : place + 2] = scales[..., None].view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def _write(
+    directory: Path, tiny: TinyModel, config: Any, tensors: dict[str, tuple[np.ndarray, Type]]
+) -> None:
+    directory.mkdir(exist_ok=True)
+    writer = gguf.GGUFWriter(directory / "model.gguf", tiny.architecture)
+    for key, value in tiny.header.items():
+        add_value(writer, f"{tiny.architecture}.{key}", value)
+    for name, (value, kind) in tensors.items():
+        if value.dtype == np.uint8:
+            writer.add_tensor(name, value, raw_dtype=kind)
+        elif kind in (Type.F32, Type.F16):
+            numbers = np.ascontiguousarray(value, dtype=np.float32 if kind is Type.F32 else np.float16)
+            writer.add_tensor(name, numbers)
+        else:
+            blocks = gguf.quants.quantize(np.ascontiguousarray(value, dtype=np.float32), kind)
+            writer.add_tensor(name, blocks, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    config.save_pretrained(directory)
+    write_tokenizer(directory, config.vocab_size)

@@ -1,0 +1,274 @@
+"""Weights of light checkpoints are the file's, for each family, in whole and in parts, or refused by name."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+
+from specray.config import EngineConfig
+from specray.engine.cache.blocks import BlockAllocator, BlockTable
+from specray.engine.inputs import SequenceInput
+from specray.engine.model.checkpoint.source import WeightPart
+from specray.engine.model.description import ModelArgs, describe
+from specray.engine.model.loader import DecoderSource, LoadedModel, load_model
+from specray.engine.model.quantized.formats import WeightFormats
+from specray.engine.runner.assembly import build_runner
+from specray.errors import ConfigError
+from specray.train.heads.loading import loaded as trainable
+from tests.unit.engine.model.checkpoint.light import (
+    FAMILIES,
+    Choose,
+    random_blocks,
+    write_light,
+    write_random,
+)
+from tests.unit.models.gguf_files.families import PROMPT
+
+CPU = torch.device("cpu")
+QUERY, VALUE = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.v_proj.weight"
+DOWN, EMBEDDING = "model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"
+ATOL = 1e-3
+"""Largest difference of a logit from that of transformers, both in float32; a logit's deviation is 4."""
+
+
+def of_one(kind: Type) -> Choose:
+    return lambda name: kind
+
+
+def mixed(name: str) -> Type:
+    """As files for few bits have it: values and the second MLP matrix finer than the others."""
+    if name.endswith(("attn_v.weight", "ffn_down.weight", "ffn_down_exps.weight", "token_embd.weight")):
+        return Type.Q8_0
+    return Type.Q5_0 if name.endswith("attn_q.weight") else Type.Q5_1
+
+
+def loaded(
+    path: Path, dtype: torch.dtype = torch.float32, formats: WeightFormats | None = None
+) -> LoadedModel:
+    args = ModelArgs(str(path), role="target", formats=formats or WeightFormats())
+    return load_model(args, dtype=dtype, device=CPU)
+
+
+def source(path: Path, dtype: torch.dtype = torch.float32) -> DecoderSource:
+    found = loaded(path, dtype).source
+    assert isinstance(found, DecoderSource)
+    return found
+
+
+def served_logits(path: Path, tokens: list[int], **settings: Any) -> torch.Tensor:
+    values = {"dtype": "float32", "device": "cpu", "max_model_len": 128, "max_num_seqs": 2, "num_threads": 1}
+    runner = build_runner(EngineConfig(model=str(path), **(values | settings)), role="target")
+    table = BlockTable(BlockAllocator(runner.info.num_blocks, runner.info.block_size))
+    table.reserve(len(tokens))
+    return runner.run([SequenceInput(tokens, 0, table.block_ids, len(tokens))]).logits
+
+
+@torch.inference_mode()
+def library_logits(model: Any, tokens: list[int]) -> torch.Tensor:
+    logits: torch.Tensor = model(torch.tensor([tokens])).logits[0]
+    return logits
+
+
+@pytest.mark.parametrize("weights", ["auto", "dtype"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_family_computes_what_the_files_numbers_mean(name: str, weights: str, tmp_path: Path) -> None:
+    model = write_light(tmp_path / "light", name, mixed)
+    tokens = list(PROMPT)
+    expected, found = (
+        library_logits(model, tokens),
+        served_logits(tmp_path / "light", tokens, weights=weights),
+    )
+    assert float((found - expected).abs().max()) < ATOL
+    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("kind", [Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q8_0])
+def test_every_weight_is_the_library_s(kind: Type, tmp_path: Path) -> None:
+    """Llama's queries and keys lie in another order in the file."""
+    model = write_light(tmp_path / "light", "llama", of_one(kind))
+    weights = source(tmp_path / "light").weights
+    for name, expected in model.state_dict().items():
+        assert torch.equal(weights.take(name), expected), name
+        stored = weights.stored(name)
+        assert (stored is None) == (expected.ndim == 1 or kind in (Type.F32, Type.F16, Type.BF16))
+        if stored is not None:
+            assert torch.equal(stored.values(), expected), name
+
+
+@pytest.mark.parametrize("name", [QUERY, DOWN])
+def test_parts_are_those_of_the_whole(name: str, tmp_path: Path) -> None:
+    write_light(tmp_path / "light", "llama", of_one(Type.Q8_0))
+    weights = source(tmp_path / "light").weights
+    whole = weights.take(name)
+    rows, columns = WeightPart(0, 16, 48), WeightPart(1, 32, 64)
+    for part, expected in ((rows, whole[16:48]), (columns, whole[:, 32:64])):
+        stored = weights.stored(name, part)
+        assert stored is not None and torch.equal(stored.values(), expected)
+        assert torch.equal(weights.take(name, part), expected)
+
+
+def test_columns_within_a_block_are_numbers_and_one_line_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_light(tmp_path / "light", "llama", of_one(Type.Q8_0))
+    weights = source(tmp_path / "light").weights
+    part = WeightPart(1, 0, 48)
+    with caplog.at_level(logging.WARNING):
+        assert weights.stored(DOWN, part) is None and weights.stored(DOWN, part) is None
+    assert torch.equal(weights.take(DOWN, part), weights.take(DOWN)[:, :48])
+    (record,) = caplog.records
+    assert f"{DOWN} and maybe others are dequantised to dtype: a rank's 48 input" in record.message
+
+
+KINDS = {
+    "attn_q": Type.Q4_K,
+    "attn_k": Type.Q5_K,
+    "attn_v": Type.Q6_K,
+    "attn_output": Type.IQ4_XS,
+    "ffn_gate": Type.Q4_K,
+    "ffn_up": Type.Q5_K,
+    "ffn_down": Type.Q6_K,
+    "token_embd": Type.Q6_K,
+    "output": Type.IQ4_NL,
+}
+
+
+def test_super_blocks_are_the_gguf_library_s(tmp_path: Path) -> None:
+    numbers = write_random(tmp_path / "light", KINDS)
+    weights = source(tmp_path / "light").weights
+    for name, stored in (
+        (QUERY, "blk.0.attn_q.weight"),
+        (VALUE, "blk.1.attn_v.weight"),
+        (DOWN, "blk.1.ffn_down.weight"),
+        (EMBEDDING, "token_embd.weight"),
+        ("lm_head.weight", "output.weight"),
+    ):
+        found = weights.stored(name)
+        assert found is not None
+        np.testing.assert_array_equal(found.values().numpy(), numbers[stored])
+        assert torch.equal(weights.take(name), found.values())
+
+
+def test_the_bytes_are_those_of_the_file(tmp_path: Path) -> None:
+    write_random(tmp_path / "light", KINDS)
+    own = loaded(tmp_path / "light", torch.bfloat16)
+    plain = loaded(tmp_path / "light", torch.bfloat16, WeightFormats(has_own_bits=False))
+    assert own.stored_formats == ("iq4_nl", "iq4_xs", "q4_k", "q5_k", "q6_k")
+    assert plain.stored_formats == ()
+    reader = gguf.GGUFReader(tmp_path / "light" / "model.gguf")
+    matrices = [tensor for tensor in reader.tensors if len(tensor.shape) > 1]
+    vectors = sum(int(tensor.n_elements) for tensor in reader.tensors if len(tensor.shape) == 1)
+    assert own.num_weight_bytes == sum(int(tensor.n_bytes) for tensor in matrices) + 2 * vectors
+    assert plain.num_weight_bytes == 2 * (sum(int(tensor.n_elements) for tensor in matrices) + vectors)
+
+
+def test_vectors_keep_digits_that_bfloat16_has_not(tmp_path: Path) -> None:
+    """Gemma's norms are stored with their one, and taken as they are."""
+    write_light(tmp_path / "light", "gemma3", of_one(Type.Q8_0))
+    found = source(tmp_path / "light", torch.bfloat16)
+    assert not found.config.has_shifted_norms
+    norm = found.weights.take("model.norm.weight")
+    (stored,) = [
+        torch.from_numpy(tensor.data.copy())
+        for tensor in gguf.GGUFReader(tmp_path / "light" / "model.gguf").tensors
+        if tensor.name == "output_norm.weight"
+    ]
+    assert norm.dtype == torch.float32 and torch.equal(norm, stored)
+
+
+def test_halves_that_bfloat16_rounds_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_light(tmp_path / "light", "llama", of_one(Type.F16))
+    with caplog.at_level(logging.WARNING):
+        source(tmp_path / "light", torch.bfloat16).weights.take(DOWN)
+    assert caplog.records == []  # The maker's numbers are bfloat16's.
+    for name in ("blk.1.ffn_down.weight", "blk.1.ffn_up.weight"):
+        change_first_bytes(tmp_path / "light", name, np.float16(1.0009765625).tobytes())
+    weights = source(tmp_path / "light", torch.bfloat16).weights
+    with caplog.at_level(logging.WARNING):
+        weights.take(DOWN)
+        weights.take("model.layers.1.mlp.up_proj.weight")
+    (record,) = caplog.records
+    assert (
+        f"{DOWN} and maybe others are float16 and are rounded to dtype, which is bfloat16" in record.message
+    )
+    assert source(tmp_path / "light").weights.take(DOWN)[0, 0] == 1.0009765625
+
+
+def change_first_bytes(directory: Path, name: str, content: bytes) -> None:
+    """Writes the first bytes of a tensor anew."""
+    file = directory / "model.gguf"
+    (tensor,) = [one for one in gguf.GGUFReader(file).tensors if one.name == name]
+    written, start = bytearray(file.read_bytes()), int(tensor.data_offset)
+    written[start : start + len(content)] = content
+    file.write_bytes(written)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            Type.Q2_K,
+            r"'blk.0.attn_q.weight' is of type 10; allowed: f32, f16, bf16, q4_0, .*specray models conv",
+        ),
+        (Type.Q4_K, r"'blk.0.attn_q.weight' of type 'q4_k' has rows of 64; allowed: multiples of 256"),
+    ],
+)
+def test_types_that_are_not_read_are_refused(kind: Type, message: str, tmp_path: Path) -> None:
+    write_light(tmp_path / "light", "llama", of_one(Type.Q8_0))
+    file = tmp_path / "light" / "model.gguf"
+    content = file.read_bytes()
+    name = b"blk.0.attn_q.weight"
+    # The number of dimensions, two of them, and the type follow a name.
+    at = content.index(name) + len(name) + 4 + 16
+    file.write_bytes(content[:at] + int(kind).to_bytes(4, "little") + content[at + 4 :])
+    with pytest.raises(ConfigError, match=message):
+        source(tmp_path / "light")
+
+
+def test_a_scale_that_is_not_finite_is_refused_by_the_weight_s_name(tmp_path: Path) -> None:
+    write_light(tmp_path / "light", "llama", of_one(Type.Q8_0))
+    change_first_bytes(tmp_path / "light", "blk.1.attn_v.weight", np.float16(np.inf).tobytes())
+    weights = source(tmp_path / "light").weights
+    for read in (weights.stored, weights.take):
+        with pytest.raises(ConfigError, match=f"{VALUE}' holds NaN or infinite"):
+            read(VALUE)
+
+
+def test_a_missing_weight_is_refused_by_its_name(tmp_path: Path) -> None:
+    write_light(tmp_path / "light", "llama", of_one(Type.Q8_0))
+    file = tmp_path / "light" / "model.gguf"
+    file.write_bytes(file.read_bytes().replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_no.weight"))
+    with pytest.raises(ConfigError, match=r"lacks weights: model.layers.1.mlp.up_proj.weight"):
+        source(tmp_path / "light")
+
+
+def test_forward_hf_and_training_need_safetensors(tmp_path: Path) -> None:
+    write_light(tmp_path / "light", "llama", of_one(Type.Q8_0))
+    with pytest.raises(ConfigError, match="which forward hf does not read; allowed: what `specray models"):
+        describe(ModelArgs(str(tmp_path / "light"), role="target", forward="hf"))
+    with pytest.raises(ConfigError, match="which training does not read"):
+        trainable(str(tmp_path / "light"), torch.float32, role="target")
+
+
+def test_quantised_anew_is_what_the_file_s_numbers_give(tmp_path: Path) -> None:
+    """int8's groups hold those of Q8_0 exactly."""
+    pytest.importorskip("numba")
+    write_light(tmp_path / "light", "llama", of_one(Type.Q8_0))
+    tokens = list(PROMPT)
+    anew = served_logits(tmp_path / "light", tokens, quantization="int8", lm_head_quantization="int8")
+    plain = served_logits(tmp_path / "light", tokens, weights="dtype")
+    assert float((anew - plain).abs().max()) < ATOL
+
+
+def test_random_blocks_cover_their_types() -> None:
+    draw = np.random.default_rng(1)
+    for kind in set(KINDS.values()):
+        values = gguf.quants.dequantize(random_blocks(kind, (2, 256), draw), kind)
+        assert np.isfinite(values).all() and values.std() > 0
