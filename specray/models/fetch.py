@@ -1,4 +1,4 @@
-"""Checkpoints of known models and of GGUF files: from the cache, or fetched and converted into it."""
+"""Checkpoints of known models and of GGUF files: from the cache, or fetched and made there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from specray.gguf.header import read_header
 from specray.models.cache import KeptCheckpoint, ModelCache, file_sha256
 from specray.models.catalogue import KnownModel
-from specray.models.conversion import check_convertible, convert
+from specray.models.conversion import check_convertible, convert, make_checkpoint
 from specray.models.parts import fetch_files
 from specray.models.progress import Listener
 
@@ -31,7 +31,7 @@ def known_checkpoint(known: KnownModel, cache: ModelCache, listener: Listener) -
         if (kept := _sound(cache, known.sha256, listener)) is not None:
             return kept
         gguf = _known_gguf(known, cache, listener)
-        return _convert(gguf, known.name, known.sha256, cache, listener)
+        return _make(gguf, known.name, known.sha256, cache, listener)
 
 
 def fetch_together(models: Sequence[KnownModel], cache: ModelCache, listener: Listener) -> None:
@@ -63,11 +63,13 @@ def fetch_together(models: Sequence[KnownModel], cache: ModelCache, listener: Li
 
 
 def file_checkpoint(path: Path, cache: ModelCache, listener: Listener) -> KeptCheckpoint:
-    """The verified checkpoint of a GGUF file, converted where it is not kept yet.
+    """The verified checkpoint of a GGUF file, made where it is not kept yet.
 
     Raises:
         ConfigError: the file is damaged or of a kind that cannot be converted; one sentence.
     """
+    if (kept := cache.checkpoint_of(path)) is not None:
+        return kept
     check_convertible(path, read_header(path))
     sha256 = _watched_sha256(path, listener)
     kept = cache.checkpoint(sha256)
@@ -76,7 +78,34 @@ def file_checkpoint(path: Path, cache: ModelCache, listener: Listener) -> KeptCh
     with cache.locked(sha256, listener, path.name), cache.using():
         if (kept := _sound(cache, sha256, listener)) is not None:
             return kept
-        return _convert(path, path.stem, sha256, cache, listener)
+        return _make(path, path.stem, sha256, cache, listener)
+
+
+def known_file(known: KnownModel, cache: ModelCache, listener: Listener) -> Path:
+    """The verified GGUF file of a known model. Raises ConfigError as :func:`known_checkpoint`."""
+    with cache.locked(known.sha256, listener, known.name), cache.using():
+        return _known_gguf(known, cache, listener)
+
+
+def plain_directory(kept: KeptCheckpoint, cache: ModelCache, listener: Listener) -> Path:
+    """A kept model as a bfloat16 checkpoint in safetensors, which training reads; made once.
+
+    Raises:
+        ConfigError: as :func:`specray.models.conversion.convert`.
+    """
+    if (gguf := kept.gguf) is None:
+        return kept.directory
+    # In the light one's directory, so that it goes where that goes.
+    destination = kept.directory / "bfloat16"
+    if destination.is_dir():
+        return destination
+    with cache.locked(kept.sha256, listener, kept.name), cache.using():
+        if not destination.is_dir():
+            with cache.work_directory(kept.sha256) as work:
+                written = work / "checkpoint"
+                convert(gguf, written, work / "converter", listener, f"converting {kept.name}")
+                written.rename(destination)
+    return destination
 
 
 def _watched_sha256(path: Path, listener: Listener) -> str:
@@ -101,10 +130,13 @@ def _sound(cache: ModelCache, sha256: str, listener: Listener) -> KeptCheckpoint
     return None
 
 
-def _convert(gguf: Path, name: str, sha256: str, cache: ModelCache, listener: Listener) -> KeptCheckpoint:
+def _make(gguf: Path, name: str, sha256: str, cache: ModelCache, listener: Listener) -> KeptCheckpoint:
+    for older in cache.unreadable(sha256):
+        listener.notice(f"{older}, which another version of specray kept, is made again")
+        cache.remove_directory(older, sha256)
     with cache.work_directory(sha256) as work:
         written = work / "checkpoint"
-        convert(gguf, written, work / "converter", listener, f"converting {name}")
+        make_checkpoint(gguf, written, work / "converter", listener, name)
         return cache.keep_checkpoint(written, name, sha256)
 
 

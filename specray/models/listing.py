@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specray.errors import ConfigError
-from specray.models.cache import KeptCheckpoint, ModelCache
+from specray.models.cache import KeptCheckpoint, ModelCache, size_below
 from specray.models.catalogue import KNOWN_MODELS, KnownModel, find_known
 from specray.models.progress import Listener
 from specray.models.space import format_size
@@ -33,16 +33,29 @@ def list_models(cache: ModelCache) -> list[ListedModel]:
     """Known models, kept or not, then the kept checkpoints of GGUF files."""
     kept = {checkpoint.sha256: checkpoint for checkpoint in cache.checkpoints()}
     rows = [_known_row(known, kept.pop(known.sha256, None), cache) for known in KNOWN_MODELS]
-    return rows + [
-        ListedModel(
-            checkpoint.directory.name,
-            _NOTHING,
-            format_size(checkpoint.size),
-            _NOTHING,
-            "a GGUF file",
-        )
-        for checkpoint in kept.values()
-    ]
+    return (
+        rows
+        + [
+            ListedModel(
+                checkpoint.directory.name,
+                _NOTHING,
+                format_size(checkpoint.size),
+                _NOTHING,
+                "a GGUF file" if checkpoint.gguf is None else f"the GGUF file {checkpoint.gguf}",
+            )
+            for checkpoint in kept.values()
+        ]
+        + [
+            ListedModel(
+                directory.name,
+                _NOTHING,
+                format_size(size_below(directory)),
+                _NOTHING,
+                "another version of specray",
+            )
+            for directory in cache.unreadable()
+        ]
+    )
 
 
 def remove_model(name: str, cache: ModelCache, listener: Listener) -> int:
@@ -57,7 +70,9 @@ def remove_model(name: str, cache: ModelCache, listener: Listener) -> int:
     known = find_known(name)
     wanted = name if known is None else known.name
     found = {kept.sha256 for kept in cache.checkpoints() if wanted in (kept.name, kept.directory.name)}
-    if known is not None and _files_of(known.sha256, cache):
+    # The key of its lock ends the name of a directory.
+    found |= {path.name.rpartition("-")[2] for path in cache.unreadable() if path.name == wanted}
+    if known is not None and (_files_of(known.sha256, cache) or cache.unreadable(known.sha256)):
         found.add(known.sha256)
     if not found:
         names = ", ".join(kept.name for kept in cache.checkpoints()) or "none"
@@ -71,6 +86,9 @@ def _remove(sha256: str, name: str, cache: ModelCache, listener: Listener) -> in
         if (kept := cache.checkpoint(sha256)) is not None:
             num_bytes += kept.size
             cache.remove_checkpoint(kept)
+        for directory in cache.unreadable(sha256):
+            num_bytes += size_below(directory)
+            cache.remove_directory(directory, sha256)
         for path, size in _files_of(sha256, cache).items():
             num_bytes += size
             path.unlink()

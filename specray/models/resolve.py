@@ -8,7 +8,7 @@ from pathlib import Path
 from specray.errors import ConfigError
 from specray.models.cache import KeptCheckpoint, ModelCache
 from specray.models.catalogue import KnownModel, find_known
-from specray.models.fetch import file_checkpoint, known_checkpoint
+from specray.models.fetch import file_checkpoint, known_checkpoint, known_file
 from specray.models.progress import Listener
 
 
@@ -48,6 +48,11 @@ def source_checkpoint(source: Source, cache: ModelCache, listener: Listener) -> 
     if isinstance(source, KnownModel):
         return known_checkpoint(source, cache, listener)
     return file_checkpoint(source.path, cache, listener)
+
+
+def source_file(source: Source, cache: ModelCache, listener: Listener) -> Path:
+    """The GGUF file of a source, fetched and verified where it is a known model's. Raises ConfigError."""
+    return known_file(source, cache, listener) if isinstance(source, KnownModel) else source.path
 
 
 def _gguf_in(directory: Path) -> GgufFile | None:

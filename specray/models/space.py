@@ -7,6 +7,9 @@ from pathlib import Path
 
 from specray.errors import ConfigError
 
+LIGHT_BYTES = 50_000_000
+"""Bytes left for a tokenizer and the small files of a checkpoint."""
+
 
 def check_space(directory: Path, num_bytes: int, what: str) -> None:
     """Raises ConfigError where a directory's disk has less free space than ``what`` takes."""

@@ -1,4 +1,4 @@
-"""``specray models``: fetches, lists and removes models; evaluates pairs; inflates and trims checkpoints."""
+"""``specray models``: fetches, converts, lists and removes models; evaluates pairs; inflates and trims."""
 
 import json
 from dataclasses import asdict
@@ -14,7 +14,7 @@ EMBEDDED = "embedded"
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Fetch, list and remove models; evaluate pairs; inflate checkpoints; trim vocabularies.",
+    help="Fetch, convert, list and remove models; evaluate pairs; inflate checkpoints; trim vocabularies.",
 )
 
 
@@ -41,6 +41,26 @@ def fetch(
     fetch_sources(sources)
     for model, source in zip(models, sources, strict=True):
         typer.echo(fetch_from_hub(model) if source is None else fetched_checkpoint(source).directory)
+
+
+@app.command()
+def convert(
+    model: Annotated[str, typer.Argument(help="Known name, GGUF file, or directory with one.")],
+    directory: Annotated[Path, typer.Argument(help="Directory for the checkpoint; empty or new.")],
+) -> None:
+    """Write a GGUF file's numbers as a bfloat16 checkpoint in safetensors, for training and other tools."""
+    from specray.cli.models.checkpoints import write_plain
+    from specray.errors import ConfigError
+    from specray.models.catalogue import known_names
+    from specray.models.resolve import find_source
+
+    source = find_source(model)
+    if source is None:
+        raise ConfigError(f"model {model!r} is nothing to convert; allowed: {known_names()}, or a GGUF file")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError(f"directory {str(directory)!r} is there already; allowed: an empty or new one")
+    write_plain(source, directory)
+    typer.echo(directory)
 
 
 @app.command("list")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from specray.config import MODEL_FREE_DRAFTS, NO_CHECKPOINTS, REMOTE_FEATURES
@@ -11,10 +13,11 @@ from specray.environment import external_ray_address
 from specray.errors import ConfigError
 from specray.models.cache import KeptCheckpoint, user_cache
 from specray.models.catalogue import DEFAULT_MODEL, DRAFT_WITHOUT_OWN, KnownModel
+from specray.models.conversion import convert
 from specray.models.drafts import compact_draft, complete_draft
-from specray.models.fetch import fetch_together
+from specray.models.fetch import fetch_together, plain_directory
 from specray.models.machine import has_int8_kernels, has_nvidia_gpu
-from specray.models.resolve import Source, find_source, source_checkpoint
+from specray.models.resolve import Source, find_source, source_checkpoint, source_file
 
 AUTO = "auto"
 """Target that is the default model, or the embedded pair where that cannot be had."""
@@ -173,6 +176,35 @@ def local_checkpoint(model: str) -> str:
     """A model as engines take it: the directory of a known model or GGUF file, else what was given."""
     source = find_source(model)
     return model if source is None else str(fetched_checkpoint(source).directory)
+
+
+def plain_checkpoint(source: Source) -> Path:
+    """A source as a bfloat16 checkpoint in safetensors in the cache, for training. Raises ConfigError."""
+    from specray.cli.models.fetching import fetch_listener
+
+    with fetch_listener() as listener:
+        kept = source_checkpoint(source, user_cache(), listener)
+        return plain_directory(kept, user_cache(), listener)
+
+
+def write_plain(source: Source, directory: Path) -> None:
+    """Writes a source as a bfloat16 checkpoint in safetensors. Raises ConfigError where that cannot be."""
+    from specray.cli.models.fetching import fetch_listener
+
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            fetch_listener() as listener,
+            tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as work,
+        ):
+            written = Path(work) / "checkpoint"
+            file = source_file(source, user_cache(), listener)
+            convert(file, written, Path(work) / "converter", listener, f"converting {source.name}")
+            written.rename(directory)
+    except OSError as error:
+        raise ConfigError(
+            f"directory {str(directory)!r} cannot be written: {error.strerror or error}"
+        ) from None
 
 
 def fetch_sources(sources: Sequence[Source | None]) -> None:

@@ -188,7 +188,7 @@ def has_bfloat16(device: str) -> bool:
 
 def _checkpoint(name: str, *, is_draft: bool = False) -> str:
     """What transformers loads for a model's name. Raises ConfigError where it cannot be had."""
-    from specray.cli.models.checkpoints import fetched_checkpoint
+    from specray.cli.models.checkpoints import plain_checkpoint
     from specray.config import EMBEDDED
     from specray.demo.paths import demo_draft_path, demo_target_path
     from specray.models.resolve import find_source
@@ -196,7 +196,7 @@ def _checkpoint(name: str, *, is_draft: bool = False) -> str:
     if name == EMBEDDED:
         return str(demo_draft_path() if is_draft else demo_target_path())
     source = find_source(name)
-    return name if source is None else str(fetched_checkpoint(source).directory)
+    return name if source is None else str(plain_checkpoint(source))
 
 
 def _own_draft(target: str) -> str:

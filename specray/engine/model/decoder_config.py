@@ -26,12 +26,20 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True, slots=True)
+class FactorScaling:
+    """Each frequency divided by its own factor, as the ``rope_freqs`` of a GGUF file say."""
+
+    factors: tuple[float, ...]
+    """One for each frequency, the highest first."""
+
+
+@dataclass(frozen=True, slots=True)
 class RopeFormula:
     """Rotary frequencies by their formula."""
 
     theta: float
     """Base of the wavelengths."""
-    scaling: LinearScaling | Llama3Scaling | None = None
+    scaling: LinearScaling | Llama3Scaling | FactorScaling | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from specray.engine.model.decoder_config import DecoderConfig, LinearScaling, Llama3Scaling, Rope, RopeFormula
+from specray.engine.model.decoder_config import (
+    DecoderConfig,
+    FactorScaling,
+    LinearScaling,
+    Llama3Scaling,
+    Rope,
+    RopeFormula,
+)
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines ``[max_model_len, head_dim]`` in float32; the halves of ``head_dim`` are equal."""
@@ -76,6 +83,8 @@ def inverse_frequencies(rope: Rope, rotary_dim: int) -> torch.Tensor:
     if not isinstance(rope, RopeFormula):
         return torch.tensor(rope.inverse_frequencies, dtype=torch.float32)
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    if isinstance(rope.scaling, FactorScaling):
+        return 1.0 / (torch.tensor(rope.scaling.factors) * rope.theta**exponents)
     inverse = 1.0 / (rope.theta**exponents)
     if isinstance(rope.scaling, LinearScaling):
         return inverse / rope.scaling.factor

@@ -5,6 +5,7 @@ Neither transformers nor torch is needed. The files are those that ``specray.tok
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,9 +62,10 @@ def write_tokenizer(path: Path, destination: Path) -> WrittenTokenizer:
     """
     header = read_header(path, whole=_LISTS)
     source = _Source(header)
-    tokenizer = _byte_level(source) if source.kind == BYTE_LEVEL else _sentencepiece(source)
-    special = source.special_tokens()
-    _add(tokenizer, special, source.whole_tokens())
+    make = _byte_level if source.kind == BYTE_LEVEL else _sentencepiece
+    tokenizer, tokens = make(source)
+    special = source.special_tokens
+    _add(tokenizer, special, source.whole_tokens)
     roles = source.roles()
     tokenizer.post_processor = _framed(source, roles, tokenizer)
     tokenizer.save(str(destination / "tokenizer.json"), pretty=False)
@@ -72,7 +74,7 @@ def write_tokenizer(path: Path, destination: Path) -> WrittenTokenizer:
     template = header.values.get(f"{PREFIX}chat_template")
     if isinstance(template, str) and template:
         (destination / "chat_template.jinja").write_bytes(template.encode())
-    vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     return WrittenTokenizer(vocabulary, frozenset(vocabulary[token] for token in special))
 
 
@@ -82,8 +84,8 @@ def _add(tokenizer: Tokenizer, special: Sequence[str], whole: Sequence[str]) -> 
     from tokenizers import AddedToken
 
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
-    known = tokenizer.get_vocab(with_added_tokens=False)
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in whole if token in known])
+    known = (token for token in whole if tokenizer.token_to_id(token) is not None)
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in known])
 
 
 class _Source:
@@ -98,7 +100,7 @@ class _Source:
         self.kind = str(self._values["model"])
         self.is_gemma = header.architecture.startswith("gemma")
         self.is_qwen = header.architecture.startswith("qwen")
-        self.tokens = [str(token) for token in self._list("tokens")]
+        self.tokens: list[str] = list(self._list("tokens"))
         self._types = self._list("token_type")
         self.cut_name = str(self._values.get("pre", NAMELESS))
 
@@ -119,6 +121,7 @@ class _Source:
             raise UnfitError(f"a special token has the id {token_id!r}; allowed: 0 to {len(self.tokens) - 1}")
         return self.tokens[token_id]
 
+    @functools.cached_property
     def special_tokens(self) -> list[str]:
         """Tokens that are no text, each once: control tokens, those with a role, and those of the kind."""
         known = set(self.tokens)
@@ -126,14 +129,16 @@ class _Source:
         usual = (token for token in _ALWAYS_SPECIAL[kind] if token in known)
         return list(dict.fromkeys((*self._of_type(_CONTROL), *usual, *self.roles().values())))
 
+    @functools.cached_property
     def whole_tokens(self) -> list[str]:
         """Tokens that are text, and are found in a text before it is cut."""
-        special = set(self.special_tokens())
+        special = set(self.special_tokens)
         return [token for token in self._of_type(_USER_DEFINED) if token not in special]
 
+    @property
     def raw_tokens(self) -> set[str]:
         """Tokens that are spelled as text also in a byte-level vocabulary."""
-        return {*self.special_tokens(), *self.whole_tokens()}
+        return {*self.special_tokens, *self.whole_tokens}
 
     def _of_type(self, number: int) -> Iterator[str]:
         pairs = zip(self.tokens, self._types, strict=False)
@@ -154,10 +159,11 @@ class _Source:
         return [(left, right) for left, right in pairs]
 
 
-def _byte_level(source: _Source) -> Tokenizer:
+def _byte_level(source: _Source) -> tuple[Tokenizer, list[str]]:
+    """The tokenizer without added tokens, and the tokens as it spells them."""
     from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 
-    raw, spelling = source.raw_tokens(), spelled_bytes()
+    raw, spelling = source.raw_tokens, spelled_bytes()
     alphabet = set(spelling)
     tokens = [
         token
@@ -176,12 +182,15 @@ def _byte_level(source: _Source) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     if source.is_qwen and source.cut_name in COMPOSED:
         tokenizer.normalizer = normalizers.NFC()
-    return tokenizer
+    return tokenizer, tokens
 
 
-def _sentencepiece(source: _Source) -> Tokenizer:
-    """Spaces are written as sentencepiece does; but in Gemma's one more stands before each text and after
-    each control token, unless the file says otherwise."""
+def _sentencepiece(source: _Source) -> tuple[Tokenizer, list[str]]:
+    """As :func:`_byte_level`.
+
+    Spaces are written as sentencepiece does; but in Gemma's one more stands before each text and after each
+    control token, unless the file says otherwise.
+    """
     from tokenizers import Tokenizer, decoders, normalizers
 
     tokens = [_with_marks(token) for token in source.tokens] if source.is_gemma else source.tokens
@@ -195,7 +204,7 @@ def _sentencepiece(source: _Source) -> Tokenizer:
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *cut]
     )
-    return tokenizer
+    return tokenizer, tokens
 
 
 def _with_marks(token: str) -> str:

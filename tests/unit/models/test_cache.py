@@ -10,8 +10,9 @@ import pytest
 
 from specray.environment import cache_directory
 from specray.errors import ConfigError
+from specray.gguf.light import RECORD
 from specray.models import space
-from specray.models.cache import RECORD, KeptCheckpoint, ModelCache, file_sha256
+from specray.models.cache import KeptCheckpoint, ModelCache, file_sha256
 from specray.models.space import check_space, format_size
 from tests.unit.models.tiny_models import Recorder
 
@@ -66,9 +67,9 @@ def test_a_spoiled_file_is_a_problem(cache: ModelCache, content: bytes | None, p
     [
         "{",
         "[]",
-        json.dumps({"format": 2, "name": "tiny", "gguf_sha256": KEY, "files": {"config.json": [2, "x"]}}),
-        json.dumps({"format": 3, "name": "tiny", "gguf_sha256": KEY, "files": {}}),
-        json.dumps({"format": 3, "name": "tiny", "gguf_sha256": KEY, "files": {"../config.json": [2, "x"]}}),
+        json.dumps({"format": 3, "name": "tiny", "gguf_sha256": KEY, "files": {"config.json": [2, "x"]}}),
+        json.dumps({"format": 4, "name": "tiny", "gguf_sha256": KEY, "files": {}}),
+        json.dumps({"format": 4, "name": "tiny", "gguf_sha256": KEY, "files": {"../config.json": [2, "x"]}}),
     ],
 )
 def test_a_checkpoint_with_a_damaged_or_foreign_record_is_none(cache: ModelCache, record: str) -> None:

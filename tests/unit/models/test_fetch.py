@@ -29,10 +29,10 @@ class FakeConverter:
         self.sources: list[Path] = []
         self.takes_s = 0.0
 
-    def __call__(self, gguf: Path, destination: Path, work: Path, listener: Listener, what: str) -> None:
+    def __call__(self, gguf: Path, destination: Path, work: Path, listener: Listener, name: str) -> None:
         self.sources.append(gguf)
         time.sleep(self.takes_s)
-        listener.progress(what)
+        listener.progress(f"converting {name}")
         destination.mkdir()
         (destination / "model.safetensors").write_bytes(gguf.read_bytes())
 
@@ -40,7 +40,7 @@ class FakeConverter:
 @pytest.fixture
 def converter(monkeypatch: pytest.MonkeyPatch) -> FakeConverter:
     fake = FakeConverter()
-    monkeypatch.setattr(fetch, "convert", fake)
+    monkeypatch.setattr(fetch, "make_checkpoint", fake)
     return fake
 
 
@@ -136,7 +136,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_fetched(
 ) -> None:
     monkeypatch.setattr(space.shutil, "disk_usage", lambda _: SimpleNamespace(free=999_999))
     listener = Recorder()
-    with pytest.raises(ConfigError, match=r"fetching tiny-chat needs 1 MB in .*, where 1 MB are free"):
+    with pytest.raises(ConfigError, match=r"fetching tiny-chat needs 50 MB in .*, where 1 MB are free"):
         known_checkpoint(known, cache, listener)
     assert listener.works == []
 
@@ -177,7 +177,7 @@ def test_a_failed_conversion_keeps_the_file_and_no_checkpoint(
         destination.mkdir()
         raise ConfigError("no")
 
-    monkeypatch.setattr(fetch, "convert", fail)
+    monkeypatch.setattr(fetch, "make_checkpoint", fail)
     with pytest.raises(ConfigError, match=r"^no$"):
         known_checkpoint(known, cache, Recorder())
     assert cache.gguf(known.sha256).read_bytes() == b"GGUF of two parts"

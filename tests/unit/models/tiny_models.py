@@ -146,7 +146,6 @@ def write_known(
         name=name,
         wheels=tuple(wheels),
         sha256=hashlib.sha256(content).hexdigest(),
-        checkpoint_size=1_000_000,
         hub_id="owner/tiny",
         licence="MIT",
         draft=draft,

@@ -15,6 +15,7 @@ from transformers import LlamaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from specray.demo.paths import demo_draft_path, demo_target_path
 from specray.errors import ConfigError
+from specray.tokenization import load_tokenizer
 from specray.tokenization.fingerprint import library_vocabulary, read_vocabulary, tokenizer_fingerprint
 from tests.unit.tokenization.tiny_tokenizer import write_tiny_tokenizer
 
@@ -191,3 +192,22 @@ def test_no_tokenizer(tmp_path: Path) -> None:
     write_config(tmp_path, "llama")
     with pytest.raises(ConfigError, match="has no tokenizer that can be loaded: "):
         tokenizer_fingerprint(str(tmp_path), tmp_path)
+
+
+def light(directory: Path) -> Path:
+    """As this package writes tokenizers for GGUF files, of a model whose class the library would choose."""
+    qwen(directory, "qwen2")
+    change_json(directory / "tokenizer_config.json", tokenizer_class="TokenizersBackend")
+    (directory / "model.gguf").symlink_to(directory / "file.gguf")
+    return directory
+
+
+def test_vocabulary_of_a_light_checkpoint_is_the_one_that_texts_are_read_with(tmp_path: Path) -> None:
+    directory = light(tmp_path)
+    assert read_vocabulary(directory) == load_tokenizer(directory).vocabulary
+
+
+def test_a_damaged_tokenizer_of_a_light_checkpoint_is_not_guessed_at(tmp_path: Path) -> None:
+    directory = light(tmp_path)
+    change_json(directory / "tokenizer.json", model={})
+    assert read_vocabulary(directory) is None

@@ -12,7 +12,12 @@ from typing import Any
 
 from specray.engine.model.decoder_config import DecoderConfig, RopeFormula
 from specray.engine.model.families import gemma3
-from specray.engine.model.families.fields import ConfigFields, NotUnderstoodError, rope_formula
+from specray.engine.model.families.fields import (
+    ConfigFields,
+    NotUnderstoodError,
+    factor_formula,
+    rope_formula,
+)
 
 DEFAULT_ROPE_THETA = 10_000.0
 """Base of the rotary wavelengths where a configuration names none."""
@@ -113,7 +118,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
         has_mlp_bias=fields.flag("mlp_bias"),
         has_head_norm=model_type == "qwen3",
         windows=_windows(model_type, fields),
-        rope=_rope(fields, max_position_embeddings),
+        rope=_rope(fields, head_dim, max_position_embeddings),
         draft_vocab_size=fields.size_or_none("draft_vocab_size"),
     )
 
@@ -142,10 +147,12 @@ def _windows(model_type: str, fields: ConfigFields) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _rope(fields: ConfigFields, max_position_embeddings: int) -> RopeFormula:
+def _rope(fields: ConfigFields, head_dim: int, max_position_embeddings: int) -> RopeFormula:
     """``rope_scaling`` of older files counts before ``rope_parameters``; both may name their own theta."""
     older, newer = fields.value("rope_scaling"), fields.value("rope_parameters")
     if not all(given is None or isinstance(given, Mapping) for given in (older, newer)):
         raise NotUnderstoodError("rope_scaling, rope_parameters")
-    given = older or newer or {}
-    return rope_formula({"rope_theta": fields.value("rope_theta"), **given}, max_position_embeddings)
+    values = {"rope_theta": fields.value("rope_theta"), **(older or newer or {})}
+    if values.get("rope_type") == "longrope":
+        return factor_formula(values, head_dim)
+    return rope_formula(values, max_position_embeddings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from specray.engine.model.decoder_config import LinearScaling, Llama3Scaling, RopeFormula
+from specray.engine.model.decoder_config import FactorScaling, LinearScaling, Llama3Scaling, RopeFormula
 
 
 class NotUnderstoodError(Exception):
@@ -131,6 +131,24 @@ def rope_formula(given: Mapping[str, Any], max_position_embeddings: int) -> Rope
     if values:
         raise NotUnderstoodError(", ".join(values))
     return RopeFormula(theta, scaling)
+
+
+def factor_formula(given: Mapping[str, Any], head_dim: int) -> RopeFormula:
+    """``longrope`` with the same factors for texts of any length, and none of cosines and sines.
+
+    Raises:
+        NotUnderstoodError: they are not, or not one positive number for each frequency.
+    """
+    values = dict(given)
+    short, long = values.pop("short_factor", None), values.pop("long_factor", None)
+    theta, scale = _number(values, "rope_theta"), _number(values, "attention_factor")
+    if short != long or scale != 1.0 or not isinstance(short, list) or len(short) != head_dim // 2:
+        raise NotUnderstoodError("short_factor, long_factor, attention_factor")
+    if not all(is_number(factor) and factor > 0 for factor in short):
+        raise NotUnderstoodError("short_factor")
+    if set(values) - {"rope_type", "original_max_position_embeddings"}:
+        raise NotUnderstoodError(", ".join(values))
+    return RopeFormula(theta, FactorScaling(tuple(map(float, short))))
 
 
 def _number(values: dict[str, Any], name: str) -> float:

@@ -34,7 +34,7 @@ def fake_convert(gguf: Path, destination: Path, work: Path, listener: Listener, 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    monkeypatch.setattr(fetch, "convert", fake_convert)
+    monkeypatch.setattr(fetch, "make_checkpoint", fake_convert)
     return tmp_path / "xdg" / "specray" / "models"
 
 
@@ -59,7 +59,7 @@ def fetched(tmp_path_factory: pytest.TempPathFactory) -> tuple[KnownModel, Path]
     directory = tmp_path_factory.mktemp("fetched")
     known = indexed(directory)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fetch, "convert", fake_convert)
+        patch.setattr(fetch, "make_checkpoint", fake_convert)
         use_index(patch, directory / "index")
         fetch.known_checkpoint(known, ModelCache(directory / "xdg" / "specray" / "models"), Recorder())
     return known, directory / "xdg"
@@ -339,6 +339,26 @@ def test_models_are_fetched_listed_and_removed(
     assert not directory.exists()
     assert run("models", "remove", "tiny") == 2
     assert capsys.readouterr().err == "specray: model 'tiny' is not kept; kept: none\n"
+
+
+def test_a_file_is_converted_into_an_empty_or_new_directory(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checkpoints, "convert", fake_convert)
+    path = write_gguf(tmp_path / "tiny.gguf")
+    (tmp_path / "empty").mkdir()
+    for directory in (tmp_path / "empty", tmp_path / "deep" / "new"):
+        assert run("models", "convert", str(path), str(directory)) == 0
+        assert capsys.readouterr().out == f"{directory}\n"
+        assert (directory / "model.safetensors").read_bytes() == path.read_bytes()
+        assert [file.name for file in directory.parent.glob(".*")] == []
+        assert run("models", "convert", str(path), str(directory)) == 2
+        assert capsys.readouterr().err == (
+            f"specray: directory '{directory}' is there already; allowed: an empty or new one\n"
+        )
+    assert run("models", "convert", "nothing", str(tmp_path / "none")) == 2
+    assert capsys.readouterr().err.startswith("specray: model 'nothing' is nothing to convert; allowed: ")
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(

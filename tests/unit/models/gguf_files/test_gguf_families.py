@@ -16,7 +16,10 @@ from specray.config import EngineConfig
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
 from specray.engine.inputs import SequenceInput
 from specray.engine.runner.assembly import build_runner
+from specray.gguf.header import read_header
 from specray.models.gguf.converter import convert_file
+from specray.models.gguf.families import read_config
+from specray.models.gguf.light import is_light, write_light
 from specray.tokenization import load_tokenizer
 from tests.unit.models.gguf_files.families import MODELS, PROMPT
 from tests.unit.models.gguf_files.texts import TEXTS, VOCABULARIES
@@ -53,7 +56,7 @@ def test_a_file_gives_the_model_of_its_original_and_of_llama_cpp(name: str, tmp_
     assert torch.equal(logits_of(converted, list(PROMPT)), expected)
     answer = LLAMA_CPP[name]
     tokens = [*PROMPT[: tiny.prompt_len], *answer]
-    logits = served_logits(checkpoint, tokens)
+    logits = served_logits(served_checkpoint(tmp_path, checkpoint), tokens)
     assert logits[tiny.prompt_len - 1 : -1].argmax(dim=-1).tolist() == answer
     assert float((logits - logits_of(model, tokens)).abs().max()) < ATOL
 
@@ -62,6 +65,15 @@ def convert_model(directory: Path, name: str, model: Any) -> Path:
     path = write_file(directory / "model.gguf", MODELS[name], model)
     convert_file(path, directory / "checkpoint")
     return directory / "checkpoint"
+
+
+def served_checkpoint(directory: Path, converted: Path) -> Path:
+    """A light checkpoint where engines run the model from the file."""
+    header = read_header(directory / "model.gguf")
+    if not is_light(header, read_config(directory / "model.gguf", header)[0]):
+        return converted
+    write_light(directory / "model.gguf", header, directory / "light")
+    return directory / "light"
 
 
 def served_logits(checkpoint: Path, tokens: list[int]) -> torch.Tensor:

@@ -16,7 +16,7 @@ import gguf
 import numpy as np
 import torch
 
-from tests.unit.models.gguf_files.families import MODELS, PROMPT, TinyModel
+from tests.unit.models.gguf_files.families import HIDDEN, MODELS, PROMPT, TinyModel
 from tests.unit.models.gguf_files.texts import TEXTS, VOCABULARIES
 from tests.unit.models.tiny_models import MERGES, TOKENS
 
@@ -59,18 +59,35 @@ def write_file(
         header: keys in place of the model's, without the architecture before them; None as a value: no key.
         tokenizer: keys after ``tokenizer.`` likewise.
     """
+    return _write(path, tiny, file_tensors(tiny, model), header, tokenizer)
+
+
+def _write(
+    path: Path,
+    tiny: TinyModel,
+    tensors: Mapping[str, np.ndarray],
+    header: Mapping[str, Any] | None,
+    tokenizer: Mapping[str, Any] | None,
+) -> Path:
     writer = gguf.GGUFWriter(path, tiny.architecture)
     keys = {f"{tiny.architecture}.{key}": value for key, value in {**tiny.header, **(header or {})}.items()}
     keys |= {f"tokenizer.{key}": value for key, value in {**_tokenizer(), **(tokenizer or {})}.items()}
     for key, value in keys.items():
         add_value(writer, key, value)
-    for name, tensor in file_tensors(tiny, model).items():
+    for name, tensor in tensors.items():
         writer.add_tensor(name, np.ascontiguousarray(tensor, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def write_header(path: Path, tiny: TinyModel, *, header: Mapping[str, Any] | None = None) -> Path:
+    """Writes a file with the embedding alone; ``header`` as of :func:`write_file`."""
+    rows = np.zeros((tiny.config["vocab_size"], HIDDEN), dtype=np.float32)
+    factors = {name: np.array(values, dtype=np.float32) for name, values in tiny.factors.items()}
+    return _write(path, tiny, {"token_embd.weight": rows, **factors}, header, None)
 
 
 def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
