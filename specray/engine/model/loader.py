@@ -6,6 +6,7 @@ exists never touches the network.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _BASE_PREFIX = "model."
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,7 @@ def load_model(args: ModelArgs, *, dtype: torch.dtype, device: torch.device) -> 
     else:
         has_own_bits = args.formats.has_own_bits and device.type == "cpu" and has_own_kernels()
         source = _decoder_source(args.path, described, described.decoder, dtype, device, has_own_bits)
+        _tell_formats(args, described, source, dtype)
         head = source.head
         num_weight_bytes = args.formats.num_bytes(source.config, dtype.itemsize, source.stored_bytes)
     return LoadedModel(
@@ -116,6 +121,18 @@ def load_model(args: ModelArgs, *, dtype: torch.dtype, device: torch.device) -> 
         token_ids=None if head is None else head.token_ids,
         mask_token_id=described.mask_token_id,
     )
+
+
+def _tell_formats(
+    args: ModelArgs, described: ModelDescription, source: DecoderSource, dtype: torch.dtype
+) -> None:
+    is_light = described.directory is not None and gguf_weights(described.directory) is not None
+    if source.stored_formats:
+        size = sum(source.stored_bytes.values()) / 2**20
+        _log.info("%s: %.0f MiB of weights stay in %s", args.path, size, ", ".join(source.stored_formats))
+    elif (is_light or described.stored is not None) and args.formats.has_own_bits:
+        name = str(dtype).removeprefix("torch.")
+        _log.info("%s: the file's weights are dequantised to %s: no kernels for them here", args.path, name)
 
 
 def _library_model(

@@ -18,8 +18,13 @@ from specray.engine.inputs import SequenceInput
 from specray.engine.model.checkpoint.source import WeightPart
 from specray.engine.model.description import ModelArgs, describe
 from specray.engine.model.loader import DecoderSource, LoadedModel, load_model
-from specray.engine.model.quantized.formats import WeightFormats
+from specray.engine.model.lowering import lower
+from specray.engine.model.operators import cpu_operators
+from specray.engine.model.quantized import operator_set
+from specray.engine.model.quantized.formats import PLAIN, WeightFormats
+from specray.engine.model.quantized.operator_set import has_own_kernels
 from specray.engine.runner.assembly import build_runner
+from specray.engine.runner.runner import ModelRunner
 from specray.errors import ConfigError
 from specray.train.heads.loading import loaded as trainable
 from tests.unit.engine.model.checkpoint.light import (
@@ -29,8 +34,10 @@ from tests.unit.engine.model.checkpoint.light import (
     write_light,
     write_random,
 )
+from tests.unit.engine.model.test_lowering import rank
 from tests.unit.models.gguf_files.families import PROMPT
 
+pytestmark = pytest.mark.skipif(not has_own_kernels(), reason="no kernels for a file's own bits here")
 CPU = torch.device("cpu")
 QUERY, VALUE = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.v_proj.weight"
 DOWN, EMBEDDING = "model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"
@@ -62,9 +69,13 @@ def source(path: Path, dtype: torch.dtype = torch.float32) -> DecoderSource:
     return found
 
 
-def served_logits(path: Path, tokens: list[int], **settings: Any) -> torch.Tensor:
+def built(path: Path, **settings: Any) -> ModelRunner:
     values = {"dtype": "float32", "device": "cpu", "max_model_len": 128, "max_num_seqs": 2, "num_threads": 1}
-    runner = build_runner(EngineConfig(model=str(path), **(values | settings)), role="target")
+    return build_runner(EngineConfig(model=str(path), **(values | settings)), role="target")
+
+
+def served_logits(path: Path, tokens: list[int], **settings: Any) -> torch.Tensor:
+    runner = built(path, **settings)
     table = BlockTable(BlockAllocator(runner.info.num_blocks, runner.info.block_size))
     table.reserve(len(tokens))
     return runner.run([SequenceInput(tokens, 0, table.block_ids, len(tokens))]).logits
@@ -265,6 +276,79 @@ def test_quantised_anew_is_what_the_file_s_numbers_give(tmp_path: Path) -> None:
     anew = served_logits(tmp_path / "light", tokens, quantization="int8", lm_head_quantization="int8")
     plain = served_logits(tmp_path / "light", tokens, weights="dtype")
     assert float((anew - plain).abs().max()) < ATOL
+
+
+def lowered(found: DecoderSource, number: int = 0, world_size: int = 1, **options: Any) -> Any:
+    operators = operator_set.operator_set(cpu_operators(torch.float32, 1), PLAIN, torch.float32, CPU)
+    parallel = None if world_size == 1 else rank(number, world_size)
+    return lower(found.config, found.weights, operators, parallel, max_model_len=16, **options)
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3-longrope", "gemma3", "qwen3moe"])
+def test_ranks_share_each_layer_of_a_file(name: str, tmp_path: Path) -> None:
+    """Input features of half of the heads are whole blocks, those of half of an MLP of 96 are none."""
+    write_light(tmp_path / "light", name, mixed)
+    found = source(tmp_path / "light")
+    whole = lowered(found)
+    first, second = (lowered(found, number, 2) for number in range(2))
+    hidden, width = found.config.hidden_size, found.config.num_attention_heads * found.config.head_dim
+    rows, inner = torch.linspace(-1, 1, 2 * hidden).view(2, -1), torch.linspace(-1, 1, 2 * width).view(2, -1)
+    for layer in range(found.config.num_hidden_layers):
+        output, one, two = (forward.layers[layer].output for forward in (whole, first, second))
+        if name == "gemma3":
+            output, one, two = (each.linear for each in (output, one, two))
+        parts = [
+            half.local(piece.contiguous()) for half, piece in zip((one, two), inner.chunk(2, 1), strict=True)
+        ]
+        torch.testing.assert_close(sum(parts), output(inner), rtol=1e-4, atol=1e-4)
+        qkv, *halves = (forward.layers[layer].qkv(rows) for forward in (whole, first, second))
+        counts = (width, *(2 * [found.config.num_key_value_heads * found.config.head_dim]))
+        shares = [half.split([count // 2 for count in counts], 1) for half in halves]
+        both = [torch.cat(pair, 1) for pair in zip(*shares, strict=True)]
+        torch.testing.assert_close(torch.cat(both, 1), qkv, rtol=1e-4, atol=1e-4)
+    logits = [forward.head.local.precise(rows) for forward in (first, second)]
+    torch.testing.assert_close(torch.cat(logits, 1), whole.head.precise(rows), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_trimmed_head_has_some_rows_of_the_file_s(name: str, tmp_path: Path) -> None:
+    """Gemma's head is its embedding."""
+    write_light(tmp_path / "light", name, mixed)
+    found = source(tmp_path / "light")
+    rows = torch.linspace(-1, 1, 2 * found.config.hidden_size).view(2, -1)
+    ids = torch.tensor([7, 2, 40, 3])
+    whole, trimmed = lowered(found), lowered(found, head_rows=ids)
+    assert torch.equal(trimmed.head.precise(rows), whole.head.precise(rows)[:, ids])
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3"])
+def test_forwards_of_own_bits_are_captured(name: str, tmp_path: Path) -> None:
+    write_light(tmp_path / "light", name, mixed)
+    runner = built(tmp_path / "light", dtype="bfloat16")
+    assert runner.cpu_graphs is not None
+    assert runner.info.number_format == "bfloat16 with weights in q5_0, q5_1, q8_0"
+
+
+def test_what_is_loaded_and_how_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_light(tmp_path / "light", "llama", of_one(Type.Q8_0))
+    with caplog.at_level(logging.INFO, "specray.engine.model.loader"):
+        loaded(tmp_path / "light")
+    with caplog.at_level(logging.INFO, "specray.engine.model.loader"):
+        loaded(tmp_path / "light", formats=WeightFormats(has_own_bits=False))
+    (record,) = caplog.records
+    assert record.message.endswith("0 MiB of weights stay in q8_0")
+
+
+def test_without_kernels_numbers_are_taken_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_light(tmp_path / "light", "llama", of_one(Type.Q8_0))
+    monkeypatch.setattr("specray.engine.model.loader.has_own_kernels", lambda: False)
+    with caplog.at_level(logging.INFO, "specray.engine.model.loader"):
+        found = loaded(tmp_path / "light").source
+    assert isinstance(found, DecoderSource) and found.weights.stored(QUERY) is None
+    (record,) = caplog.records
+    assert record.message.endswith("are dequantised to float32: no kernels for them here")
 
 
 def test_random_blocks_cover_their_types() -> None:

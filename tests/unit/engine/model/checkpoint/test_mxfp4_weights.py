@@ -16,12 +16,14 @@ from specray.engine.model.loader import DecoderSource, load_model
 from specray.engine.model.lowering import lower
 from specray.engine.model.operators_torch import TorchOperators
 from specray.engine.model.quantized.formats import WeightFormats
+from specray.engine.model.quantized.operator_set import has_own_kernels
 from specray.engine.weights.block_type import BlockType
 from specray.engine.weights.block_weight import BlockWeight
 from specray.errors import ConfigError
 from tests.unit.engine.model.checkpoints import change_config, changing_tensors, write_checkpoint
 
 CPU = torch.device("cpu")
+_HAS_KERNELS = pytest.mark.skipif(not has_own_kernels(), reason="no kernels for a file's own bits here")
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 GATE_UP, DOWN = (f"model.layers.1.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj"))
 
@@ -78,6 +80,7 @@ def test_experts_are_what_their_blocks_mean(checkpoint: Path) -> None:
     lower(found.config, found.weights, TorchOperators(torch.float32), max_model_len=16)
 
 
+@_HAS_KERNELS
 def test_own_bits_of_an_expert_are_its_weights(checkpoint: Path) -> None:
     meant = quantise(checkpoint)
     found = source(checkpoint)
@@ -91,6 +94,7 @@ def test_own_bits_of_an_expert_are_its_weights(checkpoint: Path) -> None:
     assert found.stored_formats == ("mxfp4",)
 
 
+@_HAS_KERNELS
 def test_a_forward_of_own_bits_is_that_of_the_numbers(checkpoint: Path) -> None:
     quantise(checkpoint)
     operators, outputs = TorchOperators(torch.float32), []

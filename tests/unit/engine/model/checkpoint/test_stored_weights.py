@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from specray.engine.model.checkpoint.source import WeightPart
 from specray.engine.model.description import ModelArgs, check_loadable
 from specray.engine.model.loader import DecoderSource, load_model
+from specray.engine.model.quantized.operator_set import has_own_kernels
 from specray.errors import ConfigError
 from tests.unit.engine.model.checkpoints import change_config, changing_tensors, write_checkpoint
 from tests.unit.engine.model.stored_layouts import (
@@ -30,6 +31,7 @@ from tests.unit.engine.model.stored_layouts import (
 )
 
 CPU = torch.device("cpu")
+_HAS_KERNELS = pytest.mark.skipif(not has_own_kernels(), reason="no kernels for a file's own bits here")
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -97,6 +99,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(directory, "llama-biased-scaled", hidden_size=64, intermediate_size=128)
 
 
+@_HAS_KERNELS
 @pytest.mark.parametrize("name", OWN)
 def test_own_bits_are_the_values_that_a_layout_means(tmp_path: Path, wide: Path, name: str) -> None:
     checkpoint = Path(shutil.copytree(wide, tmp_path / "model"))
@@ -122,6 +125,7 @@ _REORDERED = Layout(
 )
 
 
+@_HAS_KERNELS
 @pytest.mark.parametrize(
     "layout",
     # Groups out of order; of 16 features; of 48 columns 32 and 16; no whole numbers.
