@@ -12,14 +12,13 @@ from types import MappingProxyType
 from specray.config import LoggingConfig, RpcConfig
 from specray.errors import ConfigError
 
-SERVE_MESSAGE_BYTES = 64 * 1024 * 1024
-"""Maximum bytes of a gRPC message between Serve's processes, such as a request's body."""
 RAY_ENVIRONMENT = MappingProxyType(
     {
         "MALLOC_ARENA_MAX": "2",
         "MALLOC_CONF": "narenas:1,tcache:false",
         "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
-        "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(SERVE_MESSAGE_BYTES),
+        # Maximum bytes of a gRPC message between Serve's processes, such as a request's body.
+        "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 * 1024 * 1024),
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
         "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",

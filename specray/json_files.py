@@ -10,11 +10,8 @@ from specray.errors import ConfigError
 
 _MAX_BYTES = 256 * 1024 * 1024
 """Bytes of a file; the largest tokenizer.json in use have about 40 MiB."""
-_MAX_SETTINGS_BYTES = 16 * 1024 * 1024
-"""Bytes of a file that is not a vocabulary or an index."""
 _MAX_DEPTH = 64
 """Lists and objects within each other."""
-_LARGE = ("tokenizer.json", "vocab.json", "*.index.json")
 _MAX_COUNTS = {"layers": 4096, "experts": 65_536, "heads": 65_536, "size": 2**28, "dim": 2**24}
 """Maximum of a number in config.json, by the last word of its name. Endless layers would hang a start."""
 
@@ -44,10 +41,11 @@ def check_settings(directory: Path) -> None:
         ConfigError: a file is too large or nested too deep, or config.json has a number beyond all models.
     """
     for file in sorted(directory.glob("*.json")):
-        if any(file.match(pattern) for pattern in _LARGE):
+        if any(file.match(pattern) for pattern in ("tokenizer.json", "vocab.json", "*.index.json")):
             continue
         try:
-            values = read_json_file(file, _MAX_SETTINGS_BYTES)
+            # Bytes of a file that is not a vocabulary or an index.
+            values = read_json_file(file, 16 * 1024 * 1024)
         except (OSError, ValueError) as error:
             raise ConfigError(f"model {str(directory)!r}: {file.name} cannot be read: {error}") from None
         if file.name == "config.json":

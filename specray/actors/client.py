@@ -42,12 +42,8 @@ def translate(error: Exception) -> Exception:
     return error
 
 
-LAST_CHUNK_TIMEOUT_S: Final = 5.0
-"""Seconds that the last chunk may arrive after the end of the call, which takes another connection."""
-
 RESEND_FOR_S: Final = 5.0
 """Seconds after a router's death during which Serve may still choose it."""
-RESEND_PAUSE_S: Final = 0.25
 MAX_RESUMED: Final = 5
 """Maximum number of routers that may die under one request with tokens; it might be what kills them."""
 
@@ -95,7 +91,7 @@ class _Attempts:
         self._num_resumed += bool(self._token_ids)
         if now_s - self._lost_s > RESEND_FOR_S or self._num_resumed > MAX_RESUMED:
             raise error
-        await self._clock.sleep(RESEND_PAUSE_S)
+        await self._clock.sleep(0.25)
         remaining_s = self._end_s - self._clock.monotonic()
         if remaining_s <= 0:
             raise error
@@ -180,7 +176,9 @@ class ServeRouterClient:
         """Awaits the router's call, and fails the delivery if the call ends without the output's end."""
         try:
             await self._call(response)
-            async with asyncio.timeout(LAST_CHUNK_TIMEOUT_S):
+            # Seconds that the last chunk may arrive after the end of the call, which takes another
+            # connection.
+            async with asyncio.timeout(5.0):
                 while not delivery.is_ended:
                     await delivery.wait_change()
         except TimeoutError:

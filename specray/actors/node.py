@@ -24,8 +24,6 @@ from specray.environment import apply_interface_environment, is_private
 from specray.rpc.channel import MAX_SOCKET_PATH_BYTES
 
 LOOPBACK = "127.0.0.1"
-_NEW_SOCKET_S = 60.0
-"""Seconds for which a socket may exist before its process listens on it."""
 
 
 def keep_serve_on_loopback() -> None:
@@ -148,7 +146,8 @@ def remove_dead_sockets(directory: Path) -> None:
     for path in directory.glob("*.sock"):
         # Another process of this user may remove it first, or be about to listen on a new one.
         with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > _NEW_SOCKET_S and not _is_listened_on(path):
+            # Seconds for which a socket may exist before its process listens on it.
+            if time.time() - path.stat().st_mtime > 60.0 and not _is_listened_on(path):
                 path.unlink(missing_ok=True)
 
 

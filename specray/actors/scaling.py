@@ -12,11 +12,6 @@ from typing import Any, Protocol
 
 from specray.config import DraftConfig, RouterConfig, ScalingConfig
 
-IDLE_SHARE = 0.01
-"""Busy share, summed over drafts, below which they count as unused."""
-DOWN_MARGIN = 0.8
-"""Hysteresis of scaling down: fewer replicas must be below this share of the target load."""
-
 Metrics = Mapping[str, Mapping[Hashable, float]]
 
 
@@ -70,7 +65,8 @@ def num_drafts(busy_shares: Sequence[float | None], routers: Sequence[float | No
         target: target busy share of a draft.
     """
     busy = sum(target if share is None else share for share in busy_shares)
-    if busy < IDLE_SHARE:
+    # Busy share, summed over drafts, below which they count as unused.
+    if busy < 0.01:
         return 0
     wanted = max(1, _with_hysteresis(len(busy_shares), busy / target))
     if any(count is None for count in routers):
@@ -101,7 +97,8 @@ def _with_hysteresis(num_now: int, load: float) -> int:
     wanted = math.ceil(round(load, 6))
     if wanted >= num_now:
         return wanted
-    return min(num_now, math.ceil(round(load / DOWN_MARGIN, 6)))
+    # Hysteresis of scaling down: fewer replicas must be below this share of the target load.
+    return min(num_now, math.ceil(round(load / 0.8, 6)))
 
 
 def _measured(context: ScalingContext, name: str) -> list[float | None]:

@@ -19,7 +19,6 @@ from specray.rpc.workers.worker import EngineServerThread
 if TYPE_CHECKING:
     from specray.actors.targets.place import GpuPlace
 
-CHECK_TIMEOUT_S = 20.0
 ENGINE_NICENESS = 5
 MIN_SILENCE_S = 30.0
 """Minimum seconds that ranks wait for each other. The first steps of a rank on a busy machine take seconds,
@@ -87,7 +86,7 @@ class LeaderWorker:
 
     def check(self) -> None:
         """Runs a real one-token step of the whole group. Raises EngineLostError."""
-        self._server.check(timeout_s=CHECK_TIMEOUT_S)
+        self._server.check(timeout_s=20.0)
 
     def stop(self) -> None:
         self._ended.set()

@@ -34,20 +34,14 @@ from specray.types import Overlap
 
 SERIAL_KS = (0, 1, 3, 6, 12)
 OVERLAPPED_KS = (2, 4)
-ACCEPTANCE_K = 8
 NUM_SEQUENCES = (1, 2, 4, 8, 16, 32)
 PREFILL_LENS = (32, 64, 128, 256, 512, 1024)
 LONG_CONTEXTS = (256, 1024)
 NUM_PASSES = 3
 _NUM_STEPS = 24
 """Approximate number of steps per load; a round commits more than one token."""
-_MAX_DRAFT_TOKENS = 200
-"""Largest number of draft tokens in a step: with many sequences a router does not choose a large K."""
 _SHORT_PROMPT = 32
 """Prompt tokens of loads that time steps; short, so that prefill takes no time."""
-_NUM_ALONE = 3
-"""Repetitions of a load with few sequences, which has few samples per step."""
-_PREFILL_REPEATS = 2
 _ACCEPTANCE_SEQUENCES = 8
 
 
@@ -141,7 +135,8 @@ async def _measure_acceptance(loads: _Loads, plan: SweepPlan) -> Sweep:
 async def _measure_pass(loads: _Loads, plan: SweepPlan, sweep: Sweep) -> None:
     rounds, counts = Samples(), _counts(loads, plan)
     for k in _ks(loads, plan):
-        fitting = [count for count in counts if count * k <= _MAX_DRAFT_TOKENS]
+        # Largest number of draft tokens in a step: with many sequences a router does not choose a large K.
+        fitting = [count for count in counts if count * k <= 200]
         rounds.extend(read_samples(await loads.rounds(Overlap.SERIAL, k, fitting)))
     sweep.rounds.append(rounds)
     sweep.plain_prefills.extend(read_samples(await loads.prefills(k=0)))
@@ -201,7 +196,8 @@ class _Loads:
         async with self._serving(overlap) as serving:
             for count in counts:
                 self._progress(f"{overlap}, K = {k}, {count} at once")
-                for _ in range(_NUM_ALONE if count < 4 else 1):
+                # Repetitions of a load with few sequences, which has few samples per step.
+                for _ in range(3 if count < 4 else 1):
                     prompts = itertools.islice(itertools.cycle(self._prompts), count)
                     short = [prompt[:_SHORT_PROMPT] for prompt in prompts]
                     await serving.serve(short, max_tokens=max_tokens, k=k, temperature=self._step_temperature)
@@ -216,7 +212,7 @@ class _Loads:
         longest = min(PREFILL_LENS[-1], self._max_model_len - 8)
         lengths = [*(one for one in PREFILL_LENS if one < longest), longest]
         async with self._serving(Overlap.SERIAL) as serving:
-            for _ in range(_PREFILL_REPEATS):
+            for _ in range(2):
                 shorter = next(self._offsets)
                 for length in lengths:
                     prompt = self._prompt_of(max(1, length - shorter))
@@ -234,7 +230,7 @@ class _Loads:
             return await serving.events()
 
     async def acceptance(
-        self, overlap: Overlap, temperature: float, max_tokens: int, *, k: int = ACCEPTANCE_K
+        self, overlap: Overlap, temperature: float, max_tokens: int, *, k: int = 8
     ) -> tuple[list[TraceEvent], list[WrittenOutput]]:
         """Runs all prompts, a few at a time; returns the traces and the outputs."""
         self._progress(f"acceptance at temperature {temperature:g}, {overlap}")

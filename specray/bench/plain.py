@@ -28,8 +28,6 @@ from specray.errors import ConfigError, SpecrayError
 
 ROWS: Final = (1, 6)
 """Rows of the forwards: a token of plain decoding, and a round of speculation with K = 5."""
-STREAM_OPTIONS: Final = {"include_usage": True, "continuous_usage_stats": True}
-"""Stream options with token counts in each event: the first event may bring several tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +166,8 @@ async def measure_plain(
     run_id = uuid.uuid4().hex
 
     def bodies(label: str) -> list[dict[str, Any]]:
-        own = {"model": model, "stream_options": STREAM_OPTIONS}
+        # Stream options with token counts in each event: the first event may bring several tokens.
+        own = {"model": model, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
         return [request_body(asked, PLAIN, prompt, f"{run_id}, {label}") | own for prompt in prompts]
 
     def show(name: str, num_done: int) -> None:

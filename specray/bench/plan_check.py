@@ -26,9 +26,6 @@ from specray.serving.local.pair import WORKER_COMMAND, LocalPair, local_pair
 from specray.tokenization import load_tokenizer
 from specray.types import SamplingParams
 
-_REQUESTS_PER_CLIENT = 3
-_NUM_SIMULATIONS = 5
-
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
@@ -138,7 +135,7 @@ def compare(kit: Kit, measured: MeasuredPair) -> list[CheckRow]:
 
 def _num_requests(concurrency: int, num_prompts: int) -> int:
     """Returns the requests of a load; at least each prompt once: acceptance differs much between outputs."""
-    return max(num_prompts, _REQUESTS_PER_CLIENT * concurrency)
+    return max(num_prompts, 3 * concurrency)
 
 
 async def _measure(
@@ -176,10 +173,7 @@ def _row(kit: Kit, measured: MeasuredPair, concurrency: int, passes: Sequence[Lo
         FixedLength(measured.max_tokens),
         measured.temperature,
     )
-    runs = [
-        simulate_closed(kit, load, num_drafts=int(kit.draft is not None), seed=seed)
-        for seed in range(_NUM_SIMULATIONS)
-    ]
+    runs = [simulate_closed(kit, load, num_drafts=int(kit.draft is not None), seed=seed) for seed in range(5)]
     return CheckRow(
         concurrency=concurrency,
         num_requests=count,

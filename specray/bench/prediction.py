@@ -33,7 +33,6 @@ PREDICTIONS: Final = ("equal", "renamed", "edited", "renamed+edited", "unrelated
 SPAN: Final = (30, 60)
 """Tokens between two edits, at least and at most."""
 MAX_EDIT_TOKENS: Final = 4
-_NEW_NAME: Final = "renamed_value"
 _WORD: Final = re.compile(r"[A-Za-z_]\w{2,}")
 
 
@@ -135,7 +134,7 @@ def renamed(output: tuple[int, ...], tokenizer: Tokenizer) -> tuple[int, ...]:
     if not words:
         return output
     word = min(words, key=lambda each: (-words[each], each))
-    return tokenizer.encode(re.sub(rf"\b{word}\b", _NEW_NAME, text), add_special_tokens=False)
+    return tokenizer.encode(re.sub(rf"\b{word}\b", "renamed_value", text), add_special_tokens=False)
 
 
 def edited(output: Sequence[int], source: random.Random) -> tuple[int, ...]:

@@ -14,9 +14,6 @@ from specray.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-FILE_WIDTH = 120
-"""Width of tables in columns where the output is no terminal."""
-
 
 def wide_console() -> Console:
     """A console for stdout that does not cut tables at 80 columns when they go to a file."""
@@ -24,7 +21,8 @@ def wide_console() -> Console:
 
     console = Console()
     if not console.is_terminal:
-        console.width = FILE_WIDTH
+        # Width of tables in columns where the output is no terminal.
+        console.width = 120
     return console
 
 

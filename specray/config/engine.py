@@ -37,8 +37,6 @@ MODEL_FREE_DRAFTS = (
 NO_CHECKPOINTS = ("", EMBEDDED, REMOTE_FEATURES, *MODEL_FREE_DRAFTS)
 """Values of ``model`` that are no path or hub id."""
 
-INNER_CACHE_GIB = 1.0
-"""GiB of the block cache of a model that drafts for the draft, where nothing is said."""
 
 RANK_OPTIONS = ("num_cpus", "num_gpus", "memory", "resources", "accelerator_type", "label_selector")
 """Ray actor options that a user may set for ranks; specray sets the others."""
@@ -314,7 +312,8 @@ class DraftConfig(EngineConfig):
             "profile_s": 0.0,
         }
         if self.cache_memory_gib == "auto":
-            own["cache_memory_gib"] = INNER_CACHE_GIB
+            # GiB of the block cache of a model that drafts for the draft, where nothing is said.
+            own["cache_memory_gib"] = 1.0
         return self.model_copy(update=own)
 
     @property

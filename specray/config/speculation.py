@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Final, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from specray.config.section import Section
 from specray.draft_tokens import MAX_DRAFT_NODES, LookaheadBudget, TreeBudget
 from specray.types import MAX_SPECULATIVE_TOKENS, Overlap, Verification
-
-_LOOKAHEAD: Final = re.compile(r"[0-9]{1,2}x[0-9]{1,2}x[0-9]{1,2}")
-_TREE: Final = re.compile(rf"[0-9]{{1,2}}(x[0-9]{{1,2}}){{0,{MAX_SPECULATIVE_TOKENS - 1}}}")
 
 
 class SpeculationConfig(Section):
@@ -95,7 +92,7 @@ class SpeculationConfig(Section):
         if tree in ("off", "auto"):
             return tree
         try:
-            if not _TREE.fullmatch(tree):
+            if not re.fullmatch(rf"[0-9]{{1,2}}(x[0-9]{{1,2}}){{0,{MAX_SPECULATIVE_TOKENS - 1}}}", tree):
                 raise ValueError
             _read_budget(tree)
         except ValueError:
@@ -115,7 +112,7 @@ class SpeculationConfig(Section):
 
 def _read_lookahead(lookahead: str) -> LookaheadBudget:
     """Reads W x N x G. Raises ValueError with what is allowed."""
-    if not _LOOKAHEAD.fullmatch(lookahead):
+    if not re.fullmatch(r"[0-9]{1,2}x[0-9]{1,2}x[0-9]{1,2}", lookahead):
         raise ValueError(f"lookahead is {lookahead}; allowed: three numbers such as {LookaheadBudget()}")
     return LookaheadBudget(*map(int, lookahead.split("x")))
 

@@ -17,8 +17,6 @@ MAX_MATCH_LEN = 4
 LONG_MATCH_LEN = 8
 """Match length in tokens that counts as a repetition. On HumanEval at temperature 0, 85 % of the fallback's
 tokens after such a match were accepted (counters by source, ``overlap`` serial)."""
-MAX_OCCURRENCES = 16
-"""Earlier occurrences that a tree is made of, the latest ones."""
 TOKEN_CHANCE = 0.7
 """Estimated chance that an occurrence which was right until a token is right about it: a branch that goes on
 is worth less than another one's beginning."""
@@ -120,7 +118,8 @@ class NgramProposer:
         """The latest ones, with weights that sum to one."""
         ends: list[int] = []
         end = self._earlier[-1]
-        while end and len(ends) < MAX_OCCURRENCES:
+        # Earlier occurrences that a tree is made of, the latest ones.
+        while end and len(ends) < 16:
             ends.append(end)
             end = self._earlier[end]
         weights = [LENGTH_WEIGHT ** self._match_len(end) for end in ends]

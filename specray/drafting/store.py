@@ -14,8 +14,6 @@ from collections.abc import Sequence
 
 from specray.drafting.suffix_index import SuffixIndex
 
-MAX_TENANTS = 64
-
 
 class _Generation:
     def __init__(self) -> None:
@@ -88,7 +86,7 @@ class OutputStores:
         max_tenants: maximum tenants, >= 1.
     """
 
-    def __init__(self, max_tokens: int, *, max_tenants: int = MAX_TENANTS) -> None:
+    def __init__(self, max_tokens: int, *, max_tenants: int = 64) -> None:
         self._max_tokens = max_tokens
         self._max_tenants = max_tenants
         self._stores: OrderedDict[str, OutputStore] = OrderedDict()

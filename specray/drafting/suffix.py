@@ -19,10 +19,6 @@ from specray.drafting.store import OutputStore
 from specray.drafting.suffix_index import MAX_MATCH_LEN, MAX_PROPOSAL_LEN, Match, SuffixIndex
 from specray.drafting.trie import grow
 
-MIN_PROB = 0.1
-"""Minimum estimated probability that a whole path is accepted."""
-SPEC_FACTOR = 1.0
-"""Maximum proposed tokens per token of the match."""
 LENGTH_WEIGHT = 2.0
 """Factor on a match's weight for each further token of it."""
 
@@ -36,7 +32,7 @@ class SuffixProposer:
 
     Args:
         store: past outputs; None: the session alone.
-        min_prob: minimum probability of a path, in (0, 1].
+        min_prob: minimum estimated probability that a whole path is accepted, in (0, 1].
         spec_factor: maximum proposed tokens per token of the match, > 0.
     """
 
@@ -44,8 +40,8 @@ class SuffixProposer:
         self,
         *,
         store: OutputStore | None = None,
-        min_prob: float = MIN_PROB,
-        spec_factor: float = SPEC_FACTOR,
+        min_prob: float = 0.1,
+        spec_factor: float = 1.0,
     ) -> None:
         self._store = store
         self._min_prob = min_prob

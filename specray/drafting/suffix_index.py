@@ -23,7 +23,6 @@ ROOT = 0
 MAX_MATCH_LEN = 24
 """Maximum length in tokens of the suffix of a session that is searched."""
 MAX_PROPOSAL_LEN = MAX_SPECULATIVE_TOKENS
-MAX_DEPTH = MAX_MATCH_LEN + MAX_PROPOSAL_LEN
 
 
 class Match(NamedTuple):
@@ -43,7 +42,7 @@ class SuffixIndex:
         max_depth: length in tokens up to which counts are exact, >= 1.
     """
 
-    def __init__(self, *, max_depth: int = MAX_DEPTH) -> None:
+    def __init__(self, *, max_depth: int = MAX_MATCH_LEN + MAX_PROPOSAL_LEN) -> None:
         assert max_depth >= 1, max_depth
         self.max_depth = max_depth
         self.num_tokens = 0

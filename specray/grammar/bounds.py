@@ -7,8 +7,6 @@ from typing import Final
 
 from llguidance import LLMatcher, LLParserLimits
 
-_MAX_LEN: Final = 300
-_PLACE: Final = re.compile(r"^at \d+\(\d+\): (?=failed to compile JSON schema)")
 _REWORDED: Final = (
     (re.compile(r"^(?:failed to compile JSON schema|Unsatisfiable schema): "), ""),
     (
@@ -40,12 +38,12 @@ def make_limits() -> LLParserLimits:
 
 def sentence(error: str) -> str:
     """What llguidance says, without its own form of the grammar and what it adds for debugging."""
-    lines = _PLACE.sub("", error).splitlines()
+    lines = re.sub(r"^at \d+\(\d+\): (?=failed to compile JSON schema)", "", error).splitlines()
     told = next((line for line in lines if line.startswith("error: ")), lines[0] if lines else "")
     told = told.removeprefix("error: ").removesuffix(":").strip()
     for pattern, words in _REWORDED:
         told = pattern.sub(words, told)
-    return told[:_MAX_LEN]
+    return told[:300]
 
 
 def lark_refusal(source: str) -> str | None:

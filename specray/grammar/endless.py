@@ -14,7 +14,6 @@ from urllib.parse import unquote
 Needs = Mapping[Hashable, tuple[bool, Sequence[Hashable]]]
 """What each part needs: whether all of the others (else one of them), and which; unknown parts end."""
 _ESCAPES: Final = re.compile("~[01]")
-_PLAIN: Final = re.compile(r"[$\w-]+")
 
 
 def endless_cycle(needs: Needs) -> list[Hashable]:
@@ -85,7 +84,7 @@ def objects_within(value: object) -> Iterator[dict[str, Any]]:
 
 
 def joined(path: str, key: str) -> str:
-    name = key if _PLAIN.fullmatch(key) else repr(key[:60])
+    name = key if re.fullmatch(r"[$\w-]+", key) else repr(key[:60])
     return f"{path}.{name}" if path else name
 
 

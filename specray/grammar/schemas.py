@@ -26,8 +26,6 @@ _SCHEMAS: Final = ("items", "additionalProperties", "additionalItems")
 _LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems")
 _MAPS: Final = ("properties", "patternProperties", "$defs", "definitions")
 _MAX_PATH_LEN: Final = 120
-_MAX_JUDGED_LEN: Final = 1_000_000
-"""Characters of schemas that are judged to find the one that cannot be enforced: less than a second."""
 _NOTES: Final = (
     "title",
     "description",
@@ -115,7 +113,8 @@ def plain(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_quick(num_parts: int, schema: object) -> bool:
-    return num_parts * len(json.dumps(schema)) <= _MAX_JUDGED_LEN
+    # Characters of schemas that are judged to find the one that cannot be enforced: less than a second.
+    return num_parts * len(json.dumps(schema)) <= 1_000_000
 
 
 def _placed(path: str, reason: str) -> str:

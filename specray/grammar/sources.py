@@ -29,7 +29,6 @@ _TOKEN: Final = re.compile(
 _SLASH: Final = re.compile(r"\\.|/|\n", re.DOTALL)
 """What stands for itself in a regular expression, and an escaped character, which stays."""
 _Token = tuple[str, str]
-_ID_RANGE: Final = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
 
 def endless_rule(grammar: Grammar) -> str | None:
@@ -67,7 +66,7 @@ def named_tokens(grammar: Grammar) -> Iterator[str | range]:
         if not value.startswith("<["):
             yield value
             continue
-        for first, last in _ID_RANGE.findall(value):
+        for first, last in re.findall(r"(\d{1,9})(?:-(\d{1,9}))?", value):
             yield range(int(first), int(last or first) + 1)
 
 

@@ -17,8 +17,6 @@ _CONTROL: Final = b"\xff"
 """Byte before the names of tokens that are no text, as llguidance has it."""
 _MAX_PIECE_LEN: Final = 16
 """Bytes of the longest token with which text is spelled where the tokenizer's own tokens cannot be used."""
-_MAX_SPELLED_LEN: Final = 32
-"""Characters of a text that is spelled at once."""
 _TEXT_BYTES: Final = (*range(0x80), *range(0x80, 0xC0), *range(0xC2, 0xF5))
 """Bytes that occur in UTF-8."""
 
@@ -94,7 +92,8 @@ class TextVocabulary:
         # Ids may have gaps, and the last ones no logits.
         if b"".join(self.tokens[token_id] for token_id in token_ids if token_id < len(self.tokens)) == data:
             return list(token_ids)
-        if len(text) <= _MAX_SPELLED_LEN:
+        # Characters of a text that is spelled at once.
+        if len(text) <= 32:
             return self._spelled(data)
         half = len(text) // 2
         left, right = self(text[:half]), self(text[half:])

@@ -38,15 +38,11 @@ from specray.planning.profile import (
     TargetProfile,
     VerifyPoint,
 )
-from specray.planning.samples import DraftSample, Samples, TargetSample
+from specray.planning.samples import DraftSample, Samples, TargetSample, is_beside
 
 _MIN_SAMPLES = 3
 """Least number of samples per size; fewer say nothing."""
-_MAX_LOST = 0.8
 _NUM_QUANTILES = 20
-_MIN_ROUNDS = 10
-"""Least number of rounds that reached a position, for a rate of its own; later positions take the rate before
-them."""
 
 SampleT = TypeVar("SampleT", TargetSample, DraftSample)
 
@@ -249,7 +245,9 @@ def rates_by_position(rounds: Iterable[tuple[int, int]]) -> tuple[float, ...]:
             kept[position] += position < num_accepted
     rates: list[float] = []
     for position in range(len(tried)):
-        if position and tried[position] < _MIN_ROUNDS:
+        # Least number of rounds that reached a position, for a rate of its own; later positions take the rate
+        # before them.
+        if position and tried[position] < 10:
             break
         rates.append(kept[position] / tried[position])
     return tuple(rates)
@@ -323,10 +321,10 @@ def _slowdown(steps: Sequence[SampleT], expected_s: Callable[[SampleT], float]) 
 
     A second while the other engine works is worth 1 / slowdown; the rest is what the step took longer.
     """
-    lost = [(step.forward_s - expected_s(step)) / step.beside_s for step in steps if step.is_beside]
+    lost = [(step.forward_s - expected_s(step)) / step.beside_s for step in steps if is_beside(step)]
     if len(lost) < _MIN_SAMPLES:
         return 1.0
-    return 1 / (1 - min(_MAX_LOST, max(0.0, median(lost))))
+    return 1 / (1 - min(0.8, max(0.0, median(lost))))
 
 
 def _spread(ratios: Iterable[float]) -> tuple[float, ...]:
@@ -347,11 +345,11 @@ def _first_chunks(samples: Samples) -> list[TargetSample]:
 
 
 def _is_decode(step: TargetSample) -> bool:
-    return not step.num_prefill_rows and not step.is_beside
+    return not step.num_prefill_rows and not is_beside(step)
 
 
 def _is_proposing(step: DraftSample) -> bool:
-    return _is_plain(step) and not step.num_branches and not step.is_beside
+    return _is_plain(step) and not step.num_branches and not is_beside(step)
 
 
 def _is_plain(step: DraftSample) -> bool:

@@ -43,11 +43,6 @@ class TargetSample:
     """Seconds of ``forward_s`` in which the draft worked, too."""
 
     @property
-    def is_beside(self) -> bool:
-        """True if the draft worked for a good part of the step."""
-        return self.beside_s > 0.25 * self.forward_s
-
-    @property
     def is_complete(self) -> bool:
         return self.first_reply_s is not None and self.num_replies == self.num_sequences
 
@@ -81,13 +76,13 @@ class DraftSample:
     """Seconds of ``forward_s`` in which the target worked, too."""
 
     @property
-    def is_beside(self) -> bool:
-        """True if the target worked for a good part of the step."""
-        return self.beside_s > 0.25 * self.forward_s
-
-    @property
     def transport_s(self) -> float:
         return max(0.0, self.replied_s - self.last_asked_s - self.forward_s)
+
+
+def is_beside(sample: TargetSample | DraftSample) -> bool:
+    """True if the other engine worked, too, for a good part of the step."""
+    return sample.beside_s > 0.25 * sample.forward_s
 
 
 @dataclass(slots=True)

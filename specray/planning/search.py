@@ -19,11 +19,6 @@ from specray.planning.simulation.results import RunResult, Slo
 
 MAX_GROUPS = 4096
 _CELL_GROUPS = 8
-_HEADROOM = 0.95
-"""Share of a saturated fleet's tokens that may be asked for: with more, queues would grow for ever, which a
-short simulation might not show."""
-_NUM_REQUESTS = 200
-"""Requests per window; enough for the share that meets the SLO."""
 _MAX_SATURATING = 128
 """Sessions per group in the run that finds its limit."""
 
@@ -36,7 +31,8 @@ class Demand:
     slo: Slo
     max_groups: int = 256
     seed: int = 0
-    num_requests: int = _NUM_REQUESTS
+    # Requests per window; enough for the share that meets the SLO.
+    num_requests: int = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +128,9 @@ class _Search:
     def run(self) -> FleetCandidate:
         most = self._demand.max_groups
         wanted = self._demand.load.rate_per_s * self._demand.load.output.mean
-        low = max(1, math.ceil(wanted / (_HEADROOM * self._capacity)))
+        # Share of a saturated fleet's tokens that may be asked for: with more, queues would grow for ever,
+        # which a short simulation might not show.
+        low = max(1, math.ceil(wanted / (0.95 * self._capacity)))
         if low > most:
             return self._candidate(most, is_enough=False)
         # Upwards in growing steps; then the gap is halved.

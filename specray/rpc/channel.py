@@ -20,14 +20,11 @@ from specray.rpc.security import PeerSecurity, client_credentials, server_creden
 MAX_SOCKET_PATH_BYTES = 107
 """Maximum bytes of a socket path: ``sockaddr_un.sun_path`` on Linux without its final zero."""
 
-HANDSHAKE_TIMEOUT_S = 10.0
-"""Seconds from a connection to its first frame."""
 IDLE_TIMEOUT_S = 90.0
 """Seconds that a connection may have no calls; clients connect again by themselves."""
 MAX_STREAMS = 100
 """Calls of one connection of the public service at a time; a client's further ones wait in the client. gRPC
 holds at most 1000 that have not begun, whoever sends them, and cancels what comes beyond."""
-SOCKET_MODE = stat.S_IRUSR | stat.S_IWUSR
 
 GrpcOptions = tuple[tuple[str, int | str], ...]
 
@@ -90,7 +87,8 @@ class ChannelOptions:
             return ()
         return (
             ("grpc.max_allowed_incoming_connections", self.max_connections),
-            ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_TIMEOUT_S * 1000)),
+            # From a connection to its first frame.
+            ("grpc.server_handshake_timeout_ms", 10_000),
             ("grpc.max_connection_idle_ms", int(IDLE_TIMEOUT_S * 1000)),
             ("grpc.max_concurrent_streams", MAX_STREAMS),
         )
@@ -264,6 +262,6 @@ def bind(server: aio.Server, address: Address, options: ChannelOptions) -> Addre
         # gRPC logs the reason, but reports only the failure.
         raise ConfigError(f"cannot listen on {address.target}") from None
     if address.is_unix:
-        Path(address.path).chmod(SOCKET_MODE)
+        Path(address.path).chmod(stat.S_IRUSR | stat.S_IWUSR)
         return address
     return replace(address, port=port)

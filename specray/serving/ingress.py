@@ -45,11 +45,6 @@ from specray.serving.warmup import warm_up
 from specray.tokenization import load_tokenizer
 
 STOP_MARGIN_S = 10.0
-PROXY_RETRY_S = 1.0
-PORT_POLL_S = 0.1
-ROUTER_CALL_MARGIN_S = 10.0
-"""Seconds by which a call to the router outlives the router's own request deadline, so that its message
-arrives."""
 
 
 def ingress_deployment(config: Config, *, num_cpus: float) -> serve.Deployment:
@@ -63,7 +58,7 @@ def ingress_deployment(config: Config, *, num_cpus: float) -> serve.Deployment:
         max_ongoing_requests=config.ingress.max_ongoing_requests,
         # A call that waits in a proxy is invisible; so the proxy refuses it, as this process would.
         max_queued_requests=config.ingress.max_queued_requests,
-        backpressure_config={"status_code": 429, "retry_after_s": PROXY_RETRY_S},
+        backpressure_config={"status_code": 429, "retry_after_s": 1.0},
         health_check_period_s=1,
         # After three failures in a row a replica is replaced: 15 s for one that hangs, 30 until another
         # serves.
@@ -97,7 +92,9 @@ class IngressReplica:
         self._mailbox = Mailbox(listen_address(config, "ingress"), options=channel_options(config.rpc))
         client = ServeRouterClient(
             serve.get_deployment_handle("Router", app_name=app_name),
-            timeout_s=config.router.request_timeout_s + ROUTER_CALL_MARGIN_S,
+            # Seconds by which a call to the router outlives the router's own request deadline, so that its
+            # message arrives.
+            timeout_s=config.router.request_timeout_s + 10.0,
             mailbox=self._mailbox,
             checkpoint=config.target.checkpoint,
         )
@@ -239,7 +236,7 @@ async def _wait_for_port(field: str, address: str) -> None:
         except ConfigError as error:
             if time.monotonic() > end_s:
                 raise ConfigError(f"{field}: {error}") from None
-        await asyncio.sleep(PORT_POLL_S)
+        await asyncio.sleep(0.1)
 
 
 class IngressServers:

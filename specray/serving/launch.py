@@ -30,12 +30,8 @@ from specray.tokenization.files import has_chat_template
 
 APP_NAME = "specray"
 LOOPBACK = "127.0.0.1"
-HTTP_TIMEOUT_MARGIN_S = 30.0
 KEEP_ALIVE_TIMEOUT_S = 90
-START_MARGIN_S = 60.0
-END_MARGIN_S = 35.0
 SERVE_START_S = 180.0
-ENDS_TIMEOUT_S = 5.0
 EXIT_LOST = 1
 POLL_INTERVAL_S = 0.1
 STATUS_INTERVAL_S = 0.5
@@ -44,7 +40,6 @@ with ten a second, this process used a quarter of a core."""
 SERVE_LOGS: Final = {"log_level": "WARNING", "enable_access_log": False}
 """Logging of Serve itself: a line for each call in each deployment would cost more than some calls."""
 logger = logging.getLogger(__name__)
-_OWN_ERROR = re.compile(r"^specray\.errors\.(\w+): (.+)$", re.MULTILINE)
 
 
 def run_service(config: Config) -> int:
@@ -68,7 +63,7 @@ def run_service(config: Config) -> int:
 
 
 def end_time_s(config: Config) -> float:
-    return config.router.drain_timeout_s + END_MARGIN_S
+    return config.router.drain_timeout_s + 35.0
 
 
 def _end_lost(reason: str) -> None:
@@ -111,7 +106,7 @@ def running_service(
             _deployed(config, deploy or partial(_run, store=store), store, on_lost),
             watched(serve_parts, on_lost),
         ):
-            wait_running(stop, timeout_s=config.router.start_timeout_s + START_MARGIN_S)
+            wait_running(stop, timeout_s=config.router.start_timeout_s + 60.0)
             yield
 
 
@@ -133,7 +128,7 @@ def _deployed(
                 "host": config.http.host,
                 "port": config.http.port,
                 # The router ends a request at its own deadline first, with a message.
-                "request_timeout_s": config.router.request_timeout_s + HTTP_TIMEOUT_MARGIN_S,
+                "request_timeout_s": config.router.request_timeout_s + 30.0,
                 "keep_alive_timeout_s": KEEP_ALIVE_TIMEOUT_S,
             },
             logging_config=SERVE_LOGS,
@@ -330,7 +325,7 @@ def root_cause(messages: Sequence[str]) -> str:
     them it is the last line. Serve's controller logs all of it.
     """
     text = "\n".join(filter(None, messages))
-    errors = _OWN_ERROR.findall(text)
+    errors = re.findall(r"^specray\.errors\.(\w+): (.+)$", text, re.MULTILINE)
     for name, message in errors:
         if name == ConfigError.__name__:
             return str(message)
@@ -368,7 +363,7 @@ def _named_ends() -> str:
 
     try:
         handle = serve.get_deployment_handle("Ingress", app_name=APP_NAME)
-        ends: str = handle.named_ends.remote().result(timeout_s=ENDS_TIMEOUT_S)
+        ends: str = handle.named_ends.remote().result(timeout_s=5.0)
     except (TimeoutError, *SERVE_ERRORS) as error:
         logger.debug("the Ingress does not tell what ends an output: %s", error)
         return ""

@@ -9,7 +9,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from specray.telemetry.exposition import registry_text
 
-PROTOCOLS: Final = ("http", "grpc")
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 2, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -46,7 +45,7 @@ class IngressMetrics:
             "specray_ingress_calls_in_progress", "Calls being answered.", ["protocol"], registry=self.registry
         )
         # Present from the start, so that a replica without calls shows up, too.
-        for protocol in PROTOCOLS:
+        for protocol in ("http", "grpc"):
             self._in_progress.labels(protocol)
 
     def text(self) -> str:

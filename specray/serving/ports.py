@@ -18,8 +18,6 @@ from typing import Final
 
 from specray.errors import ConfigError
 
-YIELD_S: Final = 2.0
-"""Seconds in which one of two services that claim a port at the same time gives way to the other."""
 _POLL_S: Final = 0.05
 _ANY: Final = frozenset({"0.0.0.0", "::"})
 _PREFIX: Final = "specray-port"
@@ -46,7 +44,8 @@ def claimed(field: str, host: str, port: int, *, service: str) -> Iterator[None]
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as claim:
         claim.bind(f"\0{_PREFIX}/{port}/{address}/{service}/{secrets.token_hex(4)}")
         # Of two that come at the same time, each sees the other, and one of them waits for the other's end.
-        end_s = time.monotonic() + YIELD_S
+        # Seconds in which one of two services that claim a port at the same time gives way to the other.
+        end_s = time.monotonic() + 2.0
         while others := other_claims(port, str(address), service):
             if max(others) > service or time.monotonic() > end_s:
                 raise ConfigError(

@@ -22,7 +22,6 @@ from specray.serving.validation import ContextLengthError
 
 logger = logging.getLogger(__name__)
 
-_RETRY_AFTER_LOST_S = 1.0
 _MESSAGES_PATH: Final = "/v1/messages"
 """Path below which answers have Anthropic's form."""
 _ANTHROPIC_STATUS: Final = {503: 529}
@@ -106,7 +105,7 @@ def problem_response(error: Exception, scope: Scope, *, request_id: str | None =
     elif status == 401:
         headers["WWW-Authenticate"] = 'Bearer realm="specray"'
     elif status == 503:
-        headers["Retry-After"] = str(math.ceil(_RETRY_AFTER_LOST_S))
+        headers["Retry-After"] = "1"
     if status in (408, 413):
         # The rest of the body may still be on its way, and must not be read as the next request.
         headers["Connection"] = "close"

@@ -18,8 +18,6 @@ from specray.serving.own_ray.notes import AUTH_VARIABLES, find_note
 
 ASK_TIMEOUT_S: Final = 10.0
 """Seconds for an Ingress to tell its configuration, and for replicas to answer one call."""
-START_GRACE_S: Final = 5.0
-"""Seconds in which a replica that had already looked for stored values begins to serve, and can be called."""
 _POLL_S: Final = 0.25
 
 
@@ -133,7 +131,8 @@ def not_confirmed(name: str, live: Values, began_s: float) -> str:
     if num_confirmed < num_running:
         return f"{name} ({num_confirmed} of {num_running})"
     # Most of those that start have yet to look for stored values; a few may have looked before.
-    is_settled = num_coming == 0 or time.monotonic() - began_s > START_GRACE_S
+    # Seconds in which a replica that had already looked for stored values begins to serve, and can be called.
+    is_settled = num_coming == 0 or time.monotonic() - began_s > 5.0
     return "" if is_settled else f"{name} ({num_coming} starting)"
 
 

@@ -54,7 +54,7 @@ class GenerationOptions(RequestOptions):
     default_max_tokens: int | None = None
     """Output tokens without ``max_tokens``, cut to the context that is left; None: all that is left."""
     prediction_ids: tuple[int, ...] = ()
-    """Token ids of ``prediction``, from ``calls.predictions``."""
+    """Token ids of ``prediction``, from ``calls.option_texts``."""
     grammar_field: str = "grammar"
     """Name of the field that holds the grammar, for error messages."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()

@@ -34,7 +34,6 @@ from specray.errors import ConfigError
 from specray.requests import FinishReason, RequestLife
 
 Attributes = Mapping[str, AttributeValue]
-OTLP_PACKAGE: Final = "opentelemetry-exporter-otlp-proto-http"
 _PROPAGATOR: Final = TraceContextTextMapPropagator()
 
 
@@ -141,8 +140,8 @@ def _exporter(config: TelemetryConfig) -> SpanExporter:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError:
         raise ConfigError(
-            f"telemetry.traces: otlp needs the package {OTLP_PACKAGE}, which is not installed; "
-            "allowed: pip install 'specray[otlp]', or traces: console or none"
+            "telemetry.traces: otlp needs the package opentelemetry-exporter-otlp-proto-http, which is not "
+            "installed; allowed: pip install 'specray[otlp]', or traces: console or none"
         ) from None
     exporter: SpanExporter = OTLPSpanExporter(endpoint=config.endpoint)
     return exporter

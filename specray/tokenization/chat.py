@@ -23,7 +23,6 @@ _TESTS_FOR_NONE: Final = re.compile(
 _WANTS_SHORT_IDS: Final = re.compile(r"length\s*(?:!=|<|>|\bne\b)\s*9\b")
 """Sign of a template that refuses ids of calls of another length than nine characters, such as Mistral's."""
 _SHORT_ID_LEN: Final = 9
-_MAX_ERROR_LEN: Final = 200
 _MAX_SOURCE_CHARS: Final = 1_000_000
 """Characters of a template; the longest in use have about 50,000."""
 _RESERVED: Final = frozenset(
@@ -174,7 +173,7 @@ class ChatTemplate:
         if found is not None:
             return found  # This template writes nothing of calls.
         raise InvalidRequestError(
-            f"messages: the model's chat template refuses them: {str(problem)[:_MAX_ERROR_LEN]}",
+            f"messages: the model's chat template refuses them: {str(problem)[:200]}",
             field="messages",
         )
 

@@ -7,10 +7,6 @@ import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
-NUM_TAIL_TOKENS = 5
-"""Last prompt tokens that decide how an output's text begins. As in vLLM; one character's bytes fit in."""
-
-
 MAX_UNREAD_TOKENS = 16
 """Maximum tokens held back for an incomplete character; longer ones become U+FFFD, as no byte can complete
 them."""
@@ -109,7 +105,8 @@ def _tail(tokenizer: TokenTable, token_ids: Sequence[int]) -> list[int]:
         for token_id in reversed(token_ids)
         if not tokenizer.is_special(token_id) and tokenizer.token_bytes(token_id)
     )
-    tail = list(itertools.islice(with_text, NUM_TAIL_TOKENS))[::-1]
+    # Last prompt tokens that decide how an output's text begins. As in vLLM; one character's bytes fit in.
+    tail = list(itertools.islice(with_text, 5))[::-1]
     # A partial character would corrupt the bytes after it, since a run of bytes is decoded together.
     return list(itertools.dropwhile(lambda token_id: _continues(tokenizer.token_bytes(token_id)), tail))
 

@@ -19,7 +19,6 @@ _FILL_IN_ENDS: Final = (
 """Ends of a part that was filled in, as llama.cpp's reader knows them."""
 _MARKUP: Final = "</s>"
 """An end only as a control token: some vocabularies have it as a tag of HTML."""
-_PART_END: Final = "<|end|>"
 _BESIDE_PART_END: Final = (("<|return|>", "<|call|>"), ("<|calls|>", "<|flush|>"))
 """Where a vocabulary has both of a pair, ``<|end|>`` ends a part of an answer, and the answer goes on."""
 
@@ -34,7 +33,7 @@ def named_ends(vocabulary: Mapping[str, int], control_ids: Collection[int]) -> s
 
 def part_end(vocabulary: Mapping[str, int]) -> int | None:
     """The token that ends a part of an answer, such as reasoning, and not the answer; None: there is none."""
-    return vocabulary.get(_PART_END) if ends_beside_parts(vocabulary) else None
+    return vocabulary.get("<|end|>") if ends_beside_parts(vocabulary) else None
 
 
 def ends_beside_parts(vocabulary: Mapping[str, int]) -> set[int]:

@@ -14,7 +14,6 @@ from specray.tokenization.files import check_tokenizer_files
 from specray.tokenization.tokenizer import Tokenizer
 
 # Tokenizer classes that use tokenizer.json as it is, without steps of their own.
-_VERBATIM_CLASSES = frozenset({"TokenizersBackend"})
 # Settings of such a class that change what tokenizer.json says.
 _CHANGING_KEYS = ("add_bos_token", "add_eos_token", "added_tokens_decoder", "additional_special_tokens")
 
@@ -51,7 +50,7 @@ def read_generation_config(path: str | Path) -> dict[str, Any]:
 def _is_verbatim(path: Path, settings: Mapping[str, Any]) -> bool:
     return (
         (path / "tokenizer.json").is_file()
-        and settings.get("tokenizer_class") in _VERBATIM_CLASSES
+        and settings.get("tokenizer_class") == "TokenizersBackend"
         and not any(settings.get(key) for key in _CHANGING_KEYS)
     )
 

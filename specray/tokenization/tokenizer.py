@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 _DEFAULT_OPTIONS = ChatOptions()
-_SHORT_LEN = 1024
-"""Characters up to which a text is encoded within a millisecond."""
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -134,7 +132,8 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Encodes text to token ids, by default with the special tokens that the tokenizer adds."""
-        if len(text) <= _SHORT_LEN:
+        # Characters up to which a text is encoded within a millisecond.
+        if len(text) <= 1024:
             return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
         # ``encode`` keeps all other threads from running until it is done.
         (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)

@@ -118,8 +118,6 @@ def _is_table(name: str) -> bool:
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of x, x^3 and x^5 in an iteration, which takes singular values towards 0.7 to 1.2."""
-_NUM_ITERATIONS = 5
-_SMALLEST_NORM = 1e-7
 
 
 class Muon(torch.optim.Optimizer):
@@ -168,8 +166,8 @@ def orthogonal(matrix: torch.Tensor, iterated: torch.dtype) -> torch.Tensor:
     is_tall = matrix.shape[0] > matrix.shape[1]
     wide = (matrix.T if is_tall else matrix).to(iterated)
     # No singular value is above the norm.
-    wide = wide / wide.norm().clamp(min=_SMALLEST_NORM)
-    for _ in range(_NUM_ITERATIONS):
+    wide = wide / wide.norm().clamp(min=1e-7)
+    for _ in range(5):
         gram = wide @ wide.T
         odd = torch.addmm(gram, gram, gram, beta=cubic, alpha=quintic)
         wide = torch.addmm(wide, odd, wide, beta=linear)

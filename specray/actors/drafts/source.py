@@ -19,9 +19,6 @@ from specray.rpc.loop_thread import run_on
 
 logger = logging.getLogger(__name__)
 
-NUM_ASKED = 4
-"""Concurrent lease calls. Serve spreads them over replicas: they reach all of a few drafts, a sample of
-many."""
 GRACE_S = 0.25
 """Seconds to wait for further answers after the first one."""
 
@@ -78,7 +75,9 @@ class ServeDrafterSource:
 
     async def _ask(self) -> list[DraftLease]:
         """Returns at least one offer, the best first. Raises EngineLostError."""
-        asking = {asyncio.ensure_future(self._ask_one()) for _ in range(NUM_ASKED)}
+        # Concurrent lease calls. Serve spreads them over replicas: they reach all of a few drafts, a sample
+        # of many.
+        asking = {asyncio.ensure_future(self._ask_one()) for _ in range(4)}
         offers: dict[str, DraftLease] = {}
         errors: list[BaseException] = []
         end = asyncio.get_running_loop().time() + self._timeout_s

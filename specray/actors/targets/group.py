@@ -20,10 +20,6 @@ from specray.actors.targets.ranks import Rank, TargetRank, own_process
 from specray.config import Config
 from specray.errors import ConfigError, EngineLostError
 
-THREADS_PER_RANK = 4
-"""Threads of a rank actor: one waits for the rank's end, one runs checks, one starts or stops it; one
-spare."""
-PLACED_POLL_S = 1.0
 END_TIMEOUT_S = 1.0
 SILENCE_PERIOD_S, SILENCE_S, MAX_SILENT = 1.0, 4.0, 3
 """Seconds between two calls of every rank's process, seconds for the answers, and how many calls without one
@@ -187,7 +183,7 @@ class PlacedRanks:
     async def _bundle_nodes(self) -> dict[int, str]:
         """Node of each bundle, once all have one: Ray reschedules bundles whose node is gone."""
         group = self._placement_group
-        while not await asyncio.to_thread(group.wait, PLACED_POLL_S):
+        while not await asyncio.to_thread(group.wait, 1.0):
             pass
         nodes: dict[int, str] = (await asyncio.to_thread(placement_group_table, group))["bundles_to_node_id"]
         return nodes
@@ -197,7 +193,9 @@ class PlacedRanks:
         return actor_class.options(
             **actor_options(self._placement_group.bundle_specs[bundle]),
             max_restarts=0,
-            max_concurrency=THREADS_PER_RANK,
+            # Threads of a rank actor: one waits for the rank's end, one runs checks, one starts or stops it;
+            # one spare.
+            max_concurrency=4,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=self._placement_group, placement_group_bundle_index=bundle
             ),

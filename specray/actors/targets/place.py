@@ -12,9 +12,6 @@ from typing import NamedTuple
 
 from specray.errors import ConfigError
 
-_PART_PREFIX = "MIG-"
-"""Prefix of the name of a part of a GPU, of which a process sees one at most."""
-
 
 class RankProcess(NamedTuple):
     """Node, process and GPUs of a rank."""
@@ -43,7 +40,8 @@ def place_among(local_rank: int, gpus: Sequence[str]) -> GpuPlace:
         gpus: the GPU of each of the node's ranks.
     """
     own = gpus[local_rank]
-    if own.startswith(_PART_PREFIX):
+    # Prefix of the name of a part of a GPU, of which a process sees one at most.
+    if own.startswith("MIG-"):
         return GpuPlace(local_rank, (own,), 0)
     return GpuPlace(local_rank, tuple(gpus), local_rank)
 

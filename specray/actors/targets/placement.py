@@ -17,10 +17,6 @@ Strategy = Literal["STRICT_PACK", "PACK"]
 
 FIRST_RANK_BUNDLE = 1
 """Bundle of the first rank actor. Bundle 0 is the owner's: a Router, or a Draft replica, which is rank 0."""
-NUM_CPUS_PER_RANK = 1.0
-NUM_CPUS_PER_DRAFT_RANK = 0.5
-ACCELERATOR_LABEL = "ray.io/accelerator-type"
-_SET = re.compile(r"(!?)in\((.*)\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +73,7 @@ def _placed(ranks: EngineConfig, bundles: list[Bundle], nodes: Sequence[NodeShap
 def rank_bundle(ranks: EngineConfig) -> Bundle:
     """Bundle of resources that one rank of a target or a draft reserves."""
     options = ranks.ray_actor_options
-    num_cpus = NUM_CPUS_PER_DRAFT_RANK if isinstance(ranks, DraftConfig) else NUM_CPUS_PER_RANK
+    num_cpus = 0.5 if isinstance(ranks, DraftConfig) else 1.0
     bundle: Bundle = {"CPU": options.get("num_cpus", num_cpus)}
     if ranks.num_gpus:
         bundle["GPU"] = ranks.num_gpus
@@ -102,7 +98,7 @@ def rank_labels(ranks: EngineConfig) -> dict[str, str]:
     options = ranks.ray_actor_options
     labels = dict(options.get("label_selector", {}))
     if options.get("accelerator_type"):
-        labels[ACCELERATOR_LABEL] = options["accelerator_type"]
+        labels["ray.io/accelerator-type"] = options["accelerator_type"]
     return labels
 
 
@@ -117,7 +113,7 @@ def fits(bundles: Sequence[Bundle], labels: Mapping[str, str], node: NodeShape) 
 
 def _matches(wanted: str, value: str | None) -> bool:
     """Matches one label by Ray's rules: ``v``, ``!v``, ``in(v,w)``, ``!in(v,w)``."""
-    if found := _SET.fullmatch(wanted):
+    if found := re.fullmatch(r"(!?)in\((.*)\)", wanted):
         values = {item.strip() for item in found[2].split(",")}
         return (value in values) is not bool(found[1])
     if wanted.startswith("!"):

@@ -24,8 +24,6 @@ from specray.control.goodput import GoodputModel
 
 REACH: Final = 4
 """Batch up to which step times are extrapolated, as a multiple of the largest measured one."""
-_NUM_HALVINGS: Final = 20
-"""Halvings in the search for what would change the ranking."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +216,8 @@ def _largest(suffices: Callable[[float], bool]) -> float | None:
     if not suffices(0.0):
         return None
     low, high = 0.0, 1.0
-    for _ in range(_NUM_HALVINGS):
+    # Halvings in the search for what would change the ranking.
+    for _ in range(20):
         middle = (low + high) / 2
         low, high = (middle, high) if suffices(middle) else (low, middle)
     return low

@@ -17,8 +17,6 @@ _NUM_TRUSTED = 3
 """Samples from which on the time of steps of one size is trusted."""
 _MAX_SURPRISE = 1.5
 """Longest sample that an average takes, as a multiple of the median."""
-_NO_TIME_S = 1e-12
-"""Seconds of a draft step that takes none; 0 would mean that it is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +133,8 @@ class Times:
         if self.has_draft_steps and draft_factor > 0:
             steps = [StepTime(one.num_rows, draft_factor * one.seconds) for one in self.draft_steps]
         else:
-            steps = [StepTime(1, _NO_TIME_S)]
+            # Seconds of a draft step that takes none; 0 would mean that it is unknown.
+            steps = [StepTime(1, 1e-12)]
         cost.expect_draft(steps, median(one.transport_s for one in self.propose) if self.propose else 0.0)
         log_loads: list[float] = []
         steps_seen: list[VerifyTime | ProposeTime] = [*self.verify, *self.propose]

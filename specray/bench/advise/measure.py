@@ -31,8 +31,6 @@ from specray.requests import GenerateRequest, SpeculationParams
 from specray.serving.local.pair import WORKER_COMMAND, LocalPair, PeerDrafterSource, local_pair
 from specray.types import DraftKind, Verification
 
-TIMED_KS = (1, 3, 7)
-"""K of the loads that time steps, as far as K goes."""
 _SHORT_PROMPT = 32
 """Prompt tokens of those loads; short, so that prefill takes no time."""
 _NUM_STEPS = 24
@@ -274,7 +272,8 @@ class _Bench:
             found = self.plain if one is None else self._found[name]
             if found.verify and self._clock.loads_s > plan.max_seconds:
                 continue
-            ks = [k for k in TIMED_KS if k <= plan.ks[-1]] or [plan.ks[-1]]
+            # K of the loads that time steps, as far as K goes.
+            ks = [k for k in (1, 3, 7) if k <= plan.ks[-1]] or [plan.ks[-1]]
             started_s = time.monotonic()
             for k in [0] if one is None else ks:
                 _add(found, await self._load(pair, one, k, count))

@@ -201,7 +201,6 @@ _COLORS = {
     "vllm": ("#1f77b4", "#17becf", "#3b5bdb", "#74c0fc"),
     "llama.cpp": ("#2ca02c", "#98df8a", "#006d2c", "#66c2a5"),
 }
-_OTHER_COLORS = ("#9467bd", "#c5b0d5", "#5e3c99")
 
 
 def _panels(
@@ -228,7 +227,7 @@ def _styles(cells: Sequence[Cell]) -> dict[str, tuple[str, bool]]:
     counts: dict[str, int] = {}
     for cell in cells:
         if cell.arm not in styles:
-            family = _COLORS.get(cell.system, _OTHER_COLORS)
+            family = _COLORS.get(cell.system, ("#9467bd", "#c5b0d5", "#5e3c99"))
             index = counts.get(cell.system, 0)
             counts[cell.system] = index + 1
             styles[cell.arm] = (family[index % len(family)], PLAIN in cell.arm.split())

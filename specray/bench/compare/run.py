@@ -37,7 +37,6 @@ from specray.demo.paths import demo_draft_path, demo_target_path
 from specray.errors import ConfigError, SpecrayError
 from specray.tokenization import Tokenizer, load_tokenizer
 
-WARMUP_BURST_TOKENS = 16
 WARMUP_LABEL = "warm-up"
 """Label of the prompts before the first pass."""
 
@@ -231,7 +230,7 @@ async def _warm_up(
     single = await run_pass(
         client, [{**body, "prompt": prompt} for prompt in prompts[: plan.num_warmup]], concurrency=1
     )
-    burst = [{**body, "prompt": prompt, "max_tokens": WARMUP_BURST_TOKENS} for prompt in prompts[:most]]
+    burst = [{**body, "prompt": prompt, "max_tokens": 16} for prompt in prompts[:most]]
     together = await run_pass(client, burst, concurrency=most)
     for error in (*single.errors, *together.errors):
         raise SpecrayError(f"the warm-up failed: {error}")

@@ -11,7 +11,6 @@ PANEL_WIDTH, PANEL_HEIGHT = 380, 300
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 34, 46
 """Margins of a panel around its axes in pixels."""
 TITLE_HEIGHT, LEGEND_LINE_HEIGHT, LEGEND_WIDTH = 34, 20, 230
-_NUM_TICKS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 def linear_ticks(high: float) -> list[float]:
     """Returns round steps from 0 to the first at or above ``high``."""
-    rough = high / _NUM_TICKS
+    rough = high / 5
     magnitude = 10.0 ** math.floor(math.log10(rough))
     step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= rough * (1 - 1e-9))
     return [index * step for index in range(math.ceil(high / step - 1e-9) + 1)]

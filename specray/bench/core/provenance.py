@@ -14,7 +14,6 @@ from pathlib import Path
 from specray import __version__
 from specray.config import EngineConfig
 
-_GIT_TIMEOUT_S = 10.0
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -68,7 +67,7 @@ def commit() -> str:
             ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"],
             capture_output=True,
             text=True,
-            timeout=_GIT_TIMEOUT_S,
+            timeout=10.0,
             check=True,
         )
     except (OSError, subprocess.SubprocessError):

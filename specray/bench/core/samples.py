@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping
 
 _SAMPLE = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})?\s+(\S+)")
 _LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
-_REPLICA_LABELS = ("application", "deployment", "replica")
 
 Labels = tuple[tuple[str, str], ...]
 Samples = Mapping[tuple[str, Labels], float]
@@ -21,7 +20,9 @@ def parse_samples(text: str) -> Samples:
         match = None if line.startswith("#") else _SAMPLE.match(line)
         if match is not None:
             found = _LABEL.findall(match[2] or "")
-            labels = tuple(sorted(label for label in found if label[0] not in _REPLICA_LABELS))
+            labels = tuple(
+                sorted(label for label in found if label[0] not in ("application", "deployment", "replica"))
+            )
             samples[match[1], labels] = samples.get((match[1], labels), 0.0) + float(match[3])
     return samples
 

@@ -28,8 +28,6 @@ from specray.engine.runner.runner import ModelRunner
 from specray.engine.step import ForwardOutput
 from specray.errors import ConfigError
 
-BACKENDS = ("auto", "varlen", "triton", "gather")
-
 
 @dataclass(frozen=True, slots=True)
 class ForwardTime:
@@ -85,7 +83,7 @@ def measure(config: EngineConfig, workload: ForwardLoad) -> dict[str, Any]:
     weight_bytes = sum(x.num_bytes for x in forward.linears())
     used: dict[str, str] = {}
     times: list[ForwardTime] = []
-    for name in BACKENDS:
+    for name in ("auto", "varlen", "triton", "gather"):
         try:
             attention = _attention(name, forward.attention, runner)
         except ConfigError as error:

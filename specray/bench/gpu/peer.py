@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
 
 @torch.inference_mode()
 def measure(
@@ -53,7 +51,7 @@ def measure(
 
 
 def _load(path: str, device: str, dtype: str) -> Any:
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=_DTYPES[dtype])
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
     model.to(device).eval()
     # generate() takes missing options from the model's configuration: no end of sequence there.
     model.generation_config.eos_token_id = None

@@ -19,7 +19,6 @@ from specray.bench.gpu.report import Report, problems, write_report
 from specray.config import EMBEDDED
 
 _MAX_ERROR_CHARS = 1500
-_MAX_TOKENS_FLOAT32 = 64
 
 _ONCE = ("sampling", "attention")
 """Stages that need no model, and are measured once, whatever the shape of the target."""
@@ -172,7 +171,7 @@ class _StageRun:
         drafted = {"draft_device": plan.draft_device}
         # Weights of 8b in float32 would fill a GPU twice over.
         if plan.dtype != "float32" and shape != "8b":
-            once = {**load, "max_tokens": min(plan.max_tokens, _MAX_TOKENS_FLOAT32), "num_repeats": 1}
+            once = {**load, "max_tokens": min(plan.max_tokens, 64), "num_repeats": 1}
             exact = {**common, **once, "dtype": "float32"}
             self._stage("pair float32", "pair", **exact, **drafted, ks=plan.ks[-1:], with_auto=False)
             self._stage("transformers float32", "peer", **exact, ks=())

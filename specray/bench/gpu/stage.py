@@ -16,7 +16,6 @@ from specray.errors import ConfigError, SpecrayError
 
 MAX_MODEL_LEN: Final = 1024
 _NUM_SEQUENCES: Final = 16
-_CACHE_GIB: Final = 8.0
 
 
 def models(size: str, directory: str, device: str) -> dict[str, Any]:
@@ -104,7 +103,7 @@ def _engine(path: str, device: str, dtype: str) -> dict[str, Any]:
         "device": device,
         "dtype": dtype,
         "max_model_len": MAX_MODEL_LEN,
-        "cache_memory_gib": _CACHE_GIB,
+        "cache_memory_gib": 8.0,
         "prefix_cache": False,
         # On a CPU it takes the same path as on CUDA, so that it can be tried without one.
         "attention": "auto" if device == "cuda" else "gather",

@@ -21,7 +21,6 @@ from specray.engine.sampling.device.select import choose_kernels
 from specray.engine.sampling.sampler import DEFAULT_MAX_NUM_DRAFT_PROBS
 
 _VOCAB_SIZE = 151_936
-_TINY_VOCAB_SIZE = 300
 _NUM_DRAFTS = 4
 
 
@@ -51,7 +50,7 @@ def measure_verifies(
         steps: each of some sequences, with ``_NUM_DRAFTS`` draft tokens and the one before them.
     """
     device = runner.info.device
-    vocab_size = _TINY_VOCAB_SIZE if is_tiny else _VOCAB_SIZE
+    vocab_size = 300 if is_tiny else _VOCAB_SIZE
     sampler = DeviceSampler(choose_kernels(device), DEFAULT_MAX_NUM_DRAFT_PROBS)
     times = []
     for step in steps:

@@ -14,7 +14,6 @@ import aiohttp
 from specray.errors import EngineLostError, InvalidRequestError, OverloadedError, SpecrayError
 
 CONNECT_TIMEOUT_S = 10.0
-_MAX_LINE_BYTES = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ class ServerClient:
             headers=self._headers,
             timeout=self._timeout,
             connector=aiohttp.TCPConnector(limit=self._max_connections, force_close=not self._keep_alive),
-            read_bufsize=_MAX_LINE_BYTES,
+            read_bufsize=4 * 1024 * 1024,
         )
         return self
 

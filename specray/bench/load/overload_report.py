@@ -11,7 +11,6 @@ from specray.bench.core.report import DASH, grid_of, number, spread, values_of
 from specray.bench.load.overload import OverloadResult, Phase
 
 _MIB = 1024 * 1024
-_MIN_SHOWN_BYTES = 32 * _MIB
 
 
 def overload_tables(result: OverloadResult) -> list[Table]:
@@ -81,7 +80,7 @@ def _memory_table(result: OverloadResult) -> Table:
     rows = [
         (each.name, *_cells(each.rss_bytes, early.get(each.pid), after.get(each.pid)))
         for each in result.memory_before
-        if each.rss_bytes >= _MIN_SHOWN_BYTES
+        if each.rss_bytes >= 32 * _MIB
     ]
     total = sum(each.rss_bytes for each in result.memory_before)
     rows.append(("all", *_cells(total, sum(early.values()), sum(after.values()))))

@@ -18,12 +18,7 @@ from specray.errors import ConfigError
 
 CONNECT_TIMEOUT_S = 10.0
 MAX_KEPT_CHARS = 200
-MAX_IDLE_CONNECTIONS = 256
-_EVENT: Final = b"data: {"
 _ERROR_EVENT: Final = b'data: {"error"'
-_DONE: Final = b"data: [DONE]"
-_LAST_CHUNK: Final = b"0\r\n\r\n"
-_HEAD_END: Final = b"\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +102,7 @@ class RawClient:
         return connection
 
     def _keep(self, connection: _Connection) -> None:
-        if connection.is_open and len(self.idle) < MAX_IDLE_CONNECTIONS:
+        if connection.is_open and len(self.idle) < 256:
             self.idle.append(connection)
         else:
             connection.close()
@@ -178,7 +173,7 @@ class _Answer:
     def feed(self, data: bytes) -> None:
         if not self._status:
             self._head += data
-            head, mark, data = self._head.partition(_HEAD_END)
+            head, mark, data = self._head.partition(b"\r\n\r\n")
             if not mark:
                 return
             self._head = head.lower()
@@ -195,15 +190,15 @@ class _Answer:
         self._read_events(data)
 
     def _read_events(self, data: bytes) -> None:
-        num_events = data.count(_EVENT)
+        num_events = data.count(b"data: {")
         if num_events:
             self._event_times_s.extend([time.monotonic()] * num_events)
             if _ERROR_EVENT in data:
                 self._error = data[data.index(_ERROR_EVENT) :][:MAX_KEPT_CHARS].decode("utf-8", "replace")
         # The end mark may come in parts.
         self._tail = (self._tail + data)[-64:]
-        self._is_done = self._is_done or _DONE in self._tail
-        if self._tail.endswith(_LAST_CHUNK):
+        self._is_done = self._is_done or b"data: [DONE]" in self._tail
+        if self._tail.endswith(b"0\r\n\r\n"):
             self._finish()
 
     def cut(self) -> None:

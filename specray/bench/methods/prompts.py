@@ -16,9 +16,6 @@ from specray.tokenization.chat import ChatMessage
 if TYPE_CHECKING:
     from specray.bench.plans import MethodsPlan
 
-MAX_SEQUENCE_TOKENS = 2048
-"""Most tokens of prompt and output where neither an option nor the configuration says."""
-
 
 @dataclass(frozen=True, slots=True)
 class LabelledPrompt:
@@ -52,7 +49,8 @@ def methods_prompts(config: Config, plan: MethodsPlan) -> list[LabelledPrompt]:
             replace(prompt, text=f"{piece}\n\n{prompt.text}")
             for piece, prompt in zip(pieces, loaded, strict=True)
         ]
-    longest = (config.target.max_model_len or MAX_SEQUENCE_TOKENS) - plan.max_tokens
+    # Most tokens of prompt and output where neither an option nor the configuration says.
+    longest = (config.target.max_model_len or 2048) - plan.max_tokens
     found = tokenized(tokenizer, loaded, is_chat=plan.chat)
     return [one for one in found if len(one.token_ids) <= longest]
 

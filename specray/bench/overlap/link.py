@@ -13,8 +13,6 @@ from specray.bench.testbed.netns import Network, entered
 from specray.config import Config
 from specray.serving.local.pair import DraftHost, LocalPair, local_pair
 
-DRAFT_PORT = 7000
-_DEVICE = "eth0"
 _RECEIVED, _SENT = 0, 8
 """Columns of /proc/net/dev after a device's name."""
 
@@ -37,12 +35,12 @@ class Hosts:
     @property
     def draft(self) -> DraftHost:
         host = self.network.hosts["draft"]
-        return DraftHost(f"{host.address}:{DRAFT_PORT}", host.command())
+        return DraftHost(f"{host.address}:7000", host.command())
 
     @property
     def num_bytes(self) -> int:
         """See CountedLink. Must be read on the thread that entered the router's host."""
-        return bytes_of(Path("/proc/thread-self/net/dev").read_text(encoding="ascii"), _DEVICE)
+        return bytes_of(Path("/proc/thread-self/net/dev").read_text(encoding="ascii"), "eth0")
 
 
 def bytes_of(devices: str, name: str) -> int:

@@ -266,7 +266,6 @@ _CAPTION = (
     "acc: draft tokens accepted; E: tokens a round; hits: verdicts foreseen; V, D, idle: mean ms of a "
     "verification, of a draft step, between verifications; ratio: to the best serial arm; vs off: by passes"
 )
-_LINK_CAPTION = "; delay: ms each way; bytes: a round's, to and from the draft"
 
 
 def overlap_table(results: Sequence[OverlapResult]) -> Table:
@@ -295,5 +294,5 @@ def overlap_table(results: Sequence[OverlapResult]) -> Table:
     }
     if not has_link:
         del columns["delay"], columns["bytes"]
-    caption = _CAPTION + (_LINK_CAPTION if has_link else "")
-    return table_of("overlap", columns, results, caption=caption, is_narrow=True)
+    link = "; delay: ms each way; bytes: a round's, to and from the draft" if has_link else ""
+    return table_of("overlap", columns, results, caption=_CAPTION + link, is_narrow=True)

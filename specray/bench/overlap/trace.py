@@ -25,9 +25,6 @@ from specray.tokenization import load_tokenizer
 
 T = TypeVar("T")
 
-FETCH_TIMEOUT_S = 30.0
-_NOT_FOUND = 404
-
 
 async def record(
     config: Config, prompts: Sequence[str], *, num_sessions: int, max_tokens: int, temperature: float
@@ -55,7 +52,7 @@ async def fetch(url: str) -> str:
         ConfigError: it keeps none.
         EngineLostError: it does not answer.
     """
-    timeout = aiohttp.ClientTimeout(total=FETCH_TIMEOUT_S)
+    timeout = aiohttp.ClientTimeout(total=30.0)
     try:
         async with (
             aiohttp.ClientSession(timeout=timeout, headers=key_header(api_key())) as session,
@@ -64,7 +61,7 @@ async def fetch(url: str) -> str:
             text = await response.text()
     except (aiohttp.ClientError, TimeoutError) as error:
         raise EngineLostError(f"{url} does not answer: {error or 'timeout'}") from None
-    if response.status == _NOT_FOUND:
+    if response.status == 404:
         raise ConfigError(f"{url} keeps no trace; serve with --set router.trace_events=20000")
     if response.status != 200:
         raise EngineLostError(f"{url} answered {response.status}")

@@ -11,10 +11,7 @@ from typing import Any
 from specray.bench.load.prompts import BUILTIN_PROMPTS
 from specray.rpc.inference.types import GenerateParams
 
-MAX_SEED = 2**31 - 1
-_SHORT_TOKENS = (8, 48)
 _LONG_TOKENS = (120, 240)
-_NUM_JOINED = 6
 
 
 class Way(StrEnum):
@@ -113,14 +110,14 @@ def _first_difference(values: Sequence[object], wanted: Sequence[object]) -> int
 
 def _case(index: int, rng: random.Random) -> Case:
     is_long = index % 2 == 0
-    prompts = rng.sample(BUILTIN_PROMPTS, _NUM_JOINED if index % 3 == 0 else 1)
+    prompts = rng.sample(BUILTIN_PROMPTS, 6 if index % 3 == 0 else 1)
     has_processors = index % 5 == 4
     return Case(
         index=index,
         prompt="\n".join(prompts),
-        max_tokens=rng.randint(*(_LONG_TOKENS if is_long else _SHORT_TOKENS)),
+        max_tokens=rng.randint(*(_LONG_TOKENS if is_long else (8, 48))),
         temperature=(0.0, 1.0, 0.7)[index % 3],
-        seed=rng.randint(0, MAX_SEED),
+        seed=rng.randint(0, 2**31 - 1),
         top_p=0.9 if has_processors else 1.0,
         frequency_penalty=0.5 if has_processors else 0.0,
     )

@@ -15,10 +15,6 @@ from specray.bench.soak.ledger import Attempt, End
 from specray.errors import EngineLostError, SpecrayError
 from specray.rpc.inference.client import SpecrayClient
 
-CANCEL_AFTER_S = (0.05, 1.0)
-RETRY_PAUSE_S = 1.0
-"""Seconds before a retry, as a service that is away asks for (Retry-After)."""
-
 
 @dataclass(slots=True)
 class OutputSoFar:
@@ -79,7 +75,8 @@ class CaseSender:
         times.append(self._now_s())
         attempts = [await self._attempt(case, way, times, cancel_after_s)]
         while attempts[-1].end is End.RETRIABLE and (len(attempts) == 1 or is_away()):
-            await asyncio.sleep(RETRY_PAUSE_S)
+            # Seconds before a retry, as a service that is away asks for (Retry-After).
+            await asyncio.sleep(1.0)
             attempts.append(await self._attempt(case, way, times, cancel_after_s))
         return attempts
 
@@ -157,5 +154,5 @@ def draw(cases: Sequence[Case], rng: random.Random, *, cancel_share: float, is_s
     return NextRequest(
         rng.choice(list(cases)),
         rng.choice(list(Way)),
-        rng.uniform(*CANCEL_AFTER_S) if is_cancelled else None,
+        rng.uniform(0.05, 1.0) if is_cancelled else None,
     )

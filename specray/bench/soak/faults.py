@@ -28,7 +28,6 @@ LOSS = 0.1
 OTHER_DRAFT = "other-draft"
 NEW_DRAFT_TIMEOUT_S = 30.0
 """Seconds for the Router to use a draft's new model."""
-NEW_DRAFT_PERIOD_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +142,7 @@ async def _upgrade_draft(bed: Bed, fault: PlannedFault, rng: random.Random) -> D
                 raise EngineLostError(
                     f"the Router uses no draft {model.name} after {NEW_DRAFT_TIMEOUT_S:g} s"
                 )
-            await asyncio.sleep(NEW_DRAFT_PERIOD_S)
+            await asyncio.sleep(0.5)
     return Done(f"the draft is {model.name}")
 
 

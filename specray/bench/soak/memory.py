@@ -14,7 +14,6 @@ from pathlib import Path
 NUM_COMPARED = 3
 """Samples at either end whose medians are compared."""
 MAX_COURSE = 40
-_KIB = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,7 @@ def anonymous_bytes(pid: int) -> int | None:
         return None
     for line in text.splitlines():
         if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * _KIB
+            return int(line.split()[1]) * 1024
     return None
 
 

@@ -25,7 +25,6 @@ SERVE_COMMAND: Final = (sys.executable, "-m", "specray.cli", "serve", "--target"
 READY: Final = b"Ctrl-C stops every process."
 START_TIMEOUT_S = 240.0
 END_TIMEOUT_S = 60.0
-REFUSAL_TIMEOUT_S = 60.0
 END_CODE: Final = 1
 REFUSED_CODE: Final = 2
 TAKEN: Final = "Address already in use"
@@ -67,7 +66,7 @@ async def start_on_taken_ports(bed: Bed) -> str:
     ports = ("--host", http.host, "--port", str(http.port), "--grpc-port", str(grpc.port))
     log = bed.directory / "second-service.log"
     async with _serving(ports, log, prefix=bed.prefix) as process:
-        code = await _end(process, REFUSAL_TIMEOUT_S)
+        code = await _end(process, 60.0)
     said = _last_line(log)
     if code != REFUSED_CODE or TAKEN not in said:
         raise EngineLostError(f"a second service on the same ports ended with {code}: {said}")

@@ -8,9 +8,6 @@ from collections.abc import Sequence
 Times = Sequence[float]
 """Times in seconds, ascending: the request's start, then an arrival for each event with text."""
 
-INTERRUPTED_S = 1.0
-"""Seconds of a pause that counts as an interruption; readings of the counter are at most this far apart."""
-
 
 def longest_wait_s(streams: Sequence[Times], fault_s: float, until_s: float) -> float | None:
     """Returns the longest time in seconds for which a stream that ran at the fault waited for its next text.
@@ -51,7 +48,8 @@ def back_after_s(changes: Times, fault_s: float, until_s: float) -> float | None
     if not stands:
         return None
     length_s, end_s = max(stands)
-    return end_s - fault_s if length_s >= INTERRUPTED_S else 0.0
+    # Seconds of a pause that counts as an interruption; readings of the counter are at most this far apart.
+    return end_s - fault_s if length_s >= 1.0 else 0.0
 
 
 def changes_of(readings: Sequence[tuple[float, float]]) -> list[float]:

@@ -18,8 +18,6 @@ from specray.bench.soak.schedule import FaultKind
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-MIN_GROWTH_BYTES = 2 * 1024 * 1024
-"""Bytes of growth that count: a heap's arenas come and go in steps of this size."""
 _PAUSING = frozenset({FaultKind.TARGET_KILL, FaultKind.TARGET_STOP, FaultKind.ROUTER_KILL})
 """Faults after which nothing can go on at once."""
 MAX_WAIT_S, MAX_PAUSE_S, MAX_AWAY_S = 2.0, 20.0, 40.0
@@ -48,7 +46,8 @@ def problems(result: SoakResult) -> tuple[str, ...]:
     grown = [
         growth
         for growth in result.growths
-        if growth.share > result.plan.max_growth and growth.num_bytes > MIN_GROWTH_BYTES
+        # Bytes of growth that count: a heap's arenas come and go in steps of this size.
+        if growth.share > result.plan.max_growth and growth.num_bytes > 2 * 1024 * 1024
     ]
     found += [
         f"{growth.name} (process {growth.pid}) grew by {100 * growth.share:.1f} % in {growth.span_s:.0f} s"

@@ -23,15 +23,7 @@ from specray.config import Config
 from specray.errors import SpecrayError
 from specray.rpc.inference.client import SpecrayClient
 
-TAIL_S = 15.0
-"""Seconds without new faults before the planned end."""
-MAX_STRETCH = 2.0
-"""Factor by which recoveries that take longer than planned may stretch the load."""
-MEMORY_SPAN_S = 60.0
 REQUEST_TIMEOUT_S = 90.0
-FAILED_PAUSE_S = 0.5
-INTERRUPTED_IDLE_S = 15.0
-"""Seconds to wait for an idle service after Ctrl-C."""
 _EXCUSING = frozenset({FaultKind.ROUTER_KILL, FaultKind.INGRESS_HANG})
 """Faults that end requests: their callers may have to send them again."""
 
@@ -107,7 +99,7 @@ class Soak:
         self._progress = progress
         self._zero_s = time.monotonic()
         self.result = SoakResult(plan)
-        self._memory = MemoryRecord(warmup_s=plan.warmup, min_span_s=MEMORY_SPAN_S)
+        self._memory = MemoryRecord(warmup_s=plan.warmup, min_span_s=60.0)
         self._watch = Watch(bed, http, self._memory, now_s=self._now_s)
         self._caller = CaseSender(
             http, grpc, model=bed.config.model_name, timeout_s=REQUEST_TIMEOUT_S, now_s=self._now_s
@@ -144,7 +136,8 @@ class Soak:
             await self.load(cases, references)
             result.duration_s = self._now_s()
             self._progress("waiting until the service is idle")
-            idle_s = INTERRUPTED_IDLE_S if result.is_interrupted else IDLE_TIMEOUT_S
+            # Seconds to wait for an idle service after Ctrl-C.
+            idle_s = 15.0 if result.is_interrupted else IDLE_TIMEOUT_S
             result.blocks = await self._watch.blocks_when_idle(idle_s)
         finally:
             for task in watchers:
@@ -199,7 +192,7 @@ class Soak:
             self.result.num_tokens += attempts[-1].output.num_tokens or 0
             if entry[0] in (Judgement.FAILED, Judgement.WRONG):
                 self._progress(f"{entry[0]}: {drawn.way} case {drawn.case.index}: {entry[1]}")
-                await asyncio.sleep(FAILED_PAUSE_S)
+                await asyncio.sleep(0.5)
 
     def _judge(
         self, case: Case, attempts: Sequence[Attempt], reference: ClientOutput
@@ -216,7 +209,8 @@ class Soak:
 
     async def inject_faults(self) -> None:
         plan = self._plan
-        last_s = max(plan.calm, plan.duration - TAIL_S)
+        # Seconds without new faults before the planned end.
+        last_s = max(plan.calm, plan.duration - 15.0)
         planned = plan_faults(
             plan.kinds, num_faults=plan.num_faults, first_s=plan.calm, last_s=last_s, seed=plan.seed
         )
@@ -226,7 +220,8 @@ class Soak:
                 self.result.warm_s = self._now_s()
                 self._memory.warm_from(self.result.warm_s)
             await asyncio.sleep(max(0.0, fault.at_s - self._now_s()))
-            if self._now_s() > MAX_STRETCH * plan.duration:
+            # Factor by which recoveries that take longer than planned may stretch the load.
+            if self._now_s() > 2.0 * plan.duration:
                 self.result.num_not_injected = len(planned) - number
                 return
             await self.inject_fault(fault, rng)

@@ -16,13 +16,10 @@ from specray.bench.testbed.parts import Part, PartRole
 from specray.bench.testbed.tree import descendants, reap_orphans
 from specray.errors import SpecrayError
 
-METRICS_PERIOD_S = 0.5
-MEMORY_PERIOD_S = 5.0
 IDLE_TIMEOUT_S = 60.0
 READY_PERIOD_S = 0.5
 DRAFTS = "specray_spec_decode_num_drafts_by_source_total"
 BLOCKS = {"target": "specray_target_blocks_in_use", "draft": "specray_draft_blocks_in_use"}
-BUSY = ("specray_running_sessions", "specray_queue_depth")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +54,12 @@ class Watch:
     async def metrics_for_ever(self) -> None:
         while True:
             await self._read_drafts()
-            await asyncio.sleep(METRICS_PERIOD_S)
+            await asyncio.sleep(0.5)
 
     async def memory_for_ever(self) -> None:
         while True:
             await asyncio.to_thread(self._read_memory)
-            await asyncio.sleep(MEMORY_PERIOD_S)
+            await asyncio.sleep(5.0)
 
     async def parts(self) -> tuple[Part, ...]:
         parts = await self._bed.control.parts()
@@ -98,7 +95,8 @@ class Watch:
             samples = await self._samples()
             if samples is not None:
                 blocks = {role: total(samples, name) for role, name in BLOCKS.items()}
-                if not any(total(samples, name) for name in BUSY) and not any(blocks.values()):
+                busy = ("specray_running_sessions", "specray_queue_depth")
+                if not any(total(samples, name) for name in busy) and not any(blocks.values()):
                     break
             await asyncio.sleep(READY_PERIOD_S)
         return blocks

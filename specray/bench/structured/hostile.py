@@ -24,10 +24,6 @@ ANSWER_GOAL_S: Final = 1.0
 ITL_GOAL: Final = 2.0
 """Most times the median ITL without hostile requests."""
 MEMORY_GOAL_MB: Final = 50.0
-_PATH: Final = "/v1/completions"
-_MAX_TOKENS: Final = 8
-"""Output tokens of a hostile request that is answered."""
-_OTHERS_MAX_TOKENS: Final = 128
 _SAMPLE_S: Final = 0.25
 """Seconds between two readings of the memory."""
 ORDINARY: Final = "an ordinary schema"
@@ -198,7 +194,7 @@ async def measure_hostile(
         EngineLostError: there is no server.
         SpecrayError: the ordinary requests get no answers.
     """
-    client = RawClient(plan.url, _PATH, headers=key_header(api_key()), timeout_s=plan.timeout_s)
+    client = RawClient(plan.url, "/v1/completions", headers=key_header(api_key()), timeout_s=plan.timeout_s)
     pids = service_pids(urlsplit(plan.url).port or 80)
     planned = [one for one in attacks() if not plan.attack or one.name in (ORDINARY, *plan.attack)]
     measured = []
@@ -290,7 +286,7 @@ async def _others(client: RawClient, prompts: Sequence[str], count: int) -> Asyn
         number = place
         while not is_over.is_set():
             prompt = f"# {number}\n{prompts[number % len(prompts)]}"
-            asked = {"prompt": prompt, "max_tokens": _OTHERS_MAX_TOKENS, "ignore_eos": True}
+            asked = {"prompt": prompt, "max_tokens": 128, "ignore_eos": True}
             body = json.dumps({**asked, "temperature": 0, "stream": True}).encode()
             answer = await client.post(body)
             others.answers.append(answer)
@@ -308,7 +304,8 @@ async def _others(client: RawClient, prompts: Sequence[str], count: int) -> Asyn
 
 
 def _body(fields: Fields) -> bytes:
-    asked = {"prompt": "a", "max_tokens": _MAX_TOKENS, "temperature": 0, **fields}
+    # Output tokens of a hostile request that is answered.
+    asked = {"prompt": "a", "max_tokens": 8, "temperature": 0, **fields}
     return json.dumps(asked).encode()
 
 

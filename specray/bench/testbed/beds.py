@@ -30,14 +30,8 @@ from specray.environment import RAY_ENVIRONMENT
 from specray.errors import EngineLostError
 
 GCS_PORT = 6379
-HTTP_PORT = 8000
-GRPC_PORT = 9000
 DRAIN_TIMEOUT_S = 90.0
-DRAIN_PERIOD_S = 0.5
 JOIN_TIMEOUT_S = 120.0
-JOIN_PAUSE_S = 1.0
-ADD_TIMEOUT_S = 120.0
-_SMALL = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +57,7 @@ class Nodes:
             except EngineLostError:
                 if time.monotonic() > end_s:
                     raise
-            await asyncio.sleep(JOIN_PAUSE_S)
+            await asyncio.sleep(1.0)
 
     async def restore(self) -> None:
         """Makes it one node again, whatever a fault has left. Raises EngineLostError."""
@@ -84,7 +78,7 @@ class Nodes:
         while any(part.node_id == node_id for part in await control.parts()):
             if time.monotonic() > end_s:
                 raise EngineLostError(f"parts were left on a drained node after {DRAIN_TIMEOUT_S:g} s")
-            await asyncio.sleep(DRAIN_PERIOD_S)
+            await asyncio.sleep(0.5)
         await self.remove()
 
 
@@ -186,7 +180,7 @@ async def _one_address(
             await control.call("remove_node")
 
         async def add() -> None:
-            await control.call("add_node", timeout_s=ADD_TIMEOUT_S)
+            await control.call("add_node", timeout_s=120.0)
 
         async def count() -> int:
             return int(await control.call("num_nodes"))
@@ -200,7 +194,7 @@ async def _namespaces(
 ) -> AsyncIterator[Bed]:
     with Network(("head", "draft", "client"), impairable="draft", seed=seed) as network:
         head, draft = network.hosts["head"], network.hosts["draft"]
-        config = with_ports(with_placement(config, listen="node"), head.address, HTTP_PORT, GRPC_PORT)
+        config = with_ports(with_placement(config, listen="node"), head.address, 8000, 9000)
         gcs = f"{head.address}:{GCS_PORT}"
         common = {"environment": environment, "directory": directory, "ray_directory": ray_directory}
         head_node = RayHost(head, resources={TARGET_RESOURCE: 1}, head_port=GCS_PORT, **common)  # type: ignore[arg-type]
@@ -251,7 +245,7 @@ def with_placement(config: Config, *, listen: str = "loopback") -> Config:
     """Places drafts on the draft's node, and everything else on the other."""
 
     def on(options: dict[str, Any], resource: str) -> dict[str, Any]:
-        return {**options, "resources": {resource: _SMALL}}
+        return {**options, "resources": {resource: 0.001}}
 
     target, draft, ingress = config.target, config.draft, config.ingress
     return config.model_copy(

@@ -29,8 +29,6 @@ DRAFT_RESOURCE = "specray_draft_node"
 TARGET_RESOURCE = "specray_target_node"
 NUM_CPUS_PER_NODE = 8
 """Logical CPUs per node: on a laptop the parts share the cores."""
-DRAIN_DEADLINE_S = 60
-_NODE_MEMORY_BYTES = 100 * 1024 * 1024
 
 Handler = Callable[..., Any]
 
@@ -66,7 +64,7 @@ def _cluster() -> Iterator[dict[str, Handler]]:
     # Ray takes 127.0.0.1 for the machine's own address when it joins; so these nodes are there.
     shared: dict[str, Any] = {
         "num_cpus": NUM_CPUS_PER_NODE,
-        "object_store_memory": _NODE_MEMORY_BYTES,
+        "object_store_memory": 100 * 1024 * 1024,
         "include_dashboard": False,
     }
     with one_agent(), lean_head(log_to_driver=False):
@@ -131,7 +129,7 @@ def _drain(node_id: str) -> None:
         node_id,
         messages.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"),
         "the test bed replaces it",
-        time.time_ns() // 1_000_000 + DRAIN_DEADLINE_S * 1000,
+        time.time_ns() // 1_000_000 + 60_000,
     )
     if not is_accepted:
         raise EngineLostError(f"the node cannot be drained: {reason}")

@@ -12,8 +12,6 @@ from specray.config import Config
 from specray.errors import EngineLostError, SpecrayError
 from specray.serving.launch import APP_NAME, SERVE_LOGS, wait_running
 
-UPGRADE_TIMEOUT_S = 50.0
-
 
 class Declaration:
     """The service's entry in a configuration of Serve's."""
@@ -37,7 +35,7 @@ class Declaration:
         """
         self._declare({"model": model})
         try:
-            wait_running(threading.Event(), timeout_s=UPGRADE_TIMEOUT_S)
+            wait_running(threading.Event(), timeout_s=50.0)
         except SpecrayError as error:
             raise EngineLostError(f"the draft did not become {model}: {error}") from None
 

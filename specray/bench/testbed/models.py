@@ -10,7 +10,6 @@ from specray.errors import EngineLostError
 
 NOISE = 0.02
 """Noise as a share of each weight's spread: the draft differs, and most of its tokens are still accepted."""
-_SEED = 7
 
 
 def draft_path(draft: EngineConfig) -> Path:
@@ -35,7 +34,7 @@ def make_other_draft(source: Path, destination: Path) -> Path:
 
     if destination.exists():
         return destination
-    generator = torch.Generator().manual_seed(_SEED)
+    generator = torch.Generator().manual_seed(7)
     partial = destination.with_name(f"{destination.name}.partial")
     try:
         shutil.copytree(source, partial, dirs_exist_ok=True)

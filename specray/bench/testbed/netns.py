@@ -26,7 +26,6 @@ from typing import Self
 from specray.errors import ConfigError, EngineLostError
 
 PREFIX = "specray"
-COMMAND_TIMEOUT_S = 20.0
 START_TIMEOUT_S = 20.0
 _NETWORK = "10.234.0"
 _CLONE_NEWNET = 0x40000000
@@ -263,7 +262,7 @@ def _succeeds(*command: str) -> bool:
 def _run(*command: str) -> str:
     """Runs a command and returns its output. Raises EngineLostError with its message if it fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20.0, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise EngineLostError(f"{' '.join(command)}: {error}") from None
     if done.returncode:

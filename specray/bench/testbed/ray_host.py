@@ -19,7 +19,6 @@ from specray.errors import EngineLostError
 START_TIMEOUT_S = 90.0
 AGENT_PORT = 52365
 STARTED = b"Ray runtime started."
-_OBJECT_STORE_BYTES = 100 * 1024 * 1024
 
 
 class RayHost:
@@ -57,7 +56,7 @@ class RayHost:
             f"--node-ip-address={host.address}",
             f"--num-cpus={NUM_CPUS_PER_NODE}",
             f"--resources={json.dumps(dict(resources))}",
-            f"--object-store-memory={_OBJECT_STORE_BYTES}",
+            f"--object-store-memory={100 * 1024 * 1024}",
             "--disable-usage-stats",
             "--block",
         )

@@ -18,10 +18,7 @@ from specray.bench.testbed.parts import Part
 from specray.config import Config
 from specray.errors import EngineLostError
 
-CONTROL_COMMAND = (sys.executable, "-m", "specray.bench.testbed.control")
-CALL_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 60.0
-_LINE_BYTES = 1 << 20
 
 
 class Control:
@@ -46,7 +43,7 @@ class Control:
         counts: dict[str, int] = await self.call("running")
         return counts
 
-    async def call(self, operation: str, *arguments: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+    async def call(self, operation: str, *arguments: str, timeout_s: float = 60.0) -> Any:
         """Runs an operation. Raises EngineLostError if it fails, or is not done in time."""
         assert self._process.stdin is not None
         async with self._lock:
@@ -107,13 +104,15 @@ async def controlled(
     with log.open("wb") as stderr:
         process = await asyncio.create_subprocess_exec(
             *prefix,
-            *CONTROL_COMMAND,
+            sys.executable,
+            "-m",
+            "specray.bench.testbed.control",
             str(path),
             f"--mode={mode}",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=stderr,
-            limit=_LINE_BYTES,
+            limit=1 << 20,
             env={**os.environ, **environment},
             start_new_session=True,
         )

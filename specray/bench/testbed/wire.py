@@ -22,8 +22,6 @@ from dataclasses import dataclass
 
 from specray.bench.testbed.netns import entered
 
-MAX_FRAME_BYTES = 1 << 16
-_TUN_DEVICE = "/dev/net/tun"
 _TUNSETIFF = 0x400454CA
 _IFF_TAP = 0x0002
 _IFF_NO_PI = 0x1000
@@ -75,7 +73,7 @@ class Cable:
 def open_tap(namespace: str, device: str) -> int:
     """Opens a new TAP device in a namespace; it lives as long as the returned descriptor. Raises OSError."""
     with entered(namespace):
-        descriptor = os.open(_TUN_DEVICE, os.O_RDWR | os.O_NONBLOCK)
+        descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
         try:
             fcntl.ioctl(
                 descriptor, _TUNSETIFF, struct.pack("16sH22x", device.encode(), _IFF_TAP | _IFF_NO_PI)
@@ -112,7 +110,7 @@ def run(descriptors: tuple[int, int], *, seed: int) -> None:
 def _read(cable: Cable, descriptor: int, end: int) -> None:
     # A device that is down, or has nothing more, is no error: the next event tells.
     try:
-        cable.send(end, os.read(descriptor, MAX_FRAME_BYTES), time.monotonic())
+        cable.send(end, os.read(descriptor, 1 << 16), time.monotonic())
     except OSError:
         return
 

@@ -24,8 +24,6 @@ from numpy.typing import NDArray
 
 NUM_LIKELY: Final = 20
 """Likeliest tokens of a place that are told apart; the others count as one."""
-LEAST_LOGPROB: Final = -10.0
-"""Value that a less likely token has in a bet on logprobs, so that no rare token decides alone."""
 NUM_RECENT: Final = 24
 """Tokens before a place that count as recent."""
 STRENGTHS: Final = tuple(sign * 2.0**power for power in range(-6, 4) for sign in (1, -1))
@@ -80,7 +78,8 @@ def _nothing(_: list[float]) -> float:
 _BETS: Final = (
     _Bet(
         "likely tokens",
-        lambda place: [max(logprob, LEAST_LOGPROB) for logprob in place.logprobs.values()],
+        # Value that a less likely token has in a bet on logprobs, so that no rare token decides alone.
+        lambda place: [max(logprob, -10.0) for logprob in place.logprobs.values()],
         lambda values: values[-1],
     ),
     _Bet(

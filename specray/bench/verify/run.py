@@ -8,6 +8,7 @@ the distribution that plain decoding has at its place.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,12 +25,10 @@ from specray.bench.verify.outputs import (
 )
 from specray.bench.verify.plan import CASES, PLAIN, TASK_WAYS, WAYS, VerifyCase, VerifyWay
 from specray.bench.verify.samples import sampled_outputs
-from specray.bench.verify.statistics import excess_p_value, worse_p_value
 from specray.bench.verify.tasks import Task
 from specray.environment import api_key
 from specray.errors import SpecrayError
 
-MAX_TASK_TOKENS = 384
 SIGNIFICANCE = 1e-3
 """Probability at which chance is no explanation any more, over all comparisons of a run together."""
 
@@ -161,7 +160,7 @@ async def _solved(
     bodies = [
         {
             "prompt": task.prompt,
-            "max_tokens": MAX_TASK_TOKENS,
+            "max_tokens": 384,
             "temperature": 0,
             "stop": list(task.stops),
             "return_token_ids": True,
@@ -189,3 +188,33 @@ def _bodies(result: VerifyResult, case: VerifyCase, speculation: dict[str, Any])
         }
         for index, prompt in enumerate(result.prompts)
     ]
+
+
+def excess_p_value(num_events: int, exposure: int, base_events: int, base_exposure: int) -> float:
+    """Chance of so many events or more where both arms have one rate of events per token.
+
+    Given the events of both arms together, each is one of the first arm's with its share of the tokens.
+
+    Args:
+        num_events, base_events: divergences of the arm, and of the one that it is compared with.
+        exposure, base_exposure: tokens up to and with the divergences; at least one.
+    """
+    share = exposure / (exposure + base_exposure)
+    total = num_events + base_events
+    return sum(
+        math.comb(total, count) * share**count * (1 - share) ** (total - count)
+        for count in range(num_events, total + 1)
+    )
+
+
+def worse_p_value(num_lost: int, num_won: int) -> float:
+    """Chance that of the tasks which one of two arms solved so many or more were lost, where both are alike.
+
+    McNemar's test, exact and one-sided.
+
+    Args:
+        num_lost: tasks that only plain decoding solved.
+        num_won: tasks that only the other arm solved.
+    """
+    total = num_lost + num_won
+    return float(sum(math.comb(total, count) for count in range(num_lost, total + 1)) / 2**total)

@@ -16,8 +16,6 @@ from specray.errors import SpecrayError
 _CHOICES_PER_CALL = 8
 _NUM_SCORE_TOKENS = 1
 """Tokens that a request for scores generates: no service generates none."""
-_FIRST_SEED = 1 << 20
-"""Distance to the seeds of other outputs: no two share noise."""
 
 
 async def sampled_outputs(
@@ -57,7 +55,8 @@ async def sampled_outputs(
 def _sampling(plan: VerifyPlan, index: int, start: int, speculation: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "max_tokens": plan.max_tokens,
-        "seed": plan.seed + _FIRST_SEED + index * plan.num_samples + start,
+        # Distance to the seeds of other outputs: no two share noise.
+        "seed": plan.seed + (1 << 20) + index * plan.num_samples + start,
         "n": min(_CHOICES_PER_CALL, plan.num_samples - start),
         "return_token_ids": True,
         "speculation": speculation,

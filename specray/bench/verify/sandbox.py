@@ -17,9 +17,6 @@ from typing import Final
 
 TIMEOUT_S: Final = 10.0
 """Seconds for one program."""
-MEMORY_BYTES: Final = 1 << 30
-"""Bytes of address space for one program."""
-_FILE_BYTES: Final = 1 << 20
 _PASSED: Final = 42
 """Exit status behind a whole program: one that exits on its own has not passed."""
 _BOOTSTRAP: Final = """
@@ -41,7 +38,8 @@ os._exit(PASSED)
 async def passes(program: str, *, timeout_s: float = TIMEOUT_S) -> bool:
     """Whether a Python program runs to its end, without an error, within its limits."""
     with tempfile.TemporaryDirectory(prefix="specray-task-") as directory:
-        limits = (str(int(timeout_s) + 1), str(MEMORY_BYTES), str(_FILE_BYTES))
+        # Bytes of address space for one program.
+        limits = (str(int(timeout_s) + 1), str(1 << 30), str(1 << 20))
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-I",

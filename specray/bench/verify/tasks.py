@@ -9,13 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from specray.bench.verify.sandbox import passes
 from specray.errors import ConfigError
-
-_PROGRAM_STOPS: Final = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint(")
-"""Texts behind which a function has ended, as openai/human-eval has them."""
 
 
 class TaskKind(StrEnum):
@@ -79,7 +76,10 @@ def _task(kind: TaskKind, entry: Mapping[str, Any]) -> Task | None:
         test, name = entry.get("test"), entry.get("entry_point")
         if not isinstance(test, str) or not isinstance(name, str) or not name.isidentifier():
             return None
-        return Task(prompt, _PROGRAM_STOPS, test=f"{test}\ncheck({name})\n")
+        # Texts behind which a function has ended, as openai/human-eval has them.
+        return Task(
+            prompt, ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint("), test=f"{test}\ncheck({name})\n"
+        )
     target, until = entry.get("target", entry.get("answer")), entry.get("until", ["\n"])
     stops: Sequence[Any] = [until] if isinstance(until, str) else until
     if not isinstance(target, str) or not isinstance(stops, list) or not all(map(_is_stop, stops)):

@@ -21,8 +21,6 @@ from specray.cli.bench.soak import soak
 from specray.cli.bench.structured import structured
 from specray.cli.bench.trace import trace
 
-_HELP = "Benchmarks: a running server (serve, the default), other services, and single parts of this one."
-
 
 class _ServeByDefault(TyperGroup):
     """Reads ``specray bench [OPTIONS]`` as ``specray bench serve [OPTIONS]``."""
@@ -34,7 +32,10 @@ class _ServeByDefault(TyperGroup):
         return parsed
 
 
-app = typer.Typer(cls=_ServeByDefault, help=_HELP)
+app = typer.Typer(
+    cls=_ServeByDefault,
+    help="Benchmarks: a running server (serve, the default), other services, and single parts of this one.",
+)
 _COMMANDS = (
     *(serve, compare, methods, overlap, trace, soak, overload, plain, prediction, structured),
     *(forwards, quantization, drafting, router, rpc, idle, gpu),

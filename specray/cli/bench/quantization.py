@@ -10,8 +10,6 @@ import typer
 
 from specray.cli import options
 
-DEFAULT_FORMATS = ("none", "int8", "int4", "int8:int8", "int4:int8", "int4:int4")
-
 
 def quantization(
     model: options.Model = "embedded",
@@ -38,7 +36,7 @@ def quantization(
     from specray.tokenization import load_tokenizer
 
     engine = engine_of(role, model=model, dtype=dtype, device=device, num_threads=num_threads)
-    chosen = formats or list(DEFAULT_FORMATS)
+    chosen = formats or ["none", "int8", "int4", "int8:int8", "int4:int8", "int4:int4"]
     console = Console(stderr=True)
     with console.status("loading") as status:
         tokenizer = load_tokenizer(model_path(engine, role.value))

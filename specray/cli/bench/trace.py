@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from specray.config import Config
     from specray.router.trace import TraceEvent
 
-TRACE_EVENTS = 200_000
-"""Maximum events kept of a load that this command makes itself."""
 
 TraceFile = Annotated[Path | None, typer.Option(help="A trace that was saved with --jsonl.")]
 TraceUrl = Annotated[str | None, typer.Option(help="URL of a server that runs with router.trace_events.")]
@@ -80,7 +78,8 @@ def trace(
             "draft.cores": cores(draft_cores),
             "speculation.overlap": overlap,
             "speculation.num_speculative_tokens": num_speculative_tokens,
-            "router.trace_events": TRACE_EVENTS,
+            # Maximum events kept of a load that this command makes itself.
+            "router.trace_events": 200_000,
         }
         config = build_config(None, values, settings or [])
         prompts = load_prompts(dataset, dataset_path, num_prompts)

@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from specray.engine_info import EngineInfo
 from specray.types import SpeculateItem, UnknownSequence, VerifyItem
 
-_LEAST_S = 1e-6
-"""Shortest delay in seconds that is made up for."""
-
 
 @dataclass(slots=True)
 class Busy:
@@ -62,7 +59,8 @@ class SharedStep:
         """
         lost_s = min(self.seconds, other.lost_s(self.other_worked_s, now, self.slowdown))
         self.other_worked_s = other.worked_s(now)
-        if lost_s <= _LEAST_S:
+        # Shortest delay in seconds that is made up for.
+        if lost_s <= 1e-6:
             return 0.0
         own.extend(lost_s)
         self.seconds += lost_s

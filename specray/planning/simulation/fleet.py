@@ -25,10 +25,6 @@ from specray.router import Router
 from specray.telemetry.metrics import RouterMetrics
 from specray.types import SamplingParams
 
-_DRAIN_FACTOR = 1.0
-"""Seconds for the window's requests to end after it, as a multiple of its length, which is longer than any
-request should take."""
-
 
 @dataclass(frozen=True, slots=True)
 class Kit:
@@ -283,7 +279,8 @@ async def _simulate(fleet: _Fleet, load: OpenLoad, window: TimeWindow, slo: Slo,
     after = _read(fleet, clock)
     if measured:
         # The load goes on meanwhile, so that the last requests have company, too.
-        await asyncio.wait(measured, timeout=_DRAIN_FACTOR * window.length_s)
+        # The window's requests may end after it for as long as it was: longer than any should take.
+        await asyncio.wait(measured, timeout=window.length_s)
     arriving.cancel()
     unfinished = [task for task in (*measured, *others) if not task.done()]
     for task in unfinished:

@@ -11,9 +11,6 @@ from specray.planning.curves import Surface, interpolate
 from specray.planning.profile import DraftProfile, EngineProfile, LinearTime, TargetProfile
 from specray.types import MAX_SPECULATIVE_TOKENS, DraftReply, SpeculateItem
 
-_LONG_ITEM = 64
-"""Tokens above which a question brings a prompt; shorter ones are in the measured times of a round."""
-
 
 def drawn(rng: random.Random, spread: Sequence[float]) -> float:
     """Draws the time of one step, as a multiple of the average."""
@@ -108,7 +105,9 @@ class SimulatedDraftTimes:
         lines: list[int] = []
         num_tokens = num_branches = 0
         for item, reply in answers:
-            if item.base_len == 0 or len(item.token_ids) > _LONG_ITEM:
+            # Tokens above which a question brings a prompt; shorter ones are in the measured times of a
+            # round.
+            if item.base_len == 0 or len(item.token_ids) > 64:
                 seconds += interpolate(self._prompts, len(item.token_ids))
             if not item.num_speculative_tokens:
                 continue

@@ -13,10 +13,6 @@ from specray.router.admission.fair import FairQueue, Line, Waiting, WaitingT
 
 __all__ = ["AdmissionQueue", "Waiting", "WaitingT"]
 
-_MIN_RETRY_S = 1.0
-_MAX_RETRY_S = 60.0
-"""Bounds of the advice to refused callers, in seconds."""
-
 
 class RetryAdvice:
     """Advises refused callers when to come back, from the rate at which requests end.
@@ -35,10 +31,11 @@ class RetryAdvice:
 
     def after_s(self, num_requests: int) -> float:
         """Seconds until ``num_requests`` should have ended, or up to half that time more, in [1, 60]."""
-        expected = max(_MIN_RETRY_S, (self._service_s or 0.0) * num_requests)
+        expected = max(1.0, (self._service_s or 0.0) * num_requests)
         if self._rng is not None:
             expected *= self._rng.uniform(1.0, 1.5)
-        return min(_MAX_RETRY_S, expected)
+        # Bounds of the advice to refused callers, in seconds.
+        return min(60.0, expected)
 
 
 class AdmissionQueue(Generic[WaitingT]):

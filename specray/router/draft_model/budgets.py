@@ -1,4 +1,10 @@
-"""Budgets of a step: how long rounds wait for the draft, and how many prompt tokens each engine prefills."""
+"""Budgets of a step: how long rounds wait for the draft, how many prompt tokens each engine prefills, and how
+many features go with a message to the draft.
+
+A draft that reads features drafts from those of all tokens but the last. They come with verdicts, and go on
+with the next item; what one message cannot carry follows in prefill chunks, and rounds go without the draft
+until then.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +12,15 @@ from bisect import bisect_right
 from collections.abc import Callable
 
 from specray.control.cost_model import CostModel
+from specray.feature_rows import MAX_FEATURE_BYTES
+from specray.router.session.session import Session
+from specray.router.transport.links import DraftLink
+from specray.types import SpeculateItem
 
 MIN_PREFILL_TOKENS = 16
 """Prompt tokens that the target prefills in every step, whatever they cost: a prompt must get on."""
 MIN_DRAFT_PREFILL_TOKENS = 64
 """Tokens that the draft prefills at once, whatever they cost; the tokens of a round or two are fewer."""
-PATIENCE_FACTOR = 4.0
-"""Longest wait for the draft, as a multiple of its usual time."""
 
 
 class Budgets:
@@ -29,7 +37,8 @@ class Budgets:
             return None
         proposal_s = self._max_k() * cost.draft_step_s(1, 0.0)
         slowest_s = max(proposal_s, cost.slowest_outcomes_s)
-        return max(0.05, PATIENCE_FACTOR * (slowest_s + cost.round_trip_s))
+        # Longest wait for the draft, as a multiple of its usual time.
+        return max(0.05, 4.0 * (slowest_s + cost.round_trip_s))
 
     def prefill_tokens(self, num_rows: int, most: int, *, max_slowdown: float, num_running: int = 0) -> int:
         """Prompt tokens that may share a target step with the running sessions.
@@ -74,3 +83,38 @@ class Budgets:
             range(1, most + 1), within_s, key=lambda size: self._cost.draft_step_s(size, 0.0)
         )
         return min(most, max(MIN_DRAFT_PREFILL_TOKENS, num_readable))
+
+
+def feature_size(link: DraftLink | None) -> int:
+    """Numbers of a row of features that the leased draft reads; 0: it reads none, or there is no draft."""
+    return 0 if link is None else link.info.feature_size
+
+
+def needs_chunk(session: Session) -> bool:
+    """Features wait that no question to the draft can bring: more must come, or one message is too small."""
+    if session.draft.in_flight is not None or session.features.waiting is None:
+        return False
+    return not session.has_features or session.features.num_bytes > MAX_FEATURE_BYTES
+
+
+class FeatureRoom:
+    """Shares out the bytes of features of each message to the draft."""
+
+    def __init__(self) -> None:
+        self._room = MAX_FEATURE_BYTES
+        """Bytes left in the message in the making."""
+
+    def begin(self) -> None:
+        self._room = MAX_FEATURE_BYTES
+
+    def fits(self, session: Session) -> bool:
+        """The message has room for the features of the session that a chunk would bring."""
+        return min(session.features.num_bytes, MAX_FEATURE_BYTES) <= self._room
+
+    def can_ask(self, session: Session) -> bool:
+        """The draft has all that it needs with a question."""
+        return session.has_features and session.features.num_bytes <= self._room
+
+    def note(self, item: SpeculateItem) -> None:
+        if item.features is not None:
+            self._room -= len(item.features.data)

@@ -20,8 +20,7 @@ from specray.control.controller import Controller
 from specray.control.goodput import max_branches
 from specray.control.state import OFF_BY_REASON, Plan, Reason
 from specray.router.deferred import Later
-from specray.router.draft_model.budgets import Budgets
-from specray.router.draft_model.feature_room import FeatureRoom, feature_size, needs_chunk
+from specray.router.draft_model.budgets import Budgets, FeatureRoom, feature_size, needs_chunk
 from specray.router.draft_model.prefill import DraftPrefill, are_prompts_first
 from specray.router.draft_model.waits import DraftWaits, patience_s
 from specray.router.live_session import LiveSession

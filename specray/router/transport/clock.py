@@ -11,8 +11,6 @@ from specray.interfaces import Clock
 
 T = TypeVar("T")
 
-_MIN_SLEEP_S = 1e-4
-
 
 class SystemClock:
     """interfaces.Clock over the monotonic clock and the event loop."""
@@ -69,7 +67,7 @@ class Alarm:
 
     async def _sleep(self, seconds: float) -> None:
         # Never zero: a deadline that rounds to just ahead of now must not make the loop spin.
-        await self._clock.sleep(max(_MIN_SLEEP_S, seconds))
+        await self._clock.sleep(max(1e-4, seconds))
         self._task = None
         self._set_for = None
         self._ring()

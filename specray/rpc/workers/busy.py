@@ -6,9 +6,6 @@ import math
 import time
 from collections.abc import Callable
 
-WINDOW_S = 10.0
-"""Time constant of the average in seconds: time so long ago has 1/e of the weight of now."""
-
 
 class BusyMeter:
     """Exponentially weighted share of time spent in engine calls.
@@ -17,11 +14,11 @@ class BusyMeter:
 
     Args:
         monotonic: clock in seconds that never goes back.
+        window_s: time constant of the average in seconds: time n seconds ago has exp(-n / window_s) of the
+            weight of now.
     """
 
-    def __init__(
-        self, monotonic: Callable[[], float] = time.monotonic, *, window_s: float = WINDOW_S
-    ) -> None:
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic, *, window_s: float = 10.0) -> None:
         self._monotonic = monotonic
         self._window_s = window_s
         # Replaced as a whole, so that a reader on another thread never sees a partial update.

@@ -36,7 +36,6 @@ from specray.rpc.workers.run_ahead import RunAhead
 
 logger = logging.getLogger(__name__)
 
-DRAIN_POLL_S = 0.02
 EngineFactory = Callable[[], SyncDraftEngine] | Callable[[], SyncTargetEngine]
 STOPPING = Ending(grpc.StatusCode.UNAVAILABLE, "the worker is stopping", drains=True)
 
@@ -161,7 +160,7 @@ class EngineServer(Generic[ItemT, RepliesT]):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(drain_s):
                 while self._streams:  # noqa: ASYNC110
-                    await asyncio.sleep(DRAIN_POLL_S)
+                    await asyncio.sleep(0.02)
 
     async def check(self) -> None:
         """Runs a real engine step. Raises EngineLostError when the engine is broken or does not run."""

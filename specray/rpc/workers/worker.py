@@ -18,7 +18,6 @@ from specray.rpc.workers.server import EngineFactory, engine_server
 
 logger = logging.getLogger(__name__)
 
-BROKEN_POLL_S = 0.2
 STOP_TIMEOUT_S = 5.0
 
 
@@ -152,7 +151,7 @@ class EngineServerThread:
     def wait_broken(self) -> EngineLostError:
         """Waits until the engine can no longer work; returns the reason."""
         while self.is_alive:
-            time.sleep(BROKEN_POLL_S)
+            time.sleep(0.2)
         return self._server.failure or EngineLostError(f"the {self._role} server does not run")
 
     def stop(self, *, grace_s: float = 5.0, drain_s: float = 0.0) -> None:

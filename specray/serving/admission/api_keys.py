@@ -20,7 +20,6 @@ from specray.requests import GenerateRequest, Quota, ServiceLevel, SpeculationPa
 
 KEY_PREFIX: Final = "sk-specray-"
 _KEY_BYTES: Final = 32
-_MAX_KEY_CHARS: Final = 512
 _RETRY_AFTER_S: Final = 1.0
 
 
@@ -245,6 +244,6 @@ def _bearer(authorization: Sequence[str]) -> str:
     with suppress(ValueError):
         (value,) = authorization
         scheme, key = value.split()
-        if scheme.lower() == "bearer" and len(key) <= _MAX_KEY_CHARS:
+        if scheme.lower() == "bearer" and len(key) <= 512:
             return key
     raise UnauthenticatedError("Authorization is not understood; allowed: one Bearer KEY")

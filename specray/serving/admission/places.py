@@ -21,9 +21,6 @@ BODY_TIMEOUT_S: Final = 60.0
 """Seconds to the end of a body."""
 BODY_GRACE_S: Final = 10.0
 """Seconds that a body may take whatever its size; each byte that has come adds to them."""
-LEAST_BYTES_PER_S: Final = 1024
-MAX_HELD_BYTES: Final = 64 * 1024 * 1024
-"""Bytes of the bodies of all calls that are not tokenized yet."""
 _RETRY_AFTER_S: Final = 1.0
 
 PartT = TypeVar("PartT")
@@ -35,10 +32,10 @@ class Places:
     Args:
         max_calls: calls that are answered at a time, and calls whose bodies come.
         timeout_s: longest time of a call in seconds, from its first byte on.
-        max_held_bytes: bytes of bodies.
+        max_held_bytes: bytes of the bodies of all calls that are not tokenized yet.
     """
 
-    def __init__(self, max_calls: int, *, timeout_s: float, max_held_bytes: int = MAX_HELD_BYTES) -> None:
+    def __init__(self, max_calls: int, *, timeout_s: float, max_held_bytes: int = 64 * 1024 * 1024) -> None:
         self._max_calls = max_calls
         self._timeout_s = timeout_s
         self._max_held_bytes = max_held_bytes
@@ -167,7 +164,7 @@ class Place:
             DeadlineExceededError: the time of the whole call is over.
             OverloadedError: another call has taken the room.
         """
-        paced_s = self._began_s + min(BODY_TIMEOUT_S, grace_s + self.num_bytes / LEAST_BYTES_PER_S)
+        paced_s = self._began_s + min(BODY_TIMEOUT_S, grace_s + self.num_bytes / 1024)
         try:
             async with asyncio.timeout_at(min(paced_s, self.deadline_s)) as self._waiting:
                 received = await part

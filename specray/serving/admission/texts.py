@@ -17,7 +17,6 @@ SECONDS_PER_CHAR: Final = 5e-7
 """Seconds to tokenize a character."""
 SECONDS_PER_BYTE: Final = 1e-7
 """Seconds to read a byte of a body."""
-_MAX_THREADS: Final = 4
 
 ResultT = TypeVar("ResultT")
 
@@ -26,7 +25,7 @@ class TextWork:
     """The threads of one Ingress for texts, shared by all its endpoints."""
 
     def __init__(self) -> None:
-        num_threads = min(_MAX_THREADS, max(2, (os.cpu_count() or 1) - 1))
+        num_threads = min(4, max(2, (os.cpu_count() or 1) - 1))
         self._short = FairPool(1, "specray-texts", what="texts")
         # One thread is always there for another tenant than those whose long texts are tokenized.
         self._long = FairPool(num_threads, "specray-long-texts", what="texts", max_per_tenant=num_threads - 1)

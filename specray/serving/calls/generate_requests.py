@@ -16,13 +16,11 @@ from specray.types import SamplingParams
 _UINT64: Final = (1 << 64) - 1
 # Below these, float32 on the way to the engine or in its softmax would make them zero or infinite; the
 # output is the same as with the smaller value.
-_GREEDY_BELOW: Final = 1e-5
-_MIN_TOP_P: Final = 1e-6
 _ADJUSTED: Final[Mapping[str, Callable[[float], float]]] = MappingProxyType(
     {
-        "temperature": lambda value: value if value >= _GREEDY_BELOW else 0.0,
+        "temperature": lambda value: value if value >= 1e-5 else 0.0,
         "top_k": lambda value: max(value, 0),
-        "top_p": lambda value: max(value, _MIN_TOP_P),
+        "top_p": lambda value: max(value, 1e-6),
     }
 )
 """Functions, by the option's name, from a value that may be asked for to the value that engines get."""

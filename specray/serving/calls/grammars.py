@@ -16,8 +16,6 @@ from specray.types import Grammar
 
 MAX_HOLD_S = 0.5
 """Seconds for which the answer that refuses a grammar is held back at most."""
-_MAX_S = 30.0
-"""Seconds to the end of a check, waiting included; the work itself is bounded by counted steps."""
 _MAX_TENANTS = 1024
 """Tenants whose refusals are remembered."""
 _REFUSAL_SHARE = 0.05
@@ -108,7 +106,8 @@ class GrammarChecker:
 
     async def _in_turn(self, work: Callable[[], ResultT], turn: Turn) -> ResultT:
         """Does the work when its turn comes. Whoever gives up waiting leaves the turns as they are."""
-        latest_s = asyncio.get_running_loop().time() + _MAX_S
+        # Seconds to the end of a check, waiting included; the work itself is bounded by counted steps.
+        latest_s = asyncio.get_running_loop().time() + 30.0
         own_s = latest_s if turn.deadline_s is None else turn.deadline_s
         return await self._pool.run(work, turn._replace(deadline_s=min(own_s, latest_s)))
 

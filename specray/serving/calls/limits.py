@@ -14,8 +14,6 @@ from specray.tokenization import Tokenizer
 INFO_TIMEOUT_S = 30.0
 _BYTES_PER_TOKEN = 64
 """Bytes of a body per token of the context: text has 3 to 6, escaped and in JSON."""
-_OTHER_BYTES = 1024 * 1024
-"""Bytes of what is in a body beside its prompt."""
 
 
 class ServiceLimits:
@@ -39,7 +37,8 @@ class ServiceLimits:
         most = self._config.now.http.max_body_bytes
         if self._info is None:
             return most
-        return min(most, _OTHER_BYTES + self._info.max_model_len * _BYTES_PER_TOKEN)
+        # Bytes of what is in a body beside its prompt.
+        return min(most, 1024 * 1024 + self._info.max_model_len * _BYTES_PER_TOKEN)
 
     async def get(self) -> Limits:
         info = self._info or await self.info()

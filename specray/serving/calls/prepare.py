@@ -19,13 +19,12 @@ from specray.serving.admission.capacity import Admission
 from specray.serving.admission.limiter import step_aside
 from specray.serving.admission.places import Place
 from specray.serving.admission.texts import SECONDS_PER_BYTE, SECONDS_PER_CHAR
-from specray.serving.calls.bad_words import with_bad_word_ids
 from specray.serving.calls.chat_plan import ChatPlanner, Conversation, Reading
 from specray.serving.calls.defaults import load_defaults
 from specray.serving.calls.generate_requests import to_generate_requests, truncated
 from specray.serving.calls.grammars import GrammarChecker
 from specray.serving.calls.limits import ServiceLimits
-from specray.serving.calls.predictions import with_prediction_ids
+from specray.serving.calls.option_texts import with_bad_word_ids, with_prediction_ids
 from specray.serving.calls.prompts import Prompt, encode_prompts
 from specray.serving.validation import (
     GenerationOptions,

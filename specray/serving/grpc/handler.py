@@ -45,7 +45,6 @@ from specray.telemetry.conventions import operation_attributes, rpc_attributes
 from specray.tokenization import Tokenizer
 
 ParamsT = TypeVar("ParamsT")
-_LEAST_TIMEOUT_S = 0.001
 
 
 class GrpcIngress:
@@ -224,7 +223,7 @@ def _prompt_field(params: GenerateParams) -> str:
 
 def _within_range(timeout_s: float) -> float:
     """Clips a deadline to the allowed range: one that is over ends the call, a distant one is none."""
-    return min(max(timeout_s, _LEAST_TIMEOUT_S), RANGES["timeout_s"].high)
+    return min(max(timeout_s, 0.001), RANGES["timeout_s"].high)
 
 
 def generation_options(params: GenerateParams) -> GenerationOptions:

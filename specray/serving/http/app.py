@@ -47,8 +47,7 @@ from specray.serving.http.routes.service import (
 from specray.serving.http.routes.tokens import add_token_routes
 from specray.serving.observe import CallObserver, CallRecord
 from specray.serving.problems import HttpError, problem_response
-from specray.telemetry.exposition import merged
-from specray.telemetry.vllm_names import with_vllm_names
+from specray.telemetry.exposition import merged, with_vllm_names
 from specray.tokenization import Tokenizer
 
 CallParser = Callable[[Arrived, CallRecord], Coroutine[Any, Any, Call]]
@@ -56,10 +55,6 @@ Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 _READABLE: Final = (REQUEST_ID_HEADER, LEFT_OUT_HEADER, "Retry-After", "Retry-After-Ms")
 """Headers of answers that a page of another origin may read besides the common ones."""
-_PREFLIGHT_S: Final = 600
-"""Seconds for which a browser may keep the answer to a preflight."""
-_CLIENT_LEFT = 499
-"""HTTP status of a request whose client is gone, as in nginx; nobody reads it."""
 
 
 def build_http_app(
@@ -228,7 +223,8 @@ def _add_cors(app: FastAPI, config: HttpConfig) -> None:
         allow_methods=["GET", "HEAD", "POST"],
         allow_headers=["*"],
         expose_headers=_READABLE,
-        max_age=_PREFLIGHT_S,
+        # Seconds for which a browser may keep the answer to a preflight.
+        max_age=600,
     )
 
 
@@ -251,4 +247,5 @@ def _add_problem_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def on_disconnect(_: Request, error: ClientDisconnect) -> Response:
-        return PlainTextResponse("", status_code=_CLIENT_LEFT)
+        # HTTP status of a request whose client is gone, as in nginx; nobody reads it.
+        return PlainTextResponse("", status_code=499)

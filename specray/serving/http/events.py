@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from specray.serving.generation import Delta, close
-
-KEEP_ALIVE_S: Final = 15.0
-"""Seconds after which a stream on which nothing happens gets a comment."""
 
 T = TypeVar("T")
 
@@ -103,7 +100,8 @@ class EventStreamResponse(Response):
         events: AsyncIterator[bytes],
         source: StartedStream,
         *,
-        keep_alive_s: float = KEEP_ALIVE_S,
+        # Seconds after which a stream on which nothing happens gets a comment.
+        keep_alive_s: float = 15.0,
         comment: bytes,
     ) -> None:
         super().__init__(None, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})

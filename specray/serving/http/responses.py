@@ -18,9 +18,6 @@ Json = dict[str, Any]
 GET: Final = ["GET", "HEAD"]
 """Methods of endpoints that only read: probes use HEAD, and the server sends no body then."""
 
-_MIN_LOGPROB = -9999.0
-"""Substitute for minus infinity, which JSON does not have, as in OpenAI's API and vLLM."""
-
 
 @dataclass(frozen=True, slots=True)
 class Header:
@@ -195,4 +192,5 @@ def _by_token(tokenizer: Tokenizer, entry: TokenLogprobs) -> Json:
 
 
 def finite(logprob: float) -> float:
-    return max(logprob, _MIN_LOGPROB)
+    # Substitute for minus infinity, which JSON does not have, as in OpenAI's API and vLLM.
+    return max(logprob, -9999.0)

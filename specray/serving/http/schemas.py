@@ -25,7 +25,7 @@ from pydantic_core import PydanticCustomError
 from specray.errors import InvalidRequestError, shown
 from specray.grammar.forms import FIELDS, MODIFIERS, asking_field, grammar_of
 from specray.request_options import Option, Range
-from specray.serving.calls.predictions import parse_prediction
+from specray.serving.calls.option_texts import parse_prediction
 from specray.serving.calls.prompts import Prompt, parse_prompt
 from specray.serving.http.extras import check_extras
 from specray.serving.validation import CALL_OPTIONS, RANGES, GenerationOptions, out_of_range

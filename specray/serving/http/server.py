@@ -22,14 +22,11 @@ from specray.errors import ConfigError
 from specray.serving.http.edge.connections import Connections, protocol_class
 
 KEEP_ALIVE_TIMEOUT_S = 90
-BACKLOG = 128
-"""Connections that wait to be accepted. The loop takes all of them in one turn, at about 40 us each."""
 START_TIMEOUT_S = 10.0
 STOP_GRACE_S = 5.0
 PORT_WAIT_S = 10.0
 """Longest wait for the port in seconds: a replica may start a moment before the one it replaces has left."""
 _POLL_S = 0.005
-_PORT_POLL_S = 0.1
 
 
 class HttpServer:
@@ -73,7 +70,9 @@ class HttpServer:
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                backlog=BACKLOG,
+                # Connections that wait to be accepted. The loop takes all of them in one turn, at about 40 us
+                # each.
+                backlog=128,
                 timeout_keep_alive=KEEP_ALIVE_TIMEOUT_S,
                 timeout_graceful_shutdown=math.ceil(grace_s),
             )
@@ -113,7 +112,7 @@ class HttpServer:
                 if error.errno != errno.EADDRINUSE or loop.time() >= end:
                     reason = f"cannot listen on {self._host}:{self._port}: {error.strerror}"
                     raise ConfigError(f"http.port: {reason}") from None
-            await asyncio.sleep(_PORT_POLL_S)
+            await asyncio.sleep(0.1)
 
     def _bind(self) -> socket.socket:
         try:

@@ -26,7 +26,6 @@ T = TypeVar("T", bound=EngineConfig)
 
 WORKER_COMMAND = (sys.executable, "-m", "specray.cli", "worker")
 CONNECT_TIMEOUT_S = 20.0
-_END_TIMEOUT_S = 10.0
 _MAX_ERROR_CHARS = 2000
 
 
@@ -195,7 +194,7 @@ class _Worker:
             with contextlib.suppress(ProcessLookupError, TimeoutError):
                 if self._process.returncode is None:
                     stop()
-                async with asyncio.timeout(_END_TIMEOUT_S):
+                async with asyncio.timeout(10.0):
                     await self._process.wait()
                 return
 

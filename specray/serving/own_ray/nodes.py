@@ -21,8 +21,6 @@ PORTS = range(20_000, 32_768)
 _MIN_FREE_BYTES = 128_000_000
 """Bytes that logs, sockets and the memory map of a small service take."""
 _DASHBOARD_AGENT = "--dashboard_agent_command="
-_NO_PORT = -1
-"""What Ray's minimal installation writes for an agent that does not listen."""
 _KNOWN_RAY = "2.60."
 """Prefix of the Ray versions whose nodes are known; others start as they do by themselves."""
 
@@ -115,7 +113,8 @@ def one_agent() -> Iterator[None]:
             raylet.METRICS_EXPORT_PORT_NAME,
             raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME,
         ):
-            raylet.persist_port(node._session_dir, node._node_id, name, _NO_PORT)
+            # What Ray's minimal installation writes for an agent that does not listen.
+            raylet.persist_port(node._session_dir, node._node_id, name, -1)
         start_raylet(node, *args, **kwargs)
 
     def start_without_dashboard_agent(command: list[str], *args: Any, **kwargs: Any) -> Any:

@@ -18,8 +18,6 @@ logger = logging.getLogger(__name__)
 PERIOD_S: Final = 1.0
 SILENT_S: Final = 25.0
 """Seconds without an answer after which a server of Ray is lost. On a busy machine they take one or two."""
-GONE_S: Final = 4.0
-"""The same where nobody listens any more, in a Ray of our own, whose servers do not come back."""
 ANSWER_S: Final = 5.0
 CONTROLLER_HUNG_S: Final = 15.0
 """Seconds without an answer after which Serve's controller is killed; Ray starts another."""
@@ -185,7 +183,8 @@ def ray_parts(context: Any, *, is_own: bool) -> list[RayPart]:
     import ray
 
     info = context.address_info
-    gone_s = GONE_S if is_own else SILENT_S
+    # Where nobody listens any more, in a Ray of our own, whose servers do not come back.
+    gone_s = 4.0 if is_own else SILENT_S
     host, _, port = info["gcs_address"].rpartition(":")
     node = next(node for node in ray.nodes() if node["NodeID"] == info["node_id"])
     raylet = str(node["NodeManagerAddress"]), int(node["NodeManagerPort"])

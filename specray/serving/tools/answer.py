@@ -11,6 +11,7 @@ arguments so far. Elsewhere it is text. That is the only difference, since one r
 from __future__ import annotations
 
 import secrets
+import string
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
@@ -21,9 +22,6 @@ from specray.serving.tools.formats import MakeReader, ToolFormat
 from specray.serving.tools.reader import CallPart, CallPlace, CallReader
 from specray.serving.tools.request import ToolMode, ToolUse
 
-_ID_LEN: Final = 9
-"""Characters of a call's id: what Mistral's chat templates insist on."""
-_LETTERS: Final = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 REASONING_OPEN: Final = "<think>"
 REASONING_CLOSE: Final = "</think>"
 
@@ -302,4 +300,5 @@ class _Trimmed:
 
 def make_call_id() -> str:
     """A fresh id for one call."""
-    return "".join(secrets.choice(_LETTERS) for _ in range(_ID_LEN))
+    # Characters of a call's id: what Mistral's chat templates insist on.
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))

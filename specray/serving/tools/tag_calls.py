@@ -20,7 +20,6 @@ from specray.serving.tools.reader import SPACE, CallPart, CallPlace, CallReader,
 
 KEY: Final = r"(?P<key>[^<>\n]{1,256}+)"
 """Group of a parameter's name."""
-_NULLS: Final = ("null", "none")
 _QUOTES: Final = "\"' "
 
 
@@ -164,7 +163,7 @@ class TagCalls(CallReader):
         text = self.rest[self._is_first_line : length]
         if end is None:
             if self._schema.is_nullable_text and not any(
-                null.startswith(text.strip().lower()) for null in _NULLS
+                null.startswith(text.strip().lower()) for null in ("null", "none")
             ):
                 self.place = CallPlace.TEXT
                 return '"'

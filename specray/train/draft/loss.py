@@ -9,8 +9,6 @@ import torch
 
 from specray.train.draft.loss_kind import LossKind
 
-_DISTANCE_FROM = 0.6
-"""Share of a run after which the distance joins the divergence."""
 _ADAPTIVITY = 3.0
 """Factor of the acceptance in the exponent of the divergence's share."""
 
@@ -43,7 +41,8 @@ class LossConfig:
 
     def at(self, progress: float) -> LossWeights:
         """Weights after a share of the run."""
-        has_distance = self.kind is LossKind.KL_TV and progress >= _DISTANCE_FROM
+        # Share of a run after which the distance joins the divergence.
+        has_distance = self.kind is LossKind.KL_TV and progress >= 0.6
         return LossWeights(
             self.argmax_weight,
             self.distance_weight if has_distance else 0.0,

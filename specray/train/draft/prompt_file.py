@@ -12,11 +12,6 @@ import numpy as np
 
 from specray.errors import ConfigError, shown
 
-DEFAULT_DOMAIN = "prompts"
-"""Domain of a prompt that names none."""
-_HELD_OUT_PART = 10
-"""Number of prompts of a domain of which one is held out."""
-
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
@@ -73,7 +68,8 @@ def split_prompts(prompts: Mapping[str, Sequence[tuple[int, ...]]], *, seed: int
                 "one to hold out"
             )
         order = np.random.default_rng((seed, index)).permutation(len(unique))
-        count = max(1, len(unique) // _HELD_OUT_PART)
+        # Number of prompts of a domain of which one is held out.
+        count = max(1, len(unique) // 10)
         held_out[domain] = [unique[place] for place in order[:count]]
         train[domain] = [unique[place] for place in order[count:]]
     return Prompts(train, held_out)
@@ -109,7 +105,8 @@ def _parsed(line: str, where: str) -> tuple[str, str]:
     text = entry.get("prompt") if isinstance(entry, dict) else None
     if not isinstance(text, str) or not text.strip() or not _is_unicode(text):
         raise ConfigError(f"{where} has no prompt; allowed: a mapping with 'prompt', a text")
-    domain = entry.get("domain", DEFAULT_DOMAIN)
+    # Domain of a prompt that names none.
+    domain = entry.get("domain", "prompts")
     if not isinstance(domain, str) or not _is_name(domain):
         raise ConfigError(
             f"{where} has the domain {shown(domain)}; allowed: a text of one line without '=', ',', '|' and "

@@ -50,8 +50,6 @@ _TASKS = (
     "Give the text a title and explain it.", "Translate this text into German:",
     "Ask and answer three questions about the following text.",
 )  # fmt: skip
-_MIN_PROSE_CHARS = 300
-_MAX_PASSAGE_CHARS = 6000
 _PASSAGE_TOKENS = (48, 360)
 _PLAIN_TOKENS = (24, 160)
 _HELD_OUT_EVERY, _MAX_HELD_OUT_PLACE = 10, 480
@@ -200,7 +198,7 @@ def passages_of(files: Iterable[SourceFile], *, max_num_texts: int = 4000) -> li
         except (SyntaxError, ValueError, RecursionError):
             continue
         found = [without_head_comment(file.text), *_docstrings(tree)]
-        texts += [text[:_MAX_PASSAGE_CHARS] for text in found if len(text) >= _MIN_PROSE_CHARS]
+        texts += [text[:6000] for text in found if len(text) >= 300]
     return texts
 
 

@@ -25,9 +25,6 @@ from specray.train.loop import progress_bar
 
 _log = logging.getLogger(__name__)
 
-_COMPARED_NUMBERS = 1024
-"""Numbers of each parameter by which targets are told apart."""
-
 
 @dataclass(frozen=True, slots=True)
 class TextConfig:
@@ -192,7 +189,8 @@ def _digest(model: Any) -> str:
     """SHA-256 of the first numbers of each parameter, in bfloat16, whatever type they are loaded in."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        first = parameter.detach().flatten()[:_COMPARED_NUMBERS].to("cpu", torch.bfloat16)
+        # Numbers of each parameter by which targets are told apart.
+        first = parameter.detach().flatten()[:1024].to("cpu", torch.bfloat16)
         digest.update(first.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 

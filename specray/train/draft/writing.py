@@ -16,8 +16,6 @@ from specray.train.draft.prompts import Beginning
 
 _USER, _ASSISTANT, _TEXT = 0, 1, 2
 _ROLES = {"user": _USER, "assistant": _ASSISTANT, "text": _TEXT}
-USER_TEMPERATURE = 0.9
-"""Temperature of what the model writes in the user's place: the variety of the text comes from there."""
 TEMPERATURES = (0.0, 1.0, 0.0, 0.7)
 """Temperatures of answers, row by row in turn."""
 _NO_MARKERS = TurnMarkers(opening=(), to_assistant=(0,), to_user=(0,))
@@ -80,7 +78,8 @@ def write_rows(
     rows[:, 0] = given[:, 0]
     for column in range(1, row_len):
         logits = decoder.forward(rows[:, column - 1 : column]).float()
-        own = torch.where((turns.role == _USER)[:, None], USER_TEMPERATURE, temperature)
+        # Temperature of what the model writes in the user's place: the variety of the text comes from there.
+        own = torch.where((turns.role == _USER)[:, None], 0.9, temperature)
         drawn = draw_tokens(logits, own[:, 0], generator)
         is_given = column < lengths
         rows[:, column], is_answer[:, column] = turns.advance(drawn, given[:, column], is_given)

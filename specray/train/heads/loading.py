@@ -20,8 +20,6 @@ _log = logging.getLogger(__name__)
 
 OFFSETS = "d2t"
 """Name of the tensor of a trimmed head: token id minus row, for each row."""
-_MEMBERS = "t2d"
-"""Name of the tensor that marks ids with a row; it is not needed."""
 _HEAD = "lm_head.weight"
 
 
@@ -82,7 +80,8 @@ def _head_ids(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Takes the ids from the tensors: in ascending order, and the row of each in the head."""
     offsets = tensors.pop(OFFSETS, None)
-    tensors.pop(_MEMBERS, None)
+    # Name of the tensor that marks ids with a row; it is not needed.
+    tensors.pop("t2d", None)
     if offsets is None or _HEAD not in tensors or not len(offsets) == len(tensors[_HEAD]) == num_ids:
         raise ConfigError(
             f"draft {path!r} has draft_vocab_size {num_ids}; allowed: as many rows of {_HEAD} and numbers of "

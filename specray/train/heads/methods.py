@@ -29,9 +29,6 @@ _FROM_NOTHING = OptimizerConfig(matrix_learning_rate=4e-3, learning_rate=6e-4, w
 _TUNED = OptimizerConfig(matrix_learning_rate=1e-3, learning_rate=3e-4, weight_decay=0.0)
 """Learning rates of a model that was trained before."""
 
-_NUM_SIZED_ROWS = 8
-"""Rows of text over which the sizes of features are measured."""
-
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -56,7 +53,8 @@ class Target:
 
     def sizes(self) -> torch.Tensor:
         """Usual sizes of what a head reads of the default layers, on some rows of the text."""
-        layers, token_ids = self.default_layers, self.written.token_ids[:_NUM_SIZED_ROWS].astype(np.int64)
+        # Rows of text over which the sizes of features are measured.
+        layers, token_ids = self.default_layers, self.written.token_ids[:8].astype(np.int64)
         on_device = torch.from_numpy(token_ids).to(self.model.device)
         return usual_sizes(FeatureReader(self.model, layers), layers, on_device)
 

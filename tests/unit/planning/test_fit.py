@@ -16,7 +16,7 @@ from specray.planning.fit import (
     rates_by_position,
 )
 from specray.planning.profile import LinearTime, TargetProfile
-from specray.planning.samples import Samples, read_hits, read_samples
+from specray.planning.samples import Samples, is_beside, read_hits, read_samples
 from specray.router.trace import (
     DraftAsked,
     DraftReplied,
@@ -131,7 +131,7 @@ def test_engines_at_the_same_time_are_marked() -> None:
     # The target works for 10 ms and the draft for the last 2 of them.
     assert samples.target[0].beside_s == pytest.approx(0.002)
     assert samples.draft[0].beside_s == pytest.approx(0.002)
-    assert not samples.target[0].is_beside
+    assert not is_beside(samples.target[0])
 
 
 def test_hits_are_counted_by_the_width_of_the_plan() -> None:

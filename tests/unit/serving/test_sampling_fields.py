@@ -17,8 +17,8 @@ from specray.router.session.session import Session
 from specray.rpc.codec.inference import decode_generate_request, encode_generate_request
 from specray.rpc.codec.target import decode_verify_request, encode_verify_request
 from specray.rpc.inference.types import GenerateParams
-from specray.serving.calls.bad_words import with_bad_word_ids
 from specray.serving.calls.generate_requests import to_generate_requests
+from specray.serving.calls.option_texts import with_bad_word_ids
 from specray.serving.grpc.handler import generation_options
 from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.http.schemas import CompletionRequest, parse_request

@@ -6,9 +6,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from specray.config import parse_config
 from specray.fakes import FakeRouterClient
-from specray.telemetry.exposition import labelled
+from specray.telemetry.exposition import VLLM_NAMES, labelled, with_vllm_names
 from specray.telemetry.metrics import RouterMetrics
-from specray.telemetry.vllm_names import VLLM_NAMES, with_vllm_names
 from tests.unit.router.harness import fake_target
 from tests.unit.serving.http.service import INFO, MODEL, serving
 

@@ -12,8 +12,6 @@ from specray.bench.compare.peers.base import BFLOAT16, GGUF, PLAIN, Launch, Peer
 from specray.bench.compare.peers.process import LOOPBACK
 from specray.errors import ConfigError
 
-CONVERSION_TIMEOUT_S = 900.0
-NGRAM_LEN = 3
 _SERVER = Path("build", "bin", "llama-server")
 _CONVERTER = Path("convert_hf_to_gguf.py")
 
@@ -73,7 +71,7 @@ class LlamaCpp:
         ]
         command += [str(checkpoint), "--outtype", "bf16", "--outfile", str(partial)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=CONVERSION_TIMEOUT_S)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=900.0)
         except subprocess.TimeoutExpired:
             raise ConfigError(f"{checkpoint}: its conversion to GGUF takes over 15 minutes") from None
         if done.returncode:
@@ -108,7 +106,7 @@ def _speculation(arm: PeerArm, setup: Setup) -> list[str]:
         return [*draft, "--spec-draft-n-max", k, "--spec-draft-threads", str(setup.num_threads)]
     if arm.mode == "ngram":
         # By default it looks for twelve equal tokens, and so never drafts in a short output.
-        lookup = ["--spec-ngram-simple-size-n", str(NGRAM_LEN), "--spec-ngram-simple-size-m", k]
+        lookup = ["--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", k]
         return ["--spec-type", "ngram-simple", *lookup]
     return []
 

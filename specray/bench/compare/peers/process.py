@@ -27,7 +27,6 @@ NEVER_EPHEMERAL = range(20_000, 32_768)
 """Range of ports that the system does not hand out. Ray's processes take a dozen of those it does while a
 server starts: once Ray's metrics answered in place of the server. Ray's workers take ports below 20,000."""
 _MAX_TRIES = 100
-_NUM_LOG_LINES = 3
 
 
 def free_port() -> int:
@@ -114,4 +113,4 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
 def _last_lines(log_path: Path) -> str:
     _, *printed = log_path.read_text(errors="replace").splitlines()
     lines = [line for line in printed if line.strip()]
-    return " | ".join(lines[-_NUM_LOG_LINES:]) or "it printed nothing"
+    return " | ".join(lines[-3:]) or "it printed nothing"

@@ -10,9 +10,6 @@ from typing import Any
 from specray.bench.compare.peers.base import BFLOAT16, PLAIN, Launch, PeerArm, Setup
 from specray.bench.compare.peers.process import LOOPBACK
 
-KV_CACHE_GIB = 4
-_PROMPT_LOOKUP = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
-
 
 class Vllm:
     """vLLM: draft is greedy; draft-probabilistic samples it, for rejection at temperature > 0.
@@ -50,7 +47,7 @@ class Vllm:
             command += ["--speculative-config", json.dumps(_speculation(arm, setup))]
             command += ["--per-request-spec-decode-metrics", "summary"]
         environment = {
-            "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB),
+            "VLLM_CPU_KVCACHE_SPACE": "4",
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{setup.num_threads - 1}",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
@@ -63,6 +60,11 @@ class Vllm:
 
 def _speculation(arm: PeerArm, setup: Setup) -> dict[str, object]:
     if arm.mode == "ngram":
-        return {"method": "ngram", "num_speculative_tokens": arm.k, **_PROMPT_LOOKUP}
+        return {
+            "method": "ngram",
+            "num_speculative_tokens": arm.k,
+            "prompt_lookup_min": 2,
+            "prompt_lookup_max": 4,
+        }
     config = {"method": "draft_model", "model": str(setup.draft), "num_speculative_tokens": arm.k}
     return config | ({"draft_sample_method": "probabilistic"} if arm.mode == "draft-probabilistic" else {})

@@ -18,8 +18,6 @@ from specray.tokenization import Tokenizer
 
 Json = dict[str, Any]
 
-_MS_DIGITS = 3
-
 
 class RoundFormat:
     """Writes the rounds of one call's choices.
@@ -83,4 +81,4 @@ def _kinds(report: RoundReport) -> list[str]:
 
 
 def _rounded(step: dict[str, float]) -> dict[str, float]:
-    return {name: round(value, _MS_DIGITS) for name, value in step.items()}
+    return {name: round(value, 3) for name, value in step.items()}

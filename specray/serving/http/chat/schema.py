@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -15,8 +15,6 @@ from specray.serving.http.schemas import Fields, Nested, SamplingFields
 from specray.serving.tools.request import ToolUse, is_no_function, parse_tools
 from specray.serving.validation import RANGES, GenerationOptions, check_range
 from specray.tokenization import ChatMessage
-
-_NO_WORD: Final = re.compile(r"[^A-Za-z0-9_.-]")
 
 
 class FunctionFields(Fields):
@@ -122,4 +120,5 @@ class ChatCompletionRequest(SamplingFields):
 def _shown(tool: Mapping[str, Any]) -> str:
     inner = tool.get(tool["type"])
     words = (tool["type"], tool.get("name", inner.get("name") if isinstance(inner, dict) else None))
-    return ":".join(_NO_WORD.sub("_", word[:64]) for word in words if isinstance(word, str) and word)
+    kept = [word[:64] for word in words if isinstance(word, str) and word]
+    return ":".join(re.sub(r"[^A-Za-z0-9_.-]", "_", word) for word in kept)

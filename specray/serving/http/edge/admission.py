@@ -25,7 +25,6 @@ _CHATS: Final = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 _GENERATING: Final = ("/v1/completions", *_CHATS)
 _PATHS: Final = (*_GENERATING, "/tokenize", "/detokenize", "/v1/messages/count_tokens")
 """Paths whose calls have a body. What is sent to others is not read."""
-_TOO_LARGE: Final = 413
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ class AdmissionMiddleware:
         # The status is counted; a log line for each refusal would be a flood of its own.
         if not isinstance(error, OverloadedError):
             record_of(Request(scope)).failed(error)
-        if isinstance(error, HttpError) and error.status == _TOO_LARGE:
+        if isinstance(error, HttpError) and error.status == 413:
             await discard(receive)
         await problem_response(error, scope)(scope, receive, send)
 

@@ -17,9 +17,6 @@ from specray.serving.admission.places import Place
 from specray.serving.problems import HttpError
 from specray.serving.validation import RANGES
 
-_MAX_DISCARDED_BYTES = 64 * 1024 * 1024
-"""Bytes up to which a body that is too long is read to its end, so that the client gets to read the
-answer."""
 DISCARD_TIMEOUT_S = 10.0
 TIMEOUT_HEADER: Final = "X-Request-Timeout-Seconds"
 """For clients and gateways that do not write the body. Serve's proxy applies a header of this name, too."""
@@ -62,7 +59,9 @@ async def discard(receive: Receive) -> None:
     num_bytes, has_more = 0, True
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(DISCARD_TIMEOUT_S):
-            while has_more and num_bytes <= _MAX_DISCARDED_BYTES:
+            # Bytes up to which a body that is too long is read to its end, so that the client gets to read
+            # the answer.
+            while has_more and num_bytes <= 64 * 1024 * 1024:
                 message = await receive()
                 num_bytes += len(message.get("body", b""))
                 has_more = message.get("more_body", False)

@@ -27,18 +27,7 @@ HEAD_TIMEOUT_S: Final = 10.0
 UNREAD_TIMEOUT_S: Final = 30.0
 """Seconds for which a full buffer may wait for its client to read. A client that reads at all empties it in a
 moment; one that does not would hold a place in the routers, for tokens that nobody sees."""
-_CLOSE_TIMEOUT_S: Final = 2.0
-"""Seconds in which the client of a refused head gets to read the answer."""
-_MAX_REST_BYTES: Final = 1024 * 1024
-"""Bytes of a body that are still read after the answer to its request."""
-_REST_PAUSE_S: Final = 0.01
-"""Seconds between two reads of what nobody waits for: the rest of a body, or what follows a refused head."""
-_READ_BYTES: Final = 16 * 1024
-_WRITE_BUFFER_BYTES: Final = 16 * 1024
-_RESERVED_DESCRIPTORS: Final = 192
-"""Descriptors that are not used for connections: those that the loop accepts in one turn, and some others."""
 _FIRST_BYTE: Final = "specray.first_byte_at"
-_CODES: Final = {408: "timeout", 414: "uri_too_long", 431: "headers_too_large"}
 
 
 def first_byte_at(scope: Scope) -> float:
@@ -101,7 +90,8 @@ def _max_descriptor() -> int:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
         return sys.maxsize
-    return limit - min(_RESERVED_DESCRIPTORS, limit // 4)
+    # Descriptors that are not used for connections: those that the loop accepts in one turn, and some others.
+    return limit - min(192, limit // 4)
 
 
 class Connection(H11Protocol):
@@ -120,7 +110,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
+        transport.set_write_buffer_limits(high=16 * 1024)
         self.flow = _Flow(transport, self._take_body)
         if self._connections.add(self, descriptor=transport.get_extra_info("socket").fileno()):
             self._follow()
@@ -138,11 +128,14 @@ class Connection(H11Protocol):
             return
         if self._is_refused or self._has_answered_early:
             self._num_rest_bytes += len(data)
-            if self._num_rest_bytes > _MAX_REST_BYTES:
+            # Bytes of a body that are still read after the answer to its request.
+            if self._num_rest_bytes > 1024 * 1024:
                 self.transport.abort()
                 return
             self.flow.pause_reading()
-            self.loop.call_later(_REST_PAUSE_S, self._go_on_reading)
+            # Seconds between two reads of what nobody waits for: the rest of a body, or what follows a
+            # refused head.
+            self.loop.call_later(0.01, self._go_on_reading)
         if self._is_refused:
             return
         if self.conn.is_between_requests:
@@ -243,7 +236,8 @@ class Connection(H11Protocol):
         self.flow.resume_reading()
         if self._head_timer is not None:
             self._head_timer.cancel()
-        self._head_timer = self.loop.call_later(_CLOSE_TIMEOUT_S, self.transport.abort)
+        # Seconds in which the client of a refused head gets to read the answer.
+        self._head_timer = self.loop.call_later(2.0, self.transport.abort)
         self._connections.set_idle(self, True)
 
 
@@ -260,7 +254,8 @@ class _Flow(FlowControl):
 
 
 def _answer(status: int, sentence: str) -> bytes:
-    problem = HttpError(status, sentence, code=_CODES.get(status, "bad_request"))
+    codes = {408: "timeout", 414: "uri_too_long", 431: "headers_too_large"}
+    problem = HttpError(status, sentence, code=codes.get(status, "bad_request"))
     body = json.dumps(problem_body(problem)).encode()
     head = (
         f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n"
@@ -292,7 +287,7 @@ class _Reader(asyncio.BufferedProtocol):
 
 def protocol_class(connections: Connections) -> type[asyncio.Protocol]:
     """Returns what makes the protocol of each of a server's connections, in uvicorn's terms."""
-    buffer = memoryview(bytearray(_READ_BYTES))
+    buffer = memoryview(bytearray(16 * 1024))
 
     def protocol(**uvicorn_options: Any) -> _Reader:
         return _Reader(Connection(connections, **uvicorn_options), buffer)

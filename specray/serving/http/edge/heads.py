@@ -19,8 +19,6 @@ _MAX_FRAMING_BYTES: Final = 2 * 1024
 _BYTES_PER_FRAMING_BYTE: Final = 8
 """A body's framing (chunk sizes, their extensions, trailers) may be _MAX_FRAMING_BYTES plus an eighth of the
 body."""
-_CHUNK_FRAMING_BYTES: Final = 5
-"""Fewest bytes that frame a chunk."""
 _END: Final = re.compile(rb"\n\r?\n")
 _ILL_FORMED: Final = re.compile(rb"\r(?!\n|\Z)|(?<!\r)\n|\n[ \t]")
 """A CR or LF alone, or a header that goes on in the next line."""
@@ -75,7 +73,8 @@ class BoundedParser(h11.Connection):
         elif isinstance(event, h11.Data):
             self._body += len(event.data)
             self._chunks += event.chunk_start
-            self._check_framing(_CHUNK_FRAMING_BYTES * self._chunks)
+            # Fewest bytes that frame a chunk.
+            self._check_framing(5 * self._chunks)
         elif event is h11.NEED_DATA and self.their_state is h11.SEND_BODY:
             self._check_framing(self._received - self._body)
         return event

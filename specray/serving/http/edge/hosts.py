@@ -19,10 +19,8 @@ from specray.config import HttpConfig
 from specray.serving.http.edge.observe import record_of
 from specray.serving.problems import HttpError, problem_response
 
-ANY_HOST: Final = "*"
 _HOST: Final = re.compile(r"(?P<name>[A-Za-z0-9._-]+|\[[A-Za-z0-9:.%]+\])(?::(?P<port>[0-9]{0,5}))?")
 _URL: Final = re.compile(r"https?://([^/]*)(.*)", re.IGNORECASE | re.DOTALL)
-_MAX_PORT: Final = 65535
 _SHOWN_CHARS: Final = 100
 
 NameTest = Callable[[str], bool]
@@ -81,7 +79,7 @@ def host_test(
             return lambda name: True
         # No public DNS answers for a name without a dot, so none of those is an attacker's.
         return lambda name: is_loopback(name) or asks_for_key() or not any(c in name for c in ".[")
-    if ANY_HOST in names:
+    if "*" in names:
         return lambda name: True
     allowed = {name.lower().removesuffix(".") for name in names}
     return lambda name: name in allowed or is_loopback(name)
@@ -89,7 +87,7 @@ def host_test(
 
 def _is_host(name: str, port: str | None) -> bool:
     try:
-        return int(port or 0) <= _MAX_PORT and (name[0] != "[" or bool(IPv6Address(name[1:-1])))
+        return int(port or 0) <= 65535 and (name[0] != "[" or bool(IPv6Address(name[1:-1])))
     except ValueError:
         return False
 

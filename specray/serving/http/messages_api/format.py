@@ -16,7 +16,6 @@ from specray.serving.tools.answer import AnswerDelta, CallDelta
 from specray.tokenization import Tokenizer
 
 ID_PREFIX: Final = "msg_"
-_PING: Final = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
 class MessageFormat:
@@ -28,7 +27,7 @@ class MessageFormat:
     """
 
     ending: ClassVar[bytes] = b""
-    waiting: ClassVar[bytes] = _PING
+    waiting: ClassVar[bytes] = b'event: ping\ndata: {"type":"ping"}\n\n'
 
     def __init__(
         self, header: Header, tokenizer: Tokenizer, reading: Reading, *, shows_thinking: bool = True

@@ -31,8 +31,6 @@ _INCLUDABLE: Final = (
     "code_interpreter_call.outputs",
 )
 _CHOICES: Final = ("none", "auto", "required")
-_NO_REASONING: Final = "none"
-"""Effort at which the model is asked not to reason."""
 
 
 class TextFields(Fields):
@@ -114,7 +112,8 @@ class ResponsesRequest(TranslatedFields):
             chat |= {"response_format": _format(self.text.format), "verbosity": self.text.verbosity}
         if self.reasoning is not None and self.reasoning.effort is not None:
             chat["reasoning_effort"] = self.reasoning.effort
-            if self.reasoning.effort == _NO_REASONING:
+            # Effort at which the model is asked not to reason.
+            if self.reasoning.effort == "none":
                 with_variable(chat, "enable_thinking", False)
         return {name: value for name, value in chat.items() if value is not None}
 

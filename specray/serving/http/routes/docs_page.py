@@ -16,7 +16,6 @@ from specray.serving.http.responses import GET
 
 Json = Mapping[str, Any]
 
-_REFERENCE: Final = "#/components/schemas/"
 _ORIGIN: Final = "http://127.0.0.1:8000"
 """Address in the examples of a page that was saved; a served one puts in its own."""
 _STYLE: Final = """
@@ -106,7 +105,7 @@ def _schema(name: str, schema: Json) -> str:
 
 def _type(schema: Json) -> str:
     if "$ref" in schema:
-        name = escape(schema["$ref"].removeprefix(_REFERENCE))
+        name = escape(schema["$ref"].removeprefix("#/components/schemas/"))
         return f'<a href="#{name}">{name}</a>'
     if "anyOf" in schema:
         kinds = [entry for entry in schema["anyOf"] if entry.get("type") != "null"]

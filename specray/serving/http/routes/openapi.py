@@ -54,7 +54,6 @@ _EXAMPLES: Final[Mapping[str, Json]] = {
     "/detokenize": {"tokens": [5, 6, 7]},
 }
 """Bodies that any model answers, by path."""
-_STREAMS: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 _ERROR: Final[Json] = {
     "type": "object",
     "required": ["error"],
@@ -142,7 +141,7 @@ def _describe(schema: Json, *, has_sampling: bool) -> None:
 def _writing(path: str, schema: type[BaseModel], text: str) -> Json:
     reference = {"$ref": f"#/components/schemas/{schema.__name__}"}
     answers: Json = {"application/json": {"schema": {"type": "object"}}}
-    if path in _STREAMS:
+    if path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"):
         answers["text/event-stream"] = {"schema": {"type": "string"}}
     body = {"schema": reference, "example": _EXAMPLES[path]}
     return {

@@ -21,7 +21,6 @@ from specray.serving.readiness import Liveness, answer_within, check_ready
 
 TextSource = Callable[[], Awaitable[str]]
 
-PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 METRICS_TIMEOUT_S = 10.0
 
 
@@ -65,7 +64,7 @@ def add_observer_routes(app: FastAPI, routers: RouterClient, metrics_text: TextS
         check_observer(request)
         async with answer_within(METRICS_TIMEOUT_S, "metrics"):
             text = await metrics_text()
-        return Response(text, headers={"Content-Type": PROMETHEUS_TEXT})
+        return Response(text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     @app.api_route("/debug/trace", methods=GET)
     async def trace(request: Request) -> Response:

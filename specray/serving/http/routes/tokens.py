@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from fastapi import FastAPI
 from pydantic import Field
@@ -23,8 +23,6 @@ from specray.serving.http.responses import GET
 from specray.serving.http.schemas import Fields, parse_request
 from specray.serving.validation import Limits, check_model, check_token_ids, out_of_range
 from specray.tokenization import Tokenizer
-
-_OWN_FIELDS: Final = ("add_special_tokens", "return_token_strs")
 
 
 class TokenizeFields(Fields):
@@ -110,7 +108,7 @@ def add_token_routes(app: FastAPI, api: OpenAiApi, tokenizer: Tokenizer, limits:
 async def _encoded_chat(
     values: Mapping[str, Any], api: OpenAiApi, allowed: Limits, place: Place
 ) -> tuple[TokenizeFields, tuple[int, ...]]:
-    own = {name: values[name] for name in _OWN_FIELDS if name in values}
+    own = {name: values[name] for name in ("add_special_tokens", "return_token_strs") if name in values}
     fields = parse_request(TokenizeFields, own)
     if fields.add_special_tokens:
         raise out_of_range("add_special_tokens", True, "false with messages, whose template writes its own")

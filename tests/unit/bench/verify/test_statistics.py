@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specray.bench.verify.statistics import excess_p_value
+from specray.bench.verify.run import excess_p_value
 
 
 @pytest.mark.parametrize(

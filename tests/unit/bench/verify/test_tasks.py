@@ -11,9 +11,8 @@ import pytest
 
 from specray.bench.verify.plan import SELF
 from specray.bench.verify.report import verify_table
-from specray.bench.verify.run import verify
+from specray.bench.verify.run import verify, worse_p_value
 from specray.bench.verify.sandbox import passes
-from specray.bench.verify.statistics import worse_p_value
 from specray.bench.verify.tasks import Task, TaskKind, load_tasks
 from specray.errors import ConfigError
 from specray.requests import GenerateRequest

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from specray.feature_rows import ITEM_BYTES, MAX_FEATURE_BYTES, FeatureRows, max_rows
-from specray.router.draft_model.feature_room import FeatureRoom, needs_chunk
-from specray.router.session.features import FeatureQueue
+from specray.router.draft_model.budgets import FeatureRoom, needs_chunk
+from specray.router.session.sync import FeatureQueue
 from tests.unit.router.session.harness import new_session
 
 SIZE = MAX_FEATURE_BYTES // ITEM_BYTES // 4

@@ -65,7 +65,7 @@ def test_sessions_share_the_room_of_a_message(
 ) -> None:
     """A hidden size of 32: eight rows fit, and a prompt of 40 tokens takes five messages."""
     monkeypatch.setattr("specray.feature_rows.MAX_FEATURE_BYTES", 8 * 2 * 32)
-    monkeypatch.setattr("specray.router.draft_model.feature_room.MAX_FEATURE_BYTES", 8 * 2 * 32)
+    monkeypatch.setattr("specray.router.draft_model.budgets.MAX_FEATURE_BYTES", 8 * 2 * 32)
     _, draft, _ = serve(engines, alone, together=True)
     brought = [item.features for item in draft.items if item.features is not None]
     assert max(rows.num_rows for rows in brought) == 8

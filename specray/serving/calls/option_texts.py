@@ -1,7 +1,8 @@
-"""Reads what a request predicts of its output, and turns it into tokens."""
+"""Texts in a request's options, and their tokens: the output that it predicts, and its bad words."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from specray.errors import InvalidRequestError, shown
@@ -55,3 +56,22 @@ def with_prediction_ids(
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     known = tuple(token_id for token_id in token_ids if token_id < limits.vocab_size)
     return replace(options, prediction_ids=known[: limits.max_model_len])
+
+
+def with_bad_word_ids(options: GenerationOptions, tokenizer: Tokenizer) -> GenerationOptions:
+    """Returns the options with the ids of their bad words; without any, the options themselves."""
+    if not options.bad_words:
+        return options
+    return replace(options, bad_word_ids=bad_word_ids(options.bad_words, tokenizer))
+
+
+def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Token ids of each word at the beginning of a text and within one, behind a space."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare = word.lstrip() or word
+        for text in (bare, f" {bare}"):
+            token_ids = tokenizer.encode(text, add_special_tokens=False)
+            if token_ids:
+                found[token_ids] = None
+    return tuple(found)
