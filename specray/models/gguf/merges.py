@@ -11,16 +11,12 @@ Merge = tuple[str, str]
 def derived_merges(tokens: Sequence[str], scores: Sequence[float]) -> list[Merge]:
     """Merges of two pieces to one, in the order in which they are made: of the piece with the highest score
     first, then those with the longest left, then right, part."""
-    ids = {token: token_id for token_id, token in enumerate(tokens)}
+    known = set(tokens)
     found: list[tuple[float, int, int, str, str]] = []
     for token, score in dict(zip(tokens, scores, strict=True)).items():
-        pairs = [
-            (token[:end], token[end:])
-            for end in range(1, len(token))
-            if token[:end] in ids and token[end:] in ids
-        ]
-        if len(pairs) > 1:
-            pairs.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
-        found += [(score, len(left), len(right), left, right) for left, right in pairs]
+        for end in range(1, len(token)):
+            left, right = token[:end], token[end:]
+            if left in known and right in known:
+                found.append((score, len(left), len(right), left, right))
     found.sort(key=itemgetter(0, 1, 2), reverse=True)
     return [(left, right) for *_, left, right in found]
