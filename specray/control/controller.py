@@ -10,18 +10,26 @@ largest length.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from specray.config import SpeculationConfig
 from specray.control.cost_model import CostModel
 from specray.control.draft_length import DECAY, PRIOR_ACCEPTANCE, DraftLength
 from specray.control.experiments import Experiments, Exploration
-from specray.control.goodput import ANY_K
-from specray.control.mode import ModeController
+from specray.control.goodput import ANY_K, HYSTERESIS, MIN_SPEEDUP
+from specray.control.mode import KEEP_SPEEDUP, ModeController
 from specray.control.state import OFF, OFF_BY_REASON, Observer, Plan, Reason, SessionStats
+from specray.control.trees import with_branches
 from specray.types import MAX_SPECULATIVE_TOKENS, DraftKind, Overlap
 
 MAX_NEXT_TOKENS = 8
 """Fan-out per number of accepted tokens; less likely tokens are hardly ever drawn."""
+MAX_TRY_SHARE = 0.01
+"""Largest share of a session's time that is lost to asking a draft that was not worth its steps."""
+FEW_ROUNDS_OFF = 4
+"""Rounds without the draft after which asking it again must promise MIN_SPEEDUP."""
+MIN_ROUNDS_OFF = 12
+"""Rounds without the draft after which the only session may ask it again."""
 REFUSED_REST_ROUNDS = 16
 """Rounds for which a draft that refused a session is not asked for it: as long as a plan holds."""
 
@@ -84,20 +92,73 @@ class Controller(DraftLength):
         Args:
             num_unread: tokens of the session that the draft was not sent.
         """
-        if self.modes.is_trying_plain and _joins(stats):
+        is_alone = _is_alone(stats, num_running)
+        if self.modes.is_trying_plain and _joins(stats) and not is_alone:
             return OFF_BY_REASON[Reason.EXPERIMENT]
         stats.num_remaining, stats.num_unread = num_remaining, num_unread
         if stats.rest_rounds > 0:
             return OFF_BY_REASON[Reason.REFUSED]
-        return super().plan(stats, num_remaining=num_remaining, num_running=num_running)
+        if is_alone and stats.plan is not None and stats.plan.is_off:
+            # It was made when all decided together.
+            stats.rounds_to_replan = 0
+        plan = super().plan(stats, num_remaining=num_remaining, num_running=num_running)
+        if plan.is_off or not is_alone:
+            return plan
+        return self._alone(plan, stats)
 
-    def resting_plan(self, stats: SessionStats) -> Plan | None:
+    def _alone(self, plan: Plan, stats: SessionStats) -> Plan:
+        """The plan of a round of the only session: off where asking the draft is not worth its time.
+
+        Where it has not been for long, it is asked all the same once in a while.
+        """
+        plain_s = self.cost_model.verify_s(1, 1)
+        if plain_s is None:
+            return plan
+        tokens, seconds = self.asked(plan, stats, 1)
+        if plan.overlap is not Overlap.SERIAL:
+            # What follows is prepared meanwhile.
+            seconds = tokens / self.goodput(plan, stats, 1)
+        read_s = self._draft_prefill_s(stats)
+        rate = self.rate(plan, stats, 1)
+        margin = KEEP_SPEEDUP if stats.rounds_off < FEW_ROUNDS_OFF else MIN_SPEEDUP
+        gain = tokens - 1 - rate * (margin * seconds - plain_s)
+        # What it reads first serves all rounds that are left.
+        if gain > rate * read_s * min(1.0, tokens / max(1, stats.num_remaining)):
+            return plan
+        lost_s = read_s - gain / rate
+        may_try = lost_s <= MAX_TRY_SHARE * stats.rounds_off * plain_s
+        if stats.rounds_off >= MIN_ROUNDS_OFF and may_try:
+            return replace(plan, reason=Reason.EXPLORATION)
+        return OFF
+
+    def asked(self, plan: Plan, stats: SessionStats, num_running: int) -> tuple[float, float]:
+        """Tokens that a round commits for which the draft is asked first, and its seconds."""
+        tokens, seconds = self._goodput.asked(plan, stats, num_running)
+        if plan.tree is None:
+            return tokens, seconds
+        # A tree was chosen for promising that much more.
+        more = with_branches(tokens, stats)
+        return more, more / tokens * seconds / HYSTERESIS
+
+    def rate(self, plan: Plan, stats: SessionStats, num_running: int) -> float:
+        """Tokens per second that a second of the session brings, against which a round is held.
+
+        Measured where it runs alone; predicted for its plan where it shares steps.
+        """
+        predicted = self.goodput(plan, stats, num_running)
+        if num_running > 1:
+            return predicted
+        return stats.rate.value(max(predicted, self._goodput.plain_goodput(num_running)))
+
+    def resting_plan(self, stats: SessionStats, num_running: int) -> Plan | None:
         """The plan of a session without speculation and with nothing due; None: ``plan`` is to be called.
 
         Cheap: each round asks for it for each session.
         """
         if stats.fixed_k == 0:
             return OFF_BY_REASON[Reason.FIXED]
+        if _is_alone(stats, num_running):
+            return None
         is_resting = stats.plan is OFF and stats.rounds_to_replan > 0 and not self._is_outdated(stats)
         return OFF if is_resting else None
 
@@ -108,7 +169,7 @@ class Controller(DraftLength):
         return (
             stats.rounds_to_replan <= 1
             or self._is_outdated(stats)
-            or (_joins(stats) and self.modes.is_due(num_running))
+            or (self._shares(stats, num_running) and self.modes.is_due(num_running))
         )
 
     def prepare(
@@ -155,6 +216,10 @@ class Controller(DraftLength):
             self.modes.add(stats, is_drafted=has_ngram or num_drafts > 0)
         super().observe_round(stats, num_drafts, num_accepted)
 
+    def observe_pace(self, stats: SessionStats, num_tokens: int, seconds: float) -> None:
+        """Takes the seconds since the session's last commit, and the tokens of this one."""
+        stats.rate.add(num_tokens, seconds)
+
     def observe_proposal(self, stats: SessionStats, num_asked: int, num_drafts: int) -> None:
         """Takes the length of a proposal under a bound, for which ``num_asked`` tokens were asked at most."""
         self._rates.observe_proposal(stats, num_asked, num_drafts)
@@ -181,7 +246,7 @@ class Controller(DraftLength):
 
     def _decide(self, stats: SessionStats, num_running: int) -> None:
         modes = self.modes
-        if not _joins(stats) or not modes.is_due(num_running):
+        if not self._shares(stats, num_running) or not modes.is_due(num_running):
             return
         predicted = self._goodput.speedup(modes.take_mean(stats), num_running)
         if predicted is None:
@@ -190,6 +255,10 @@ class Controller(DraftLength):
         shares = num_running > 1 and modes.uses_model
         sample = modes.sample or (stats,)
         modes.set_plan(self._goodput.best_for_all(sample, num_running, modes.plan) if shares else None)
+
+    @staticmethod
+    def _shares(stats: SessionStats, num_running: int) -> bool:
+        return _joins(stats) and num_running > 1
 
     def _is_outdated(self, stats: SessionStats) -> bool:
         """Mode or plan of all have changed since the session's last re-plan."""
@@ -200,6 +269,8 @@ class Controller(DraftLength):
             step_s = self.cost_model.verify_s(num_running, num_running) or 0.0
             return self._draft_prefill_s(stats) / step_s if step_s > 0 else 0.0
 
+        if num_running == 1:
+            return False
         is_due = self._exploration.is_due(
             stats.rounds_off, num_running=num_running, num_prefill_steps=num_prefill_steps
         )
@@ -207,14 +278,17 @@ class Controller(DraftLength):
             self._exploration.begin()
         return is_due
 
-    def _joint(self, stats: SessionStats) -> Plan | None:
-        if not _joins(stats) or stats.is_exploring or not self.modes.uses_model:
+    def _joint(self, stats: SessionStats, num_running: int) -> Plan | None:
+        if not self._shares(stats, num_running) or stats.is_exploring or not self.modes.uses_model:
             # After an experiment's window with the model its plan stands until the next decision.
             return None
         return self.modes.plan
 
-    def _allowed(self, stats: SessionStats) -> list[Plan]:
-        plans = super()._allowed(stats)
+    def _allowed(self, stats: SessionStats, num_running: int) -> list[Plan]:
+        plans = super()._allowed(stats, num_running)
+        if _is_alone(stats, num_running):
+            # Whether it is worth asking, each round decides.
+            return [plan for plan in plans if not plan.is_off]
         if not _joins(stats) or stats.is_exploring or self.modes.uses_model is None:
             return plans
         return [plan for plan in plans if not plan.is_off] if self.modes.uses_model else [OFF]
@@ -227,13 +301,14 @@ class Controller(DraftLength):
         return super()._choose(plans, current, stats, num_running)
 
     def _reason(self, stats: SessionStats, num_running: int) -> Reason:
-        if _joins(stats) and not stats.is_exploring and self.modes.is_trying_model:
+        is_tried = self._shares(stats, num_running) and self.modes.is_trying_model
+        if is_tried and not stats.is_exploring:
             return Reason.EXPERIMENT
         return super()._reason(stats, num_running)
 
     def _pays_back(self, stats: SessionStats, num_running: int) -> bool:
         prefill_s = self._draft_prefill_s(stats)
-        if prefill_s <= 0.0:
+        if prefill_s <= 0.0 or _is_alone(stats, num_running):
             return True
         plain_s = stats.num_remaining / self._goodput.plain_goodput(num_running)
         return plain_s * (1 - 1 / self.modes.calibrated_speedup) > prefill_s
@@ -247,3 +322,8 @@ class Controller(DraftLength):
 
 def _joins(stats: SessionStats) -> bool:
     return stats.fixed_k is None
+
+
+def _is_alone(stats: SessionStats, num_running: int) -> bool:
+    """Nobody waits for the session's draft but itself: its rounds are its own affair."""
+    return _joins(stats) and num_running == 1

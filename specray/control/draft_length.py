@@ -52,9 +52,9 @@ class ServiceRates:
     def __init__(self, prior_acceptance: float, prior_gain: float, prior_growth: float) -> None:
         self.acceptance = _service_rate(prior_acceptance)
         self._tree = TreeStats(_service_rate(prior_gain), _service_rate(prior_growth))
-        # Before any proposal; of one that only the draft ends, 8 tokens, 4 of them accepted.
+        # Before any proposal; of one that only the draft ends, 4 tokens, 3 of them accepted.
         self._continuation = _service_rate(0.95)
-        self._bounded = BoundedProposalStats(_service_rate(8.0), _service_rate(4.0))
+        self._bounded = BoundedProposalStats(_service_rate(4.0), _service_rate(3.0))
 
     def start_session(self, request: GenerateRequest, fixed_k: int | None) -> SessionStats:
         """Statistics of a new session; these rates are its prior.
@@ -204,12 +204,14 @@ class DraftLength:
         if current is not None and not self._goodput.allows(current):
             current = None
         stats.is_exploring = stats.fixed_k is None and current == OFF and self._explores(stats, num_running)
-        plans = self._allowed(stats)
+        plans = self._allowed(stats, num_running)
         if stats.is_exploring:
             plan = self._goodput.best(plans, stats, num_running)
         else:
             plan = self._choose(plans, current, stats, num_running)
-        limit = self._goodput.with_bound if self._joint(stats) is None else self._goodput.share_of
+        limit = (
+            self._goodput.with_bound if self._joint(stats, num_running) is None else self._goodput.share_of
+        )
         chain = limit(plan, stats, num_running)
         chain = OFF if plan.is_off else replace(chain, reason=self._reason(stats, num_running))
         stats.plan = self._trees.with_tree(chain, stats, num_running)
@@ -233,7 +235,7 @@ class DraftLength:
                 stats.bounded.decay(DECAY)
             if current.tree is None:
                 stats.tree.decay(DECAY)
-        joint = self._joint(stats)
+        joint = self._joint(stats, num_running)
         best = plans[0] if joint is None else joint
         if joint is None and len(plans) > 1:
             best = self._goodput.best(plans, stats, num_running)
@@ -255,7 +257,7 @@ class DraftLength:
                 best[plan.overlap_label] = max(tokens_per_s, best.get(plan.overlap_label, 0.0))
         return best
 
-    def _allowed(self, stats: SessionStats) -> list[Plan]:
+    def _allowed(self, stats: SessionStats, num_running: int) -> list[Plan]:
         """Plans of which a session, or its exploration, may have one."""
         plans = self._goodput.plans(stats)
         return [plan for plan in plans if not plan.is_off] if stats.is_exploring else plans
@@ -278,7 +280,7 @@ class DraftLength:
         """Begins an exploration if one is due. Of drafts at no cost nobody else knows."""
         return stats.rounds_off >= EXPLORATION_INTERVAL_ROUNDS
 
-    def _joint(self, stats: SessionStats) -> Plan | None:
+    def _joint(self, stats: SessionStats, num_running: int) -> Plan | None:
         """Shared plan; None if the session plans alone."""
         return None
 

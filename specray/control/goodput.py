@@ -173,6 +173,15 @@ class GoodputModel:
             num_branches *= max_branches(plan, k, num_running=num_running)
         return self._overlapped_goodput(plan, acceptance, num_branches, num_running)
 
+    def asked(self, plan: Plan, stats: SessionStats, num_running: int) -> tuple[float, float]:
+        """Tokens that a round commits for which the draft is asked first, and its seconds.
+
+        Whatever the overlap: where a round asks, its outcome had not been foreseen.
+        """
+        one = self.expected_round(plan.num_speculative_tokens, stats)
+        rate = self.serial_goodput(plan.num_speculative_tokens, [one], num_running)
+        return one.num_tokens, one.num_tokens / rate
+
     def plain_goodput(self, num_running: int) -> float:
         """Predicted tokens per second of one session without speculation."""
         return 1.0 / max(self._cost.verify_s(num_running, num_running) or _UNKNOWN_S, 1e-9)

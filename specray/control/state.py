@@ -14,6 +14,10 @@ from specray.types import MAX_SPECULATIVE_TOKENS, Overlap
 
 REPLAN_ROUNDS = 16
 """Rounds for which a plan holds; the first plans hold for fewer, each twice as long as the one before."""
+RATE_TOKENS, RATE_PRIOR_TOKENS = 64, 16
+"""Tokens that ``SessionRate`` remembers, and those for which its prior counts."""
+MAX_ROUND_SURPRISE = 8.0
+"""Longest round that ``SessionRate`` takes, as a multiple of what its tokens take on average."""
 PRIOR_GAIN, PRIOR_GROWTH = 1.3, 3.0
 """``TreeStats`` of a draft model before a tree was verified."""
 OFF_REPLAN_ROUNDS = 32
@@ -184,6 +188,26 @@ class TreeVerdict(NamedTuple):
 
 
 @dataclass(slots=True)
+class SessionRate:
+    """Tokens per second of one session's rounds: of some hundred tokens, older ones fade."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        """Takes a round. A pause counts for no more than a few rounds of its size."""
+        if self.tokens > 0:
+            seconds = min(seconds, MAX_ROUND_SURPRISE * num_tokens * self.seconds / self.tokens)
+        kept = (1 - 1 / RATE_TOKENS) ** num_tokens
+        self.tokens, self.seconds = kept * self.tokens + num_tokens, kept * self.seconds + seconds
+
+    def value(self, prior: float) -> float:
+        """Tokens per second, with ``prior`` tokens per second as its first rounds."""
+        num_prior = RATE_PRIOR_TOKENS * max(0.0, 1 - self.tokens / RATE_TOKENS)
+        return (self.tokens + num_prior) / (self.seconds + num_prior / prior)
+
+
+@dataclass(slots=True)
 class SessionStats:
     """One session's measurements and plan. Only the controller, with its service rates, writes to it."""
 
@@ -219,6 +243,8 @@ class SessionStats:
     """Value of ``ModeController.num_changes`` at the last re-plan."""
     rest_rounds: int = 0
     """Rounds for which the draft is not asked, after it refused the session."""
+    rate: SessionRate = field(default_factory=lambda: SessionRate())
+    """What its rounds have brought, whoever drafted."""
 
 
 class Observer(Protocol):

@@ -73,7 +73,12 @@ class ProposerChoice:
             return False
         # What a grammar forces is proposed whatever the mode.
         has_grammar = live.session.request.sampling.grammar is not None
-        return live.local is None or (self._controller.modes.is_plain and not has_grammar)
+        return live.local is None or (self._is_plain and not has_grammar)
+
+    @property
+    def _is_plain(self) -> bool:
+        """All sessions go without draft tokens; the only one looks for repetitions all the same."""
+        return self._controller.modes.is_plain and len(self._running) > 1
 
     def _propose_predicted(self, live: LiveSession, now: float) -> bool:
         """Takes draft tokens from the request's prediction. False: it has none to offer."""
@@ -104,8 +109,7 @@ class ProposerChoice:
 
     def _go_without_model(self, live: LiveSession, now: float) -> None:
         """Decides what is verified without asking the draft."""
-        is_plain = self._controller.modes.is_plain and self.model.link is not None
-        if is_plain and not live.is_drafted_locally:
+        if self._is_plain and self.model.link is not None and not live.is_drafted_locally:
             forced = NO_DRAFT if live.local is None else live.local.propose_forced(live.session)
             live.session.take_draft(forced, GRAMMAR)
         else:

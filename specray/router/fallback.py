@@ -8,14 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from specray.control.controller import Controller
-from specray.control.expectations import expected_tokens
-from specray.control.goodput import MAX_ACCEPTANCE
 from specray.control.state import Plan
 from specray.draft_tokens import DraftTokens
 from specray.router.live_session import LiveSession
 from specray.router.proposers.base import Budget
 from specray.router.proposers.local import LocalProposer
-from specray.types import Overlap
 
 
 class NgramFallback:
@@ -29,22 +26,20 @@ class NgramFallback:
         """Local draft tokens, to be verified at once, where they promise more than asking the draft.
 
         With g tokens per second in the long run, a round that commits E tokens in t seconds is worth E - g t.
-        Where both engines take turns anyway, only after a long match: short ones are rarely worth more.
 
         Returns:
             None: the draft is to be asked.
         """
-        local, num_running, k = live.local, len(self._running), plan.num_speculative_tokens
+        local, num_running = live.local, len(self._running)
         if local is None:
             return None
         draft = local.propose(live.session, Budget(now, num_running))
-        if not draft.token_ids or (plan.overlap is Overlap.SERIAL and not local.is_long):
+        if not draft.token_ids:
             return None
-        rate = self._controller.goodput(plan, live.stats, num_running)
-        asked_rate = self._controller.goodput(Plan(k), live.stats, num_running)
-        asked_tokens = expected_tokens(min(live.stats.acceptance.value, MAX_ACCEPTANCE), k)
+        rate = self._controller.rate(plan, live.stats, num_running)
+        asked_tokens, asked_s = self._controller.asked(plan, live.stats, num_running)
         tokens, seconds = local.expect(draft, num_running=num_running)
-        is_worth_more = tokens - rate * seconds > asked_tokens * (1 - rate / asked_rate)
+        is_worth_more = tokens - rate * seconds > asked_tokens - rate * asked_s
         return draft if is_worth_more else None
 
     def extend(self, live: LiveSession, foreseen: DraftTokens, now: float) -> DraftTokens | None:

@@ -254,6 +254,7 @@ class Rounds:
             overhead_s = None
         else:
             live.pace(len(commit.token_ids), self._now - since_s)
+            self._controller.observe_pace(live.stats, len(commit.token_ids), self._now - since_s)
         # One call for all that is counted: keeping a call costs more than counting does.
         waited_s = self._now - (live.arrived_s if since_s is None else since_s)
         self._later.add(self._count, commit, live.round_plan, waited_s, since_s is None, overhead_s)

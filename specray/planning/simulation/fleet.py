@@ -23,7 +23,7 @@ from specray.planning.simulation.times import SimulatedDraftTimes, SimulatedTarg
 from specray.requests import GenerateRequest
 from specray.router import Router
 from specray.telemetry.metrics import RouterMetrics
-from specray.types import SamplingParams
+from specray.types import DraftKind, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,8 @@ class Kit:
     speculation: SpeculationConfig = field(default_factory=lambda: SpeculationConfig.model_validate({}))
     is_replay: bool = False
     """True if requests are the measured ones, in turns, with their prompts."""
+    draft_kind: DraftKind = DraftKind.MODEL
+    """What drafts where a request does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +170,7 @@ class _Fleet:
                 speculation=speculation,
                 clock=clock,
                 metrics=_QuietMetrics(),
+                draft=kit.draft_kind,
                 seed=index,
             )
             self.groups.append(_Group(router, target))

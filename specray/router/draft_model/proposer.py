@@ -116,7 +116,7 @@ class ModelProposer:
     def is_resting(self, live: LiveSession) -> bool:
         """Whether the draft will not be asked for the session's next round, either."""
         has_draft = self.link is not None or self._leases is not None
-        return not has_draft or self._controller.resting_plan(live.stats) is not None
+        return not has_draft or self._controller.resting_plan(live.stats, len(self._running)) is not None
 
     def _can_ask(self, live: LiveSession) -> bool:
         """The draft uses no features, or has all that it needs with a question."""
@@ -125,7 +125,10 @@ class ModelProposer:
     def ask_features(self, live: LiveSession) -> None:
         """Decides, before a Verify is made, whether its verdict is to bring features for the draft."""
         size = feature_size(self.link)
-        if size and (live.is_drafted_locally or self._controller.resting_plan(live.stats) is not None):
+        if size and (
+            live.is_drafted_locally
+            or self._controller.resting_plan(live.stats, len(self._running)) is not None
+        ):
             size = 0
         live.session.features.feature_size = size
 
@@ -157,7 +160,7 @@ class ModelProposer:
             session, is_due = live.session, self._prefill.is_due(live)
             if live.is_drafted_locally or not (is_due or (uses_features and needs_chunk(session))):
                 continue
-            if self._controller.resting_plan(live.stats) is not None:
+            if self._controller.resting_plan(live.stats, len(self._running)) is not None:
                 continue
             plan = self._plan(live, session.num_remaining, now)
             if plan.is_off or (uses_features and not self._features.fits(session)):
@@ -373,7 +376,7 @@ class ModelProposer:
                 self._leases.want()
             return OFF_BY_REASON[Reason.FIXED if live.stats.fixed_k == 0 else Reason.NO_DRAFT]
         # Here and not in ``plan`` alone: with many sessions the way there counts too.
-        resting = self._controller.resting_plan(live.stats)
+        resting = self._controller.resting_plan(live.stats, len(self._running))
         if resting is not None:
             return resting
         if link.unanswered_since is not None and now >= link.unanswered_since + self._patience_s():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from specray.control.draft_length import SessionLength
 from specray.control.estimators import Rate
@@ -15,6 +17,41 @@ from specray.router.proposers.base import Budget
 from specray.router.proposers.lookahead import LookaheadControl
 from specray.router.session.session import Session
 from specray.router.session.values import FALLBACK, GRAMMAR, NOTHING_NEXT, Commit, NextDraft
+from specray.types import DraftKind
+
+
+SHADOW_TOKENS: Final = 8
+"""Tokens of a chain that is followed without being verified."""
+WITHOUT_SHADOW: Final = (DraftKind.LOOKAHEAD, DraftKind.FEATURES)
+"""What drafts in the target's steps, and finds nothing where it is not asked."""
+
+
+@dataclass(slots=True)
+class Shadow:
+    """A chain that was found and not verified, led along the output: what of it the target writes.
+
+    So acceptance is measured in every round, at no cost, as if the chain had been verified.
+    """
+
+    length: SessionLength
+    """Statistics that learn from it."""
+    start: int
+    """Committed tokens that it follows."""
+    chain: tuple[int, ...]
+    num_followed: int = 0
+
+    def follow(self, committed: Sequence[int]) -> bool:
+        """Takes what was committed since. True: it has ended, at its end or at a token that differs."""
+        num_known = min(len(committed) - self.start, len(self.chain))
+        num_new = num_right = 0
+        for index in range(self.num_followed, num_known):
+            num_new += 1
+            if committed[self.start + index] != self.chain[index]:
+                break
+            num_right += 1
+        self.num_followed += num_right
+        self.length.observe(num_new, num_right)
+        return num_right < num_new or self.num_followed == len(self.chain)
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +73,8 @@ class LocalProposer:
     """Chooses where the target looks ahead; None: nowhere."""
     is_long: bool = False
     """Last match was long, or forced."""
+    shadow: Shadow | None = None
+    """What it would have proposed where another drafted; None: nothing is followed."""
     is_forced: bool = False
     """The grammar forced the last proposal."""
     following: NextDraft = NOTHING_NEXT
@@ -76,6 +115,9 @@ class LocalProposer:
         if match_len == 0 and self.store is None:
             return NO_DRAFT
         plan = self._length.plan(num_remaining=session.num_remaining, num_running=budget.num_running)
+        if self.shadow is None and self.kind not in WITHOUT_SHADOW:
+            chain = self.proposer.propose(min(SHADOW_TOKENS, self.max_tokens)).token_ids
+            self.shadow = Shadow(self._length, len(session.committed), chain) if chain else None
         if plan.is_off:
             return NO_DRAFT
         return self.proposer.propose(plan.num_speculative_tokens, plan.num_tree_nodes)
@@ -85,6 +127,11 @@ class LocalProposer:
         if self.lookahead is not None and commit.had_window and isinstance(self.proposer, LookaheadProposer):
             self.proposer.offer(commit.offered, len(session.committed))
             self.lookahead.observe(len(commit.token_ids), commit.num_draft_tokens)
+        if self.shadow is not None and (commit.source != self.source or not commit.num_draft_tokens):
+            if self.shadow.follow(session.committed):
+                self.shadow = None
+            return
+        self.shadow = None
         if commit.source != self.source:
             return
         self._length.observe(commit.num_chain_tokens, commit.num_chain_accepted, commit.tree)

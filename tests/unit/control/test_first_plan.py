@@ -46,8 +46,8 @@ def num_draft_steps(k: int) -> float:
 
 
 def num_any_steps() -> float:
-    """Of a proposal of any length, by the prior of eight tokens."""
-    return sum(step.chance for step in expected_steps(ANY_K, [7 / 8], 1))
+    """Of a proposal of any length, by the prior of four tokens."""
+    return sum(step.chance for step in expected_steps(ANY_K, [3 / 4], 1))
 
 
 def test_first_plan_is_the_optimum_of_what_the_engines_say() -> None:
@@ -58,7 +58,7 @@ def test_first_plan_is_the_optimum_of_what_the_engines_say() -> None:
     def goodput(k: int) -> float:
         return expected_tokens(0.7, k, 0.95) / (0.010 + 0.0005 * num_draft_steps(k) + 0.010 + HANDLING_S)
 
-    # 8 draft tokens are expected, and of them as many as are accepted for each that is not at 0.7.
+    # 4 draft tokens are expected, and of them as many as are accepted for each that is not at 0.7.
     any_k = (1 + 0.7 / 0.3) / (0.010 + 0.0005 * num_any_steps() + 0.010 + HANDLING_S)
     assert any_k > max(goodput(k) for k in AUTO_K)
     assert first_plan(controller) == Plan(ANY_K)

@@ -60,7 +60,6 @@ def test_a_session_that_was_lucky_does_not_speculate_where_all_would_lose() -> N
     controller = pair_controller(draft_step_s=0.012)
     lucky = accepting(controller, 0.95)
     others = [accepting(controller, 0.1) for _ in range(3)]
-    assert not controller.plan(lucky, num_remaining=1000, num_running=1).is_off
     for _ in range(2 * DECISION_STEPS):
         plans = step(controller, [lucky, *others])
     assert plans == [OFF] * 4
@@ -264,7 +263,7 @@ def test_without_speculation_replans_become_rare_but_not_deaf() -> None:
     lengths = []
     for _ in range(6):
         stats.rounds_to_replan = 0
-        assert controller.plan(stats, num_remaining=100, num_running=1).is_off
+        assert controller.plan(stats, num_remaining=100, num_running=2).is_off
         lengths.append(stats.rounds_to_replan)
     assert lengths == [4, 8, 16, 32, OFF_REPLAN_ROUNDS, OFF_REPLAN_ROUNDS]
 
@@ -277,10 +276,10 @@ def test_reading_is_paid_for_by_what_all_expect_of_speculation(num_remaining: in
     controller = pair_controller()
     controller.cost_model.draft.expect({1: 0.004, 224: 0.1})
     stats = accepting(controller, 0.5)
-    controller.modes.decide(4 / 3, 1)
+    controller.modes.decide(4 / 3, 2)
     stats.plan, stats.num_changes = OFF, controller.modes.num_changes
     # Each remaining token takes 20 ms without speculation, of which a quarter would be saved: 0.1 / 0.005.
-    plan = controller.plan(stats, num_remaining=num_remaining, num_running=1, num_unread=224)
+    plan = controller.plan(stats, num_remaining=num_remaining, num_running=2, num_unread=224)
     assert plan.is_off is is_off
 
 

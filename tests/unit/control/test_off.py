@@ -39,8 +39,8 @@ def test_large_batches_switch_speculation_off() -> None:
 def test_explorations_are_rare_and_short_while_speculation_is_off() -> None:
     controller, stats = measured(hits=0.0, acceptance=0.02)
     explorations = 0
-    for _ in range(4 * EXPLORATION_INTERVAL_ROUNDS):
-        plan = chosen(controller, stats)
+    for _ in range(8 * EXPLORATION_INTERVAL_ROUNDS):
+        plan = chosen(controller, stats, num_running=2)
         explorations += not plan.is_off
         controller.observe_round(stats, plan.num_speculative_tokens, 0)
     assert 2 * EXPLORATION_ROUNDS <= explorations <= 4 * EXPLORATION_ROUNDS
@@ -74,11 +74,11 @@ def test_speculation_is_taken_up_only_where_what_is_left_pays_for_what_the_draft
     num_remaining: int, is_off: bool
 ) -> None:
     controller, stats = unread_controller(0.05)
-    best = chosen(controller, controller.start_session(request()))
-    saved_s = 1 / controller.goodput(Plan(0), stats, 1) - 1 / controller.goodput(best, stats, 1)
+    best = chosen(controller, controller.start_session(request()), num_running=2)
+    saved_s = 1 / controller.goodput(Plan(0), stats, 2) - 1 / controller.goodput(best, stats, 2)
     read_s = 8.5 * saved_s
     controller, stats = unread_controller(read_s)
-    plan = controller.plan(stats, num_remaining=num_remaining, num_running=1, num_unread=224)
+    plan = controller.plan(stats, num_remaining=num_remaining, num_running=2, num_unread=224)
     assert plan.is_off is is_off
 
 
@@ -89,13 +89,13 @@ def test_what_the_draft_has_been_told_costs_nothing_to_take_up_again() -> None:
     assert controller.plan(stats, num_remaining=8, num_running=1, num_unread=34).is_off
 
 
-@pytest.mark.parametrize(("read_s", "interval"), [(0.02, 256), (0.08, 800)])
+@pytest.mark.parametrize(("read_s", "interval"), [(0.02, 512), (0.08, 1600)])
 def test_a_try_is_as_rare_as_what_the_draft_must_read_for_it_is_long(read_s: float, interval: int) -> None:
     controller, stats = measured(overlap="serial", acceptance=0.02)
     controller.cost_model.draft.expect({1: 0.004, 224: read_s})
     tries = []
-    for step in range(2500):
-        plan = controller.plan(stats, num_remaining=1000, num_running=1, num_unread=224)
+    for step in range(5000):
+        plan = controller.plan(stats, num_remaining=1000, num_running=2, num_unread=224)
         if not plan.is_off:
             tries.append(step)
         controller.observe_round(stats, plan.num_speculative_tokens, 0)
@@ -121,11 +121,11 @@ def test_speculation_that_promises_a_little_more_than_none_is_not_taken_up(
     draft_step_s: float, is_off: bool
 ) -> None:
     controller, stats = measured(overlap="serial", acceptance=0.6, draft_step_s=draft_step_s)
-    gains = [controller.goodput(Plan(k), stats, 1) / controller.goodput(Plan(0), stats, 1) for k in AUTO_K]
+    gains = [controller.goodput(Plan(k), stats, 2) / controller.goodput(Plan(0), stats, 2) for k in AUTO_K]
     assert max(gains) > 1.02
     assert (max(gains) < MIN_SPEEDUP) is is_off
     stats.plan = Plan(0)
-    assert chosen(controller, stats).is_off is is_off
+    assert chosen(controller, stats, num_running=2).is_off is is_off
 
 
 def test_one_session_that_tries_does_not_make_the_others_try() -> None:

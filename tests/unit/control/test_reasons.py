@@ -21,7 +21,8 @@ def controller_of(*, verify_s: float = 0.020, draft_step_s: float = 0.002, **con
 
 
 def reason_of(controller: Controller, stats: SessionStats, *, num_remaining: int = 100) -> Reason:
-    plan = controller.plan(stats, num_remaining=num_remaining, num_running=1)
+    """Of a session beside another."""
+    plan = controller.plan(stats, num_remaining=num_remaining, num_running=2)
     # Without speculation the plan is one of those that every session shares.
     assert not plan.is_off or plan is OFF_BY_REASON[plan.reason]
     return plan.reason
@@ -38,7 +39,7 @@ def test_a_request_that_is_not_to_be_drafted_for_is_fixed() -> None:
     given = request(speculation=SpeculationParams(enabled=False))
     stats = controller.start_session(given)
     assert reason_of(controller, stats) is Reason.FIXED
-    assert controller.resting_plan(stats) is OFF_BY_REASON[Reason.FIXED]
+    assert controller.resting_plan(stats, 2) is OFF_BY_REASON[Reason.FIXED]
 
 
 def test_before_anything_is_measured_a_plan_is_unmeasured() -> None:
@@ -53,7 +54,7 @@ def test_measurements_say_whether_speculation_is_profitable(draft_step_s: float,
     controller = controller_of(draft_step_s=draft_step_s)
     stats = controller.start_session(request())
     assert reason_of(controller, stats) is reason
-    assert (controller.resting_plan(stats) is None) is (reason is Reason.PROFITABLE)
+    assert (controller.resting_plan(stats, 2) is None) is (reason is Reason.PROFITABLE)
 
 
 def test_the_last_token_needs_no_draft() -> None:
@@ -106,7 +107,7 @@ def test_an_experiment_with_the_model_gives_plans() -> None:
     assert reason_of(controller, stats) is Reason.UNPROFITABLE
     controller.modes.experiments.running = running(Mode.PLAIN, Mode.MODEL)
     controller.modes.num_changes += 1
-    plan = controller.plan(stats, num_remaining=100, num_running=1)
+    plan = controller.plan(stats, num_remaining=100, num_running=2)
     assert (plan.is_off, plan.reason) == (False, Reason.EXPERIMENT)
 
 
@@ -133,7 +134,7 @@ def test_one_session_explores_for_two_rounds() -> None:
     controller = controller_of(draft_step_s=0.100)
     stats = controller.start_session(request())
     reasons = []
-    for _ in range(2 * EXPLORATION_INTERVAL_ROUNDS):
+    for _ in range(4 * EXPLORATION_INTERVAL_ROUNDS):
         reasons.append(reason_of(controller, stats))
         num_drafts = stats.plan.num_speculative_tokens if stats.plan is not None else 0
         controller.observe_round(stats, num_drafts, 0)

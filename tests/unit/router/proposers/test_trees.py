@@ -52,7 +52,7 @@ def test_control_takes_trees_where_they_bring_more() -> None:
     output, pair, seconds = served("auto")
     chain, _, chain_seconds = served("off")
     assert output.stats is not None and chain.stats is not None
-    assert output.stats.mean_acceptance_length > 1.3 * chain.stats.mean_acceptance_length
+    assert output.stats.mean_acceptance_length > 1.1 * chain.stats.mean_acceptance_length
     assert seconds < 0.9 * chain_seconds
     assert pair.counted("specray_spec_decode_num_draft_tokens_total") > chain.stats.num_draft_tokens
 
