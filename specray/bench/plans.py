@@ -121,7 +121,8 @@ class MethodsPlan(PromptSourceOptions):
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help="plain, lookahead, cascade (the draft model with draft.draft, ngram if it has none), pard; "
+            help="plain, service (what the service chooses), lookahead, "
+            "cascade (the draft model with draft.draft, ngram if it has none), pard; "
             "model, features, ngram or suffix, also with a tree, such as model:auto, model:4x2x1, ngram:16; "
             f"may be repeated. Default: {', '.join(METHODS)}, pard with --pard, and features and "
             "features:16 with --drafter."

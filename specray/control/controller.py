@@ -18,6 +18,7 @@ from specray.control.draft_length import DECAY, PRIOR_ACCEPTANCE, DraftLength
 from specray.control.experiments import Experiments, Exploration
 from specray.control.goodput import ANY_K, HYSTERESIS, MIN_SPEEDUP
 from specray.control.mode import KEEP_SPEEDUP, ModeController
+from specray.control.overlap import OverlapChoice
 from specray.control.state import OFF, OFF_BY_REASON, Observer, Plan, Reason, SessionStats
 from specray.control.trees import with_branches
 from specray.types import MAX_SPECULATIVE_TOKENS, DraftKind, Overlap
@@ -43,6 +44,7 @@ class Controller(DraftLength):
     """
 
     def __init__(self, config: SpeculationConfig, *, observer: Observer | None = None) -> None:
+        self._overlap = OverlapChoice(config, observer)
         super().__init__(
             config,
             DraftKind.MODEL.value,
@@ -57,7 +59,10 @@ class Controller(DraftLength):
     def configure(self, config: SpeculationConfig) -> None:
         """See DraftLength; also the lengths of other sources. An overlap that is not allowed any more ends
         with a session's next plan."""
+        self._overlap.configure(config)
         super().configure(config)
+        if self._overlap.is_auto:
+            self._goodput.overlaps = self._overlap.overlaps
         self.modes.set_plan(None)
         for length in self._lengths:
             length.configure(config.without_overlap)
@@ -78,6 +83,11 @@ class Controller(DraftLength):
         )
         self._lengths.append(length)
         return length
+
+    @property
+    def is_serial(self) -> bool:
+        """Draft and target take turns."""
+        return not self._overlap.is_overlapped
 
     @property
     def max_k(self) -> int:
@@ -216,9 +226,25 @@ class Controller(DraftLength):
             self.modes.add(stats, is_drafted=has_ngram or num_drafts > 0)
         super().observe_round(stats, num_drafts, num_accepted)
 
-    def observe_pace(self, stats: SessionStats, num_tokens: int, seconds: float) -> None:
-        """Takes the seconds since the session's last commit, and the tokens of this one."""
+    def observe_pace(
+        self, stats: SessionStats, num_tokens: int, seconds: float, *, num_running: int, plan: Plan | None
+    ) -> None:
+        """Takes the seconds since the session's last commit, and the tokens of this one.
+
+        Args:
+            plan: of the round; None: something else than the draft model has drafted.
+        """
         stats.rate.add(num_tokens, seconds)
+        is_drafted = plan is not None and (not plan.is_off or plan.reason is Reason.STALLED)
+        if is_drafted and stats.promised > 0:
+            self._overlap.observe(num_tokens, stats.promised * seconds, num_running)
+        is_known = stats.fixed_k != 0 and self.cost_model.verify_s(num_running, num_running) is not None
+        if not is_known or not self._overlap.is_due(num_running):
+            return
+        turns, overlapped = self._goodput.by_way(stats, num_running)
+        if self._overlap.decide(overlapped / turns, num_running):
+            self._goodput.overlaps = self._overlap.overlaps
+            self.modes.reopen()
 
     def observe_proposal(self, stats: SessionStats, num_asked: int, num_drafts: int) -> None:
         """Takes the length of a proposal under a bound, for which ``num_asked`` tokens were asked at most."""
@@ -243,6 +269,9 @@ class Controller(DraftLength):
         self._decide(stats, num_running)
         stats.num_changes = self.modes.num_changes
         super()._replan(stats, num_running)
+        if self._overlap.is_auto:
+            is_known = self.cost_model.verify_s(num_running, num_running) is not None
+            stats.promised = self._goodput.by_way(stats, num_running)[0] if is_known else 0.0
 
     def _decide(self, stats: SessionStats, num_running: int) -> None:
         modes = self.modes
@@ -261,8 +290,8 @@ class Controller(DraftLength):
         return _joins(stats) and num_running > 1
 
     def _is_outdated(self, stats: SessionStats) -> bool:
-        """Mode or plan of all have changed since the session's last re-plan."""
-        return stats.num_changes != self.modes.num_changes and _joins(stats)
+        """Mode, overlap or plan of all have changed since the session's last re-plan."""
+        return stats.num_changes != self.modes.num_changes and stats.fixed_k != 0
 
     def _explores(self, stats: SessionStats, num_running: int) -> bool:
         def num_prefill_steps() -> float:

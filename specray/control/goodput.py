@@ -74,8 +74,10 @@ class GoodputModel:
     """Plans and their goodput. Keeps no state of its own."""
 
     def __init__(self, config: SpeculationConfig, source: str, cost_model: CostModel) -> None:
-        auto = config.overlap == "auto"
-        self._overlaps = tuple(Overlap) if auto else (Overlap(config.overlap),)
+        self.overlaps: tuple[Overlap, ...] = (
+            (Overlap.SERIAL,) if config.overlap == "auto" else (Overlap(config.overlap),)
+        )
+        """Overlaps that plans may have; under ``auto``, those of the way that was chosen."""
         self._is_model = source == DraftKind.MODEL.value
         self._ends_for_rows = source == DraftKind.FEATURES.value
         """What drafts ends proposals early, and takes no time but the target's."""
@@ -83,23 +85,41 @@ class GoodputModel:
 
     # Plans
 
-    def plans(self, stats: SessionStats) -> list[Plan]:
-        """Every plan that the session may have, OFF first if it may go without speculation."""
+    def plans(self, stats: SessionStats, overlaps: Sequence[Overlap] | None = None) -> list[Plan]:
+        """Every plan that the session may have, OFF first if it may go without speculation.
+
+        Args:
+            overlaps: of the plans; None: those that are allowed.
+        """
+        overlaps = self.overlaps if overlaps is None else overlaps
         fixed_k = stats.fixed_k
         ks = AUTO_K if fixed_k is None else (fixed_k,)
         plans = [
             Plan(k, overlap, width)
-            for overlap in self._overlaps
+            for overlap in overlaps
             for width in (WIDTHS if overlap is Overlap.ENUMERATE else (1,))
             for k in ks
         ]
         if fixed_k is not None:
             return plans
-        can_end = Overlap.SERIAL in self._overlaps and self._is_bounded(Overlap.SERIAL, stats)
+        can_end = Overlap.SERIAL in overlaps and self._is_bounded(Overlap.SERIAL, stats)
         return [OFF, *([Plan(ANY_K)] if can_end else []), *plans]
 
     def allows(self, plan: Plan) -> bool:
-        return plan.is_off or plan.overlap in self._overlaps
+        return plan.is_off or plan.overlap in self.overlaps
+
+    def by_way(self, stats: SessionStats, num_running: int) -> tuple[float, float]:
+        """Predicted tokens per second of the best plan that takes turns, and of the best that overlaps."""
+        most = MAX_SHARED_K if num_running >= MANY_SESSIONS and stats.fixed_k is None else ANY_K
+        turns, overlapped = (
+            max(
+                self.goodput(plan, stats, num_running)
+                for plan in self.plans(stats, overlaps)
+                if 0 < plan.num_speculative_tokens <= most
+            )
+            for overlaps in ((Overlap.SERIAL,), (Overlap.AHEAD, Overlap.ENUMERATE))
+        )
+        return turns, overlapped
 
     def best(self, plans: Sequence[Plan], stats: SessionStats, num_running: int) -> Plan:
         """The plan with the highest goodput; OFF if it gains less than MIN_SPEEDUP."""

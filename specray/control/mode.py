@@ -225,6 +225,12 @@ class ModeController:
             return Mode.NGRAM if takes_ngram and ngram > margin * model else Mode.MODEL
         return Mode.NGRAM if takes_ngram else Mode.PLAIN
 
+    def reopen(self) -> None:
+        """Engines work in another way from now on: all decide anew, and re-plan."""
+        self.experiments.abandon()
+        self.mode, self.plan = None, None
+        self._change()
+
     def set_plan(self, plan: Plan | None) -> None:
         """Sets the plan of all sessions that speculate; None: each chooses its own."""
         self.num_changes += plan != self.plan

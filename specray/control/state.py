@@ -243,8 +243,10 @@ class SessionStats:
     """Value of ``ModeController.num_changes`` at the last re-plan."""
     rest_rounds: int = 0
     """Rounds for which the draft is not asked, after it refused the session."""
-    rate: SessionRate = field(default_factory=lambda: SessionRate())
+    rate: SessionRate = field(default_factory=SessionRate)
     """What its rounds have brought, whoever drafted."""
+    promised: float = 0.0
+    """Tokens per second that its best plan without overlap promised at the last re-plan; 0: unknown."""
 
 
 class Observer(Protocol):
@@ -276,6 +278,15 @@ class Observer(Protocol):
         """All sessions have decided their mode; ``tried``: of the experiment that begins, if one does.
 
         Speedups of the draft model are multiples of plain decoding; experiments correct the calibrated one.
+        """
+
+    def chose_overlap(
+        self, *, is_overlapped: bool, predicted_gain: float, calibrated_gain: float, num_running: int
+    ) -> None:
+        """Under ``overlap: auto``, it was decided whether engines overlap.
+
+        Gains are tokens per second of overlapping as a multiple of those of taking turns; what rounds have
+        brought corrects the calibrated one.
         """
 
     def experiment_ended(

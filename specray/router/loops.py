@@ -5,29 +5,28 @@ driven: whenever something happened it takes one step, and what is in flight on 
 and the result of that step. At most one Verify is in flight; while it is, the draft works on its outcomes.
 A hit makes a session ready at once; a miss asks for a fresh proposal, or none when that would not pay.
 
-With K = 0 for all sessions both are plain continuous batching and the draft is not touched. When the settings
-ask for the other loop, the running one ends after its round in flight, and sessions go on in the other.
+With K = 0 for all sessions both are plain continuous batching and the draft is not touched. When the control
+asks for the other loop, the running one ends after its round in flight, and sessions go on in the other.
 """
 
 from __future__ import annotations
 
 from specray.router.rounds import Rounds, VerifyInFlight
-from specray.router.settings import Settings
 
 
-async def serve_rounds(rounds: Rounds, settings: Settings) -> None:
-    """Runs the loop that the settings ask for, now and whenever they change, until ``rounds`` is closed."""
+async def serve_rounds(rounds: Rounds) -> None:
+    """Runs the loop that is asked for, now and whenever that changes, until ``rounds`` is closed."""
     while rounds.is_open:
-        await (serial_loop(rounds, settings) if settings.is_serial else overlapped_loop(rounds, settings))
+        await (serial_loop(rounds) if rounds.is_serial else overlapped_loop(rounds))
         # What the one has left to do, the other must not wait for.
         rounds.wake()
 
 
-async def serial_loop(rounds: Rounds, settings: Settings) -> None:
+async def serial_loop(rounds: Rounds) -> None:
     """Draft and target take turns. Ends when ``rounds`` is closed, or both are to overlap."""
-    while rounds.is_open and settings.is_serial:
+    while rounds.is_open and rounds.is_serial:
         await rounds.wait(None)
-        while settings.is_serial and await serial_step(rounds):
+        while rounds.is_serial and await serial_step(rounds):
             pass
 
 
@@ -57,12 +56,12 @@ async def serial_step(rounds: Rounds) -> bool:
     return True
 
 
-async def overlapped_loop(rounds: Rounds, settings: Settings) -> None:
+async def overlapped_loop(rounds: Rounds) -> None:
     """Draft and target work at the same time. Ends when ``rounds`` is closed, or both are to take turns."""
     verifying: VerifyInFlight | None = None
-    while rounds.is_open and (verifying is not None or not settings.is_serial):
+    while rounds.is_open and (verifying is not None or not rounds.is_serial):
         await rounds.wait(verifying)
-        if settings.is_serial:
+        if rounds.is_serial:
             verifying = rounds.collect(verifying)
             rounds.flush()
         else:

@@ -62,6 +62,20 @@ class ControlObserver:
                 num_running=num_running,
             )
 
+    def chose_overlap(
+        self, *, is_overlapped: bool, predicted_gain: float, calibrated_gain: float, num_running: int
+    ) -> None:
+        """It was decided whether engines overlap; see ``Observer``."""
+        if self._metrics is not None:
+            self._metrics.observe_overlap(is_overlapped)
+        if self._trace is not None:
+            self._trace.chose_overlap(
+                is_overlapped=is_overlapped,
+                predicted_gain=predicted_gain,
+                calibrated_gain=calibrated_gain,
+                num_running=num_running,
+            )
+
     def experiment_ended(
         self,
         *,

@@ -139,6 +139,11 @@ class Rounds:
     def cancel_alarm(self) -> None:
         self._alarm.cancel()
 
+    @property
+    def is_serial(self) -> bool:
+        """Draft and target are to take turns."""
+        return self._controller.is_serial
+
     # What happened
 
     def collect(self, verifying: VerifyInFlight | None) -> VerifyInFlight | None:
@@ -254,7 +259,14 @@ class Rounds:
             overhead_s = None
         else:
             live.pace(len(commit.token_ids), self._now - since_s)
-            self._controller.observe_pace(live.stats, len(commit.token_ids), self._now - since_s)
+            is_own = not commit.num_draft_tokens or commit.source == DraftKind.MODEL
+            self._controller.observe_pace(
+                live.stats,
+                len(commit.token_ids),
+                self._now - since_s,
+                num_running=len(self.sessions.running),
+                plan=live.round_plan if is_own else None,
+            )
         # One call for all that is counted: keeping a call costs more than counting does.
         waited_s = self._now - (live.arrived_s if since_s is None else since_s)
         self._later.add(self._count, commit, live.round_plan, waited_s, since_s is None, overhead_s)

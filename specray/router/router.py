@@ -360,7 +360,7 @@ class Router:
 
     async def _serve(self, rounds: Rounds) -> None:
         try:
-            await serve_rounds(rounds, self._settings)
+            await serve_rounds(rounds)
         except Exception as error:
             # A bug must end requests with an error, not leave them waiting for ever.
             logger.exception("the router's loop failed")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from specray.config import RouterConfig, SpeculationConfig
-from specray.types import Overlap
 
 
 class Settings:
@@ -19,10 +18,6 @@ class Settings:
     @property
     def speculation(self) -> SpeculationConfig:
         return self._sections[1]
-
-    @property
-    def is_serial(self) -> bool:
-        return self.speculation.overlap is Overlap.SERIAL
 
     @property
     def stream_interval_s(self) -> float:

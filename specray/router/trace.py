@@ -68,6 +68,19 @@ class Decided:
 
 
 @dataclass(frozen=True, slots=True)
+class OverlapChosen:
+    """Under ``overlap: auto``, it was decided whether engines overlap."""
+
+    ns: int
+    is_overlapped: bool
+    predicted_gain: float
+    """Predicted tokens per second of overlapping, as a multiple of those of taking turns."""
+    calibrated_gain: float
+    """The predicted gain, corrected by what rounds have brought."""
+    num_running: int
+
+
+@dataclass(frozen=True, slots=True)
 class ExperimentEnded:
     """An A/B experiment is over: a window at another mode between two at the decided one."""
 
@@ -171,6 +184,7 @@ TraceEvent = (
     Planned
     | Decided
     | ExperimentEnded
+    | OverlapChosen
     | DraftAsked
     | DraftReplied
     | DraftSkipped
@@ -214,6 +228,9 @@ class Trace:
 
     def decided(self, **decision: Any) -> None:
         self._events.append(Decided(self._ns(), **decision))
+
+    def chose_overlap(self, **choice: Any) -> None:
+        self._events.append(OverlapChosen(self._ns(), **choice))
 
     def experiment_ended(self, **result: Any) -> None:
         self._events.append(ExperimentEnded(self._ns(), **result))

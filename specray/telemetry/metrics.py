@@ -123,6 +123,11 @@ class RouterMetrics:
             ["kind"],
             registry=registry,
         )
+        self._overlapped = Gauge(
+            "specray_speculation_overlapped",
+            "As decided last under overlap auto: 1 where draft and target work at the same time, 0 in turns.",
+            registry=registry,
+        )
         self._predicted, self._calibrated, self._measured = (
             speedup.labels(kind) for kind in ("predicted", "calibrated", "measured")
         )
@@ -321,6 +326,9 @@ class RouterMetrics:
         self._mode.set(rank)
         self._predicted.set(predicted_speedup)
         self._calibrated.set(calibrated_speedup)
+
+    def observe_overlap(self, is_overlapped: bool) -> None:
+        self._overlapped.set(is_overlapped)
 
     def observe_experiment(self, tried: str, measured_speedup: float | None) -> None:
         """An experiment with mode ``tried`` ended; ``measured_speedup``: of speculation; None: given up."""

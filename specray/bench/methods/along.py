@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from specray.bench.core.figures import Tally
-from specray.bench.methods.method import ALL, Method, MethodRow
+from specray.bench.methods.method import ALL, SERVICE, Method, MethodRow
 from specray.bench.proposals import WrittenOutput, asked
 from specray.draft_tokens import DraftTokens, TreeBudget
 from specray.drafting import SessionProposer, make_proposer
@@ -66,6 +66,10 @@ class _Walk:
 
 def fixed_tree(method: Method, k: int) -> TreeBudget | None:
     """The method's tree of paths of at most ``k`` tokens; None: a chain. Raises ConfigError."""
+    if method.name == SERVICE:
+        raise ConfigError(
+            f"--method is {SERVICE!r}, which chooses by times; allowed without --only-acceptance"
+        )
     if method.tree == "auto":
         raise ConfigError(f"--method is {method.name!r}; allowed with --only-acceptance: a tree that is set")
     budget = method.budget

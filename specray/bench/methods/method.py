@@ -22,14 +22,16 @@ CASCADE: Final = "cascade"
 """The draft model with a draft of its own."""
 PARD: Final = "pard"
 """A draft model that predicts all draft tokens in one forward, behind masks."""
+SERVICE: Final = "service"
+"""What the service chooses of all that it has: the draft model and n-grams."""
 _KINDS: Final[Mapping[str, DraftKind | None]] = MappingProxyType(
     {PLAIN: None}
     | {kind.value: kind for kind in DraftKind}
-    | {CASCADE: DraftKind.MODEL, PARD: DraftKind.MODEL}
+    | {CASCADE: DraftKind.MODEL, PARD: DraftKind.MODEL, SERVICE: DraftKind.MODEL}
 )
 IN_TARGET: Final = (DraftKind.LOOKAHEAD, DraftKind.FEATURES)
 """What drafts in the target's own steps: it can only be measured by serving."""
-_WITHOUT_TREES: Final = (PLAIN, CASCADE, PARD, DraftKind.LOOKAHEAD.value)
+_WITHOUT_TREES: Final = (PLAIN, CASCADE, PARD, SERVICE, DraftKind.LOOKAHEAD.value)
 """Plain decoding, chains, and what has no tree but its own."""
 
 
@@ -64,11 +66,14 @@ class Method:
         return self.config(parse_config({})).speculation.tree_budget
 
     def config(self, config: Config) -> Config:
-        """The configuration of the method's router: of what the method names, and nothing beside it.
+        """The configuration of the method's router: of what the method names, and nothing beside it. That of
+        ``service`` is the given one.
 
         Raises:
             ConfigError: the tree is none.
         """
+        if self.name == SERVICE:
+            return config
         # Here, since the command line's help names the methods, and pydantic takes half a second to import.
         return changed(config, {"speculation": {"tree": self.tree, "fallback": "none"}})
 

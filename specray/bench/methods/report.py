@@ -8,7 +8,7 @@ from rich.table import Table
 
 from specray.bench.core.chart import Panel, Series, draw
 from specray.bench.core.report import grid_of, number, page, table_of
-from specray.bench.methods.method import ALL, MethodRow
+from specray.bench.methods.method import ALL, SERVICE, MethodRow
 
 _DEPTHS = "acceptance by depth"
 _COLORS = ("#222222", "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2")
@@ -22,6 +22,8 @@ def methods_tables(rows: Sequence[MethodRow]) -> list[Table]:
         tables.append(_all_table(temperature, [row for row in here if row.category == ALL]))
         if any(row.category != ALL for row in here):
             tables.append(_category_table(temperature, here))
+        if len({row.method for row in here}) > 1 and any(row.method == SERVICE for row in here):
+            tables.append(_choice_table(temperature, here))
     return tables
 
 
@@ -65,6 +67,20 @@ def methods_chart(rows: Sequence[MethodRow]) -> str:
         for temperature in dict.fromkeys(row.temperature for row in rows)
     ]
     return draw("Acceptance by depth", panels, num_columns=2)
+
+
+def _choice_table(temperature: float, rows: Sequence[MethodRow]) -> Table:
+    """The service's own choice beside the best single method, for all prompts and by category."""
+    places = dict.fromkeys(row.category for row in rows)
+    cells: list[list[str]] = []
+    for category in places:
+        timed = {row.method: row.tokens_per_s or 0.0 for row in rows if row.category == category}
+        own = timed.pop(SERVICE)
+        best = max(timed, key=lambda name: timed[name])
+        share = own / timed[best] if timed[best] else None
+        cells.append([category, best, number(timed[best], 1), number(own, 1), number(share)])
+    title = f"temperature {temperature:g}: the service's choice"
+    return grid_of(title, ["category", "best method", "tokens/s", "service", "of the best"], cells)
 
 
 def _all_table(temperature: float, rows: Sequence[MethodRow]) -> Table:

@@ -366,7 +366,7 @@ class ModelProposer:
         return min(dues, default=None)
 
     def _patience_s(self) -> float:
-        return patience_s(self._budgets.patience_s(), self._settings)
+        return patience_s(self._budgets.patience_s(), self._settings, is_serial=self._controller.is_serial)
 
     def _plan(self, live: LiveSession, num_remaining: int, now: float) -> Plan:
         """The controller's plan, or no speculation where the draft cannot be asked."""

@@ -13,10 +13,10 @@ SERIAL_PATIENCE_S = 1.0
 """Least seconds that a round waits for the draft when both engines take turns."""
 
 
-def patience_s(measured_s: float | None, settings: Settings) -> float:
+def patience_s(measured_s: float | None, settings: Settings, *, is_serial: bool) -> float:
     """Longest seconds that a round waits for the draft, whose measured times allow ``measured_s``."""
     allowed_s = UNMEASURED_PATIENCE_S if measured_s is None else measured_s
-    if settings.is_serial:
+    if is_serial:
         # The reference loop goes on without a draft only when something is wrong with it.
         allowed_s = max(allowed_s, SERIAL_PATIENCE_S)
     return min(allowed_s, settings.router.round_timeout_s)

@@ -19,7 +19,6 @@ from specray.router.session.session import Session
 from specray.router.session.values import FALLBACK, GRAMMAR, NOTHING_NEXT, Commit, NextDraft
 from specray.types import DraftKind
 
-
 SHADOW_TOKENS: Final = 8
 """Tokens of a chain that is followed without being verified."""
 WITHOUT_SHADOW: Final = (DraftKind.LOOKAHEAD, DraftKind.FEATURES)

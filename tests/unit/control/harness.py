@@ -6,6 +6,7 @@ from typing import Any
 
 from specray.control.controller import Controller
 from specray.control.goodput import WIDTHS, GoodputModel
+from specray.control.overlap import DECISION_ROUNDS
 from specray.control.state import Plan, SessionStats
 from specray.engine_info import StepTime
 from specray.types import DraftKind, Overlap
@@ -50,6 +51,14 @@ def goodput_of(controller: Controller, **config: Any) -> GoodputModel:
     """The goodput of serial plans by what the controller has measured."""
     speculation = speculation_config(**({"overlap": "serial"} | config))
     return GoodputModel(speculation, DraftKind.MODEL.value, controller.cost_model)
+
+
+def worked(controller: Controller, stats: SessionStats) -> Overlap:
+    """How engines work after as many rounds as a decision takes, of which nothing is known."""
+    for _ in range(DECISION_ROUNDS):
+        controller.observe_pace(stats, 1, 0.020, num_running=1, plan=None)
+    stats.rounds_to_replan = 0
+    return chosen(controller, stats).overlap
 
 
 def chosen(

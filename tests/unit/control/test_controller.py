@@ -106,7 +106,7 @@ def test_what_the_draft_took_on_a_slow_machine_is_not_what_it_takes_on_a_fast_on
 
 def test_first_plan_before_any_measurement_speculates_moderately() -> None:
     controller = Controller(speculation_config(overlap="auto"))
-    assert chosen(controller, controller.start_session(request())) == Plan(3, Overlap.ENUMERATE)
+    assert chosen(controller, controller.start_session(request())) == Plan(3)
 
 
 def test_patience_is_unknown_before_the_first_proposal_and_follows_the_draft_after() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from specray.control.estimators import Average, OutcomesTime, Rate, TimeTable, chain_trials
 from specray.types import Overlap
-from tests.unit.control.harness import chosen, measured
+from tests.unit.control.harness import chosen, measured, worked
 
 
 def test_one_measurement_of_outcomes_tells_of_other_widths_and_lengths() -> None:
@@ -30,14 +30,13 @@ def test_outcomes_cost_what_the_draft_said_of_its_steps() -> None:
 def test_what_was_measured_once_is_doubted_replan_by_replan() -> None:
     """A way of working that was slow when it was tried is tried again one day."""
     controller, stats = measured(overlap="auto", draft_step_s=0.002)
-    assert chosen(controller, stats).overlap is Overlap.ENUMERATE
+    assert worked(controller, stats) is Overlap.ENUMERATE
     for _ in range(60):
         for num_branches in (1, 4, 8, 20, 40):
             controller.cost_model.observe_outcomes(3, num_branches, 0.080)
     ways = []
     for _ in range(100):
-        stats.rounds_to_replan = 0
-        ways.append(chosen(controller, stats).overlap)
+        ways.append(worked(controller, stats))
     assert ways[0] is not Overlap.ENUMERATE
     assert ways[-1] is Overlap.ENUMERATE
 

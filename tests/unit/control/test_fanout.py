@@ -9,7 +9,7 @@ from specray.control.expectations import prior_hit_rate
 from specray.control.goodput import max_branches
 from specray.control.state import OFF, Plan
 from specray.types import Overlap
-from tests.unit.control.harness import chosen, measured
+from tests.unit.control.harness import chosen, measured, worked
 from tests.unit.router.harness import request, speculation_config
 
 # Fan-out
@@ -60,7 +60,7 @@ def test_branches_get_fewer_as_load_grows() -> None:
 
 def test_enumeration_is_chosen_where_it_hides_the_draft() -> None:
     controller, stats = measured(overlap="auto", draft_step_s=0.002, hits=0.9)
-    assert chosen(controller, stats).overlap is Overlap.ENUMERATE
+    assert worked(controller, stats) is Overlap.ENUMERATE
 
 
 def test_overlap_is_not_chosen_where_it_slows_the_target_more_than_it_hides() -> None:
@@ -68,7 +68,7 @@ def test_overlap_is_not_chosen_where_it_slows_the_target_more_than_it_hides() ->
     for rows in (1, 2, 4, 8, 16, 32):
         for _ in range(60):
             controller.cost_model.target.add(rows, 0.035, is_overlapped=True)
-    assert chosen(controller, stats).overlap is Overlap.SERIAL
+    assert worked(controller, stats) is Overlap.SERIAL
 
 
 def test_overlap_that_was_never_tried_must_promise_to_hide_more_than_a_little() -> None:
@@ -80,7 +80,7 @@ def test_overlap_that_was_never_tried_must_promise_to_hide_more_than_a_little() 
             controller.cost_model.target.add(rows, 0.020, is_overlapped=False)
         for _ in range(10):
             controller.cost_model.observe_proposals([4], 4 * draft_step_s, 0.0005)
-        chosen_ways.append(chosen(controller, stats).overlap)
+        chosen_ways.append(worked(controller, stats))
     assert chosen_ways == [Overlap.SERIAL, Overlap.ENUMERATE]
 
 

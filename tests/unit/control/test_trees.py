@@ -59,8 +59,8 @@ def test_bound_of_a_node_is_what_its_row_costs() -> None:
         tree = chosen(controller, stats).tree
         assert tree is not None
         bounds.append(tree.min_chance)
-    # At g tokens per second, a row that takes t seconds must bring g t tokens: here some 120 t, and never less
-    # than a fiftieth.
+    # At g tokens per second, a row that takes t seconds must bring g t tokens: here some 120 t, and never
+    # less than a fiftieth.
     assert bounds == [0.02, 0.025, 0.036, 0.046]
 
 

@@ -113,7 +113,7 @@ async def test_requests_that_are_not_drafted_for_are_passed_by(clock: VirtualClo
         assert output.token_ids == expected(given)
         assert pair.draft.num_steps == 0
         stats = pair.router.controller.start_session(given)
-        assert pair.router.controller.resting_plan(stats) is OFF_BY_REASON[Reason.FIXED]
+        assert pair.router.controller.resting_plan(stats, 1) is OFF_BY_REASON[Reason.FIXED]
         assert not pair.router.controller.is_replan_near(stats, 1)
 
 
