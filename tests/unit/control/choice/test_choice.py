@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.pairwise import pairs
-from tests.unit.control.texts import Machine, Phase, kit, method, text, tokens_per_s
+from tests.unit.control.choice.texts import Machine, Phase, kit, method, text, tokens_per_s
 
 pytestmark = pytest.mark.slow
 LENGTHS = (1, 2, 4)
