@@ -128,7 +128,8 @@ class Controller(DraftLength):
         if plan.overlap is not Overlap.SERIAL:
             # What follows is prepared meanwhile.
             seconds = tokens / self.goodput(plan, stats, 1)
-        read_s = self._draft_prefill_s(stats)
+        # The first prompt it reads while the target does.
+        read_s = self._draft_prefill_s(stats) if stats.rounds_off else 0.0
         rate = self.rate(plan, stats, 1)
         margin = KEEP_SPEEDUP if stats.rounds_off < FEW_ROUNDS_OFF else MIN_SPEEDUP
         gain = tokens - 1 - rate * (margin * seconds - plain_s)

@@ -65,7 +65,7 @@ def unread_controller(read_s: float) -> tuple[Controller, SessionStats]:
     """Speculation pays, has been off, and the draft would have to read 224 tokens first."""
     controller, stats = measured(overlap="serial", acceptance=0.7)
     controller.cost_model.draft.expect({1: 0.004, 224: read_s})
-    stats.plan = Plan(0)
+    stats.plan, stats.rounds_off = Plan(0), 1
     return controller, stats
 
 
