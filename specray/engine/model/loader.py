@@ -31,7 +31,9 @@ from specray.engine.model.checks.formats import check_tensors
 from specray.engine.model.checks.weights import check_places
 from specray.engine.model.decoder_config import EMBEDDING, HEAD, DecoderConfig
 from specray.engine.model.description import ModelArgs, ModelDescription, describe
+from specray.engine.model.quantized.formats import WeightFormats
 from specray.engine.model.quantized.operator_set import has_own_kernels
+from specray.engine.weights.quantization import Quantization
 from specray.errors import ConfigError
 from specray.gguf.light import gguf_weights
 from specray.tokenization.fingerprint import fingerprint, tokenizer_vocabulary
@@ -102,7 +104,8 @@ def load_model(args: ModelArgs, *, dtype: torch.dtype, device: torch.device) -> 
         num_weight_bytes = sum(weight.nbytes for weight in source.parameters())
     else:
         has_own_bits = args.formats.has_own_bits and device.type == "cpu" and has_own_kernels()
-        source = _decoder_source(args.path, described, described.decoder, dtype, device, has_own_bits)
+        formats = replace(args.formats, has_own_bits=has_own_bits)
+        source = _decoder_source(args.path, described, described.decoder, dtype, device, formats)
         _tell_formats(args, described, source, dtype)
         head = source.head
         num_weight_bytes = args.formats.num_bytes(source.config, dtype.itemsize, source.stored_bytes)
@@ -162,7 +165,7 @@ def _decoder_source(
     config: DecoderConfig,
     dtype: torch.dtype,
     device: torch.device,
-    has_own_bits: bool,
+    formats: WeightFormats,
 ) -> DecoderSource:
     library = described.library
     entry = None if library is None else library.weights_entry
@@ -171,7 +174,9 @@ def _decoder_source(
         raise ConfigError(f"model {path!r} cannot be loaded: its safetensors files are not on the hub")
     weights: NamedWeights
     if (file := gguf_weights(directory)) is not None:
-        weights = GgufWeights(path, file, config, dtype=dtype, device=device, has_own_bits=has_own_bits)
+        weights = GgufWeights(
+            path, file, config, dtype=dtype, device=device, has_own_bits=formats.has_own_bits
+        )
         config = weights.decoder_config(config)
     else:
         weights = _weights(
@@ -181,7 +186,7 @@ def _decoder_source(
             dtype=dtype,
             device=device,
             entry=entry,
-            has_own_bits=has_own_bits,
+            has_own_bits=formats.has_own_bits,
         )
     config = match_names(weights, config)
     expected = config.weight_shapes()
@@ -201,13 +206,17 @@ def _decoder_source(
         config = replace(config, draft_vocab_size=len(head.token_ids))
     adapter = described.adapter
     adapted = weights if adapter is None else AdaptedWeights(weights, adapter, expected)
-    own = [name for name in weights.stored_bytes if adapter is None or name not in adapter.layers]
+    own = [
+        name
+        for name in weights.stored_bytes
+        if (adapter is None or name not in adapter.layers) and formats.of_matrix(name) is Quantization.NONE
+    ]
     return DecoderSource(
         config,
         adapted,
         head,
         {name: weights.stored_bytes[name] for name in own},
-        tuple(weights.stored_formats) if own else (),
+        tuple(sorted({weights.stored_formats[name] for name in own})),
     )
 
 

@@ -7,7 +7,7 @@ config.json and the tokenizer, as other checkpoints do.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -115,9 +115,9 @@ class GgufWeights(NamedWeights):
         }
 
     @property
-    def stored_formats(self) -> Sequence[str]:
-        kinds = {tensor.kind for name in self.shapes if (tensor := self._blocks_of(name)) is not None}
-        return sorted(str(kind) for kind in kinds)
+    def stored_formats(self) -> Mapping[str, str]:
+        found = {name: self._blocks_of(name) for name in self.shapes}
+        return {name: str(tensor.kind) for name, tensor in found.items() if tensor is not None}
 
     def stored(self, name: str, part: WeightPart | None = None) -> StoredWeight | None:
         tensor = self._blocks_of(name)

@@ -7,7 +7,7 @@ two. A tensor of all experts is stored as its transpose, ``[experts, out_feature
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -100,8 +100,8 @@ class Mxfp4Weights(NamedWeights):
         }
 
     @property
-    def stored_formats(self) -> Sequence[str]:
-        return (MXFP4,) if self.stored_bytes else ()
+    def stored_formats(self) -> Mapping[str, str]:
+        return dict.fromkeys(self.stored_bytes, MXFP4)
 
     def _shape(self, name: str) -> tuple[int, ...]:
         blocks = self._files.shapes[f"{name}{BLOCKS_SUFFIX}"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -72,9 +72,9 @@ class NamedWeights(ABC):
         return {}
 
     @property
-    def stored_formats(self) -> Sequence[str]:
+    def stored_formats(self) -> Mapping[str, str]:
         """Names of the formats of these weights."""
-        return ()
+        return {}
 
     @abstractmethod
     def read(self, name: str, part: WeightPart | None = None) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -117,8 +117,8 @@ class StoredWeights(NamedWeights):
         }
 
     @property
-    def stored_formats(self) -> Sequence[str]:
-        return (self._stored.method,) if self.stored_bytes else ()
+    def stored_formats(self) -> Mapping[str, str]:
+        return dict.fromkeys(self.stored_bytes, self._stored.method)
 
     @functools.cached_property
     def _held_layers(self) -> frozenset[str]:

@@ -80,13 +80,8 @@ class WeightFormats:
         plain, total = 8.0 * item_size, 0.0
         shapes = decoder.weight_shapes()
         for name, shape in shapes.items():
-            format = Quantization.NONE
-            if name == EMBEDDING:
-                format = self.head if self.has_quantized_embedding else Quantization.NONE
-            elif name == HEAD:
-                format = self.head
-            elif len(shape) > 1 and not name.endswith("bias"):
-                format = self.layers
+            is_matrix = len(shape) > 1 and not name.endswith("bias")
+            format = self.of_matrix(name) if is_matrix else Quantization.NONE
             if format is Quantization.NONE and name in stored:
                 total += stored[name]
             else:
@@ -96,6 +91,12 @@ class WeightFormats:
             is_copy = not self.has_quantized_embedding or decoder.embedding_scale != 1.0
             total += is_copy * math.prod(shapes[EMBEDDING]) * self._bits(self.head, plain) / 8
         return int(total)
+
+    def of_matrix(self, name: str) -> Quantization:
+        """Format that a weight of two dimensions is quantised to here."""
+        if name == EMBEDDING:
+            return self.head if self.has_quantized_embedding else Quantization.NONE
+        return self.head if name == HEAD else self.layers
 
     @staticmethod
     def _bits(format: Quantization, plain: float) -> float:

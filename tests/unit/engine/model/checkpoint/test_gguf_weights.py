@@ -25,6 +25,7 @@ from specray.engine.model.quantized.formats import PLAIN, WeightFormats
 from specray.engine.model.quantized.operator_set import has_own_kernels
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.runner import ModelRunner
+from specray.engine.weights.quantization import Quantization
 from specray.errors import ConfigError
 from specray.train.heads.loading import loaded as trainable
 from tests.unit.engine.model.checkpoint.light import (
@@ -173,6 +174,8 @@ def test_the_bytes_are_those_of_the_file(tmp_path: Path) -> None:
     plain = loaded(tmp_path / "light", torch.bfloat16, WeightFormats(has_own_bits=False))
     assert own.stored_formats == ("iq4_nl", "iq4_xs", "q4_k", "q5_k", "q6_k")
     assert plain.stored_formats == ()
+    anew = loaded(tmp_path / "light", torch.bfloat16, WeightFormats(layers=Quantization.INT8))
+    assert anew.stored_formats == ("iq4_nl", "q6_k")  # The head and the embedding.
     reader = gguf.GGUFReader(tmp_path / "light" / "model.gguf")
     matrices = [tensor for tensor in reader.tensors if len(tensor.shape) > 1]
     vectors = sum(int(tensor.n_elements) for tensor in reader.tensors if len(tensor.shape) == 1)
