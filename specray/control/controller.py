@@ -26,7 +26,9 @@ from specray.types import MAX_SPECULATIVE_TOKENS, DraftKind, Overlap
 MAX_NEXT_TOKENS = 8
 """Fan-out per number of accepted tokens; less likely tokens are hardly ever drawn."""
 MAX_TRY_SHARE = 0.01
-"""Largest share of a session's time that is lost to asking a draft that was not worth its steps."""
+"""Largest share of the time without the draft that is lost to asking it where it was not worth its steps."""
+NUM_FIRST_TRIES = 8
+"""Rounds of the service in which the draft is asked whatever it promises: nothing was measured of it."""
 FEW_ROUNDS_OFF = 4
 """Rounds without the draft after which asking it again must promise MIN_SPEEDUP."""
 MIN_ROUNDS_OFF = 12
@@ -55,6 +57,8 @@ class Controller(DraftLength):
         self.modes = ModeController(experiments=Experiments(observer), observer=observer)
         self._exploration = Exploration()
         self._lengths: list[DraftLength] = []
+        self._num_asked = 0
+        self._rounds_off = 0
 
     def configure(self, config: SpeculationConfig) -> None:
         """See DraftLength; also the lengths of other sources. An overlap that is not allowed any more ends
@@ -137,8 +141,12 @@ class Controller(DraftLength):
         if gain > rate * read_s * min(1.0, tokens / max(1, stats.num_remaining)):
             return plan
         lost_s = read_s - gain / rate
-        may_try = lost_s <= MAX_TRY_SHARE * stats.rounds_off * plain_s
-        if stats.rounds_off >= MIN_ROUNDS_OFF and may_try:
+        # At best all its tokens are accepted.
+        most = gain + 1 + plan.num_speculative_tokens - tokens if plan.tree is None else gain
+        is_unknown = self._num_asked < NUM_FIRST_TRIES and most > 0
+        # Of all sessions: a short one could never afford to ask.
+        may_try = stats.rounds_off >= MIN_ROUNDS_OFF and lost_s <= MAX_TRY_SHARE * self._rounds_off * plain_s
+        if is_unknown or may_try:
             return replace(plan, reason=Reason.EXPLORATION)
         return OFF
 
@@ -219,6 +227,8 @@ class Controller(DraftLength):
         """See DraftLength; ``has_ngram``: a verdict on draft tokens that are not counted here."""
         if stats.rest_rounds:
             stats.rest_rounds -= 1
+        self._num_asked += num_drafts > 0
+        self._rounds_off = 0 if num_drafts else self._rounds_off + 1
         self._exploration.add(is_used=num_drafts > 0 and not stats.is_exploring)
         # Without a draft nothing is planned, and nobody would decide and forget. While plain decoding is
         # tried nothing is planned for newcomers: they take part, or the experiment would wait for their end.

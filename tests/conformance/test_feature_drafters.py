@@ -113,4 +113,5 @@ def test_output_is_the_targets_alone_with_the_drafter_in_another_process(
     _, draft, accepted = serve(make_pair(target, drafter), outputs, together=True, **options)
     assert len([item for item in draft.items if item.num_speculative_tokens]) >= 12
     assert is_greedy or accepted >= 2
-    assert overlap == "serial" or any(item.fanout for item in draft.items)
+    # Auto takes turns where that is measured to be as fast.
+    assert overlap in ("serial", "auto") or any(item.fanout for item in draft.items)

@@ -102,23 +102,37 @@ def test_while_plain_decoding_is_tried_nothing_is_asked_of_the_draft_but_for_a_f
 
 @pytest.mark.slow
 def test_an_experiment_does_not_wait_for_a_session_that_came_meanwhile_to_end() -> None:
-    """A session at a time: plain decoding is tried while one ends and the next, which is long, begins."""
+    """While two try plain decoding, one ends and another one, which is long, begins: it takes part."""
     clock = VirtualClock()
 
-    async def main() -> float:
+    async def main() -> None:
         draft = fake_draft(PerfectGuesser(MODEL))
         async with serving(clock, draft=draft, overlap="serial") as pair:
-            modes = pair.router.controller.modes
-            lengths = iter(range(40, 400))
-            while not modes.is_trying_plain:
-                await pair.router.complete(request("short", max_tokens=next(lengths)))
-            before = pair.counted("specray_rounds_total")
-            await pair.router.complete(request("long", max_tokens=300))
-            assert not modes.is_trying_plain
-            return pair.counted("specray_rounds_total") - before
+            modes, running = pair.router.controller.modes, list[asyncio.Task[object]]()
 
-    # The rest of the experiment and its unsettled steps, then three tokens and more a round.
-    assert clock.run(main()) < PLAIN_STEPS + 2 + 100
+            def begin(name: str, max_tokens: int) -> None:
+                running.append(
+                    asyncio.create_task(pair.router.complete(request(name, max_tokens=max_tokens)))
+                )
+
+            for number in range(10_000):
+                if modes.is_trying_plain:
+                    break
+                if all(task.done() for task in running[-2:]):
+                    begin(f"a {number}", 2000)
+                    begin(f"b {number}", 2000)
+                await asyncio.sleep(TARGET_S)
+            assert modes.is_trying_plain
+            running[-1].cancel()
+            begin("late", 300)
+            # The rest of the experiment and its unsettled steps, with time for the newcomer's prompt.
+            await asyncio.sleep((PLAIN_STEPS + 2) * 4 * TARGET_S)
+            assert not modes.is_trying_plain and not running[-1].done()
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    clock.run(main())
 
 
 def test_a_steps_tokens_and_time_are_those_since_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:

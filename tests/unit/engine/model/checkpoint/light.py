@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 
@@ -132,3 +134,8 @@ def _write(
     writer.close()
     config.save_pretrained(directory)
     write_tokenizer(directory, config.vocab_size)
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """What was logged as a warning; other tests in the process may have let more through."""
+    return [record for record in caplog.records if record.levelno >= logging.WARNING]

@@ -32,6 +32,7 @@ from tests.unit.engine.model.checkpoint.light import (
     FAMILIES,
     Choose,
     random_blocks,
+    warnings_of,
     write_light,
     write_random,
 )
@@ -135,7 +136,7 @@ def test_columns_within_a_block_are_numbers_and_one_line_says_so(
     with caplog.at_level(logging.WARNING):
         assert weights.stored(DOWN, part) is None and weights.stored(DOWN, part) is None
     assert torch.equal(weights.take(DOWN, part), weights.take(DOWN)[:, :48])
-    (record,) = caplog.records
+    (record,) = warnings_of(caplog)
     assert f"{DOWN} and maybe others are dequantised to dtype: a rank's 48 input" in record.message
 
 
@@ -201,14 +202,14 @@ def test_halves_that_bfloat16_rounds_are_told_once(tmp_path: Path, caplog: pytes
     write_light(tmp_path / "light", "llama", of_one(Type.F16))
     with caplog.at_level(logging.WARNING):
         source(tmp_path / "light", torch.bfloat16).weights.take(DOWN)
-    assert caplog.records == []  # The maker's numbers are bfloat16's.
+    assert warnings_of(caplog) == []  # The maker's numbers are bfloat16's.
     for name in ("blk.1.ffn_down.weight", "blk.1.ffn_up.weight"):
         change_first_bytes(tmp_path / "light", name, np.float16(1.0009765625).tobytes())
     weights = source(tmp_path / "light", torch.bfloat16).weights
     with caplog.at_level(logging.WARNING):
         weights.take(DOWN)
         weights.take("model.layers.1.mlp.up_proj.weight")
-    (record,) = caplog.records
+    (record,) = warnings_of(caplog)
     assert (
         f"{DOWN} and maybe others are float16 and are rounded to dtype, which is bfloat16" in record.message
     )

@@ -17,6 +17,7 @@ from specray.engine.model.description import ModelArgs, check_loadable
 from specray.engine.model.loader import DecoderSource, load_model
 from specray.engine.model.quantized.operator_set import has_own_kernels
 from specray.errors import ConfigError
+from tests.unit.engine.model.checkpoint.light import warnings_of
 from tests.unit.engine.model.checkpoints import change_config, changing_tensors, write_checkpoint
 from tests.unit.engine.model.stored_layouts import (
     LAYOUTS,
@@ -141,7 +142,7 @@ def test_what_kernels_do_not_hold_is_numbers_and_one_line_says_so(
         assert found.weights.stored(DOWN) is None and found.weights.stored(DOWN) is None
     assert torch.equal(found.weights.take(DOWN), meant[DOWN])
     assert DOWN not in found.stored_bytes
-    (record,) = caplog.records
+    (record,) = warnings_of(caplog)
     assert f"{DOWN} and maybe others are dequantised to dtype" in record.message
 
 
