@@ -71,7 +71,10 @@ def _cpu_set(operators: Operators, formats: WeightFormats, dtype: torch.dtype) -
         raise ConfigError(
             f"{formats.setting()}; on CPU it needs numba, which cannot be imported; allowed: 'none'"
         ) from None
-    assert isinstance(operators, KernelOperators), "numba is here"
+    if not isinstance(operators, KernelOperators):
+        # Of torch alone, for steps that are captured as on CUDA.
+        assert formats.is_plain, "numba is here"
+        return OperatorSet(operators, operators)
     made: dict[Quantization, KernelOperators] = {
         format: QuantizedKernelOperators(operators, format)
         for format in {formats.layers, formats.head} - {Quantization.NONE}
