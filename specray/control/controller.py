@@ -58,7 +58,7 @@ class Controller(DraftLength):
         self._exploration = Exploration()
         self._lengths: list[DraftLength] = []
         self._num_asked = 0
-        self._rounds_off = 0
+        self._num_since_asked = 0
 
     def configure(self, config: SpeculationConfig) -> None:
         """See DraftLength; also the lengths of other sources. An overlap that is not allowed any more ends
@@ -145,7 +145,9 @@ class Controller(DraftLength):
         most = gain + 1 + plan.num_speculative_tokens - tokens if plan.tree is None else gain
         is_unknown = self._num_asked < NUM_FIRST_TRIES and most > 0
         # Of all sessions: a short one could never afford to ask.
-        may_try = stats.rounds_off >= MIN_ROUNDS_OFF and lost_s <= MAX_TRY_SHARE * self._rounds_off * plain_s
+        may_try = (
+            stats.rounds_off >= MIN_ROUNDS_OFF and lost_s <= MAX_TRY_SHARE * self._num_since_asked * plain_s
+        )
         if is_unknown or may_try:
             return replace(plan, reason=Reason.EXPLORATION)
         return OFF
@@ -228,7 +230,7 @@ class Controller(DraftLength):
         if stats.rest_rounds:
             stats.rest_rounds -= 1
         self._num_asked += num_drafts > 0
-        self._rounds_off = 0 if num_drafts else self._rounds_off + 1
+        self._num_since_asked = 0 if num_drafts else self._num_since_asked + 1
         self._exploration.add(is_used=num_drafts > 0 and not stats.is_exploring)
         # Without a draft nothing is planned, and nobody would decide and forget. While plain decoding is
         # tried nothing is planned for newcomers: they take part, or the experiment would wait for their end.

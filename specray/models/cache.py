@@ -52,7 +52,7 @@ class KeptCheckpoint:
     files: dict[str, tuple[int, str]]
     """By name: bytes and SHA-256."""
     linked: tuple[int, int] | None = None
-    """Of a light checkpoint: bytes of the GGUF file, and when it was changed last, in ns."""
+    """Bytes of a light checkpoint's GGUF file and its last change in ns; None: it was converted."""
 
     @property
     def gguf(self) -> Path | None:

@@ -13,7 +13,7 @@ from specray.models.progress import Listener
 
 
 @dataclass(frozen=True, slots=True)
-class GgufFile:
+class UserFile:
     """A GGUF file of the user's."""
 
     path: Path
@@ -23,7 +23,7 @@ class GgufFile:
         return self.path.stem
 
 
-Source = KnownModel | GgufFile
+Source = KnownModel | UserFile
 """A model that becomes a checkpoint in the cache."""
 
 
@@ -39,7 +39,7 @@ def find_source(text: str) -> Source | None:
     if path.is_dir():
         return _gguf_in(path)
     if path.is_file() or path.suffix == ".gguf":
-        return GgufFile(path.absolute()) if path.suffix == ".gguf" else None
+        return UserFile(path.absolute()) if path.suffix == ".gguf" else None
     return find_known(text)
 
 
@@ -55,7 +55,7 @@ def source_file(source: Source, cache: ModelCache, listener: Listener) -> Path:
     return known_file(source, cache, listener) if isinstance(source, KnownModel) else source.path
 
 
-def _gguf_in(directory: Path) -> GgufFile | None:
+def _gguf_in(directory: Path) -> UserFile | None:
     """The GGUF file of a directory without safetensors."""
     found = sorted(directory.glob("*.gguf"))
     if not found or any(directory.glob("*.safetensors")):
@@ -63,4 +63,4 @@ def _gguf_in(directory: Path) -> GgufFile | None:
     if len(found) > 1:
         names = ", ".join(path.name for path in found)
         raise ConfigError(f"model {str(directory)!r} holds several GGUF files; allowed: one of {names}")
-    return GgufFile(found[0].absolute())
+    return UserFile(found[0].absolute())

@@ -186,7 +186,7 @@ def _byte_level(source: _Source) -> tuple[Tokenizer, list[str]]:
 
 
 def _sentencepiece(source: _Source) -> tuple[Tokenizer, list[str]]:
-    """As :func:`_byte_level`.
+    """The tokenizer of a sentencepiece vocabulary, and its tokens by id.
 
     Spaces are written as sentencepiece does; but in Gemma's one more stands before each text and after each
     control token, unless the file says otherwise.

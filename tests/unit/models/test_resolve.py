@@ -17,7 +17,7 @@ from specray.models.catalogue import (
     find_known,
 )
 from specray.models.listing import ListedModel, list_models, remove_model
-from specray.models.resolve import GgufFile, find_source
+from specray.models.resolve import UserFile, find_source
 from tests.unit.models.tiny_models import Recorder
 
 OTHER = "ab" * 32
@@ -39,10 +39,10 @@ def test_files_and_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     path = tmp_path / "own" / "a.Q4_0.gguf"
     path.touch()
     for text in ("own", "own/a.Q4_0.gguf", "~/own/a.Q4_0.gguf", str(path)):
-        assert find_source(text) == GgufFile(path)
-    assert GgufFile(path).name == "a.Q4_0"
+        assert find_source(text) == UserFile(path)
+    assert UserFile(path).name == "a.Q4_0"
     # Also where nothing is there, so that the error names the file.
-    assert find_source("none.gguf") == GgufFile(tmp_path / "none.gguf")
+    assert find_source("none.gguf") == UserFile(tmp_path / "none.gguf")
     (tmp_path / "own" / "b.gguf").touch()
     with pytest.raises(ConfigError, match=r"several GGUF files; allowed: one of a\.Q4_0\.gguf, b\.gguf"):
         find_source("own")

@@ -159,7 +159,7 @@ class AdaptedWeights:
         return self._adapter.merged(weight, name, layer, part).to(weight.dtype)
 
     def stored(self, name: str, part: WeightPart | None = None) -> StoredWeight | None:
-        """As of ``WeightSource``: an adapted weight is in no file."""
+        """A weight in the file's own bits; None for one that the adapter changes, which is in no file."""
         return None if name in self._layers else self._base.stored(name, part)
 
 

@@ -58,7 +58,7 @@ _ROTARY = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_fact
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _TensorRows:
     """Where a weight lies: some rows of a tensor, in their order or another."""
 
     tensor: str
@@ -171,7 +171,7 @@ class GgufWeights(NamedWeights):
             )
         return converted
 
-    def _place(self, name: str) -> _Place:
+    def _place(self, name: str) -> _TensorRows:
         return self._places[self._names[name]]
 
     def _blocks_of(self, name: str) -> GgufTensor | None:
@@ -210,13 +210,13 @@ class GgufWeights(NamedWeights):
         return place.tensor, place.first + rows.start, place.first + rows.stop
 
 
-def _rows(place: _Place, part: WeightPart | None) -> slice:
+def _rows(place: _TensorRows, part: WeightPart | None) -> slice:
     if part is None or part.dim != 0:
         return slice(0, place.shape[0])
     return slice(part.start, part.stop)
 
 
-def _places(config: DecoderConfig, file: GgufFile) -> Iterator[tuple[str, _Place]]:
+def _places(config: DecoderConfig, file: GgufFile) -> Iterator[tuple[str, _TensorRows]]:
     """The decoder's weights that the file holds, by name, each as its own shape says."""
     for name, tensor in _ENDS.items():
         if tensor in file.tensors:
@@ -230,8 +230,8 @@ def _places(config: DecoderConfig, file: GgufFile) -> Iterator[tuple[str, _Place
         yield from _experts(config, layer, file)
 
 
-def _whole(file: GgufFile, tensor: str) -> _Place:
-    return _Place(tensor, 0, file.tensors[tensor].shape)
+def _whole(file: GgufFile, tensor: str) -> _TensorRows:
+    return _TensorRows(tensor, 0, file.tensors[tensor].shape)
 
 
 def _layer_names(config: DecoderConfig, layer: int) -> dict[str, str]:
@@ -257,7 +257,7 @@ def _layer_names(config: DecoderConfig, layer: int) -> dict[str, str]:
     return names | {f"mlp.{name}": stored for name, stored in mlp.items()}
 
 
-def _experts(config: DecoderConfig, layer: int, file: GgufFile) -> Iterator[tuple[str, _Place]]:
+def _experts(config: DecoderConfig, layer: int, file: GgufFile) -> Iterator[tuple[str, _TensorRows]]:
     """Each expert's part of the tensors that hold all experts of a layer."""
     experts = config.experts
     if experts is None or not experts.layers[layer] or not isinstance(experts.names, ExpertNames):
@@ -271,10 +271,10 @@ def _experts(config: DecoderConfig, layer: int, file: GgufFile) -> Iterator[tupl
         _, rows, columns = found.shape
         for number in range(experts.num_experts):
             prefix = f"{layer_prefix(layer)}{names.prefix}experts.{number}."
-            yield f"{prefix}{name}.weight", _Place(tensor, number * rows, (rows, columns))
+            yield f"{prefix}{name}.weight", _TensorRows(tensor, number * rows, (rows, columns))
 
 
-def _ordered(place: _Place, name: str, config: DecoderConfig, file: GgufFile) -> _Place:
+def _ordered(place: _TensorRows, name: str, config: DecoderConfig, file: GgufFile) -> _TensorRows:
     """Llama's files have the numbers that are rotated together next to each other; here they lie half a head
     apart."""
     num_heads = {

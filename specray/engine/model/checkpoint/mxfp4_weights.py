@@ -75,7 +75,7 @@ class Mxfp4Weights(NamedWeights):
         return weight.contiguous()
 
     def stored(self, name: str, part: WeightPart | None = None) -> StoredWeight | None:
-        """As of ``WeightSource``, of one expert: GGUF's blocks of the same values."""
+        """One expert's weight in GGUF's blocks of the same values; None: it is plain, or own bits are off."""
         stored = self._names[name]
         if stored not in self._quantised or not self._has_own_bits:
             return None
@@ -90,7 +90,7 @@ class Mxfp4Weights(NamedWeights):
 
     @property
     def stored_bytes(self) -> Mapping[str, int]:
-        """As of ``NamedWeights``."""
+        """Bytes of each weight that :meth:`stored` gives, all experts together."""
         if not self._has_own_bits:
             return {}
         found = ((name, stored) for name, stored in self._names.items() if stored in self._quantised)

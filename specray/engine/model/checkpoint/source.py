@@ -63,7 +63,7 @@ class NamedWeights(ABC):
         return tensor
 
     def stored(self, name: str, part: WeightPart | None = None) -> StoredWeight | None:
-        """As of ``WeightSource``."""
+        """A weight, or a part of it, in the file's own bits; None: :meth:`take` gives its numbers."""
         return None
 
     @property

@@ -79,7 +79,7 @@ class StoredWeights(NamedWeights):
         return weight.to(device=self._device, dtype=self._dtype).contiguous()
 
     def stored(self, name: str, part: WeightPart | None = None) -> StoredWeight | None:
-        """As of ``WeightSource``."""
+        """A layer's codes and their groups' numbers; None: plain, or a form that no kernel holds."""
         stored = self._names[name]
         layer = self._layers.get(stored)
         if layer is None or not self._has_own_bits:
@@ -106,7 +106,7 @@ class StoredWeights(NamedWeights):
 
     @property
     def stored_bytes(self) -> Mapping[str, int]:
-        """As of ``NamedWeights``, as the files have them."""
+        """Bytes of each weight that :meth:`stored` gives, as the files have them."""
         if not self._has_own_bits:
             return {}
         layers = {name: self._layers.get(stored) for name, stored in self._names.items()}
