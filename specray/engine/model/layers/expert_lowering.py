@@ -11,7 +11,8 @@ import torch
 
 from specray.engine.model.checkpoint.source import WeightPart
 from specray.engine.model.decoder_config import DecoderConfig, ExpertNames, Experts, StackedNames
-from specray.engine.model.layers.experts import ClampedGate, ExpertGroup, ExpertLayer, ExpertMlp, ExpertRouter
+from specray.engine.model.layers.experts import ClampedGate, ExpertGroup, ExpertLayer, ExpertMlp
+from specray.engine.model.layers.routing import Router
 from specray.engine.weights.stored_weight import StoredWeight, Weight, alike
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def _layer(router: Linear, lowered: list[ExpertMlp], experts: Experts, operators
     gates = [expert.gate.both if isinstance(expert.gate, ClampedGate) else expert.gate for expert in lowered]
     gate, down = operators.group(gates), operators.group([expert.down for expert in lowered])
     group = None if gate is None or down is None else ExpertGroup(gate, down, experts.clamp)
-    return ExpertLayer(ExpertRouter(router, experts.num_chosen, experts.is_normed), lowered, group)
+    return ExpertLayer(Router(router, experts.num_chosen, experts.is_normed), lowered, group)
 
 
 def _in_halves(both: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ hit do so in one job. Which are hit is known on the host: such a forward cannot 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,24 +17,8 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from specray.engine.group.parallel import ParallelContext
     from specray.engine.model.decoder_config import Clamp
+    from specray.engine.model.layers.routing import Router
     from specray.engine.model.linear import Gate, Linear
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertRouter:
-    """Chooses experts by the largest probabilities."""
-
-    linear: Callable[[torch.Tensor], torch.Tensor]
-    """``[num_rows, hidden_size]`` to ``[num_rows, num_experts]``."""
-    num_chosen: int
-    is_normed: bool
-    """Probabilities of the chosen ones are made to add up to one."""
-
-    def __call__(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights, float32, and numbers of the chosen experts, ``[num_rows, num_chosen]`` each."""
-        probabilities = self.linear(rows).softmax(-1, dtype=torch.float32)
-        weights, chosen = probabilities.topk(self.num_chosen, -1)
-        return (weights / weights.sum(-1, keepdim=True) if self.is_normed else weights), chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +86,14 @@ class ExpertGroup:
 class ExpertLayer:
     """The MLPs of a layer on this rank, in the place of ``decoder.DecoderLayer.gate``."""
 
-    router: ExpertRouter
+    router: Router
     experts: Sequence[ExpertMlp]
     group: ExpertGroup | None = None
     """All of them as one; None: there are no kernels for that here."""
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """The weighted sum of each row's experts, ``[num_rows, hidden_size]``."""
-        weights, chosen = self.router(rows)
+        chosen, weights = self.router(rows)
         num_rows, num_chosen = chosen.shape
         order = chosen.view(-1).argsort(stable=True)
         # Of row i's j-th expert, at i * num_chosen + j.

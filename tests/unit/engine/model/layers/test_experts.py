@@ -16,9 +16,9 @@ from specray.engine.model.layers.experts import (
     ExpertGroup,
     ExpertLayer,
     ExpertMlp,
-    ExpertRouter,
     Sum,
 )
+from specray.engine.model.layers.routing import Router
 from specray.engine.model.linear import make_gate, make_linear
 from specray.engine.model.operators_cpu import KernelOperators
 
@@ -45,7 +45,7 @@ def layer(num_chosen: int, *, is_normed: bool) -> ExpertLayer:
     experts = [
         ExpertMlp(make_gate(gate, up, None, None), make_linear(down, None)) for gate, up, down in WEIGHTS
     ]
-    return ExpertLayer(ExpertRouter(partial(F.linear, weight=ROUTER), num_chosen, is_normed), experts)
+    return ExpertLayer(Router(partial(F.linear, weight=ROUTER), num_chosen, is_normed), experts)
 
 
 @pytest.mark.parametrize("num_chosen", [1, 2, NUM_EXPERTS])
@@ -95,7 +95,7 @@ def wide_layer(*, is_clamped: bool, num_threads: int) -> ExpertLayer:
     gate_group, down_group = operators.group(gates), operators.group([each.down for each in experts])
     assert gate_group is not None and down_group is not None
     group = ExpertGroup(gate_group, down_group, CLAMP if is_clamped else None)
-    return ExpertLayer(ExpertRouter(router, 3, is_normed=True), experts, group)
+    return ExpertLayer(Router(router, 3, is_normed=True), experts, group)
 
 
 @needs_kernels
