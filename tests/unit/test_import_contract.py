@@ -68,7 +68,7 @@ FLOORS: dict[str, list[list[str]]] = {
     "engine": [
         ["activation", "device", "visibility", "weights", "window"],
         ["inputs", "step"],
-        ["cpu", "group"],
+        ["cpu", "cuda", "group"],
         ["sampling"],
         ["cache"],
         ["attention", "schedule"],

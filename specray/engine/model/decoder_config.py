@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specray.engine.activation import Activation
+from specray.engine.activation import Activation, Clamp
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +70,6 @@ class Experts:
     names: ExpertNames | StackedNames
     clamp: Clamp | None = None
     """How gate and up are joined where that is not the model's activation; None: it is."""
-
-
-@dataclass(frozen=True, slots=True)
-class Clamp:
-    """``clamp(gate) * sigmoid(gain * clamp(gate)) * (clamp(up) + 1)``, as gpt-oss joins gate and up."""
-
-    gain: float
-    limit: float
-    """Largest gate, and largest absolute up."""
 
 
 @dataclass(frozen=True, slots=True)

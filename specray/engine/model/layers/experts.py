@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from specray.engine.activation import Clamp
     from specray.engine.group.parallel import ParallelContext
-    from specray.engine.model.decoder_config import Clamp
     from specray.engine.model.layers.routing import Router
     from specray.engine.model.linear import Gate, Linear
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from specray.engine.model.decoder_config import Clamp, RopeFormula
+from specray.engine.activation import Clamp
+from specray.engine.model.decoder_config import RopeFormula
 from specray.engine.model.families.from_library import can_lower, decoder_config_of
 from specray.engine.model.library import LibraryConfig
 from specray.engine.model.rotary import rotated_first

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from specray.engine.activation import Clamp
 from specray.engine.group.parallel import ParallelContext
 from specray.engine.model.checkpoint.rank_weights import RankWeights
-from specray.engine.model.decoder_config import Clamp, Experts, StackedNames
+from specray.engine.model.decoder_config import Experts, StackedNames
 from specray.engine.model.layers.expert_lowering import lower_experts
 from specray.engine.model.layers.experts import ExpertLayer
 from specray.engine.model.operators_torch import TorchOperators

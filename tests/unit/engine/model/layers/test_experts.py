@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from specray.engine.activation import Clamp
 from specray.engine.cpu.gemm.linear import can_tile
-from specray.engine.model.decoder_config import Clamp
 from specray.engine.model.layers.experts import (
     ClampedGate,
     ExpertGroup,
