@@ -77,3 +77,11 @@ class EngineInfo:
     for which it gives them. Empty: neither; draft and target must agree."""
     feature_size: int = 0
     """Numbers of that drafter's row of features; 0: there is none."""
+    is_deterministic: bool = False
+    """Whether a row's logits have the same bits alone and in any batch, with and without speculation, on
+    processors of the same ``isa``."""
+    isa: str = ""
+    """Name of the instruction set of the matrix products; empty: not one of ours."""
+    checkpoint: str = ""
+    """Digest of the model's content and of the formats in which it is computed, in hexadecimal; ``model``
+    names it for people. Another digest means other outputs."""

@@ -64,7 +64,7 @@ class Resumption:
     token_ids: tuple[int, ...]
     """Committed output tokens, at least one."""
     checkpoint: str
-    """Checkpoint of the target that wrote them (``TargetConfig.checkpoint``); no other may go on."""
+    """Digest of the target that wrote them (``EngineInfo.checkpoint``); no other may go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +164,8 @@ class OutputChunk:
     """Logprobs of the prompt's tokens but the first, on the last chunk only, where they were asked for."""
     rounds: tuple[RoundReport, ...] = ()
     """Rounds that brought the tokens, where they were asked for."""
+    checkpoint: str = ""
+    """Digest of the target that writes the output (``EngineInfo.checkpoint``), on the first chunk only."""
 
 
 @dataclass(frozen=True, slots=True)

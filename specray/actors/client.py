@@ -56,12 +56,12 @@ class _Attempts:
     distribution is the same, since tokens that the caller has are kept.
     """
 
-    def __init__(self, request: GenerateRequest, clock: Clock, *, timeout_s: float, checkpoint: str) -> None:
+    def __init__(self, request: GenerateRequest, clock: Clock, *, timeout_s: float) -> None:
         self.request = request
         """The request as the next router gets it."""
         self._asked = request
         self._clock = clock
-        self._checkpoint = checkpoint
+        self._checkpoint = ""
         self._began_s = clock.monotonic()
         self._end_s = self._began_s + (timeout_s if request.timeout_s is None else request.timeout_s)
         self._token_ids: list[int] = []
@@ -72,6 +72,7 @@ class _Attempts:
 
     def take(self, chunk: OutputChunk) -> OutputChunk:
         """Converts a chunk for the caller: later routers do not count the first tokens."""
+        self._checkpoint = chunk.checkpoint or self._checkpoint
         if chunk.token_ids:
             self._token_ids.extend(chunk.token_ids)
             self._lost_s = None
@@ -116,7 +117,6 @@ class ServeRouterClient:
         mailbox: receives streams; its owner starts it before the first one. None: nothing will be streamed.
         timeout_s: maximum seconds of a call, even when no replica is there to answer.
         clock: times the wait between a router's death and the next attempt.
-        checkpoint: checkpoint of the configured target, ``TargetConfig.checkpoint``.
 
     A request whose router dies is sent to the next one, which continues a stream from where it was.
     """
@@ -128,10 +128,8 @@ class ServeRouterClient:
         timeout_s: float,
         mailbox: Mailbox | None = None,
         clock: Clock | None = None,
-        checkpoint: str = "",
     ) -> None:
         self._handle = handle
-        self._checkpoint = checkpoint
         self._mailbox = mailbox
         self._clock = clock or SystemClock()
         self._timeout_s = timeout_s
@@ -170,7 +168,7 @@ class ServeRouterClient:
             await attempts.renew(lost)
 
     def _attempts(self, request: GenerateRequest) -> _Attempts:
-        return _Attempts(request, self._clock, timeout_s=self._timeout_s, checkpoint=self._checkpoint)
+        return _Attempts(request, self._clock, timeout_s=self._timeout_s)
 
     async def _watch(self, response: Any, delivery: Delivery) -> None:
         """Awaits the router's call, and fails the delivery if the call ends without the output's end."""

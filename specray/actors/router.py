@@ -22,7 +22,7 @@ from specray.actors.targets.source import TargetSource
 from specray.actors.telemetry import SpansElsewhere, begin_logs, begin_traces, with_labels
 from specray.config import Config, parse_config
 from specray.config.live import LiveConfig
-from specray.errors import EngineLostError, SpecrayError
+from specray.errors import SpecrayError
 from specray.grammar import GuidedOutputs, PreparedCompiler
 from specray.interfaces import DrafterSource, RequestTracer
 from specray.requests import GenerateRequest, OutputChunk, ServiceInfo
@@ -66,7 +66,6 @@ class RouterReplica:
         placement_group = get_current_placement_group()
         assert placement_group is not None, "the Router deployment has a placement group"
         self._drain_timeout_s = config.router.drain_timeout_s
-        self._checkpoint = config.target.checkpoint
         source = None
         if draft is not None:
             source = ServeDrafterSource(
@@ -101,11 +100,8 @@ class RouterReplica:
     async def deliver(self, request: GenerateRequest, address: str) -> SpecrayError | None:
         """Streams the output as it is committed to the mailbox at ``address``; returns when it is complete.
 
-        Errors are those of ``complete``, and EngineLostError when the mailbox cannot be reached or the output
-        was begun by another checkpoint than the one served here.
+        Errors are those of ``complete``, and EngineLostError when the mailbox cannot be reached.
         """
-        if request.resumed is not None and request.resumed.checkpoint != self._checkpoint:
-            return EngineLostError("another target serves now; the request may be sent again")
         return await error_as_value(self._on_loop(self._deliver(request, address)))
 
     async def service_info(self) -> ServiceInfo | SpecrayError:

@@ -88,6 +88,9 @@ class KeyConfig(Section):
     can_observe: bool = Field(
         False, description="Whether it may read /metrics and /debug/trace, which cover all keys."
     )
+    can_manage: bool = Field(
+        False, description="Whether it may change what is served: load and unload models and adapters."
+    )
     max_requests: int | None = Field(
         None,
         ge=1,

@@ -188,9 +188,21 @@ class TargetConfig(EngineConfig):
         "merged into the target's weights when they are loaded.",
     )
 
+    deterministic: Literal["off", "on"] = Field(
+        "off",
+        description="on: an output's bits depend neither on other requests nor on speculation. A target for "
+        "which that cannot hold is refused, and a lost Router's output continues on processors of the same "
+        "instruction set only; on CUDA steps take longer. The decoder on CPU has this property either way.",
+    )
     ray_actor_options: dict[str, Any] = Field(
         default_factory=dict, description=f"Ray options of each rank: {', '.join(RANK_OPTIONS)}."
     )
+
+    @field_validator("deterministic", mode="before")
+    @classmethod
+    def _as_word(cls, value: Any) -> Any:
+        """YAML reads on and off as truth values."""
+        return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
 
     @field_validator("drafter", "adapter")
     @classmethod
@@ -203,12 +215,6 @@ class TargetConfig(EngineConfig):
         self._check_formats()
         self._check_rank_options()
         return self
-
-    @property
-    def checkpoint(self) -> str:
-        """Identity of the model that outputs depend on, by configured names, not by file contents."""
-        adapted = "" if self.adapter is None else f" with {self.adapter}"
-        return f"{self.model}{adapted} in {self.number_format}"
 
 
 class DraftConfig(EngineConfig):

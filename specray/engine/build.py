@@ -284,4 +284,7 @@ def _engine_info(role: str, config: EngineConfig, runner: RunnerInfo) -> EngineI
         protocol_version=PROTOCOL_VERSION,
         dtype=runner.number_format,
         tensor_parallel_size=runner.tensor_parallel_size,
+        is_deterministic=runner.is_deterministic,
+        isa=runner.isa,
+        checkpoint=runner.checkpoint,
     )

@@ -54,6 +54,7 @@ def fake_info(
         max_num_batched_tokens=max_num_batched_tokens,
         protocol_version=PROTOCOL_VERSION,
         dtype="float32",
+        checkpoint=f"toy-{role}",
     )
 
 

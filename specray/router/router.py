@@ -8,6 +8,7 @@ import logging
 import math
 import random
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 from specray import __version__
 from specray.config import RouterConfig, SpeculationConfig
@@ -316,6 +317,7 @@ class Router:
         if request.request_id in self.sessions:
             raise InvalidRequestError(f"request_id {request.request_id!r} is in use", field="request_id")
         now = self._clock.monotonic()
+        delivery.checkpoint = info.checkpoint
         live = LiveSession(
             self._opener.open(request, vocab_size=info.vocab_size),
             delivery,
@@ -373,7 +375,11 @@ class Router:
         self._target.on_lost(link, error, is_stopping=self._is_draining)
 
     def _on_target_found(self, link: TargetLink) -> None:
-        assert self._rounds is not None
+        assert self._rounds is not None and self._info is not None
+        if link.info.checkpoint != self._info.checkpoint:
+            # Its files were changed while it was away: nothing that was begun may go on.
+            self._fail_all(EngineLostError("another target serves now; the request may be sent again"))
+            self._info = replace(self._info, checkpoint=link.info.checkpoint)
         self._rounds.connect(link)
 
     def _on_target_given_up(self, error: Exception) -> None:

@@ -96,7 +96,6 @@ class IngressReplica:
             # message arrives.
             timeout_s=config.router.request_timeout_s + 10.0,
             mailbox=self._mailbox,
-            checkpoint=config.target.checkpoint,
         )
         self._admission = Admission.of(client, config)
         self._tokenizer = load_tokenizer(config.target.model)

@@ -25,6 +25,8 @@ VOCABULARY = {
     "requests",
     "errors",
     "json_files",
+    "prefix_keys",
+    "checkpoint_digest",
 }
 SEAMS = VOCABULARY | {"interfaces", "config", "environment", "telemetry", "gguf"}
 SERVICE = {"engine", "rpc", "router", "drafting", "grammar", "tokenization", "demo"}
@@ -38,6 +40,8 @@ ALLOWED: dict[str, set[str]] = {
     "requests": {"types", "round_reports"},
     "errors": set(),
     "json_files": {"errors"},
+    "prefix_keys": set(),
+    "checkpoint_digest": {"errors"},
     "gguf": {"errors"},
     "config": VOCABULARY,
     "environment": VOCABULARY | {"config"},

@@ -5,9 +5,8 @@ Contents are named in *units* of at most 16 tokens that do not cross blocks::
     block_size 16:  |unit|unit|unit|...         a block is one unit
     block_size 40:  |unit|unit|un|unit|unit|un| ...   the last unit of a block may be shorter
 
-A unit's key is BLAKE2b-256 of the key before it and its own token ids, so equal keys mean equal tokens from
-the first token of the sequence on. That two different prefixes have one key is out of reach even of those who
-choose the prompts (2^128 hashes), so tokens are not compared again.
+Units are named by ``specray.prefix_keys``. That two different prefixes have one key is out of reach even of
+those who choose the prompts (2^128 hashes), so tokens are not compared again.
 
 A block that is full is shared by all sequences with its prefix. A block that is not (on CPU a block holds a
 whole sequence, so this is every block there) has one owner who goes on writing after what is known of it;
@@ -17,22 +16,11 @@ ever named here: an engine computes the last one again for its logits, and draft
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
-from hashlib import blake2b
 
-UNIT_TOKENS = 16
-_KEY_BYTES = 32
+from specray.prefix_keys import UNIT_TOKENS, root_key, unit_key
 
-
-def root_key(cache_salt: str) -> bytes:
-    """What stands before the first unit of a sequence: equal for those that may share units.
-
-    It is hashed apart from units: no salt that somebody chooses is the key of another's prefix.
-    """
-    if not cache_salt:
-        return b""
-    return blake2b(cache_salt.encode(), digest_size=_KEY_BYTES, person=b"cache salt").digest()
+_BARE_ROOT = root_key()
 
 
 class PrefixIndex:
@@ -61,7 +49,7 @@ class PrefixIndex:
         num_blocks, rest = divmod(num_units, self.units_per_block)
         return num_blocks * self.block_size + rest * UNIT_TOKENS
 
-    def next_key(self, keys: Sequence[bytes], token_ids: Sequence[int], root: bytes = b"") -> bytes:
+    def next_key(self, keys: Sequence[bytes], token_ids: Sequence[int], root: bytes = _BARE_ROOT) -> bytes:
         """The key of the unit after ``keys`` in the sequence of ``token_ids``, which must reach its end.
 
         Args:
@@ -69,8 +57,7 @@ class PrefixIndex:
         """
         first, last = self.end_of(len(keys)), self.end_of(len(keys) + 1)
         assert last <= len(token_ids), (len(token_ids), last)
-        parent = keys[-1] if keys else root
-        return blake2b(parent + array("i", token_ids[first:last]).tobytes(), digest_size=_KEY_BYTES).digest()
+        return unit_key(keys[-1] if keys else root, token_ids[first:last])
 
     # What blocks hold
 

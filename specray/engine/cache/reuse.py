@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from specray.engine.cache.blocks import BlockTable
-from specray.engine.cache.prefix import root_key
+from specray.prefix_keys import root_key
 
 
 class CopyTokens(Protocol):

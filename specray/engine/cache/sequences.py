@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
-from specray.engine.cache.prefix import UNIT_TOKENS
 from specray.engine.cache.reuse import CopyTokens, SequencePrefix
 from specray.engine.sampling.state import CommittedTokens, SamplingState
 from specray.errors import OutOfBlocksError, OverloadedError, ProtocolError, SpecrayError
+from specray.prefix_keys import UNIT_TOKENS
 from specray.types import SamplingParams
 
 _MIN_IDLE_STEPS = 32

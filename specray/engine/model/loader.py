@@ -84,6 +84,8 @@ class LoadedModel:
     """Token ids of the logits, ascending; None: all of the vocabulary."""
     mask_token_id: int | None = None
     """Mask token id of a draft that predicts several tokens at once (PARD); None: it has none."""
+    directory: Path | None = None
+    """Files of the checkpoint; None: only the library knows where they are."""
 
 
 def load_model(args: ModelArgs, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
@@ -123,6 +125,7 @@ def load_model(args: ModelArgs, *, dtype: torch.dtype, device: torch.device) -> 
         stored_formats=source.stored_formats if isinstance(source, DecoderSource) else (),
         token_ids=None if head is None else head.token_ids,
         mask_token_id=described.mask_token_id,
+        directory=described.directory,
     )
 
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import torch
 
+from specray.checkpoint_digest import checkpoint_digest
 from specray.config import DraftConfig, EngineConfig, TargetConfig
 from specray.engine.attention.select import DEFAULT_BLOCK_SIZE, Backend, Model, choose_backend
 from specray.engine.cache.blocks import BlockCache, bytes_per_token
@@ -38,6 +39,7 @@ from specray.engine.model.operators import (
 )
 from specray.engine.model.quantized.formats import WeightFormats
 from specray.engine.model.quantized.operator_set import OperatorSet, operator_set
+from specray.engine.runner import determinism
 from specray.engine.runner.cuda_graphs import SEQUENCES, WIDTHS, Bucket, CudaCapture, GraphedForward
 from specray.engine.runner.gpu_claim import claim_gpu, name_of, warn_of_turns
 from specray.engine.runner.memory import NO_DRAFTER, CudaMemory, DrafterMemory, cache_bytes, naming
@@ -132,6 +134,10 @@ def _info(
     tensor_parallel_size: int,
     backend: Backend | None,
 ) -> RunnerInfo:
+    number_format, isa = _number_format(config, loaded), determinism.instruction_set(loaded)
+    reason = determinism.why_not(config, loaded, forward, backend)
+    determinism.check(config, loaded, reason)
+    is_on = isinstance(config, TargetConfig) and config.deterministic == "on"
     return RunnerInfo(
         model_name=loaded.name,
         vocab_size=loaded.vocab_size,
@@ -143,11 +149,20 @@ def _info(
         device=loaded.device,
         tensor_parallel_size=tensor_parallel_size,
         forward=forward.name,
-        number_format=_number_format(config, loaded),
+        number_format=number_format,
         num_token_ids=loaded.num_token_ids,
         token_ids=loaded.token_ids,
         mask_token_id=loaded.mask_token_id,
         attention="" if backend is None else backend.name,
+        is_deterministic=reason is None,
+        isa=isa,
+        checkpoint=checkpoint_digest(
+            loaded.name,
+            loaded.directory,
+            adapter=config.adapter if isinstance(config, TargetConfig) else None,
+            # Another instruction set has other bits, which matters to whoever asked for the same.
+            settings=(number_format, forward.name, *([isa] if is_on else [])),
+        ),
     )
 
 
@@ -191,6 +206,7 @@ def group_choices(info: RunnerInfo) -> dict[str, object]:
         "block_size": info.block_size,
         "num_blocks": info.num_blocks,
         "dtype": info.number_format,
+        "checkpoint": info.checkpoint,
     }
 
 

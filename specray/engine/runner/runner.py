@@ -56,6 +56,12 @@ class RunnerInfo:
     """PARD mask token id; None: the model has none."""
     attention: str = ""
     """Name of the paged attention backend; empty: attention runs sequence by sequence."""
+    is_deterministic: bool = False
+    """Whether a row's logits have the same bits alone and in any batch."""
+    isa: str = ""
+    """Instruction set of the matrix products; empty: they are not ours."""
+    checkpoint: str = ""
+    """Digest of the model's content and of the formats in which it is computed, in hexadecimal."""
 
 
 class ModelRunner:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.engine.base import RunnerEngine
-from specray.engine.cache.prefix import UNIT_TOKENS
 from specray.engine.features.drafting import TargetDrafting
 from specray.engine.features.growing import DraftRequest, draft_request
 from specray.engine.features.remote.sending import FeatureSender
@@ -41,6 +40,7 @@ from specray.engine.visibility import MAX_TREE_ROWS
 from specray.engine_info import EngineInfo
 from specray.errors import InvalidRequestError, OutOfBlocksError, ProtocolError, SpecrayError
 from specray.grammar import TokenMasks
+from specray.prefix_keys import UNIT_TOKENS
 from specray.types import TargetReplies, TargetReply, TokenLogprobs, Verdict, VerifyItem
 
 _log = logging.getLogger(__name__)

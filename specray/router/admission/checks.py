@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specray.engine_info import EngineInfo
-from specray.errors import InvalidRequestError
+from specray.errors import EngineLostError, InvalidRequestError
 from specray.request_options import OPTIONS
 from specray.requests import GenerateRequest, SpeculationParams
 from specray.types import DraftKind, SamplingParams
@@ -67,6 +67,8 @@ def check_request(
 def _check_resumed(request: GenerateRequest, info: EngineInfo) -> None:
     if request.resumed is None:
         return
+    if request.resumed.checkpoint != info.checkpoint:
+        raise EngineLostError("another target serves now; the request may be sent again")
     token_ids = request.resumed.token_ids
     if not 1 <= len(token_ids) <= request.max_tokens:
         raise InvalidRequestError(

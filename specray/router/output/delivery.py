@@ -27,6 +27,8 @@ class Delivery:
         # With ``on_change`` somebody else takes the chunks; the caller waits for the end alone.
         self._wakes_always = is_stream and on_change is None
         self._on_change = on_change
+        self.checkpoint = ""
+        """Digest of the target that writes the output, for the first chunk."""
         self._is_begun = False
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -67,8 +69,9 @@ class Delivery:
 
     def put(self, chunk: OutputChunk) -> None:
         """Adds a chunk of the same output that another process has sent."""
+        self.checkpoint = self.checkpoint or chunk.checkpoint
         if chunk.finish_reason is not None:
-            self._last = replace(chunk, token_ids=(), logprobs=(), rounds=())
+            self._last = replace(chunk, token_ids=(), logprobs=(), rounds=(), checkpoint="")
         self.push(chunk.token_ids, chunk.logprobs, chunk.rounds)
         if chunk.finish_reason is not None:
             self._wake.set()
@@ -150,6 +153,7 @@ class Delivery:
 
     def take(self) -> OutputChunk:
         """Returns all that has come since the last call. Raises the error that ``fail`` was given."""
+        checkpoint = "" if self._is_begun else self.checkpoint
         self._is_begun = True
         token_ids, logprobs, rounds = tuple(self._token_ids), tuple(self._logprobs), tuple(self._rounds)
         self._token_ids.clear()
@@ -159,5 +163,5 @@ class Delivery:
             raise self._error
         last = self._last
         if last is None:
-            return OutputChunk(self._request_id, token_ids, logprobs, rounds=rounds)
-        return replace(last, token_ids=token_ids, logprobs=logprobs, rounds=rounds)
+            return OutputChunk(self._request_id, token_ids, logprobs, rounds=rounds, checkpoint=checkpoint)
+        return replace(last, token_ids=token_ids, logprobs=logprobs, rounds=rounds, checkpoint=checkpoint)

@@ -41,6 +41,7 @@ def decode_chunks(data: bytes) -> list[OutputChunk]:
 
 def _encode_chunk(out: delivery_pb2.OutputChunk, chunk: OutputChunk) -> None:
     out.request_id = chunk.request_id
+    out.checkpoint = chunk.checkpoint
     out.token_ids.extend(chunk.token_ids)
     for logprobs in chunk.logprobs:
         encode_token_logprobs(out.logprobs.add(), logprobs)
@@ -77,6 +78,7 @@ def _decode_chunk(chunk: delivery_pb2.OutputChunk) -> OutputChunk:
         ttft_s=chunk.ttft_s if chunk.HasField("ttft_s") else None,
         prompt_logprobs=tuple(map(decode_token_logprobs, chunk.prompt_logprobs)),
         rounds=tuple(map(_decode_round, chunk.rounds)),
+        checkpoint=chunk.checkpoint,
     )
 
 

@@ -15,7 +15,7 @@ class DeliverRequest(_message.Message):
     def __init__(self, chunks: _Optional[_Iterable[_Union[OutputChunk, _Mapping]]] = ...) -> None: ...
 
 class OutputChunk(_message.Message):
-    __slots__ = ("request_id", "token_ids", "logprobs", "finish_reason", "stop_string", "stop_token_id", "stats", "num_cached_tokens", "ttft_s", "prompt_logprobs", "rounds")
+    __slots__ = ("request_id", "token_ids", "logprobs", "finish_reason", "stop_string", "stop_token_id", "stats", "num_cached_tokens", "ttft_s", "prompt_logprobs", "rounds", "checkpoint")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,7 @@ class OutputChunk(_message.Message):
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]
@@ -38,7 +39,8 @@ class OutputChunk(_message.Message):
     ttft_s: float
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]
     rounds: _containers.RepeatedCompositeFieldContainer[RoundReport]
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., stats: _Optional[_Union[_inference_pb2.SpeculationStats, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ..., ttft_s: _Optional[float] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[RoundReport, _Mapping]]] = ...) -> None: ...
+    checkpoint: str
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., stats: _Optional[_Union[_inference_pb2.SpeculationStats, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ..., ttft_s: _Optional[float] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[RoundReport, _Mapping]]] = ..., checkpoint: _Optional[str] = ...) -> None: ...
 
 class EngineStep(_message.Message):
     __slots__ = ("started_ms", "ended_ms", "forward_ms")

@@ -64,6 +64,11 @@ class Caller:
     def can_observe(self) -> bool:
         return self._key is None or self._key.can_observe
 
+    @property
+    def can_manage(self) -> bool:
+        """Without a key: whoever calls from this machine, which the endpoint checks."""
+        return self._key is None or self._key.can_manage
+
     def tenant_of(self, request: GenerateRequest) -> str:
         """Returns the tenant that is charged for a request, whatever the request claims; empty: none."""
         return request.tenant if self._key is None else self._key.tenant_name

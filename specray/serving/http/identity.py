@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specray import __version__
+from specray.checkpoint_digest import WEIGHT_FILES, file_digest
 from specray.config import EMBEDDED, Config
 from specray.demo.paths import demo_draft_path, demo_target_path
 
@@ -59,7 +60,7 @@ class Identity:
 
 
 def identify(config: Config, *, now: Callable[[], float] = time.time) -> Identity:
-    """Reads the names, sizes and times of the checkpoints' files, and their small configuration files.
+    """Reads the names, digests and times of the checkpoints' files.
 
     Args:
         now: returns seconds since 1970.
@@ -80,10 +81,6 @@ def identify(config: Config, *, now: Callable[[], float] = time.time) -> Identit
     )
 
 
-_WEIGHTS = (".safetensors", ".gguf")
-"""Ends of the names of files of weights."""
-
-
 def _files(model: str, embedded: Path) -> list[Path]:
     """The files of a checkpoint that is a directory here; a draft without a model has none."""
     directory = embedded if model == EMBEDDED else Path(model)
@@ -94,12 +91,12 @@ def _files(model: str, embedded: Path) -> list[Path]:
 
 def _visible(directory: Path) -> Iterator[Path]:
     for path in directory.iterdir():
-        if path.is_file() and path.suffix in (".json", ".jinja", *_WEIGHTS):
+        if path.is_file() and path.suffix in (".json", ".jinja", *WEIGHT_FILES):
             yield path
 
 
-def _described(path: Path) -> list[str | int]:
-    """A file's name and content, or its size where it is a file of weights."""
-    if path.suffix in _WEIGHTS:
-        return [path.name, path.stat().st_size]
+def _described(path: Path) -> list[str]:
+    """A file's name, and a digest of its content."""
+    if path.suffix in WEIGHT_FILES:
+        return [path.name, file_digest(path).hex()]
     return [path.name, hashlib.sha256(path.read_bytes()).hexdigest()]

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Generator
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from specray.actors.answers import error_as_value, raise_if_error
 from specray.actors.client import ServeRouterClient
-from specray.actors.router import RouterReplica
-from specray.config import parse_config
 from specray.errors import (
     DeadlineExceededError,
-    EngineLostError,
     InvalidRequestError,
     OverloadedError,
     SpecrayError,
 )
-from specray.requests import GenerateRequest, Resumption
+from specray.requests import GenerateRequest
 from specray.types import SamplingParams
 
 REQUEST = GenerateRequest("a", (1,), SamplingParams(), 8)
@@ -75,15 +70,3 @@ async def test_a_bug_is_raised_where_it_is() -> None:
 def test_answers_without_error_are_themselves() -> None:
     assert raise_if_error(None) is None
     assert raise_if_error("text") == "text"
-
-
-async def test_another_checkpoint_does_not_go_on_with_an_output() -> None:
-    """``RouterReplica`` compares only its own checkpoint name."""
-    served = parse_config({"target": {"model": "/models/new"}}).target.checkpoint
-    begun = parse_config({"target": {"model": "/models/old"}}).target.checkpoint
-    assert served != parse_config({"target": {"model": "/models/new", "dtype": "float32"}}).target.checkpoint
-    replica: Any = SimpleNamespace(_checkpoint=served)
-    given = replace(REQUEST, resumed=Resumption((1, 2, 3), begun))
-    answer = await RouterReplica.deliver(replica, given, "unix:/nowhere")
-    assert isinstance(answer, EngineLostError)
-    assert str(answer) == "another target serves now; the request may be sent again"

@@ -153,7 +153,7 @@ class Mortals:
         token_ids, seconds = self._parts.pop(0)
         await self._clock.sleep(seconds)
         end = None if self._parts else FinishReason.LENGTH
-        chunk = OutputChunk(request.request_id, token_ids, finish_reason=end)
+        chunk = OutputChunk(request.request_id, token_ids, finish_reason=end, checkpoint="model")
         if token_ids or end:
             self._mailbox.put([chunk])
         # The caller takes the chunks that have arrived.
@@ -170,7 +170,7 @@ def play(
     clock, box = VirtualClock(), mailbox()
     handle: Any = Mortals(clock, box, *parts)
     vars(handle).update(scripted)
-    client = ServeRouterClient(handle, timeout_s=100, mailbox=box, clock=clock, checkpoint="model")
+    client = ServeRouterClient(handle, timeout_s=100, mailbox=box, clock=clock)
 
     async def main() -> list[OutputChunk]:
         return [chunk async for chunk in client.stream(request)]

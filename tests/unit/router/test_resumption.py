@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specray.errors import InvalidRequestError
+from specray.errors import EngineLostError, InvalidRequestError
 from specray.fakes import VirtualClock
 from specray.requests import FinishReason, GenerateRequest, OutputChunk, Quota, Resumption
 from specray.router.session.session import Session
@@ -33,7 +33,7 @@ GIVEN = request(max_tokens=12, temperature=1.0, seed=5)
 
 def resumed(given: GenerateRequest, num_tokens: int, *, request_id: str = "b") -> GenerateRequest:
     """The request as a second router gets it, after ``num_tokens`` output tokens of the first."""
-    done = Resumption(expected(given)[:num_tokens], "checkpoint")
+    done = Resumption(expected(given)[:num_tokens], "toy-target")
     return replace(given, request_id=request_id, resumed=done)
 
 
@@ -180,5 +180,17 @@ async def test_what_no_router_can_have_written_is_refused(
     clock: VirtualClock, token_ids: tuple[int, ...], message: str
 ) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        await answer(clock, replace(GIVEN, resumed=Resumption(token_ids, "checkpoint")))
+        await answer(clock, replace(GIVEN, resumed=Resumption(token_ids, "toy-target")))
     assert str(caught.value) == message and caught.value.field == "resumed"
+
+
+async def test_another_checkpoint_does_not_go_on_with_an_output(clock: VirtualClock) -> None:
+    with pytest.raises(EngineLostError, match="another target serves now; the request may be sent again"):
+        await answer(clock, replace(GIVEN, resumed=Resumption(expected(GIVEN)[:2], "of an older file")))
+
+
+async def test_the_first_chunk_of_a_stream_names_the_checkpoint(clock: VirtualClock) -> None:
+    async with serving(clock) as pair:
+        chunks = [chunk async for chunk in pair.router.stream(GIVEN)]
+    assert [chunk.checkpoint for chunk in chunks] == ["toy-target", *[""] * (len(chunks) - 1)]
+    assert len(chunks) > 1

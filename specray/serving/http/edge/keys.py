@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict, deque
+from ipaddress import ip_address
 from typing import Final
 
 from starlette.datastructures import Headers
@@ -18,6 +19,8 @@ from specray.serving.problems import HttpError, problem_response
 LAB_PATH: Final = "/lab"
 """Path of the page on which people try prompts; those of its files are below it."""
 _CALLER: Final = "specray.caller"
+_FOR_OTHERS: Final = frozenset({"forwarded", "origin", "via", "x-forwarded-for", "x-real-ip"})
+"""Headers by which proxies and browsers name those for whom they call."""
 
 
 class Turns:
@@ -89,6 +92,36 @@ def _authorization(headers: Headers) -> list[str]:
 def caller_of(request: Request) -> Caller:
     caller: Caller | None = request.scope[_CALLER]
     return caller or Caller()
+
+
+def check_manager(request: Request) -> None:
+    """Lets a call change what is served: by a key that may, or without keys from this machine itself.
+
+    Raises:
+        HttpError: 403, not allowed.
+    """
+    caller = caller_of(request)
+    if not caller.can_manage:
+        raise HttpError(
+            403, f"this key may not call {request.url.path}; needed: can_manage", code="not_allowed"
+        )
+    if caller.name is None and not _is_own_call(request):
+        raise HttpError(
+            403,
+            f"{request.url.path} is answered without a key on loopback only, without a proxy or a page of "
+            "another origin; needed elsewhere: a key with can_manage",
+            code="not_allowed",
+        )
+
+
+def _is_own_call(request: Request) -> bool:
+    """Whether a program on this machine calls; proxies and browsers, which call for others, say so."""
+    if _FOR_OTHERS.intersection(request.headers) or request.client is None:
+        return False
+    try:
+        return ip_address(request.client.host).is_loopback
+    except ValueError:
+        return False
 
 
 def check_observer(request: Request) -> None:

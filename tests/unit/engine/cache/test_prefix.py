@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specray.engine.cache.prefix import PrefixIndex, root_key
+from specray.engine.cache.prefix import PrefixIndex
+from specray.prefix_keys import root_key
 
 
 def keys_of(index: PrefixIndex, token_ids: list[int]) -> list[bytes]:

@@ -11,6 +11,11 @@ from typing import Any
 
 import pytest
 from openai import AsyncOpenAI, AuthenticationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Message
 
 from specray.cli.generate import Sampling, from_server
 from specray.config import Config, parse_config
@@ -23,6 +28,10 @@ from specray.rpc.inference.server import InferenceServer
 from specray.rpc.inference.types import GenerateParams
 from specray.serving.admission.api_keys import Keyring, key_hash
 from specray.serving.grpc.handler import GrpcIngress
+from specray.serving.http.edge.keys import KeyMiddleware, check_manager
+from specray.serving.http.edge.observe import ObserveMiddleware
+from specray.serving.observe import CallObserver
+from specray.serving.problems import HttpError
 from tests.unit.serving.http.service import (
     INFO,
     MODEL,
@@ -397,3 +406,63 @@ async def test_service_level_of_a_key_replaces_that_of_a_request(
     async with serving(router, config=config_with(key_entry(slo=own))) as service:
         assert (await ask(service, body={**TEXT, "slo": asked}))[0] == 200
     assert router.requests[0].level == got
+
+
+@pytest.mark.parametrize(
+    ("client", "headers", "is_let_in"),
+    [
+        ("127.0.0.1", {}, True),
+        ("::1", {}, True),
+        ("10.0.0.7", {}, False),
+        ("127.0.0.1", {"X-Forwarded-For": "10.0.0.7"}, False),
+        ("127.0.0.1", {"Forwarded": "for=10.0.0.7"}, False),
+        ("127.0.0.1", {"Origin": "http://elsewhere.example"}, False),
+    ],
+)
+async def test_without_keys_only_programs_of_this_machine_manage(
+    client: str, headers: dict[str, str], is_let_in: bool
+) -> None:
+    assert (await manage(Keyring(config_with().auth), client, headers) == 200) is is_let_in
+
+
+async def test_with_keys_those_manage_that_may_wherever_they_are() -> None:
+    keys = (key_entry(), key_entry(OTHER_KEY, "operator", can_manage=True))
+    keyring = Keyring(config_with(*keys).auth)
+    assert await manage(keyring, "127.0.0.1", {"Authorization": f"Bearer {KEY}"}) == 403
+    assert await manage(keyring, "10.0.0.7", {"Authorization": f"Bearer {OTHER_KEY}"}) == 200
+    assert await manage(keyring, "127.0.0.1", {}) == 401
+
+
+async def manage(keyring: Keyring, client: str, headers: dict[str, str]) -> int:
+    """Status of a call that changes what is served, from the address ``client``."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            check_manager(request)
+        except HttpError as error:
+            return Response(status_code=error.status)
+        return Response()
+
+    app = KeyMiddleware(Starlette(routes=[Route("/load", answer)]), keyring)
+    observed = ObserveMiddleware(app, CallObserver(config_with().logging))
+    statuses: list[int] = []
+
+    async def send(message: Message) -> None:
+        statuses.extend([message["status"]] if message["type"] == "http.response.start" else [])
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    await observed(
+        {
+            "type": "http",
+            "method": "GET",
+            "path": "/load",
+            "query_string": b"",
+            "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
+            "client": (client, 1),
+        },
+        receive,
+        send,
+    )
+    return statuses[0]

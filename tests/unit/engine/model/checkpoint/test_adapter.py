@@ -166,7 +166,6 @@ def test_the_model_that_is_served_is_the_merged_one(
     expected = reference_logits(reference_model(base), prompt)
     torch.testing.assert_close(logits, expected, atol=5e-5, rtol=0)
     assert float((expected - before).abs().max()) > 0.1
-    assert str(tmp_path / "adapter") in config.checkpoint
 
 
 @pytest.mark.parametrize(

@@ -126,5 +126,4 @@ def test_outputs_depend_on_the_formats() -> None:
     """A request may go on at another target only where the numbers are the same."""
     target = parse_config({"target": {"quantization": "int4", "lm_head_quantization": "int8"}}).target
     assert target.number_format == "bfloat16 int4 layers int8 lm_head"
-    assert target.checkpoint == "embedded in bfloat16 int4 layers int8 lm_head"
     assert parse_config({}).target.number_format == "bfloat16"
