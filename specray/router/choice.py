@@ -8,7 +8,7 @@ proposer as its fallback, which goes first where that promises more.
 from __future__ import annotations
 
 from specray.control.controller import Controller
-from specray.control.state import OFF_BY_REASON, Reason
+from specray.control.state import OFF, OFF_BY_REASON, Reason
 from specray.draft_tokens import NO_DRAFT
 from specray.router.admission.sessions import Sessions
 from specray.router.deferred import Later
@@ -20,6 +20,11 @@ from specray.router.proposers.base import PENDING, Budget, Proposer
 from specray.router.session.values import GRAMMAR, PREDICTION, Commit, Lookup
 from specray.router.transport.links import DraftLink
 from specray.types import DraftReplies
+
+QUIET_STEP_S, MAX_QUIET_ROUNDS = 0.012, 3
+"""Seconds of a target step for each of which the only session has to be without draft tokens for one round,
+and most such rounds, before its next round is settled ahead. A repetition that begins meanwhile is found one
+round late, which costs a step; the way between two steps takes a millisecond, however long they are."""
 
 
 class ProposerChoice:
@@ -64,16 +69,28 @@ class ProposerChoice:
                 self._propose_with_model(live, now)
 
     def is_plain_next(self, live: LiveSession) -> bool:
-        """Whether the round after the one that is about to be verified is to have no draft tokens, either."""
-        if not live.plan.is_off or live.is_drafted_locally:
-            return False
-        if live.prediction is not None and live.prediction.may_propose_next:
-            return False
-        if not self.model.is_resting(live):
+        """Whether the round after the one that is about to be verified is to have no draft tokens, either.
+
+        The target computes it at once, and it stays plain whatever is found for it meanwhile: to look a round
+        later costs less than to wait for the Router between all plain rounds.
+        """
+        if not live.plan.is_off or (live.prediction is not None and live.prediction.may_propose_next):
             return False
         # What a grammar forces is proposed whatever the mode.
         has_grammar = live.session.request.sampling.grammar is not None
-        return live.local is None or (self._is_plain and not has_grammar)
+        if live.local is None:
+            is_settled = self.model.is_resting(live)
+        else:
+            is_settled = self._is_plain and not live.is_drafted_locally and not has_grammar
+        return is_settled or (not has_grammar and self._is_quiet(live))
+
+    def _is_quiet(self, live: LiveSession) -> bool:
+        """The only session has had rounds for which nothing was worth proposing, and needs no features."""
+        is_in_target = live.local is not None and live.local.is_in_target
+        if len(self._running) > 1 or is_in_target or live.session.features.feature_size:
+            return False
+        step_s = self._controller.cost_model.verify_s(1, 1)
+        return step_s is not None and live.num_quiet >= min(MAX_QUIET_ROUNDS, step_s / QUIET_STEP_S)
 
     @property
     def _is_plain(self) -> bool:
@@ -99,6 +116,10 @@ class ProposerChoice:
         if plan.is_off:
             self._go_without_model(live, now)
             return
+        if live.runs_on:
+            live.num_quiet, live.plan = 0, OFF
+            live.session.take_draft(NO_DRAFT)
+            return
         instead = self._fallback.propose_instead(live, plan, now)
         if instead is not None and live.local is not None:
             live.plan = OFF_BY_REASON[Reason.GRAMMAR if live.local.is_forced else Reason.NGRAM]
@@ -120,6 +141,8 @@ class ProposerChoice:
             live.session.take_draft(NO_DRAFT)
         else:
             draft = live.local.propose(live.session, Budget(now, len(self._running)))
+            if live.runs_on and draft:
+                live.num_quiet, draft = 0, NO_DRAFT
             live.session.take_draft(draft, live.local.source, following=live.local.following)
 
     def _extend(self, live: LiveSession, now: float) -> None:
@@ -137,6 +160,7 @@ class ProposerChoice:
     def on_commit(self, live: LiveSession, commit: Commit) -> None:
         """Passes a verdict to the session's proposers; each counts its own draft tokens."""
         session = live.session
+        live.num_quiet = 0 if commit.num_draft_tokens else live.num_quiet + 1
         if live.local is not None and session.is_finished:
             self._later.add(live.local.keep_output, session)
         proposers: tuple[Proposer | None, ...] = (live.prediction, live.local, self.model)

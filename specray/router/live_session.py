@@ -30,6 +30,10 @@ class LiveSession:
     """Proposer of the output that the request predicts; None: it predicts none."""
     watch: RoundWatch | None = None
     """Recorder of its rounds; None: its caller does not watch them."""
+    num_quiet: int = 0
+    """Rounds in a row for which nothing was worth proposing."""
+    runs_on: bool = False
+    """The target was told with the last round that the next one is plain."""
     last_step: int = 0
     """Number of the target step that it was last part of."""
     plan: Plan = field(default=OFF_BY_REASON[Reason.PREFILL])

@@ -337,6 +337,7 @@ class Rounds:
         for live, room in batch:
             self.proposers.model.ask_features(live)
             item = live.session.verify_item(room, is_plain_next=self.proposers.is_plain_next(live))
+            live.runs_on = item.runs_on
             pending.add((item.request_id, item.round_id))
             num_new = min(room, len(item.token_ids) + len(item.draft.token_ids))
             num_rows += num_new

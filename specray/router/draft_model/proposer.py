@@ -188,7 +188,7 @@ class ModelProposer:
             if live.is_predicted:
                 # What follows is predicted; where the output leaves it, the draft is asked afresh.
                 continue
-            if session.draft.in_flight is not None:
+            if session.draft.in_flight is not None or verifying.runs_on:
                 continue
             # At least one token of this round will be committed before the next.
             plan = self._plan(live, session.num_remaining - 1, now)

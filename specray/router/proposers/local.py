@@ -21,7 +21,7 @@ from specray.types import DraftKind
 
 SHADOW_TOKENS: Final = 8
 """Tokens of a chain that is followed without being verified."""
-WITHOUT_SHADOW: Final = (DraftKind.LOOKAHEAD, DraftKind.FEATURES)
+IN_TARGET: Final = (DraftKind.LOOKAHEAD, DraftKind.FEATURES)
 """What drafts in the target's steps, and finds nothing where it is not asked."""
 
 
@@ -93,6 +93,11 @@ class LocalProposer:
     def is_fallback(self) -> bool:
         return self.kind == FALLBACK
 
+    @property
+    def is_in_target(self) -> bool:
+        """It drafts in the target's steps."""
+        return self.kind in IN_TARGET
+
     def propose_forced(self, session: Session) -> DraftTokens:
         """What the grammar forces; each such token is worth its row, whatever else would pay."""
         forced = session.guide.forced(self.max_tokens)
@@ -114,7 +119,7 @@ class LocalProposer:
         if match_len == 0 and self.store is None:
             return NO_DRAFT
         plan = self._length.plan(num_remaining=session.num_remaining, num_running=budget.num_running)
-        if self.shadow is None and self.kind not in WITHOUT_SHADOW:
+        if self.shadow is None and not self.is_in_target:
             chain = self.proposer.propose(min(SHADOW_TOKENS, self.max_tokens)).token_ids
             self.shadow = Shadow(self._length, len(session.committed), chain) if chain else None
         if plan.is_off:

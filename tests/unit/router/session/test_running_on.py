@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from specray.draft_tokens import NO_DRAFT, LookaheadBudget
-from specray.fakes import FakeTarget, LocalVerifier, VirtualClock
+from specray.fakes import FakeTarget, LocalVerifier, NoisyGuesser, RandomGuesser, ToyModel, VirtualClock
 from specray.requests import GenerateRequest, SpeculationParams
 from specray.router.session.session import Session
 from specray.router.session.values import NextDraft
 from specray.types import DraftKind, VerifyItem
-from tests.unit.router.harness import fake_target, request, run, serving
+from tests.unit.router.harness import MODEL, fake_draft, fake_target, request, run, serving
 from tests.unit.router.session.harness import ROOM, decoding, new_session, propose
 
 OFF = SpeculationParams(enabled=False)
@@ -29,16 +31,16 @@ class NotedVerifier(LocalVerifier):
         await super().verify(items, released)
 
 
-def items_of(given: GenerateRequest, **options: Any) -> list[VerifyItem]:
-    """What the target is sent for a request."""
+def items_of(*given: GenerateRequest, **options: Any) -> list[VerifyItem]:
+    """What the target is sent for requests."""
     clock = VirtualClock()
-    target: FakeTarget = fake_target()
+    target: FakeTarget = options.pop("target", None) or fake_target()
     verifier = NotedVerifier(target, clock)
     verifier.items = []
 
     async def main() -> None:
         async with serving(clock, target=target, verifier=verifier, **options) as pair:
-            await pair.router.complete(given)
+            await asyncio.gather(*map(pair.router.complete, given))
             await pair.settle()
 
     run(clock, main())
@@ -64,13 +66,45 @@ def test_plain_decoding_runs_on_until_its_last_token(given: GenerateRequest, opt
     "options",
     [
         {"num_speculative_tokens": 2, "overlap": "serial"},
-        {"has_draft_model": False, "draft_kind": DraftKind.NGRAM},
-        {"has_draft_model": False, "draft_kind": DraftKind.SUFFIX},
         {"has_draft_model": False, "draft_kind": DraftKind.LOOKAHEAD},
     ],
 )
 def test_nothing_runs_on_where_draft_tokens_may_come(options: dict[str, Any]) -> None:
     assert not any(item.runs_on for item in items_of(request(max_tokens=12), **options))
+
+
+@pytest.mark.parametrize(("step_s", "num_first"), [(0.020, 2), (0.100, 3)])
+def test_the_only_session_runs_on_after_rounds_without_anything(step_s: float, num_first: int) -> None:
+    target = FakeTarget(MODEL, cost=lambda rows: int(step_s * 1e9))
+    items = items_of(request(max_tokens=7), has_draft_model=False, draft_kind=DraftKind.NGRAM, target=target)
+    # The first computes the prompt, and the last token needs no further one.
+    assert [item.runs_on for item in items] == [False] * num_first + [True] * (6 - num_first) + [False]
+
+
+def test_of_several_sessions_none_runs_on_by_itself() -> None:
+    options: dict[str, Any] = {"has_draft_model": False, "draft_kind": DraftKind.NGRAM}
+    items = items_of(request(max_tokens=9), request("b", max_tokens=9), **options)
+    assert not any(item.runs_on for item in items)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"has_draft_model": False, "draft_kind": DraftKind.NGRAM},
+        {"fallback": "ngram", "overlap": "serial", "draft": fake_draft(RandomGuesser(MODEL))},
+        {"fallback": "ngram", "overlap": "enumerate", "draft": fake_draft(RandomGuesser(MODEL))},
+        {"fallback": "none", "overlap": "auto", "draft": fake_draft(NoisyGuesser(MODEL))},
+    ],
+)
+def test_a_round_that_was_said_to_be_plain_is_plain(options: dict[str, Any]) -> None:
+    """Whatever is found for it: a repetition that begins is verified one round later."""
+    model = ToyModel(vocab_size=24, context_len=2)
+    target = FakeTarget(model, cost=lambda rows: int((0.010 + 0.001 * rows) * 1e9))
+    items = items_of(request(max_tokens=120), target=target, **options)
+    pairs_of_items = list(itertools.pairwise(items))
+    assert any(item.runs_on for item in items)
+    assert any(item.draft for item in items)
+    assert not any(item.runs_on and after.draft for item, after in pairs_of_items)
 
 
 def test_a_lost_prediction_runs_on_where_one_matching_token_would_not_bring_it_back() -> None:
