@@ -30,9 +30,8 @@ MAX_TRY_SHARE = 0.01
 NUM_FIRST_TRIES = 8
 """Rounds of the service in which the draft is asked whatever it promises: nothing was measured of it."""
 FEW_ROUNDS_OFF = 4
-"""Rounds without the draft after which asking it again must promise MIN_SPEEDUP."""
-MIN_ROUNDS_OFF = 12
-"""Rounds without the draft after which the only session may ask it again."""
+"""Rounds of the only session without the draft after which asking it again must promise MIN_SPEEDUP, and is
+considered once in as many: to consider it takes a tenth of a millisecond, while the target works."""
 REFUSED_REST_ROUNDS = 16
 """Rounds for which a draft that refused a session is not asked for it: as long as a plan holds."""
 
@@ -145,11 +144,13 @@ class Controller(DraftLength):
         most = gain + 1 + plan.num_speculative_tokens - tokens if plan.tree is None else gain
         is_unknown = self._num_asked < NUM_FIRST_TRIES and most > 0
         # Of all sessions: a short one could never afford to ask.
-        may_try = (
-            stats.rounds_off >= MIN_ROUNDS_OFF and lost_s <= MAX_TRY_SHARE * self._num_since_asked * plain_s
-        )
+        may_try = lost_s <= MAX_TRY_SHARE * self._num_since_asked * plain_s
         if is_unknown or may_try:
             return replace(plan, reason=Reason.EXPLORATION)
+        if stats.rounds_off >= FEW_ROUNDS_OFF:
+            # A plan that is not used does not age.
+            stats.rounds_to_ask = FEW_ROUNDS_OFF
+            stats.rounds_to_replan += FEW_ROUNDS_OFF
         return OFF
 
     def asked(self, plan: Plan, stats: SessionStats, num_running: int) -> tuple[float, float]:
@@ -179,7 +180,7 @@ class Controller(DraftLength):
         if stats.fixed_k == 0:
             return OFF_BY_REASON[Reason.FIXED]
         if _is_alone(stats, num_running):
-            return None
+            return OFF if stats.rounds_to_ask > 0 else None
         is_resting = stats.plan is OFF and stats.rounds_to_replan > 0 and not self._is_outdated(stats)
         return OFF if is_resting else None
 
@@ -229,6 +230,8 @@ class Controller(DraftLength):
         """See DraftLength; ``has_ngram``: a verdict on draft tokens that are not counted here."""
         if stats.rest_rounds:
             stats.rest_rounds -= 1
+        if stats.rounds_to_ask:
+            stats.rounds_to_ask -= 1
         self._num_asked += num_drafts > 0
         self._num_since_asked = 0 if num_drafts else self._num_since_asked + 1
         self._exploration.add(is_used=num_drafts > 0 and not stats.is_exploring)

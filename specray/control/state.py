@@ -243,6 +243,8 @@ class SessionStats:
     """Value of ``ModeController.num_changes`` at the last re-plan."""
     rest_rounds: int = 0
     """Rounds for which the draft is not asked, after it refused the session."""
+    rounds_to_ask: int = 0
+    """Rounds until asking the draft is considered again, where it was not worth it for the only session."""
     rate: SessionRate = field(default_factory=SessionRate)
     """What its rounds have brought, whoever drafted."""
     promised: float = 0.0

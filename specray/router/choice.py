@@ -78,10 +78,9 @@ class ProposerChoice:
             return False
         # What a grammar forces is proposed whatever the mode.
         has_grammar = live.session.request.sampling.grammar is not None
-        if live.local is None:
-            is_settled = self.model.is_resting(live)
-        else:
-            is_settled = self._is_plain and not live.is_drafted_locally and not has_grammar
+        is_settled = self.model.is_resting(live) and not live.is_drafted_locally
+        if live.local is not None:
+            is_settled = is_settled and self._is_plain and not has_grammar
         return is_settled or (not has_grammar and self._is_quiet(live))
 
     def _is_quiet(self, live: LiveSession) -> bool:

@@ -180,10 +180,12 @@ class Rounds:
             if live is None or not self._take(live, reply, replies):
                 self._metrics.late_replies.labels("target").inc()
         if verifying is not None and not verifying.pending:
+            forward_s = replies.forward_ns / 1e9
+            # What the target had computed before it was asked took its time all the same.
+            since_s = forward_s if self._step_ended_s is None else self._now - self._step_ended_s
+            elapsed_s = max(self._now - verifying.sent_s, min(forward_s, since_s))
             self._end_step(verifying)
-            self._later.add(self._metrics.verify_forward_s.observe, replies.forward_ns / 1e9)
-            # A step that the target had computed before it was asked took its time all the same.
-            elapsed_s = max(self._now - verifying.sent_s, replies.forward_ns / 1e9)
+            self._later.add(self._metrics.verify_forward_s.observe, forward_s)
             num_rows = verifying.num_rows if replies.num_rows is None else replies.num_rows
             if num_rows:
                 self._controller.cost_model.target.add(

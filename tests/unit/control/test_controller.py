@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specray.control.controller import Controller
+from specray.control.controller import FEW_ROUNDS_OFF, Controller
 from specray.control.goodput import AUTO_K
 from specray.control.state import OFF, Plan
 from specray.requests import SpeculationParams
@@ -52,6 +52,18 @@ def test_draft_that_refused_is_left_alone_for_some_rounds() -> None:
 
 
 # Auto
+
+
+def test_the_only_session_considers_a_dear_draft_once_in_a_few_rounds() -> None:
+    controller, stats = measured(overlap="serial", draft_step_s=0.100, acceptance=0.1)
+    considered = []
+    for _ in range(4 * FEW_ROUNDS_OFF):
+        considered.append(controller.resting_plan(stats, 1) is None)
+        if considered[-1]:
+            assert chosen(controller, stats) is OFF
+        controller.observe_round(stats, 0, 0)
+    rests = [True, *[False] * (FEW_ROUNDS_OFF - 1)]
+    assert considered == [*[True] * FEW_ROUNDS_OFF, *rests * 3]
 
 
 def test_plan_is_kept_while_another_promises_little_more() -> None:

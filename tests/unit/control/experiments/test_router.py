@@ -64,7 +64,7 @@ def test_a_session_with_a_fallback_uses_modele_with_draft_tokens(monkeypatch: py
 
     monkeypatch.setattr(ModeController, "add", noted)
     circle = ToyModel(vocab_size=8, context_len=1)
-    target = FakeTarget(circle, info=fake_info("target", vocab_size=64))
+    target = FakeTarget(circle, info=fake_info("target", vocab_size=64), cost=lambda rows: 20_000_000)
     clock = VirtualClock()
 
     async def main() -> tuple[float, float]:
