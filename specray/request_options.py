@@ -156,6 +156,11 @@ class RequestOptions:
     cache_salt: str = declare(
         "Only requests with an equal one share computed prefixes.", Range(0, 256), default=""
     )
+    prompt_cache_key: str = declare(
+        "Requests with an equal one go to the same router where several would answer equally soon.",
+        Range(0, 256),
+        default="",
+    )
     priority: int | None = declare("Lower is served earlier.", Range(-(1 << 63), (1 << 63) - 1))
     ttft_ms: float | None = declare(
         "Milliseconds to the first token that the caller wants.",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from specray.prefix_keys import root_key
 from specray.round_reports import RoundReport
 from specray.types import DraftKind, SamplingParams, TokenLogprobs
 
@@ -106,11 +107,18 @@ class GenerateRequest:
     text: TextOptions = field(default_factory=TextOptions)
     level: ServiceLevel | None = None
     """Times that the caller wants; None: none."""
+    session: str = ""
+    """What ties requests together where routers are equal otherwise; empty: nothing."""
 
     @property
     def tenant(self) -> str:
         """Who shares the service fairly with others; all that name nobody are one."""
         return self.speculation.tenant
+
+    @property
+    def prefix_root(self) -> bytes:
+        """What stands before the first unit of the prompt, see ``prefix_keys``."""
+        return root_key(self.sampling.cache_salt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +148,26 @@ class SpeculationStats:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterLoad:
+    """How busy a router is, for those who choose between routers."""
+
+    number: int = 0
+    """Number of the figures: later ones of the same router have higher numbers."""
+    num_waiting_tokens: int = 0
+    """Prompt tokens that are to be computed before those of a new request."""
+    num_running: int = 0
+    """Requests that run, and those that wait for a place."""
+    num_places: int = 0
+    """Most requests that run at once; 0: unknown."""
+    prefill_tokens_per_s: float = 0.0
+    """Prompt tokens per second; 0: unknown."""
+    step_s: float = 0.0
+    """Seconds of a step of those that run; 0: unknown."""
+    num_cache_tokens: int = 0
+    """Tokens that fit the target's cache; 0: unknown."""
+
+
+@dataclass(frozen=True, slots=True)
 class OutputChunk:
     """Router to ingress: newly committed tokens of one request, in order, each exactly once.
 
@@ -166,6 +194,8 @@ class OutputChunk:
     """Rounds that brought the tokens, where they were asked for."""
     checkpoint: str = ""
     """Digest of the target that writes the output (``EngineInfo.checkpoint``), on the first chunk only."""
+    load: RouterLoad | None = None
+    """How busy the router is, on the first and the last chunk of a stream."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from specray.interfaces import Clock
 from specray.requests import GenerateRequest, OutputChunk, Resumption, ServiceInfo
 from specray.router.output.delivery import Delivery
 from specray.router.transport.clock import SystemClock
+from specray.routing import Choice, SharedChoice
 
 SERVE_ERRORS = (RayError, BackPressureError, DeploymentUnavailableError, RequestCancelledError)
 """Exceptions that a call through a Serve handle may raise besides those of the router."""
@@ -56,7 +58,7 @@ class _Attempts:
     distribution is the same, since tokens that the caller has are kept.
     """
 
-    def __init__(self, request: GenerateRequest, clock: Clock, *, timeout_s: float) -> None:
+    def __init__(self, request: GenerateRequest, clock: Clock, *, timeout_s: float, has_others: bool) -> None:
         self.request = request
         """The request as the next router gets it."""
         self._asked = request
@@ -65,6 +67,7 @@ class _Attempts:
         self._began_s = clock.monotonic()
         self._end_s = self._began_s + (timeout_s if request.timeout_s is None else request.timeout_s)
         self._token_ids: list[int] = []
+        self._may_try_another = has_others
         self._ttft_s: float | None = None
         self._num_resumed = 0
         self._lost_s: float | None = None
@@ -81,6 +84,19 @@ class _Attempts:
         if self.request.resumed is not None and chunk.finish_reason is not None:
             return replace(chunk, ttft_s=self._ttft_s)
         return chunk
+
+    @property
+    def own_token_ids(self) -> Sequence[int]:
+        """Tokens of the output since the request was made or resumed."""
+        resumed = self.request.resumed
+        return self._token_ids[0 if resumed is None else len(resumed.token_ids) :]
+
+    def try_another(self, error: OverloadedError) -> None:
+        """Makes the request for another router than the one that refused it, once; else raises ``error``."""
+        if not self._may_try_another:
+            raise error
+        self._may_try_another = False
+        self.request = replace(self.request, request_id=self._new_id())
 
     async def renew(self, error: RouterLostError) -> None:
         """Makes the request for the next router, under a new id, since the last may be cut off, not dead.
@@ -99,10 +115,13 @@ class _Attempts:
         asked, token_ids = self._asked, tuple(self._token_ids)
         self.request = replace(
             asked,
-            request_id=f"{asked.request_id[:40]}-{uuid.uuid4().hex[:8]}",
+            request_id=self._new_id(),
             timeout_s=None if asked.timeout_s is None else remaining_s,
             resumed=Resumption(token_ids, self._checkpoint) if token_ids else None,
         )
+
+    def _new_id(self) -> str:
+        return f"{self._asked.request_id[:40]}-{uuid.uuid4().hex[:8]}"
 
 
 class ServeRouterClient:
@@ -117,6 +136,8 @@ class ServeRouterClient:
         mailbox: receives streams; its owner starts it before the first one. None: nothing will be streamed.
         timeout_s: maximum seconds of a call, even when no replica is there to answer.
         clock: times the wait between a router's death and the next attempt.
+        choice: chooses between several Routers, and learns from their answers; None: Serve chooses.
+        on_choice: is told each choice when its request has ended, and the prompt tokens that were found.
 
     A request whose router dies is sent to the next one, which continues a stream from where it was.
     """
@@ -128,8 +149,12 @@ class ServeRouterClient:
         timeout_s: float,
         mailbox: Mailbox | None = None,
         clock: Clock | None = None,
+        choice: SharedChoice | None = None,
+        on_choice: Callable[[Choice, int], None] | None = None,
     ) -> None:
         self._handle = handle
+        self._choice = choice
+        self._on_choice = on_choice
         self._mailbox = mailbox
         self._clock = clock or SystemClock()
         self._timeout_s = timeout_s
@@ -138,11 +163,16 @@ class ServeRouterClient:
     async def complete(self, request: GenerateRequest) -> OutputChunk:
         attempts = self._attempts(request)
         while True:
+            request = attempts.request
             try:
-                chunk: OutputChunk = await self._call(self._handle.complete.remote(attempts.request))
+                with self._chosen(request):
+                    chunk: OutputChunk = await self._call(self._handle.complete.remote(request))
+                    self._learn(chunk, chunk.token_ids)
                 return chunk
             except RouterLostError as error:
                 await attempts.renew(error)
+            except OverloadedError as error:
+                attempts.try_another(error)
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[OutputChunk]:
         assert self._mailbox is not None, "a client that streams has a mailbox"
@@ -155,20 +185,48 @@ class ServeRouterClient:
             )
             self._calls.add(call)
             call.add_done_callback(self._calls.discard)
+            lost = None
             try:
-                async for chunk in delivery.chunks(self._clock, 0):
-                    yield attempts.take(chunk)
+                with self._chosen(request):
+                    async for chunk in delivery.chunks(self._clock, 0):
+                        taken = attempts.take(chunk)
+                        self._learn(chunk, attempts.own_token_ids)
+                        yield taken
                 return
             except RouterLostError as error:
                 lost = error
+            except OverloadedError as error:
+                attempts.try_another(error)
             finally:
                 self._mailbox.close(request.request_id)
                 if not delivery.is_ended:
                     call.cancel()
-            await attempts.renew(lost)
+            if lost is not None:
+                await attempts.renew(lost)
+
+    @contextlib.contextmanager
+    def _chosen(self, request: GenerateRequest) -> Iterator[None]:
+        """The request is with the Router that was chosen for it. The choice hears how that ends."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+            raise
+        finally:
+            if self._choice is not None:
+                self._choice.on_end(request.request_id, error)
+
+    def _learn(self, chunk: OutputChunk, token_ids: Sequence[int]) -> None:
+        if self._choice is None:
+            return
+        choice = self._choice.on_chunk(chunk, token_ids if chunk.finish_reason is not None else ())
+        if choice is not None and self._on_choice is not None:
+            self._on_choice(choice, chunk.num_cached_tokens)
 
     def _attempts(self, request: GenerateRequest) -> _Attempts:
-        return _Attempts(request, self._clock, timeout_s=self._timeout_s)
+        has_others = self._choice is not None and self._choice.num_routers > 1
+        return _Attempts(request, self._clock, timeout_s=self._timeout_s, has_others=has_others)
 
     async def _watch(self, response: Any, delivery: Delivery) -> None:
         """Awaits the router's call, and fails the delivery if the call ends without the output's end."""

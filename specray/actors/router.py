@@ -16,6 +16,7 @@ from specray.actors.drafts.deployment import DraftReplica
 from specray.actors.drafts.source import ServeDrafterSource
 from specray.actors.live import LiveReplica
 from specray.actors.node import keep_serve_on_loopback
+from specray.actors.routing import routes_by_prefix, stats_of
 from specray.actors.stream_sinks import StreamSinks
 from specray.actors.targets.group import TargetGroup
 from specray.actors.targets.source import TargetSource
@@ -65,6 +66,7 @@ class RouterReplica:
             tracer = SpansElsewhere(self._tracing, asyncio.get_running_loop())
         placement_group = get_current_placement_group()
         assert placement_group is not None, "the Router deployment has a placement group"
+        self._is_chosen = routes_by_prefix(config)
         self._drain_timeout_s = config.router.drain_timeout_s
         source = None
         if draft is not None:
@@ -119,6 +121,10 @@ class RouterReplica:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Figures for ``scaling.RouterScalingPolicy``."""
         return self._router.load()
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """How busy this router is, for ``routing.PrefixRequestRouter``; nothing where it has no choice."""
+        return stats_of(self._router.routing_load()) if self._is_chosen else {}
 
     async def check_health(self) -> None:
         """Cheap liveness check. Raises EngineLostError when the target is lost for good; Serve replaces both.

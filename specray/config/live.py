@@ -53,6 +53,7 @@ STATIC_REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "draft": "drafts are loaded and placed by it, see user_config of Draft for another draft model",
         "speculation.max_num_draft_probs": "drafts are loaded with it",
         "router.num_replicas": "Serve holds the number of replicas",
+        "router.routing": "Serve holds who chooses a Router",
         "router.autoscaling": "Serve holds the number of replicas",
         "router.round_timeout_s": "drafts judge by it whether they hang",
         "router.verify_timeout_s": "the ranks of a target wait for each other by it",

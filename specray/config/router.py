@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from specray.config.scaling import RouterScalingConfig
 from specray.config.section import Section
+
+Routing = Literal["prefix", "load"]
 
 
 class RouterConfig(Section):
@@ -14,6 +18,11 @@ class RouterConfig(Section):
     num_replicas: int = Field(1, ge=1, le=1024, description="Number of routers, each with its own target.")
     autoscaling: RouterScalingConfig | None = Field(
         None, description="Number of replicas by waiting prompt tokens, in place of num_replicas."
+    )
+    routing: Routing = Field(
+        "prefix",
+        description="Choice between several routers: `prefix` sends a request where it is answered soonest, "
+        "by what caches hold and by load; `load` by running requests alone.",
     )
     max_queued_requests: int = Field(
         256, ge=0, description="Maximum waiting requests; more are refused (429)."

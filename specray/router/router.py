@@ -23,7 +23,7 @@ from specray.interfaces import (
     StopMatcherFactory,
     Verifier,
 )
-from specray.requests import GenerateRequest, OutputChunk, ServiceInfo
+from specray.requests import GenerateRequest, OutputChunk, RouterLoad, ServiceInfo
 from specray.router.admission.checks import check_request
 from specray.router.admission.opening import SessionOpener
 from specray.router.admission.queue import AdmissionQueue
@@ -136,6 +136,7 @@ class Router:
         self._loop: asyncio.Task[None] | None = None
         self._broken: Exception | None = None
         self._is_draining = False
+        self._num_loads = 0
         self._readiness = Readiness(self.complete, self._clock, config.verify_timeout_s)
 
     # Life
@@ -302,6 +303,23 @@ class Router:
     def load(self) -> dict[str, float]:
         return self.sessions.load()
 
+    def routing_load(self) -> RouterLoad:
+        """How busy this router is, for those who choose between routers."""
+        self._num_loads += 1
+        sessions, cost_model, info = self.sessions, self.controller.cost_model, self._info
+        num_running = max(1, len(sessions.running))
+        chunk = self._settings.router.prefill_chunk_tokens
+        chunk_s = cost_model.target.prompts.predict(chunk)
+        return RouterLoad(
+            number=self._num_loads,
+            num_waiting_tokens=sessions.num_waiting_tokens,
+            num_running=len(sessions),
+            num_places=sessions.limit,
+            prefill_tokens_per_s=chunk / chunk_s if chunk_s else 0.0,
+            step_s=cost_model.verify_s(num_running, num_running) or 0.0,
+            num_cache_tokens=0 if info is None else info.num_blocks * info.block_size,
+        )
+
     # Requests
 
     def _submit(self, request: GenerateRequest, delivery: Delivery) -> LiveSession:
@@ -318,6 +336,7 @@ class Router:
             raise InvalidRequestError(f"request_id {request.request_id!r} is in use", field="request_id")
         now = self._clock.monotonic()
         delivery.checkpoint = info.checkpoint
+        delivery.say_load = self.routing_load
         live = LiveSession(
             self._opener.open(request, vocab_size=info.vocab_size),
             delivery,

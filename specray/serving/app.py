@@ -24,6 +24,7 @@ from ray.serve import Application
 
 from specray.actors.drafts.deployment import DRAIN_S, DraftReplica
 from specray.actors.router import RouterReplica
+from specray.actors.routing import router_choice
 from specray.actors.scaling import draft_replicas, router_replicas
 from specray.actors.targets.placement import actor_options, place_draft, place_group, rank_bundle, ray_nodes
 from specray.config import Config, parse_config
@@ -109,6 +110,7 @@ def _router_deployment(config: Config) -> serve.Deployment:
     return serve.deployment(
         name="Router",
         **router_replicas(config.router),
+        **router_choice(config),
         # Serve calls ``reconfigure`` at the start only where there is one.
         user_config={},
         ray_actor_options={"num_cpus": NUM_CPUS_PER_ROUTER},

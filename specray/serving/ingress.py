@@ -24,11 +24,13 @@ from specray.actors.live import LiveReplica
 from specray.actors.mailbox import Mailbox
 from specray.actors.node import keep_serve_on_loopback, listen_address
 from specray.actors.router import RouterReplica
+from specray.actors.routing import routes_by_prefix
 from specray.actors.telemetry import AllMetrics, begin_logs, begin_traces, with_labels
 from specray.config import Config, parse_config
 from specray.config.live import LiveConfig, Served
 from specray.errors import ConfigError
 from specray.grammar import PreparedCompiler
+from specray.routing import shared_choice
 from specray.rpc.channel import ChannelOptions, channel_options, check_can_listen, parse_address
 from specray.rpc.inference.messages import MAX_OPEN_CALLS
 from specray.rpc.inference.server import InferenceServer
@@ -96,6 +98,8 @@ class IngressReplica:
             # message arrives.
             timeout_s=config.router.request_timeout_s + 10.0,
             mailbox=self._mailbox,
+            choice=shared_choice(app_name) if routes_by_prefix(config) else None,
+            on_choice=self._observer.metrics.observe_choice,
         )
         self._admission = Admission.of(client, config)
         self._tokenizer = load_tokenizer(config.target.model)

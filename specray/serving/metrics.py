@@ -7,9 +7,13 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from specray.routing import Choice
 from specray.telemetry.exposition import registry_text
 
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 2, 5, 10, 30, 60, 120, 300, 600)
+
+
+_CHOICE_SECONDS: Final = (0.0001, 0.0002, 0.0003, 0.0005, 0.001, 0.002, 0.005, 0.01)
 
 
 class IngressMetrics:
@@ -44,6 +48,28 @@ class IngressMetrics:
         self._in_progress = Gauge(
             "specray_ingress_calls_in_progress", "Calls being answered.", ["protocol"], registry=self.registry
         )
+        self._choices = Counter(
+            "specray_routing",
+            "Requests by what decided their Router: prefix, load, tie or full.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self._expected_tokens = Counter(
+            "specray_routing_predicted_tokens",
+            "Prompt tokens that the chosen Router was expected to find in its cache.",
+            registry=self.registry,
+        )
+        self._missed_tokens = Counter(
+            "specray_routing_mispredicted_tokens",
+            "Those of them that it did not find.",
+            registry=self.registry,
+        )
+        self._choice_seconds = Histogram(
+            "specray_routing_choice_seconds",
+            "Seconds that the choice of a Router took.",
+            buckets=_CHOICE_SECONDS,
+            registry=self.registry,
+        )
         # Present from the start, so that a replica without calls shows up, too.
         for protocol in ("http", "grpc"):
             self._in_progress.labels(protocol)
@@ -61,6 +87,13 @@ class IngressMetrics:
         self._seconds.labels(protocol, name).observe(seconds)
         if first_s is not None:
             self._first_seconds.labels(protocol, name).observe(first_s)
+
+    def observe_choice(self, choice: Choice, num_found: int) -> None:
+        """Counts the choice of a Router for a request that has ended, which found ``num_found`` tokens."""
+        self._choices.labels(choice.reason).inc()
+        self._expected_tokens.inc(choice.num_expected_tokens)
+        self._missed_tokens.inc(max(0, choice.num_expected_tokens - num_found))
+        self._choice_seconds.observe(choice.seconds)
 
     def value(self, name: str, labels: Sequence[tuple[str, str]] = ()) -> float:
         return self.registry.get_sample_value(name, dict(labels)) or 0.0

@@ -29,7 +29,7 @@ VOCABULARY = {
     "checkpoint_digest",
 }
 SEAMS = VOCABULARY | {"interfaces", "config", "environment", "telemetry", "gguf"}
-SERVICE = {"engine", "rpc", "router", "drafting", "grammar", "tokenization", "demo"}
+SERVICE = {"engine", "rpc", "router", "routing", "drafting", "grammar", "tokenization", "demo"}
 ALLOWED: dict[str, set[str]] = {
     "draft_tokens": set(),
     "feature_rows": set(),
@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "types": {"draft_tokens", "feature_rows"},
     "round_reports": set(),
     "request_options": {"types"},
-    "requests": {"types", "round_reports"},
+    "requests": {"types", "round_reports", "prefix_keys"},
     "errors": set(),
     "json_files": {"errors"},
     "prefix_keys": set(),
@@ -58,7 +58,8 @@ ALLOWED: dict[str, set[str]] = {
     "control": VOCABULARY | {"config"},
     "rpc": SEAMS,
     "router": SEAMS | {"control", "drafting"},
-    "planning": SEAMS | {"control", "router", "fakes"},
+    "routing": SEAMS,
+    "planning": SEAMS | {"control", "router", "routing", "fakes"},
     "actors": SEAMS | SERVICE,
     "serving": SEAMS | SERVICE | {"actors"},
     "bench": SEAMS | SERVICE | {"control", "fakes", "actors", "serving", "planning", "train"},

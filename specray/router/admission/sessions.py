@@ -70,6 +70,17 @@ class Sessions:
         }
 
     @property
+    def limit(self) -> int:
+        """Most sequences that the target holds at once."""
+        return self._limit
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens that are not computed yet, of those that wait and of those that run."""
+        running = sum(live.num_missing for live in self.running.values() if live.is_prefilling)
+        return self.queue.num_tokens + running
+
+    @property
     def next_due_s(self) -> float | None:
         """Time at which ``expire`` or ``admit`` has something to do even if nothing else happens."""
         first = self._first_to_expire()

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 
 from specray.interfaces import Clock
-from specray.requests import FinishReason, OutputChunk, SpeculationStats
+from specray.requests import FinishReason, OutputChunk, RouterLoad, SpeculationStats
 from specray.round_reports import RoundReport
 from specray.types import TokenLogprobs
 
@@ -29,6 +29,10 @@ class Delivery:
         self._on_change = on_change
         self.checkpoint = ""
         """Digest of the target that writes the output, for the first chunk."""
+        self.say_load: Callable[[], RouterLoad] | None = None
+        """Says how busy the router is, for the first and the last chunk."""
+        self._load: RouterLoad | None = None
+        """Load of a router elsewhere, as its last chunk said."""
         self._is_begun = False
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -70,6 +74,7 @@ class Delivery:
     def put(self, chunk: OutputChunk) -> None:
         """Adds a chunk of the same output that another process has sent."""
         self.checkpoint = self.checkpoint or chunk.checkpoint
+        self._load = chunk.load or self._load
         if chunk.finish_reason is not None:
             self._last = replace(chunk, token_ids=(), logprobs=(), rounds=(), checkpoint="")
         self.push(chunk.token_ids, chunk.logprobs, chunk.rounds)
@@ -154,6 +159,9 @@ class Delivery:
     def take(self) -> OutputChunk:
         """Returns all that has come since the last call. Raises the error that ``fail`` was given."""
         checkpoint = "" if self._is_begun else self.checkpoint
+        load, self._load = self._load, None
+        if self.say_load is not None and (self._last is not None or not self._is_begun):
+            load = self.say_load()
         self._is_begun = True
         token_ids, logprobs, rounds = tuple(self._token_ids), tuple(self._logprobs), tuple(self._rounds)
         self._token_ids.clear()
@@ -163,5 +171,7 @@ class Delivery:
             raise self._error
         last = self._last
         if last is None:
-            return OutputChunk(self._request_id, token_ids, logprobs, rounds=rounds, checkpoint=checkpoint)
-        return replace(last, token_ids=token_ids, logprobs=logprobs, rounds=rounds, checkpoint=checkpoint)
+            last = OutputChunk(self._request_id, ())
+        return replace(
+            last, token_ids=token_ids, logprobs=logprobs, rounds=rounds, checkpoint=checkpoint, load=load
+        )

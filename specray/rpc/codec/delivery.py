@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from specray.errors import ProtocolError
-from specray.requests import OutputChunk
+from specray.requests import OutputChunk, RouterLoad
 from specray.round_reports import EngineStep, RoundReport
 from specray.rpc.codec.inference import (
     FINISH_REASON_FROM_PB,
@@ -24,6 +24,7 @@ from specray.rpc.codec.values import (
 from specray.rpc.pb import delivery_pb2
 
 _ROUND = ("num_accepted_tokens", "source", "lookup", "overlap", "num_speculative_tokens", "reason")
+_LOAD = tuple(each.name for each in fields(RouterLoad))
 _STEP = tuple(each.name for each in fields(EngineStep))
 
 
@@ -42,6 +43,8 @@ def decode_chunks(data: bytes) -> list[OutputChunk]:
 def _encode_chunk(out: delivery_pb2.OutputChunk, chunk: OutputChunk) -> None:
     out.request_id = chunk.request_id
     out.checkpoint = chunk.checkpoint
+    if chunk.load is not None:
+        set_fields(out.load, chunk.load, _LOAD)
     out.token_ids.extend(chunk.token_ids)
     for logprobs in chunk.logprobs:
         encode_token_logprobs(out.logprobs.add(), logprobs)
@@ -79,6 +82,7 @@ def _decode_chunk(chunk: delivery_pb2.OutputChunk) -> OutputChunk:
         prompt_logprobs=tuple(map(decode_token_logprobs, chunk.prompt_logprobs)),
         rounds=tuple(map(_decode_round, chunk.rounds)),
         checkpoint=chunk.checkpoint,
+        load=RouterLoad(**get_fields(chunk.load, _LOAD)) if chunk.HasField("load") else None,
     )
 
 

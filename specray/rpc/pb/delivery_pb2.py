@@ -26,7 +26,7 @@ from specray.rpc.pb import inference_pb2 as specray_dot_v1_dot_inference__pb2
 from specray.rpc.pb import types_pb2 as specray_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19specray/v1/delivery.proto\x12\nspecray.v1\x1a\x1aspecray/v1/inference.proto\x1a\x16specray/v1/types.proto\"9\n\x0e\x44\x65liverRequest\x12\'\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x17.specray.v1.OutputChunk\"\xb0\x03\n\x0bOutputChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12+\n\x08logprobs\x18\x03 \x03(\x0b\x32\x19.specray.v1.TokenLogprobs\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.specray.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x05 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x06 \x01(\rH\x00\x12+\n\x05stats\x18\x08 \x01(\x0b\x32\x1c.specray.v1.SpeculationStats\x12\x19\n\x11num_cached_tokens\x18\t \x01(\r\x12\x13\n\x06ttft_s\x18\n \x01(\x01H\x01\x88\x01\x01\x12\x32\n\x0fprompt_logprobs\x18\x0b \x03(\x0b\x32\x19.specray.v1.TokenLogprobs\x12\'\n\x06rounds\x18\x0c \x03(\x0b\x32\x17.specray.v1.RoundReport\x12\x12\n\ncheckpoint\x18\x0e \x01(\tB\r\n\x0bstop_reasonB\t\n\x07_ttft_sJ\x04\x08\x07\x10\x08\"F\n\nEngineStep\x12\x12\n\nstarted_ms\x18\x01 \x01(\x01\x12\x10\n\x08\x65nded_ms\x18\x02 \x01(\x01\x12\x12\n\nforward_ms\x18\x03 \x01(\x01\"\xb5\x02\n\x0bRoundReport\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x17\n\x0f\x64raft_token_ids\x18\x02 \x03(\r\x12\x1b\n\x13num_accepted_tokens\x18\x03 \x01(\r\x12\x0e\n\x06source\x18\x04 \x01(\t\x12\x0e\n\x06lookup\x18\x05 \x01(\t\x12\x0f\n\x07overlap\x18\x06 \x01(\t\x12\x1e\n\x16num_speculative_tokens\x18\x07 \x01(\r\x12\x0e\n\x06reason\x18\x08 \x01(\t\x12&\n\x06verify\x18\t \x01(\x0b\x32\x16.specray.v1.EngineStep\x12(\n\x08\x64rafting\x18\n \x03(\x0b\x32\x16.specray.v1.EngineStep\x12\x15\n\rdraft_parents\x18\x0b \x03(\x11\x12\x13\n\x0b\x64raft_probs\x18\x0c \x03(\x01\"\x11\n\x0f\x44\x65liverResponse2Y\n\x0f\x44\x65liveryService\x12\x46\n\x07\x44\x65liver\x12\x1a.specray.v1.DeliverRequest\x1a\x1b.specray.v1.DeliverResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19specray/v1/delivery.proto\x12\nspecray.v1\x1a\x1aspecray/v1/inference.proto\x1a\x16specray/v1/types.proto\"9\n\x0e\x44\x65liverRequest\x12\'\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x17.specray.v1.OutputChunk\"\xa9\x01\n\nRouterLoad\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x1a\n\x12num_waiting_tokens\x18\x02 \x01(\r\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x12\n\nnum_places\x18\x04 \x01(\r\x12\x1c\n\x14prefill_tokens_per_s\x18\x05 \x01(\x01\x12\x0e\n\x06step_s\x18\x06 \x01(\x01\x12\x18\n\x10num_cache_tokens\x18\x07 \x01(\x04\"\xd6\x03\n\x0bOutputChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12+\n\x08logprobs\x18\x03 \x03(\x0b\x32\x19.specray.v1.TokenLogprobs\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.specray.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x05 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x06 \x01(\rH\x00\x12+\n\x05stats\x18\x08 \x01(\x0b\x32\x1c.specray.v1.SpeculationStats\x12\x19\n\x11num_cached_tokens\x18\t \x01(\r\x12\x13\n\x06ttft_s\x18\n \x01(\x01H\x01\x88\x01\x01\x12\x32\n\x0fprompt_logprobs\x18\x0b \x03(\x0b\x32\x19.specray.v1.TokenLogprobs\x12\'\n\x06rounds\x18\x0c \x03(\x0b\x32\x17.specray.v1.RoundReport\x12$\n\x04load\x18\r \x01(\x0b\x32\x16.specray.v1.RouterLoad\x12\x12\n\ncheckpoint\x18\x0e \x01(\tB\r\n\x0bstop_reasonB\t\n\x07_ttft_sJ\x04\x08\x07\x10\x08\"F\n\nEngineStep\x12\x12\n\nstarted_ms\x18\x01 \x01(\x01\x12\x10\n\x08\x65nded_ms\x18\x02 \x01(\x01\x12\x12\n\nforward_ms\x18\x03 \x01(\x01\"\xb5\x02\n\x0bRoundReport\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x17\n\x0f\x64raft_token_ids\x18\x02 \x03(\r\x12\x1b\n\x13num_accepted_tokens\x18\x03 \x01(\r\x12\x0e\n\x06source\x18\x04 \x01(\t\x12\x0e\n\x06lookup\x18\x05 \x01(\t\x12\x0f\n\x07overlap\x18\x06 \x01(\t\x12\x1e\n\x16num_speculative_tokens\x18\x07 \x01(\r\x12\x0e\n\x06reason\x18\x08 \x01(\t\x12&\n\x06verify\x18\t \x01(\x0b\x32\x16.specray.v1.EngineStep\x12(\n\x08\x64rafting\x18\n \x03(\x0b\x32\x16.specray.v1.EngineStep\x12\x15\n\rdraft_parents\x18\x0b \x03(\x11\x12\x13\n\x0b\x64raft_probs\x18\x0c \x03(\x01\"\x11\n\x0f\x44\x65liverResponse2Y\n\x0f\x44\x65liveryService\x12\x46\n\x07\x44\x65liver\x12\x1a.specray.v1.DeliverRequest\x1a\x1b.specray.v1.DeliverResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,14 +35,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DELIVERREQUEST']._serialized_start=93
   _globals['_DELIVERREQUEST']._serialized_end=150
-  _globals['_OUTPUTCHUNK']._serialized_start=153
-  _globals['_OUTPUTCHUNK']._serialized_end=585
-  _globals['_ENGINESTEP']._serialized_start=587
-  _globals['_ENGINESTEP']._serialized_end=657
-  _globals['_ROUNDREPORT']._serialized_start=660
-  _globals['_ROUNDREPORT']._serialized_end=969
-  _globals['_DELIVERRESPONSE']._serialized_start=971
-  _globals['_DELIVERRESPONSE']._serialized_end=988
-  _globals['_DELIVERYSERVICE']._serialized_start=990
-  _globals['_DELIVERYSERVICE']._serialized_end=1079
+  _globals['_ROUTERLOAD']._serialized_start=153
+  _globals['_ROUTERLOAD']._serialized_end=322
+  _globals['_OUTPUTCHUNK']._serialized_start=325
+  _globals['_OUTPUTCHUNK']._serialized_end=795
+  _globals['_ENGINESTEP']._serialized_start=797
+  _globals['_ENGINESTEP']._serialized_end=867
+  _globals['_ROUNDREPORT']._serialized_start=870
+  _globals['_ROUNDREPORT']._serialized_end=1179
+  _globals['_DELIVERRESPONSE']._serialized_start=1181
+  _globals['_DELIVERRESPONSE']._serialized_end=1198
+  _globals['_DELIVERYSERVICE']._serialized_start=1200
+  _globals['_DELIVERYSERVICE']._serialized_end=1289
 # @@protoc_insertion_point(module_scope)

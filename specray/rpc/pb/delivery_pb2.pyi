@@ -14,8 +14,26 @@ class DeliverRequest(_message.Message):
     chunks: _containers.RepeatedCompositeFieldContainer[OutputChunk]
     def __init__(self, chunks: _Optional[_Iterable[_Union[OutputChunk, _Mapping]]] = ...) -> None: ...
 
+class RouterLoad(_message.Message):
+    __slots__ = ("number", "num_waiting_tokens", "num_running", "num_places", "prefill_tokens_per_s", "step_s", "num_cache_tokens")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_PLACES_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    num_waiting_tokens: int
+    num_running: int
+    num_places: int
+    prefill_tokens_per_s: float
+    step_s: float
+    num_cache_tokens: int
+    def __init__(self, number: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_running: _Optional[int] = ..., num_places: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., num_cache_tokens: _Optional[int] = ...) -> None: ...
+
 class OutputChunk(_message.Message):
-    __slots__ = ("request_id", "token_ids", "logprobs", "finish_reason", "stop_string", "stop_token_id", "stats", "num_cached_tokens", "ttft_s", "prompt_logprobs", "rounds", "checkpoint")
+    __slots__ = ("request_id", "token_ids", "logprobs", "finish_reason", "stop_string", "stop_token_id", "stats", "num_cached_tokens", "ttft_s", "prompt_logprobs", "rounds", "load", "checkpoint")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +45,7 @@ class OutputChunk(_message.Message):
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -39,8 +58,9 @@ class OutputChunk(_message.Message):
     ttft_s: float
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]
     rounds: _containers.RepeatedCompositeFieldContainer[RoundReport]
+    load: RouterLoad
     checkpoint: str
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., stats: _Optional[_Union[_inference_pb2.SpeculationStats, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ..., ttft_s: _Optional[float] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[RoundReport, _Mapping]]] = ..., checkpoint: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., stats: _Optional[_Union[_inference_pb2.SpeculationStats, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ..., ttft_s: _Optional[float] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprobs, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[RoundReport, _Mapping]]] = ..., load: _Optional[_Union[RouterLoad, _Mapping]] = ..., checkpoint: _Optional[str] = ...) -> None: ...
 
 class EngineStep(_message.Message):
     __slots__ = ("started_ms", "ended_ms", "forward_ms")

@@ -107,6 +107,7 @@ def _generate_request(
         timeout_s=options.timeout_s,
         text=options.text,
         level=_level(options),
+        session=options.prompt_cache_key,
     )
 
 

@@ -20,7 +20,6 @@ HARMLESS: Final = frozenset(
         "store",
         "service_tier",
         "safety_identifier",
-        "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
         "parallel_tool_calls",

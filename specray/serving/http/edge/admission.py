@@ -14,7 +14,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from specray.errors import OverloadedError, SpecrayError
 from specray.serving.admission.capacity import RouterCapacity
 from specray.serving.admission.places import Place, Places
-from specray.serving.http.edge.body import decode, discard, header_timeout_s, read_body, with_timeout
+from specray.serving.http.edge.body import (
+    decode,
+    discard,
+    header_timeout_s,
+    read_body,
+    with_session,
+    with_timeout,
+)
 from specray.serving.http.edge.connections import first_byte_at
 from specray.serving.http.edge.keys import caller_of
 from specray.serving.http.edge.observe import record_of
@@ -39,8 +46,9 @@ class Arrived:
         return decode(self.body)
 
     def timed_values(self) -> object:
-        """Decodes the body, with the time of the header. Raises HttpError, InvalidRequestError."""
-        return with_timeout(self.values(), self.request.headers)
+        """Decodes the body, with what headers add to it. Raises HttpError, InvalidRequestError."""
+        headers = self.request.headers
+        return with_session(with_timeout(self.values(), headers), headers)
 
 
 class AdmissionMiddleware:

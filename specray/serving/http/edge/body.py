@@ -20,7 +20,11 @@ from specray.serving.validation import RANGES
 DISCARD_TIMEOUT_S = 10.0
 TIMEOUT_HEADER: Final = "X-Request-Timeout-Seconds"
 """For clients and gateways that do not write the body. Serve's proxy applies a header of this name, too."""
+SESSION_HEADER: Final = "X-Session-Id"
+"""Header by which clients and gateways name what belongs together."""
 _FIELD: Final = "timeout_s"
+_SESSION_FIELD: Final = "prompt_cache_key"
+_MAX_SESSION_CHARS: Final = 256
 
 
 async def read_body(request: Request, receive: Receive, place: Place, *, max_bytes: int) -> bytes:
@@ -133,3 +137,11 @@ def with_timeout(values: object, headers: Mapping[str, str]) -> object:
     if own is not None and own <= timeout_s:
         return values
     return {**values, _FIELD: timeout_s}
+
+
+def with_session(values: object, headers: Mapping[str, str]) -> object:
+    """Adds the session of the header to a decoded body that names none; a long one is cut."""
+    session = headers.get(SESSION_HEADER)
+    if not session or not isinstance(values, dict) or values.get(_SESSION_FIELD) is not None:
+        return values
+    return {**values, _SESSION_FIELD: session[:_MAX_SESSION_CHARS]}
