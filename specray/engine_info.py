@@ -85,3 +85,11 @@ class EngineInfo:
     checkpoint: str = ""
     """Digest of the model's content and of the formats in which it is computed, in hexadecimal; ``model``
     names it for people. Another digest means other outputs."""
+    hardware: tuple[str, ...] = ()
+    """Names of the cores or of the device that it computes on, each with its machine; empty: unknown."""
+    lacks_outcomes: bool = False
+    """Draft: it prepares no outcomes of a round while the target verifies."""
+
+    def shares_with(self, other: EngineInfo) -> bool:
+        """Both compute on the same cores or device, as far as is known."""
+        return not set(self.hardware).isdisjoint(other.hardware)

@@ -64,8 +64,7 @@ class Controller(DraftLength):
         with a session's next plan."""
         self._overlap.configure(config)
         super().configure(config)
-        if self._overlap.is_auto:
-            self._goodput.overlaps = self._overlap.overlaps
+        self._set_overlaps()
         self.modes.set_plan(None)
         for length in self._lengths:
             length.configure(config.without_overlap)
@@ -86,6 +85,16 @@ class Controller(DraftLength):
         )
         self._lengths.append(length)
         return length
+
+    def allow_overlap(self, is_allowed: bool) -> None:
+        """Takes whether the draft at hand may work while the target does, where that is chosen (``auto``)."""
+        if self._overlap.allow(is_allowed):
+            self._set_overlaps()
+            self.modes.reopen()
+
+    def _set_overlaps(self) -> None:
+        if self._overlap.is_auto:
+            self._goodput.overlaps = self._overlap.overlaps
 
     @property
     def is_serial(self) -> bool:
@@ -255,11 +264,11 @@ class Controller(DraftLength):
         if is_drafted and stats.promised > 0:
             self._overlap.observe(num_tokens, stats.promised * seconds, num_running)
         is_known = stats.fixed_k != 0 and self.cost_model.verify_s(num_running, num_running) is not None
-        if not is_known or not self._overlap.is_due(num_running):
+        if not is_known or not self._overlap.is_due(num_running, is_drafted=is_drafted):
             return
         turns, overlapped = self._goodput.by_way(stats, num_running)
         if self._overlap.decide(overlapped / turns, num_running):
-            self._goodput.overlaps = self._overlap.overlaps
+            self._set_overlaps()
             self.modes.reopen()
 
     def observe_proposal(self, stats: SessionStats, num_asked: int, num_drafts: int) -> None:
@@ -285,7 +294,7 @@ class Controller(DraftLength):
         self._decide(stats, num_running)
         stats.num_changes = self.modes.num_changes
         super()._replan(stats, num_running)
-        if self._overlap.is_auto:
+        if self._overlap.is_open:
             is_known = self.cost_model.verify_s(num_running, num_running) is not None
             stats.promised = self._goodput.by_way(stats, num_running)[0] if is_known else 0.0
 

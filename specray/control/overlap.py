@@ -18,8 +18,9 @@ from specray.control.experiments import size_class
 from specray.control.state import Observer
 from specray.types import Overlap
 
-DECISION_ROUNDS = 16
-"""Rounds of each session between two decisions."""
+DECISION_ROUNDS, UNDRAFTED_SHARE = 16, 0.125
+"""Rounds of each session between two decisions, and as how much of one a round without the draft counts: it
+shows nothing of either way."""
 MIN_GAIN, KEEP_GAIN = 1.05, 0.98
 """Least ratios to the tokens per second of taking turns: to begin to overlap, and to go on."""
 PRIOR_TOKENS = 24.0
@@ -63,17 +64,19 @@ class OverlapChoice:
 
     Attributes:
         is_overlapped: engines work at the same time; else they take turns.
+        is_open: under ``auto``, and the draft at hand has hardware of its own: both ways are allowed.
     """
 
     def __init__(self, config: SpeculationConfig, observer: Observer | None = None) -> None:
         self.is_overlapped = False
+        self._is_allowed = True
         self._is_new = False
         """Engines overlap since the last decision."""
         self._observer = observer
         self._turns, self._overlapped = WayOfWorking(), WayOfWorking()
         self._size = 0
-        self._num_rounds = 0
-        """Rounds since the last decision."""
+        self._num_rounds = 0.0
+        """Rounds since the last decision, those without the draft's tokens by their share."""
         self._retry_rounds = FIRST_RETRY_ROUNDS
         self.configure(config)
 
@@ -82,6 +85,21 @@ class OverlapChoice:
         self.is_auto = config.overlap == "auto"
         if not self.is_auto:
             self.is_overlapped = config.overlap is not Overlap.SERIAL
+        self.allow(self._is_allowed)
+
+    def allow(self, is_allowed: bool) -> bool:
+        """Takes whether the draft at hand may work while the target does, under ``auto``.
+
+        On the target's own cores it takes from them what it gains, and a try costs.
+
+        Returns:
+            True: the way has changed.
+        """
+        self._is_allowed, before = is_allowed, self.is_overlapped
+        self.is_open = self.is_auto and is_allowed
+        if self.is_auto and not is_allowed:
+            self.is_overlapped = False
+        return self.is_overlapped is not before
 
     @property
     def overlaps(self) -> tuple[Overlap, ...]:
@@ -107,10 +125,10 @@ class OverlapChoice:
         if not self.is_overlapped:
             self._overlapped.fade(1 - 1 / (self._retry_rounds * num_running))
 
-    def is_due(self, num_running: int) -> bool:
-        """Takes that a session had a round. True: a decision is due."""
-        self._num_rounds += 1
-        return self.is_auto and self._num_rounds >= DECISION_ROUNDS * num_running
+    def is_due(self, num_running: int, *, is_drafted: bool) -> bool:
+        """Takes that a session had a round; ``is_drafted``: the draft's. True: a decision is due."""
+        self._num_rounds += 1 if is_drafted else UNDRAFTED_SHARE
+        return self.is_open and self._num_rounds >= DECISION_ROUNDS * num_running
 
     def decide(self, predicted_gain: float, num_running: int) -> bool:
         """Chooses the way. True: it has changed.

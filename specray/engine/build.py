@@ -9,6 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 from specray.config import Config, DraftConfig, EngineConfig, TargetConfig
+from specray.engine.device import hardware_of
 from specray.engine.draft_view.choice import choose_vocabulary, make_draft_view_engine
 from specray.engine.drafting.engine import DraftEngine
 from specray.engine.drafting.guesses import Guesser, Masks, ModelGuesses, NgramGuesses
@@ -287,4 +288,5 @@ def _engine_info(role: str, config: EngineConfig, runner: RunnerInfo) -> EngineI
         is_deterministic=runner.is_deterministic,
         isa=runner.isa,
         checkpoint=runner.checkpoint,
+        hardware=hardware_of(runner.device),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -115,6 +116,17 @@ def use_cores(cores: Sequence[int] | None) -> None:
     if not usable.issuperset(cores):
         raise ConfigError(f"cores is {tuple(cores)}; allowed here: {sorted(usable)}")
     os.sched_setaffinity(0, cores)
+
+
+def hardware_of(device: torch.device) -> tuple[str, ...]:
+    """Names of what this thread computes on, each with its machine: its cores, or the device."""
+    machine = platform.node()
+    if device.type == "cuda":
+        return (f"{machine}/gpu/{visible_gpus()[device.index or 0]}",)
+    if device.type != "cpu":
+        return (f"{machine}/{device}",)
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return tuple(f"{machine}/core/{core}" for core in sorted(cores))
 
 
 def num_threads_for(num_weight_bytes: int) -> int:

@@ -128,9 +128,15 @@ def make_draft_view_engine(
             token_ids=runner.info.token_ids,
         )
     router_info = info
+    is_retokenizing = other is not None and other.mode == "retokenize"
     if other is not None:
-        router_info = replace(info, vocab_size=other.vocab_size, tokenizer_fingerprint=other.fingerprint)
-    make = RetokenizingDraftEngine if other is not None and other.mode == "retokenize" else DraftViewEngine
+        router_info = replace(
+            info,
+            vocab_size=other.vocab_size,
+            tokenizer_fingerprint=other.fingerprint,
+            lacks_outcomes=is_retokenizing,
+        )
+    make = RetokenizingDraftEngine if is_retokenizing else DraftViewEngine
     return make(
         runner,
         info,

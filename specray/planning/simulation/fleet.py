@@ -132,10 +132,16 @@ class _Fleet:
         self._scripts = Scripts(kit.acceptance, seed=seed, is_in_order=kit.is_replay)
         self._is_replay = kit.is_replay
         draft_profile = kit.draft
+        hardware = ("shared",) if kit.shares_hardware else ()
         if draft_profile is not None:
             self._max_model_len = min(self._max_model_len, draft_profile.max_model_len)
             times = SimulatedDraftTimes(draft_profile, network_s=kit.network_s)
-            info = replace(draft_profile.info("draft"), vocab_size=VOCAB_SIZE)
+            info = replace(
+                draft_profile.info("draft"),
+                vocab_size=VOCAB_SIZE,
+                hardware=hardware,
+                lacks_outcomes=not draft_profile.outcomes,
+            )
             self.drafts = [
                 SimulatedDraft(
                     info, times, router=kit.router, scripts=self._scripts, seed=f"{seed}-draft-{index}"
@@ -153,7 +159,7 @@ class _Fleet:
         self.groups = []
         for index in range(num_groups):
             target = SimulatedTarget(
-                replace(kit.target.info("target"), vocab_size=VOCAB_SIZE),
+                replace(kit.target.info("target"), vocab_size=VOCAB_SIZE, hardware=hardware),
                 target_times,
                 router=kit.router,
                 scripts=self._scripts,

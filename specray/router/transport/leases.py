@@ -171,6 +171,9 @@ class DraftLeases:
         """Makes a draft the leased one. Raises ConfigError when it does not fit the target."""
         try:
             check_draft(drafter.info, self._target_info)
+            self._controller.allow_overlap(
+                not drafter.info.lacks_outcomes and not drafter.info.shares_with(self._target_info)
+            )
             if drafter.info.step_times:
                 round_trip_s = await measure_round_trip(drafter.fetch_info, self._clock)
                 self._controller.cost_model.expect_draft(drafter.info.step_times, round_trip_s)

@@ -35,7 +35,9 @@ _GRAMMAR_KINDS: Final = {
 _HEAD: Final = tuple(each.name for each in fields(UnknownSequence))
 _FAILED: Final = tuple(each.name for each in fields(ItemFailed))
 _GRAMMAR_STATS: Final = tuple(each.name for each in fields(GrammarStats))
-_INFO: Final = tuple(each.name for each in fields(EngineInfo) if each.name not in ("step_times", "grammar"))
+_INFO: Final = tuple(
+    each.name for each in fields(EngineInfo) if each.name not in ("step_times", "grammar", "hardware")
+)
 ItemT = TypeVar("ItemT")
 MessageT = TypeVar("MessageT", bound=Message)
 DraftMessage = draft_pb2.Proposal | draft_pb2.Branch | target_pb2.VerifyItem | target_pb2.Verdict
@@ -226,6 +228,7 @@ def encode_info(message_type: InfoMessage, info: EngineInfo) -> bytes:
     set_fields(out.grammar, info.grammar, _GRAMMAR_STATS)
     for step_time in info.step_times:
         out.step_times.add(num_rows=step_time.num_rows, seconds=step_time.seconds)
+    out.hardware.extend(info.hardware)
     return message.SerializeToString()
 
 
@@ -238,6 +241,7 @@ def decode_info(message_type: InfoMessage, data: bytes) -> EngineInfo:
         **get_fields(message.info, _INFO),
         step_times=tuple(StepTime(entry.num_rows, entry.seconds) for entry in message.info.step_times),
         grammar=GrammarStats(**get_fields(message.info.grammar, _GRAMMAR_STATS)),
+        hardware=tuple(message.info.hardware),
     )
 
 

@@ -162,7 +162,7 @@ class GrammarStats(_message.Message):
     def __init__(self, compile_s: _Optional[float] = ..., mask_s: _Optional[float] = ..., num_compiled: _Optional[int] = ..., num_cache_hits: _Optional[int] = ..., num_illegal_drafts: _Optional[int] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("role", "model", "vocab_size", "tokenizer_fingerprint", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "protocol_version", "dtype", "tensor_parallel_size", "num_blocks_in_use", "num_prefix_cache_queries", "num_prefix_cache_hits", "step_times", "num_routers", "busy_share", "context_token_s", "grammar", "drafter", "feature_drafter", "feature_size", "is_deterministic", "isa", "checkpoint")
+    __slots__ = ("role", "model", "vocab_size", "tokenizer_fingerprint", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "protocol_version", "dtype", "tensor_parallel_size", "num_blocks_in_use", "num_prefix_cache_queries", "num_prefix_cache_hits", "step_times", "num_routers", "busy_share", "context_token_s", "grammar", "drafter", "feature_drafter", "feature_size", "is_deterministic", "isa", "checkpoint", "hardware", "lacks_outcomes")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -189,6 +189,8 @@ class EngineInfo(_message.Message):
     IS_DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     ISA_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    HARDWARE_FIELD_NUMBER: _ClassVar[int]
+    LACKS_OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     role: str
     model: str
     vocab_size: int
@@ -215,7 +217,9 @@ class EngineInfo(_message.Message):
     is_deterministic: bool
     isa: str
     checkpoint: str
-    def __init__(self, role: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., protocol_version: _Optional[int] = ..., dtype: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., num_blocks_in_use: _Optional[int] = ..., num_prefix_cache_queries: _Optional[int] = ..., num_prefix_cache_hits: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., num_routers: _Optional[int] = ..., busy_share: _Optional[float] = ..., context_token_s: _Optional[float] = ..., grammar: _Optional[_Union[GrammarStats, _Mapping]] = ..., drafter: _Optional[str] = ..., feature_drafter: _Optional[str] = ..., feature_size: _Optional[int] = ..., is_deterministic: _Optional[bool] = ..., isa: _Optional[str] = ..., checkpoint: _Optional[str] = ...) -> None: ...
+    hardware: _containers.RepeatedScalarFieldContainer[str]
+    lacks_outcomes: bool
+    def __init__(self, role: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., protocol_version: _Optional[int] = ..., dtype: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., num_blocks_in_use: _Optional[int] = ..., num_prefix_cache_queries: _Optional[int] = ..., num_prefix_cache_hits: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., num_routers: _Optional[int] = ..., busy_share: _Optional[float] = ..., context_token_s: _Optional[float] = ..., grammar: _Optional[_Union[GrammarStats, _Mapping]] = ..., drafter: _Optional[str] = ..., feature_drafter: _Optional[str] = ..., feature_size: _Optional[int] = ..., is_deterministic: _Optional[bool] = ..., isa: _Optional[str] = ..., checkpoint: _Optional[str] = ..., hardware: _Optional[_Iterable[str]] = ..., lacks_outcomes: _Optional[bool] = ...) -> None: ...
 
 class FeatureRows(_message.Message):
     __slots__ = ("first", "num_rows", "data")

@@ -6,7 +6,7 @@ from typing import Any
 
 from specray.control.controller import Controller
 from specray.control.goodput import WIDTHS, GoodputModel
-from specray.control.overlap import DECISION_ROUNDS
+from specray.control.overlap import DECISION_ROUNDS, UNDRAFTED_SHARE
 from specray.control.state import Plan, SessionStats
 from specray.engine_info import StepTime
 from specray.types import DraftKind, Overlap
@@ -55,7 +55,7 @@ def goodput_of(controller: Controller, **config: Any) -> GoodputModel:
 
 def worked(controller: Controller, stats: SessionStats) -> Overlap:
     """How engines work after as many rounds as a decision takes, of which nothing is known."""
-    for _ in range(DECISION_ROUNDS):
+    for _ in range(round(DECISION_ROUNDS / UNDRAFTED_SHARE)):
         controller.observe_pace(stats, 1, 0.020, num_running=1, plan=None)
     stats.rounds_to_replan = 0
     return chosen(controller, stats).overlap

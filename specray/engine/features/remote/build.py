@@ -11,7 +11,7 @@ import torch
 
 from specray.config import Config, DraftConfig
 from specray.engine.attention.select import DEFAULT_BLOCK_SIZE
-from specray.engine.device import choose_device, num_threads_for, use_cores, use_device
+from specray.engine.device import choose_device, hardware_of, num_threads_for, use_cores, use_device
 from specray.engine.features.base import FeatureDrafter, FeatureStore, TargetParts, TargetShape
 from specray.engine.features.block.layout import BlockLayout
 from specray.engine.features.loader import Layout, drafter_name, load_drafter, read_drafter
@@ -64,10 +64,10 @@ def load_drafter_alone(config: Config) -> LoadedDrafter:
     shape = target_shape(args)
     layout = read_drafter(path, args, shape, dtype)
     kind = layout.one_pass_kind
-    if kind is not None and config.speculation.overlap is not Overlap.SERIAL:
+    if kind is not None and config.speculation.overlap not in (Overlap.SERIAL, "auto"):
         raise ConfigError(
             f"target.drafter {path!r} is {kind} and speculation.overlap is "
-            f"{config.speculation.overlap!s}; allowed: serial (it does not go on from its own output)"
+            f"{config.speculation.overlap!s}; allowed: auto, serial (it does not go on from its own output)"
         )
     loaded = load_model(args, dtype=dtype, device=device)
     if not isinstance(loaded.source, DecoderSource):
@@ -124,6 +124,8 @@ def _info(config: DraftConfig, layout: Layout, loaded: LoadedModel, shape: Targe
         dtype=config.number_format,
         feature_drafter=drafter_name(layout),
         feature_size=layout.feature_size,
+        hardware=hardware_of(loaded.device),
+        lacks_outcomes=layout.one_pass_kind is not None,
     )
 
 

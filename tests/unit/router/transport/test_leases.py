@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,10 @@ from specray.types import DraftReplies, SpeculateItem
 from tests.unit.router.harness import (
     MODEL,
     TARGET_S,
+    complete,
     expected,
     fake_draft,
+    fake_target,
     request,
     router_config,
     run,
@@ -73,6 +76,20 @@ def tokens_of(timed: Sequence[tuple[float, OutputChunk]]) -> tuple[int, ...]:
 
 def gaps_of(timed: Sequence[tuple[float, OutputChunk]]) -> list[float]:
     return [after[0] - before[0] for before, after in pairwise(timed)]
+
+
+@pytest.mark.parametrize(
+    ("info", "is_overlapped"),
+    [({}, True), ({"hardware": ("one", "two")}, False), ({"lacks_outcomes": True}, False)],
+)
+async def test_a_draft_works_ahead_if_it_can_and_has_hardware_of_its_own(
+    clock: VirtualClock, info: dict[str, Any], is_overlapped: bool
+) -> None:
+    target, draft = fake_target(hardware=("one",)), fake_draft(PerfectGuesser(MODEL), **info)
+    async with serving(clock, target=target, draft=draft, num_speculative_tokens=3) as pair:
+        await complete(pair, max_tokens=200)
+        # The first follows the prompt, which both engines read at once.
+        assert (pair.counted("specray_outcomes_total", result="hit") > 1) is is_overlapped
 
 
 @pytest.mark.parametrize("overlap", ["serial", "ahead"])

@@ -97,11 +97,12 @@ def test_a_drafter_of_one_pass_has_no_outcomes(llama: Path, tmp_path: Path, kind
     }
     drafter = write(tmp_path, *written[kind])
     config = pair_config(llama, drafter)
-    speculation = config.speculation.model_copy(update={"overlap": "auto"})
-    said = rf"is a {kind} drafter and speculation\.overlap is auto; allowed: serial"
+    speculation = config.speculation.model_copy(update={"overlap": "enumerate"})
+    said = rf"is a {kind} drafter and speculation\.overlap is enumerate; allowed: auto, serial"
     with pytest.raises(ConfigError, match=said):
         build_draft_engine(config.model_copy(update={"speculation": speculation}))
     target, draft = make_pair(llama, drafter)
+    assert draft.info.lacks_outcomes
     session = RemoteSession("a", list(PROMPT))
     session.verify(target)
     assert len(session.propose(draft, K)) == K
