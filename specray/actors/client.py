@@ -19,6 +19,7 @@ from specray.errors import EngineLostError, OverloadedError, SpecrayError
 from specray.interfaces import Clock
 from specray.requests import GenerateRequest, OutputChunk, Resumption, ServiceInfo
 from specray.router.output.delivery import Delivery
+from specray.router.trace import Routed, encode_trace
 from specray.router.transport.clock import SystemClock
 from specray.routing import Choice, SharedChoice
 
@@ -255,7 +256,9 @@ class ServeRouterClient:
 
     async def trace_text(self) -> str | None:
         text: str | None = await self._call(self._handle.trace_text.remote())
-        return text
+        if text is None or self._choice is None:
+            return text
+        return text + encode_trace([_routed(choice) for choice in self._choice.last])
 
     async def _call(self, response: Any) -> Any:
         try:
@@ -269,3 +272,15 @@ class ServeRouterClient:
             raise
         except SERVE_ERRORS as error:
             raise translate(error) from error
+
+
+def _routed(choice: Choice) -> Routed:
+    return Routed(
+        round(1e9 * choice.chosen_s),
+        choice.request_id,
+        choice.router,
+        choice.reason,
+        choice.costs,
+        choice.num_prompt_tokens,
+        choice.num_expected_tokens,
+    )

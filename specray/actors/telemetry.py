@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
+import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -90,27 +91,28 @@ class AllMetrics:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._monotonic = monotonic
-        self._last: dict[str, tuple[float, list[str]]] = {}
-        """Last answer of each deployment: time in seconds, texts."""
+        self._last: dict[tuple[str, str], tuple[float, list[str]]] = {}
+        """Last answer of each deployment and node: time in seconds, texts."""
         self._handles: dict[str, DeploymentHandle[object]] = {
             name: serve.get_deployment_handle(name, app_name=app_name) for name in deployments
         }
 
-    async def text(self) -> str:
-        """All metrics in Prometheus text format.
+    async def text(self, scope: str = "service") -> str:
+        """All metrics in Prometheus text format; with the scope ``node``, those of this node's replicas.
 
         Replicas that fail are left out. A deployment that does not answer in time is represented by its last
         answer, for STALE_S.
         """
-        texts = await asyncio.gather(*(self._of(name) for name in self._handles))
+        node_id = ray.get_runtime_context().get_node_id() if scope == "node" else ""
+        texts = await asyncio.gather(*(self._of(name, node_id) for name in self._handles))
         return merged(text for replicas in texts for text in replicas)
 
-    async def _of(self, name: str) -> list[str]:
+    async def _of(self, name: str, node_id: str) -> list[str]:
         try:
-            response = self._handles[name].broadcast("metrics_text")
+            response = self._handles[name].broadcast("metrics_text", node_id)
             results = await response.results_async(timeout_s=GATHER_TIMEOUT_S, return_exceptions=True)
         except TimeoutError:
-            said_s, texts = self._last.get(name, (0.0, []))
+            said_s, texts = self._last.get((name, node_id), (0.0, []))
             logger.warning("%s did not return its metrics within %g s", name, GATHER_TIMEOUT_S)
             return texts if self._monotonic() - said_s <= STALE_S else []
         except SERVE_ERRORS as error:
@@ -118,8 +120,13 @@ class AllMetrics:
             logger.debug("no metrics of %s: %s", name, str(error) or type(error).__name__)
             return []
         texts = [result for result in results if isinstance(result, str)]
-        self._last[name] = self._monotonic(), texts
+        self._last[name, node_id] = self._monotonic(), texts
         return texts
+
+
+def is_on_node(node_id: str) -> bool:
+    """Whether this replica is on the node, of which the metrics are asked; empty: of all nodes."""
+    return node_id in ("", ray.get_runtime_context().get_node_id())
 
 
 def with_labels(text: str) -> str:

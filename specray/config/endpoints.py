@@ -47,6 +47,14 @@ class HttpConfig(Section):
         (),
         description="Origins whose web pages may call the API, such as https://chat.example.com; '*': all.",
     )
+    trust_gateway: bool = Field(
+        False,
+        description="Take tenant, priority and wanted times from headers of a gateway, which every client "
+        "can write: only where nobody else reaches the service.",
+    )
+    gateway_objectives: dict[str, int] = Field(
+        default_factory=dict, description="Priority of each objective that a gateway names."
+    )
     openapi: bool = Field(
         False, description="Serve the OpenAPI document at /openapi.json, and as a page at /docs."
     )
@@ -121,7 +129,7 @@ class MetricsConfig(Section):
     """What /metrics shows."""
 
     vllm_names: bool = Field(
-        False, description="Repeat counters under vLLM's names, for gateways and benchmarks that read them."
+        True, description="Repeat counters under vLLM's names, for gateways and benchmarks that read them."
     )
 
 

@@ -72,6 +72,8 @@ STATIC_REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "http.max_connections": "the server is started with it",
         "http.allowed_hosts": "the application is built with it",
         "http.cors_origins": "the application is built with it",
+        "http.trust_gateway": "the application is built with it",
+        "http.gateway_objectives": "the application is built with it",
         "http.openapi": "the application is built with it",
         "http.lab": "the application is built with it",
         "http.server": "the server is chosen at the start",

@@ -53,6 +53,21 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
+class Routed:
+    """An ingress chose the router of a request; times are on its own clock."""
+
+    ns: int
+    request_id: str
+    router: str
+    reason: str
+    costs: Mapping[str, float]
+    """Predicted seconds of every router."""
+    num_prompt_tokens: int
+    num_expected_tokens: int
+    """Prompt tokens that the router was expected to find in its cache."""
+
+
+@dataclass(frozen=True, slots=True)
 class Decided:
     """All sessions decided their mode: plain, ngram or model."""
 
@@ -185,6 +200,7 @@ TraceEvent = (
     | Decided
     | ExperimentEnded
     | OverlapChosen
+    | Routed
     | DraftAsked
     | DraftReplied
     | DraftSkipped

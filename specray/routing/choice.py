@@ -40,6 +40,7 @@ class Choice:
         num_prompt_tokens: tokens of the prompt, with what another Router has committed.
         num_expected_tokens: prompt tokens that the Router is expected to find in its cache.
         seconds: time that the choice took.
+        chosen_s: time of the choice on the clock of the one who chose.
     """
 
     request_id: str
@@ -49,6 +50,7 @@ class Choice:
     num_prompt_tokens: int
     num_expected_tokens: int
     seconds: float = 0.0
+    chosen_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -104,7 +106,14 @@ class RouterChoice:
         reason = self._reason(best, ranked, costs, found)
         now = self._now()
         choice = Choice(
-            request.request_id, best, reason, costs, len(token_ids), found[best], seconds=now - began_s
+            request.request_id,
+            best,
+            reason,
+            costs,
+            len(token_ids),
+            found[best],
+            seconds=now - began_s,
+            chosen_s=now,
         )
         oldest = self.map.last_use(best, keys[matches[best] - 1]) if matches[best] else None
         self._sent[request.request_id] = _Sent(choice, keys, token_ids, root, oldest)

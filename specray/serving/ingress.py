@@ -25,7 +25,7 @@ from specray.actors.mailbox import Mailbox
 from specray.actors.node import keep_serve_on_loopback, listen_address
 from specray.actors.router import RouterReplica
 from specray.actors.routing import routes_by_prefix
-from specray.actors.telemetry import AllMetrics, begin_logs, begin_traces, with_labels
+from specray.actors.telemetry import AllMetrics, begin_logs, begin_traces, is_on_node, with_labels
 from specray.config import Config, parse_config
 from specray.config.live import LiveConfig, Served
 from specray.errors import ConfigError
@@ -149,7 +149,10 @@ class IngressReplica:
     async def named_ends(self) -> str:
         return self._tokenizer.named_ends() or "no token"
 
-    async def metrics_text(self) -> str:
+    async def metrics_text(self, node_id: str = "") -> str:
+        """As ``RouterReplica.metrics_text``."""
+        if not is_on_node(node_id):
+            return ""
         return with_labels(self._observer.metrics.text())
 
     @asynccontextmanager

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from specray.config import LoggingConfig
 from specray.requests import FinishReason, GenerateRequest
 from specray.serving.generation import Delta
-from specray.serving.metrics import IngressMetrics
+from specray.serving.metrics import Generation, IngressMetrics
 from specray.serving.problems import problem_code, problem_status
 from specray.telemetry.conventions import (
     Attributes,
@@ -47,6 +47,8 @@ class CallRecord:
     span: RequestSpan | None = None
     request_id: str = field(default_factory=lambda: f"call-{uuid.uuid4().hex}")
     """Id that this service gave the call: the id of its answer, and the prefix of its requests' ids."""
+    operation: str = "text_completion"
+    """What a generating call does, as OpenTelemetry's conventions name it: chat or text_completion."""
     tenant: str = ""
     model: str = ""
     """Name of the served model; empty: the call generates nothing."""
@@ -194,6 +196,17 @@ class CallObserver:
         seconds = self._now() - record.started_s
         first_s = None if record.first_s is None else record.first_s - record.started_s
         self.metrics.end(record.protocol, record.name, code, seconds, first_s)
+        if record.num_choices:
+            self.metrics.observe_generation(
+                Generation(
+                    record.operation,
+                    record.model,
+                    record.error,
+                    seconds,
+                    record.ttft_s,
+                    record.num_output_tokens,
+                )
+            )
         level = logging.INFO if record.num_choices or record.error is not None else logging.DEBUG
         if self._logs_requests and logger.isEnabledFor(level):
             logger.log(level, "%s %s", record.name, code, extra=_fields(record, code, seconds))

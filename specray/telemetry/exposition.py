@@ -80,6 +80,7 @@ VLLM_NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "specray_running_sessions": "vllm:num_requests_running",
         "specray_queue_depth": "vllm:num_requests_waiting",
         "specray_target_cache_usage_ratio": "vllm:kv_cache_usage_perc",
+        "specray_target_cache_info": "vllm:cache_config_info",
         "specray_preemptions_total": "vllm:num_preemptions_total",
         "specray_prefix_cache_queries_total": "vllm:prefix_cache_queries_total",
         "specray_prefix_cache_hits_total": "vllm:prefix_cache_hits_total",
@@ -91,6 +92,8 @@ VLLM_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """vLLM's name by ours, of families that mean the same."""
+_LABELS: Final = (("finish_reason=", "finished_reason="), ("num_blocks=", "num_gpu_blocks="))
+"""Labels of ours, and vLLM's."""
 _OF_AN_ENGINE: Final = ("specray_prefix_cache_queries_total", "specray_prefix_cache_hits_total")
 """Families of which the target's samples are repeated; vLLM counts no draft here."""
 _SAMPLE: Final = re.compile(r"([a-z_]+?)(_bucket|_sum|_count)?(?=[{ ])(.*)")
@@ -119,4 +122,6 @@ def _renamed(text: str) -> Iterator[str]:
             if 'engine="target"' not in line:
                 continue
             rest_of_line = re.sub(r'engine="target",?', "", rest_of_line).replace(",}", "}")
-        yield VLLM_NAMES[name] + suffix + rest_of_line.replace("finish_reason=", "finished_reason=")
+        for label, theirs in _LABELS:
+            rest_of_line = rest_of_line.replace(label, theirs)
+        yield VLLM_NAMES[name] + suffix + rest_of_line

@@ -241,6 +241,12 @@ class RouterMetrics:
             "Share of the target's cache blocks that is taken.",
             registry=registry,
         )
+        self._cache_info = Gauge(
+            "specray_target_cache_info",
+            "Tokens of a block of the target's cache, and its blocks; the value is 1.",
+            ["block_size", "num_blocks"],
+            registry=registry,
+        )
         self._step_time_s = Gauge(
             "specray_step_time_seconds",
             "What the engine's steps took at its start: a Verify by its tokens, a draft token by sequences "
@@ -279,6 +285,9 @@ class RouterMetrics:
         """What the engine in ``role`` (target or draft) says of itself; None: none, or it is silent."""
         self._blocks_in_use[role].set(0 if info is None else info.num_blocks_in_use)
         if role == "target":
+            self._cache_info.clear()
+            if info is not None:
+                self._cache_info.labels(str(info.block_size), str(info.num_blocks)).set(1)
             self._cache_usage.set(info.num_blocks_in_use / info.num_blocks if info and info.num_blocks else 0)
         if info is not None:
             queries, hits = self._prefix_cache[role]

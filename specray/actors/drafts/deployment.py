@@ -17,7 +17,7 @@ from specray.actors.live import LiveReplica
 from specray.actors.node import keep_serve_on_loopback
 from specray.actors.targets.group import PlacedRanks
 from specray.actors.targets.ranks import DraftRank
-from specray.actors.telemetry import begin_logs, with_labels
+from specray.actors.telemetry import begin_logs, is_on_node, with_labels
 from specray.config import Config, parse_config
 from specray.config.live import LiveConfig
 from specray.environment import apply_rank_environment, apply_thread_environment
@@ -131,7 +131,10 @@ class DraftReplica:
             busy_share=group.server.busy_share,
         )
 
-    async def metrics_text(self) -> str:
+    async def metrics_text(self, node_id: str = "") -> str:
+        """As ``RouterReplica.metrics_text``."""
+        if not is_on_node(node_id):
+            return ""
         group = self._group
         return with_labels(self._metrics.text(None if group is None else group.server.info))
 

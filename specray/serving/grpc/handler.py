@@ -95,6 +95,7 @@ class GrpcIngress:
 
     async def generate(self, params: GenerateParams) -> AsyncGenerator[GenerateEvent, None]:
         """See rpc.inference.InferenceHandler."""
+        operation = "chat" if params.messages else "text_completion"
         record = self._observer.begin(
             "grpc",
             "Generate",
@@ -102,9 +103,10 @@ class GrpcIngress:
             traceparent=params.traceparent,
             attributes={
                 **rpc_attributes("Generate"),
-                **operation_attributes("chat" if params.messages else "text_completion"),
+                **operation_attributes(operation),
             },
         )
+        record.operation = operation
         with self._observed(record), self._entered() as place:
             request, deltas = await self._started(params, place, record)
             try:

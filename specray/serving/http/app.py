@@ -121,6 +121,7 @@ def build_http_app(
         places=admission.places,
         capacity=admission.capacity,
         max_bytes=lambda: (live.now.http.max_body_bytes, limits.max_chat_bytes),
+        objectives=config.http.gateway_objectives if config.http.trust_gateway else None,
     )
     # With ``serve deploy`` Serve's own configuration says where its proxy listens.
     is_elsewhere = config.http.server == "auto" and not names_answers
@@ -159,15 +160,15 @@ class _Follower:
 
 
 def _own_metrics(client: RouterClient, observer: CallObserver) -> TextSource:
-    async def text() -> str:
+    async def text(scope: str) -> str:
         return merged([await client.metrics_text(), observer.metrics.text()])
 
     return text
 
 
 def _named_twice(source: TextSource, model_name: str) -> TextSource:
-    async def text() -> str:
-        return with_vllm_names(await source(), model_name)
+    async def text(scope: str) -> str:
+        return with_vllm_names(await source(scope), model_name)
 
     return text
 

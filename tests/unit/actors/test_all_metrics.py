@@ -19,8 +19,8 @@ class Broadcast:
     def __init__(self, results: Sequence[object] | Exception) -> None:
         self._results = results
 
-    def broadcast(self, method: str) -> Broadcast:
-        assert method == "metrics_text"
+    def broadcast(self, method: str, node_id: str) -> Broadcast:
+        assert (method, node_id) == ("metrics_text", "")
         return self
 
     async def results_async(self, *, timeout_s: float, return_exceptions: bool) -> list[object]:
@@ -74,7 +74,7 @@ async def test_a_deployment_that_is_silent_is_as_it_was_for_a_while(monkeypatch:
     times = iter([100.0, 100.0 + STALE_S, 100.0 + STALE_S + 0.1, 200.0, 201.0])
 
     class Handle:
-        def broadcast(self, method: str) -> Broadcast:
+        def broadcast(self, method: str, node_id: str) -> Broadcast:
             return Broadcast(answers.pop(0))
 
     monkeypatch.setattr(serve, "get_deployment_handle", lambda name, *, app_name: Handle())

@@ -32,6 +32,32 @@ class TimedClient(FakeRouterClient):
         return replace(await super().complete(request), ttft_s=0.25)
 
 
+async def test_generating_calls_are_counted_under_the_conventions_names(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    witness = Witness(caplog)
+    client = TimedClient(reply=lambda _: (5, 6, 7), info=INFO)
+    async with serving(client, observer=witness.observer) as service:
+        await service.post("/v1/completions", BODY)
+        await service.post("/v1/completions", {**BODY, "max_tokens": -1})
+        await witness.ended()
+        async with service.http.get("/metrics?scope=node") as response:
+            assert response.status == 200
+        async with service.http.get("/metrics?scope=pod") as response:
+            assert (response.status, (await response.json())["error"]["param"]) == (400, "scope")
+    labels = [
+        ("gen_ai_operation_name", "text_completion"),
+        ("gen_ai_provider_name", "specray"),
+        ("gen_ai_request_model", MODEL),
+        ("gen_ai_response_model", MODEL),
+    ]
+    value = witness.observer.metrics.value
+    assert value("gen_ai_server_request_duration_seconds_count", [*labels, ("error_type", "")]) == 1
+    assert value("gen_ai_server_time_to_first_token_seconds_sum", labels) == 0.25
+    # Three tokens in a second, of which the first took a quarter.
+    assert value("gen_ai_server_time_per_output_token_seconds_sum", labels) == 0.375
+
+
 async def test_a_completion_is_one_line_with_its_tokens_and_times_and_not_a_word(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -51,6 +51,9 @@ def test_samples_are_repeated_with_vllms_labels() -> None:
     assert value("vllm:time_to_first_token_seconds_bucket", ("le", "0.02")) == 1
     assert value("vllm:inter_token_latency_seconds_count") == 3
     assert value("vllm:prefix_cache_queries_total") == 0
+    info = fake_target().info
+    size, number = str(info.block_size), str(info.num_blocks)
+    assert value("vllm:cache_config_info", ("block_size", size), ("num_gpu_blocks", number)) == 1
 
 
 def test_every_family_of_the_table_is_there_once() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
@@ -23,6 +23,7 @@ from specray.serving.http.edge.body import (
     with_timeout,
 )
 from specray.serving.http.edge.connections import first_byte_at
+from specray.serving.http.edge.gateway import with_gateway
 from specray.serving.http.edge.keys import caller_of
 from specray.serving.http.edge.observe import record_of
 from specray.serving.problems import HttpError, problem_response
@@ -41,6 +42,8 @@ class Arrived:
     place: Place
     body: bytes
     request: Request
+    objectives: Mapping[str, int] | None = None
+    """Priorities by the objectives of a trusted gateway; None: there is no such gateway."""
 
     def values(self) -> object:
         return decode(self.body)
@@ -48,7 +51,8 @@ class Arrived:
     def timed_values(self) -> object:
         """Decodes the body, with what headers add to it. Raises HttpError, InvalidRequestError."""
         headers = self.request.headers
-        return with_session(with_timeout(self.values(), headers), headers)
+        values = with_session(with_timeout(self.values(), headers), headers)
+        return values if self.objectives is None else with_gateway(values, headers, self.objectives)
 
 
 class AdmissionMiddleware:
@@ -61,6 +65,7 @@ class AdmissionMiddleware:
         places: of this Ingress.
         capacity: free capacity of the routers, as far as it is known.
         max_bytes: returns the bytes of the longest body, and of the longest one of a chat.
+        objectives: priorities by the objectives of a trusted gateway; None: there is no such gateway.
     """
 
     def __init__(
@@ -70,11 +75,13 @@ class AdmissionMiddleware:
         places: Places,
         capacity: RouterCapacity,
         max_bytes: Callable[[], tuple[int, int]],
+        objectives: Mapping[str, int] | None = None,
     ) -> None:
         self._app = app
         self._places = places
         self._capacity = capacity
         self._max_bytes = max_bytes
+        self._objectives = objectives
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Health checks are answered by a full service, too.
@@ -109,7 +116,7 @@ class AdmissionMiddleware:
                 self._capacity.check(*caller_of(request).standing(*asks))
             slot = await self._capacity.limiter.enter()
             stack.callback(slot.leave)
-        return Arrived(place, body, request)
+        return Arrived(place, body, request, self._objectives)
 
     async def _refuse(self, error: SpecrayError, scope: Scope, receive: Receive, send: Send) -> None:
         # The status is counted; a log line for each refusal would be a flood of its own.

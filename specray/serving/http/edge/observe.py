@@ -81,6 +81,7 @@ class ObserveMiddleware:
             traceparent=headers.get("traceparent", ""),
             attributes=_attributes(scope, headers, known) if known in _TRACED else None,
         )
+        record.operation = _TRACED.get(known, record.operation)
         scope[_RECORD] = record
         return record
 

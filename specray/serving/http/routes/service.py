@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import Final
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -10,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from specray import __version__
-from specray.errors import EngineLostError, ModelNotFoundError, shown
+from specray.errors import EngineLostError, InvalidRequestError, ModelNotFoundError, shown
 from specray.interfaces import RouterClient
 from specray.serving.admission.capacity import Admission
 from specray.serving.calls.limits import ServiceLimits
@@ -19,7 +20,10 @@ from specray.serving.http.identity import Identity
 from specray.serving.http.responses import GET
 from specray.serving.readiness import Liveness, answer_within, check_ready
 
-TextSource = Callable[[], Awaitable[str]]
+TextSource = Callable[[str], Awaitable[str]]
+"""Text by its scope, of SCOPES."""
+SCOPES: Final = ("service", "node")
+"""Scopes of /metrics: all replicas, or those on the node of the one that answers."""
 
 METRICS_TIMEOUT_S = 10.0
 
@@ -62,8 +66,13 @@ def add_observer_routes(app: FastAPI, routers: RouterClient, metrics_text: TextS
     @app.api_route("/metrics", methods=GET)
     async def metrics(request: Request) -> Response:
         check_observer(request)
+        scope = request.query_params.get("scope", SCOPES[0])
+        if scope not in SCOPES:
+            raise InvalidRequestError(
+                f"scope is {shown(scope)}; allowed: {' or '.join(SCOPES)}", field="scope"
+            )
         async with answer_within(METRICS_TIMEOUT_S, "metrics"):
-            text = await metrics_text()
+            text = await metrics_text(scope)
         return Response(text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     @app.api_route("/debug/trace", methods=GET)
