@@ -15,7 +15,8 @@ import torch.nn.functional as F
 
 from specray.engine.attention.base import Attention, HeadNorm
 from specray.engine.model.layers.experts import ExpertLayer
-from specray.engine.model.layers.normed import NormedProjection
+from specray.engine.model.layers.normed import NormedProjection, NormedQueries
+from specray.engine.model.layers.shared_mlp import WithSharedMlp
 from specray.engine.model.linear import Gate, Linear, Weights
 from specray.engine.step import CacheShape, ForwardOutput, Step
 
@@ -85,11 +86,11 @@ class DecoderLayer:
     """One decoder layer's weights on this rank."""
 
     input_norm: Norm
-    qkv: Linear
+    qkv: Linear | NormedQueries
     head_norm: HeadNorm | None
     output: Projection
     post_attention_norm: Norm
-    gate: Gate | ExpertLayer
+    gate: Gate | ExpertLayer | WithSharedMlp
     down: Projection
     window: int | None
     sinks: torch.Tensor | None = None
@@ -129,12 +130,12 @@ class DecoderForward:
     @property
     def can_be_captured(self) -> bool:
         """Whether a forward of one shape always runs the same operators."""
-        return not any(isinstance(layer.gate, ExpertLayer) for layer in self.layers)
+        return not any(isinstance(layer.gate, ExpertLayer | WithSharedMlp) for layer in self.layers)
 
     def linears(self) -> list[Weights]:
         """Linear layers of this rank, without those of groups and experts, in the forward's order."""
         kinds: list[object] = [
-            kind.linear if isinstance(kind, NormedProjection) else kind
+            kind.linear if isinstance(kind, NormedProjection | NormedQueries) else kind
             for layer in self.layers
             for kind in (layer.qkv, layer.output, layer.gate, layer.down)
         ]

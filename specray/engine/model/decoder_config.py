@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specray.engine.activation import Activation, Clamp
+from specray.engine.activation import Activation
+from specray.engine.model.layers.expert_config import Experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,46 +57,6 @@ Rope = RopeFormula | RopeTable
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
-    """Several MLPs in the place of one, of which a router chooses some for each token."""
-
-    num_experts: int
-    num_chosen: int
-    """Experts that compute a token."""
-    intermediate_size: int
-    is_normed: bool
-    """The weights of the chosen ones are made to add up to one."""
-    layers: tuple[bool, ...]
-    """Which layers have them; the others have one MLP."""
-    names: ExpertNames | StackedNames
-    clamp: Clamp | None = None
-    """How gate and up are joined where that is not the model's activation; None: it is."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertNames:
-    """Names of a layer's weights in a checkpoint."""
-
-    prefix: str
-    """What they begin with: the router's name goes on with ``gate``, an expert's with ``experts.N``."""
-    gate: str
-    up: str
-    down: str
-
-
-@dataclass(frozen=True, slots=True)
-class StackedNames:
-    """Names where one tensor holds a weight of all experts, ``[num_experts, in_features, out_features]``.
-
-    The outputs of gate and up lie in turn. Everything has a bias, whose name ends so.
-    """
-
-    router: str
-    gate_up: str
-    down: str
-
-
-@dataclass(frozen=True, slots=True)
 class DecoderConfig:
     """A model that the decoder covers."""
 
@@ -128,11 +89,17 @@ class DecoderConfig:
     """Layers whose rotary embeddings are their own; None: they have none."""
     rotary_dim: int | None = None
     """Numbers of a head that are rotated, its first ones; None: all."""
+    has_neighbour_pairs: bool = False
+    """Numbers that are rotated together are neighbours; else they lie half of the rotated ones apart."""
+    has_whole_norm: bool = False
+    """Queries and keys are normed, all heads of a row as one."""
     activation: Activation = Activation.SILU
     has_shifted_norms: bool = False
     """Weights of norms are stored less one."""
     has_sandwich_norms: bool = False
     """What attention and MLP add to the residual stream is normed before."""
+    has_input_norms: bool = True
+    """What attention and MLP read is normed; only with sandwich norms it need not be."""
     query_scale: float | None = None
     """Factor on the dot products; None: head_dim ** -0.5."""
     embedding_scale: float = 1.0
@@ -151,6 +118,20 @@ class DecoderConfig:
     def moe_intermediate_size(self) -> int | None:
         """Width of each expert's MLP; None: there are no experts."""
         return None if self.experts is None else self.experts.intermediate_size
+
+    @property
+    def shared_intermediate_size(self) -> int | None:
+        """Width of the MLP beside the experts; None: there is none."""
+        shared = None if self.experts is None else self.experts.shared
+        return None if shared is None else shared.intermediate_size
+
+    def wide_weights(self) -> frozenset[str]:
+        """Names of weights that stay in float32 where the files have them so."""
+        if self.experts is None:
+            return frozenset()
+        names = self.experts.wide_weights()
+        layers = (layer for layer, has_experts in enumerate(self.experts.layers) if has_experts)
+        return frozenset(f"{layer_prefix(layer)}{name}" for layer in layers for name in names)
 
     @property
     def ropes(self) -> tuple[Rope | None, ...]:
@@ -181,11 +162,20 @@ class DecoderConfig:
                 shapes[f"{name}.bias"] = (rows,)
         if self.has_head_norm:
             shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (self.head_dim,)
+        if self.has_whole_norm:
+            shapes["self_attn.q_norm.weight"] = (self.num_attention_heads * self.head_dim,)
+            shapes["self_attn.k_norm.weight"] = (self.num_key_value_heads * self.head_dim,)
         for name in norm_names(self):
             shapes[f"{name}.weight"] = (self.hidden_size,)
         if self.has_sinks:
             shapes[SINKS] = (self.num_attention_heads,)
-        return shapes | self._stacked_experts(layer)
+        if self._has_experts(layer):
+            assert self.experts is not None, "the layer has some"
+            shapes |= self.experts.weight_shapes(self.hidden_size, has_mlp_bias=self.has_mlp_bias)
+        return shapes
+
+    def _has_experts(self, layer: int) -> bool:
+        return self.experts is not None and self.experts.layers[layer]
 
     def _attention(self) -> dict[str, tuple[int, int, bool]]:
         hidden, has_bias = self.hidden_size, self.has_qkv_bias
@@ -200,38 +190,10 @@ class DecoderConfig:
             **output,
         }
 
-    def _stacked_experts(self, layer: int) -> dict[str, tuple[int, ...]]:
-        experts = self.experts
-        if experts is None or not experts.layers[layer] or not isinstance(experts.names, StackedNames):
-            return {}
-        names, count, hidden, inner = (
-            experts.names,
-            experts.num_experts,
-            self.hidden_size,
-            experts.intermediate_size,
-        )
-        return {
-            f"{names.router}.weight": (count, hidden),
-            f"{names.router}.bias": (count,),
-            names.gate_up: (count, hidden, 2 * inner),
-            f"{names.gate_up}_bias": (count, 2 * inner),
-            names.down: (count, inner, hidden),
-            f"{names.down}_bias": (count, hidden),
-        }
-
     def _mlp(self, layer: int) -> dict[str, tuple[int, int, bool]]:
         hidden, inner, has_bias = self.hidden_size, self.intermediate_size, self.has_mlp_bias
-        experts = self.experts
-        if experts is not None and experts.layers[layer]:
-            names, inner = experts.names, experts.intermediate_size
-            if isinstance(names, StackedNames):
-                return {}
-            linears = {f"{names.prefix}gate": (experts.num_experts, hidden, False)}
-            for expert in range(experts.num_experts):
-                prefix = f"{names.prefix}experts.{expert}."
-                linears |= {f"{prefix}{name}": (inner, hidden, False) for name in (names.gate, names.up)}
-                linears[f"{prefix}{names.down}"] = (hidden, inner, False)
-            return linears
+        if self._has_experts(layer):
+            return {}
         down = {"mlp.down_proj": (hidden, inner, has_bias)}
         if self.has_joined_weights:
             return {"mlp.gate_up_proj": (2 * inner, hidden, has_bias), **down}
@@ -258,6 +220,23 @@ MODEL_TYPES = frozenset(
         "qwen3_moe",
         "mixtral",
         "gpt_oss",
+        "aria_text",
+        "dots1",
+        "ernie4_5_moe",
+        "exaone_moe",
+        "flex_olmo",
+        "flint",
+        "glm4_moe",
+        "granitemoe",
+        "granitemoe_swa",
+        "granitemoeshared",
+        "hy_v3",
+        "kolibri1",
+        "mellum",
+        "minimax_m2",
+        "olmoe",
+        "qwen2_moe",
+        "solar_open",
     }
 )
 """Types of which the decoder covers what the readers in ``families`` say."""
@@ -270,6 +249,8 @@ MLP_OUTPUT_NORM = "post_feedforward_layernorm"
 
 
 def norm_names(config: DecoderConfig) -> tuple[str, ...]:
+    if not config.has_input_norms:
+        return ATTENTION_NORM, MLP_OUTPUT_NORM
     names = (INPUT_NORM, ATTENTION_NORM)
     return (*names, MLP_NORM, MLP_OUTPUT_NORM) if config.has_sandwich_norms else names
 

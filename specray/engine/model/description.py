@@ -35,6 +35,7 @@ _SHARED_FIELDS = (
     "num_attention_heads",
     "intermediate_size",
     "moe_intermediate_size",
+    "shared_intermediate_size",
 )
 """Numbers that the ranks of a group must be able to share."""
 
@@ -138,9 +139,8 @@ def _describe_decoder(
     args: ModelArgs, directory: Path | None, decoder: DecoderConfig, stored: StoredFormat | None
 ) -> ModelDescription:
     limit = decoder.max_position_embeddings
-    fields = {name: getattr(decoder, name) for name in _SHARED_FIELDS}
     max_model_len = _max_model_len(args, limit)
-    _check_shards(args, fields, has_decoder=True)
+    _check_shards(args, _shared_fields(decoder), has_decoder=True)
     return ModelDescription(
         directory,
         decoder.model_type,
@@ -174,6 +174,8 @@ def _describe_with(library: Any, args: ModelArgs, directory: Path | None) -> Mod
         )
     decoder = library.check_served(args.path, config, forward=args.forward, max_model_len=max_model_len)
     fields = {name: config.by_layer(name) for name in _SHARED_FIELDS}
+    if decoder is not None:
+        fields = _shared_fields(decoder)
     _check_shards(args, fields, has_decoder=decoder is not None)
     check_forward(args.path, config.stored, has_decoder=decoder is not None)
     if decoder is None:
@@ -188,6 +190,10 @@ def _describe_with(library: Any, args: ModelArgs, directory: Path | None) -> Mod
         stored=config.stored,
         has_recurrent_layers=config.has_recurrent_layers,
     )
+
+
+def _shared_fields(decoder: DecoderConfig) -> dict[str, int | None]:
+    return {name: getattr(decoder, name) for name in _SHARED_FIELDS}
 
 
 def _adapter(args: ModelArgs, described: ModelDescription) -> Adapter | None:

@@ -22,6 +22,7 @@ from specray.engine.model.checkpoint.headers import read_headers
 from specray.engine.model.checkpoint.layer_formats import StoredFormat
 from specray.engine.model.checkpoint.location import find_weights
 from specray.engine.model.checkpoint.mxfp4_weights import Mxfp4Weights
+from specray.engine.model.checkpoint.names import as_stored, decoder_name, decoder_names
 from specray.engine.model.checkpoint.safetensors_files import SafetensorsWeights
 from specray.engine.model.checkpoint.source import NamedWeights, WeightSource
 from specray.engine.model.checkpoint.stored_format import MXFP4
@@ -40,9 +41,6 @@ from specray.tokenization.fingerprint import fingerprint, tokenizer_vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_BASE_PREFIX = "model."
-
 
 _log = logging.getLogger(__name__)
 
@@ -251,22 +249,15 @@ def match_names(weights: NamedWeights, config: DecoderConfig) -> DecoderConfig:
     Returns:
         The configuration, corrected where it says that the head is tied and the files say that it is not.
     """
-    known = {*config.weight_shapes(), HEAD}
-    names = {_known_name(stored, known): stored for stored in weights.shapes}
+    config = as_stored(config, map(decoder_name, weights.shapes))
+    names = decoder_names(weights.shapes, [*config.weight_shapes(), HEAD])
     if config.tie_word_embeddings and EMBEDDING not in names and HEAD in names:
         names[EMBEDDING] = names.pop(HEAD)
     weights.rename(names)
+    weights.keep_wide(config.wide_weights())
     if config.tie_word_embeddings and HEAD in names and not _is_tied(weights):
         return replace(config, tie_word_embeddings=False)
     return config
-
-
-def _known_name(stored: str, known: set[str]) -> str:
-    """Files of a model without its head lack the prefix of all names; others have it before the head."""
-    without = stored.removeprefix(_BASE_PREFIX)
-    if without != stored and without in known:
-        return without
-    return f"{_BASE_PREFIX}{stored}" if f"{_BASE_PREFIX}{stored}" in known else stored
 
 
 def _is_tied(weights: NamedWeights) -> bool:

@@ -28,7 +28,8 @@ from specray.engine.model.decoder_config import (
 )
 from specray.engine.model.layers.expert_lowering import lower_experts
 from specray.engine.model.layers.experts import ExpertLayer, Sum
-from specray.engine.model.layers.normed import NormedProjection
+from specray.engine.model.layers.normed import NormedProjection, NormedQueries, Unnormed
+from specray.engine.model.layers.shared_mlp import WithSharedMlp
 from specray.engine.model.layers.vocabulary import (
     GatheredHead,
     ScaledEmbedding,
@@ -136,15 +137,18 @@ def _lower_layer(
     def norm(name: str) -> Norm:
         return _norm(f"{prefix}{name}.weight", config, taken, operators)
 
+    def input_norm(name: str) -> Norm:
+        return norm(name) if config.has_input_norms else Unnormed()
+
     sinks = None
     if config.has_sinks:
         sinks = taken.share(f"{prefix}{SINKS}", config.num_attention_heads, dim=0).float().clone()
     return DecoderLayer(
-        input_norm=norm(INPUT_NORM),
+        input_norm=input_norm(INPUT_NORM),
         qkv=_qkv(f"{prefix}self_attn.", config, taken, operators),
         head_norm=_head_norm(f"{prefix}self_attn.", config, shape, taken) if config.has_head_norm else None,
         output=NormedProjection(output, norm(ATTENTION_NORM)) if is_sandwich else output,
-        post_attention_norm=norm(MLP_NORM if is_sandwich else ATTENTION_NORM),
+        post_attention_norm=input_norm(MLP_NORM if is_sandwich else ATTENTION_NORM),
         gate=gate,
         down=NormedProjection(down, norm(MLP_OUTPUT_NORM)) if is_sandwich else down,
         window=config.windows[index],
@@ -172,7 +176,9 @@ def _norm_weight(name: str, config: DecoderConfig, taken: RankWeights) -> torch.
     return 1.0 + weight.float() if config.has_shifted_norms else weight
 
 
-def _qkv(prefix: str, config: DecoderConfig, taken: RankWeights, operators: Operators) -> Linear:
+def _qkv(
+    prefix: str, config: DecoderConfig, taken: RankWeights, operators: Operators
+) -> Linear | NormedQueries:
     num_queries = config.num_attention_heads * config.head_dim
     num_keys, order = config.num_key_value_heads * config.head_dim, rotated_first(config)
 
@@ -193,7 +199,15 @@ def _qkv(prefix: str, config: DecoderConfig, taken: RankWeights, operators: Oper
     if order is not None:
         weights[:2] = (_reordered(weight, order) for weight in weights[:2])
         biases[:2] = (_reordered_numbers(bias, order) for bias in biases[:2])
-    return _linear(join(weights), torch.cat(biases) if biases else None, operators)
+    linear = _linear(join(weights), torch.cat(biases) if biases else None, operators)
+    if not config.has_whole_norm:
+        return linear
+    norms = [
+        taken.weights.take(f"{prefix}{name}_norm.weight", part).clone()
+        for name, part in (("q", taken.part(num_queries, dim=0)), ("k", taken.key_heads(config)))
+    ]
+    query, key = norms if order is None else [_reordered_numbers(norm, order) for norm in norms]
+    return NormedQueries(linear, (query, key), config.rms_norm_eps, taken.parallel)
 
 
 def _linear(weight: Weight, bias: torch.Tensor | None, operators: Operators) -> Linear:
@@ -216,7 +230,7 @@ def _reordered_numbers(weight: torch.Tensor, order: torch.Tensor) -> torch.Tenso
 
 def _mlp(
     index: int, config: DecoderConfig, taken: RankWeights, operators: Operators
-) -> tuple[Gate | ExpertLayer, Linear | ReducedLinear | Sum]:
+) -> tuple[Gate | ExpertLayer | WithSharedMlp, Linear | ReducedLinear | Sum]:
     prefix = layer_prefix(index)
     if config.experts is not None and config.experts.layers[index]:
         return lower_experts(prefix, config.experts, config, taken, operators), Sum(taken.parallel)

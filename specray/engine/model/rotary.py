@@ -48,17 +48,17 @@ def cos_sin(config: DecoderConfig, max_model_len: int, device: torch.device) -> 
 def rotated_first(config: DecoderConfig) -> torch.Tensor | None:
     """Permutation of a head's numbers that puts pairs rotated together half a head apart.
 
-    A model that rotates the first numbers of a head has pairs half of these apart. The dot product does not
-    depend on the order. None: they lie so already.
+    A model that rotates the first numbers of a head has pairs half of these apart, or neighbours. The dot
+    product does not depend on the order. None: they lie so already.
     """
-    size, rotated = config.head_dim, config.rotary_dim
-    if rotated is None:
+    size, rotated = config.head_dim, config.rotary_dim or config.head_dim
+    if rotated == size and not config.has_neighbour_pairs:
         return None
     half, others = rotated // 2, torch.arange(rotated, size)
     middle = size // 2 - half
-    return torch.cat(
-        (torch.arange(half), others[:middle], torch.arange(half, rotated), others[middle:]),
-    )
+    step, second = (2, 1) if config.has_neighbour_pairs else (1, half)
+    firsts = step * torch.arange(half)
+    return torch.cat((firsts, others[:middle], firsts + second, others[middle:]))
 
 
 def _tables(rope: Rope | None, config: DecoderConfig, max_model_len: int, device: torch.device) -> Tables:

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from specray.engine.model.checkpoint.headers import TensorHeader, file_headers, read_json
+from specray.engine.model.checkpoint.names import decoder_name
 from specray.engine.model.checkpoint.source import WeightPart, WeightSource
 from specray.engine.model.checks.messages import one_line
 from specray.engine.model.checks.weights import listed
@@ -125,8 +126,8 @@ class Adapter:
 
     def _known(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
         """Adapters of a model without its head lack the prefix of all names."""
-        prefixed = f"{_BASE_PREFIX}{name}"
-        return prefixed if name not in shapes and prefixed in shapes else name
+        names = (name, f"{_BASE_PREFIX}{name}", decoder_name(name), f"{_BASE_PREFIX}{decoder_name(name)}")
+        return next((known for known in names if known in shapes), name)
 
     def _scale(self, layer: AdaptedLayer) -> float:
         alphas: Mapping[str, Any] = self.config.get("alpha_pattern") or {}

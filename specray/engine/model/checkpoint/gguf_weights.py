@@ -25,9 +25,9 @@ from specray.engine.model.decoder_config import (
     MLP_NORM,
     MLP_OUTPUT_NORM,
     DecoderConfig,
-    ExpertNames,
     layer_prefix,
 )
+from specray.engine.model.layers.expert_config import ROUTER, SHARED, SHARED_GATE, expert_prefix
 from specray.engine.weights.block_type import BlockType
 from specray.engine.weights.stored_weight import StoredWeight
 from specray.errors import ConfigError
@@ -53,6 +53,7 @@ _ATTENTION = {
 }
 _MLP = {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "gate_up_proj": "ffn_up", "down_proj": "ffn_down"}
 _ROUTER = "ffn_gate_inp"
+_SHARED_GATE = "ffn_gate_inp_shexp"
 _ROTARY = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 """Tensors that config.json speaks of."""
 
@@ -156,7 +157,7 @@ class GgufWeights(NamedWeights):
         converted = numbers.to(self._dtype)
         if numbers.dtype == self._dtype or torch.equal(converted.float(), numbers.float()):
             return converted
-        if len(self.shapes[name]) == 1:
+        if len(self.shapes[name]) == 1 or name in self._wide:
             return numbers.float()
         kind = str(numbers.dtype).removeprefix("torch.")
         if kind not in self._warned:
@@ -226,6 +227,9 @@ def _places(config: DecoderConfig, file: GgufFile) -> Iterator[tuple[str, _Tenso
             for suffix in ("weight", "bias"):
                 if (stored := f"blk.{layer}.{tensor}.{suffix}") in file.tensors:
                     place = _whole(file, stored)
+                    if tensor == _SHARED_GATE:
+                        # One product's weight is a vector there.
+                        place = replace(place, shape=(1, place.shape[-1]))
                     yield f"{layer_prefix(layer)}{name}.{suffix}", _ordered(place, name, config, file)
         yield from _experts(config, layer, file)
 
@@ -247,9 +251,8 @@ def _layer_names(config: DecoderConfig, layer: int) -> dict[str, str]:
     else:
         names[ATTENTION_NORM] = "ffn_norm"
     if config.experts is not None and config.experts.layers[layer]:
-        if isinstance(config.experts.names, ExpertNames):
-            names[f"{config.experts.names.prefix}gate"] = _ROUTER
-        return names
+        shared = {f"{SHARED}.{name}_proj": f"ffn_{name}_shexp" for name in ("gate", "up", "down")}
+        return names | shared | {ROUTER: _ROUTER, SHARED_GATE: _SHARED_GATE}
     left_out = "gate_proj" if config.has_joined_weights else "gate_up_proj"
     mlp = {name: stored for name, stored in _MLP.items() if name != left_out}
     if config.has_joined_weights:
@@ -260,18 +263,17 @@ def _layer_names(config: DecoderConfig, layer: int) -> dict[str, str]:
 def _experts(config: DecoderConfig, layer: int, file: GgufFile) -> Iterator[tuple[str, _TensorRows]]:
     """Each expert's part of the tensors that hold all experts of a layer."""
     experts = config.experts
-    if experts is None or not experts.layers[layer] or not isinstance(experts.names, ExpertNames):
+    if experts is None or not experts.layers[layer]:
         return
-    names = experts.names
-    for name, stored in ((names.gate, "gate"), (names.up, "up"), (names.down, "down")):
-        tensor = f"blk.{layer}.ffn_{stored}_exps.weight"
+    for name in ("gate", "up", "down"):
+        tensor = f"blk.{layer}.ffn_{name}_exps.weight"
         found = file.tensors.get(tensor)
         if found is None or len(found.shape) != 3 or found.shape[0] != experts.num_experts:
             continue
         _, rows, columns = found.shape
         for number in range(experts.num_experts):
-            prefix = f"{layer_prefix(layer)}{names.prefix}experts.{number}."
-            yield f"{prefix}{name}.weight", _TensorRows(tensor, number * rows, (rows, columns))
+            prefix = f"{layer_prefix(layer)}{expert_prefix(number)}"
+            yield f"{prefix}{name}_proj.weight", _TensorRows(tensor, number * rows, (rows, columns))
 
 
 def _ordered(place: _TensorRows, name: str, config: DecoderConfig, file: GgufFile) -> _TensorRows:

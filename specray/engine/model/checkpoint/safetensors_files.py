@@ -56,8 +56,9 @@ class SafetensorsWeights(NamedWeights):
     def read(self, name: str, part: WeightPart | None = None) -> torch.Tensor:
         """Returns a tensor as :meth:`take` does, without a look at its values."""
         tensor = self.raw(name, part)
+        is_kept = tensor.dtype == torch.float32 and name in self._wide
         try:
-            return tensor.to(device=self._device, dtype=self._dtype).contiguous()
+            return tensor.to(device=self._device, dtype=tensor.dtype if is_kept else self._dtype).contiguous()
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise self._unreadable(error) from None
 

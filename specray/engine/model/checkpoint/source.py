@@ -51,10 +51,15 @@ class NamedWeights(ABC):
         self.shapes = dict(shapes)
         """Every weight, by its present name."""
         self._names = {name: name for name in shapes}
+        self._wide: frozenset[str] = frozenset()
 
     def rename(self, names: Mapping[str, str]) -> None:
         self._names = {name: self._names[present] for name, present in names.items()}
         self.shapes = {name: self.shapes[present] for name, present in names.items()}
+
+    def keep_wide(self, names: frozenset[str]) -> None:
+        """Leaves float32 numbers of these weights as they are, whatever the data type of the others."""
+        self._wide = names & self._names.keys()
 
     def take(self, name: str, part: WeightPart | None = None) -> torch.Tensor:
         """A weight, or a part of it. Raises ConfigError for one that is damaged or not finite."""

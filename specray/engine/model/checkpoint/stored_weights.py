@@ -67,6 +67,10 @@ class StoredWeights(NamedWeights):
         }
         super().__init__(path, shapes | {name: self._shape(layer) for name, layer in self._layers.items()})
 
+    def keep_wide(self, names: frozenset[str]) -> None:
+        super().keep_wide(names)
+        self._files.keep_wide(frozenset(self._names[name] for name in self._wide))
+
     def read(self, name: str, part: WeightPart | None = None) -> torch.Tensor:
         """Returns a tensor as :meth:`take` does, without a look at its values."""
         stored = self._names[name]

@@ -5,7 +5,8 @@ Importing this imports transformers, which takes seconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from copy import copy
 from typing import Any
 
 import torch
@@ -14,30 +15,68 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from specray.engine.activation import Activation
 from specray.engine.model.decoder_config import (
     MODEL_TYPES,
-    Clamp,
     DecoderConfig,
-    ExpertNames,
-    Experts,
     LinearScaling,
     Llama3Scaling,
     Rope,
     RopeFormula,
     RopeTable,
-    StackedNames,
 )
+from specray.engine.model.families.mixtures import can_route, experts_of
 
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
-_WITH_ATTENTION_BIAS = frozenset(
-    {"llama", "qwen3", "qwen3_moe", "gemma3_text", "smollm3", "granite", "gpt_oss"}
+_GRANITE_MIXTURES = frozenset({"granitemoe", "granitemoe_swa", "granitemoeshared"})
+_WITH_ATTENTION_BIAS = _GRANITE_MIXTURES | {
+    "llama",
+    "qwen3",
+    "qwen3_moe",
+    "gemma3_text",
+    "smollm3",
+    "granite",
+    "gpt_oss",
+    "aria_text",
+    "dots1",
+    "flex_olmo",
+    "flint",
+    "hy_v3",
+    "mellum",
+    "olmoe",
+}
+"""Types in which ``attention_bias`` means all projections."""
+_QKV_BIAS = {"glm4_moe": "attention_bias", "solar_open": "attention_bias", "qwen2_moe": "qkv_bias"}
+"""Fields that mean the projections before attention alone."""
+_WITH_MLP_BIAS = frozenset({"llama", "smollm3", "granite", "aria_text", "hy_v3"})
+_WITH_HEAD_NORM = frozenset(
+    {
+        "qwen3",
+        "qwen3_moe",
+        "gemma3_text",
+        "dots1",
+        "exaone_moe",
+        "flint",
+        "hy_v3",
+        "kolibri1",
+        "mellum",
+    }
 )
-"""Types in which ``attention_bias`` means something."""
-_WITH_MLP_BIAS = frozenset({"llama", "smollm3", "granite"})
-_WITH_HEAD_NORM = frozenset({"qwen3", "qwen3_moe", "gemma3_text"})
-_PARTLY_ROTATED = frozenset({"phi3"})
+_WITH_WHOLE_NORM = frozenset({"flex_olmo", "minimax_m2", "olmoe"})
+_PARTLY_ROTATED = frozenset({"phi3", "glm4_moe", "minimax_m2"})
 """Types that may rotate a part of each head."""
-_QWEN_NAMES = ExpertNames("mlp.", "gate_proj", "up_proj", "down_proj")
-_MIXTRAL_NAMES = ExpertNames("block_sparse_moe.", "w1", "w3", "w2")
-_GPT_OSS_NAMES = StackedNames("mlp.router", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+_ROTATED_IN_WINDOWS = frozenset({"exaone_moe", "flint", "kolibri1"})
+"""Types whose layers without a window have no rotary embeddings."""
+_ROPE_BY_KIND = frozenset({"gemma3_text", "mellum"})
+_WITHOUT_WINDOWS = _GRANITE_MIXTURES - {"granitemoe_swa"} | {
+    "llama",
+    "granite",
+    "aria_text",
+    "ernie4_5_moe",
+    "flex_olmo",
+    "glm4_moe",
+    "hy_v3",
+    "minimax_m2",
+    "olmoe",
+    "solar_open",
+}
 
 
 def can_lower(config: Any) -> bool:
@@ -52,19 +91,26 @@ def can_lower(config: Any) -> bool:
         config.model_type not in _PARTLY_ROTATED or int(_head_dim(config) * _rotary_share(config)) % 2
     ):
         return False
-    if set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds - {"full_attention", "sliding_attention"}:
+        return False
+    if "sliding_attention" in kinds and config.sliding_window == 0:
         return False
     if config.model_type == "gemma3_text":
         has_caps = config.attn_logit_softcapping is not None or config.final_logit_softcapping is not None
         has_scale = bool(config.query_pre_attn_scalar > 0)
         return not has_caps and not config.use_bidirectional_attention and has_scale
-    if config.model_type == "granite":
-        return bool(config.residual_multiplier > 0 and config.logits_scaling != 0)
-    if config.model_type == "qwen3_moe" and config.decoder_sparse_step < 1:
+    if hasattr(config, "residual_multiplier") and not (
+        config.residual_multiplier > 0 and config.logits_scaling != 0
+    ):
         return False
-    if config.model_type in ("qwen3_moe", "mixtral", "gpt_oss"):
-        return bool(1 <= config.num_experts_per_tok <= config.num_experts)
-    return True
+    if getattr(config, "clip_qkv", None) is not None or getattr(config, "use_bias", False):
+        # ERNIE's is that of the head, too.
+        return False
+    if getattr(config, "decoder_sparse_step", 1) < 1:
+        return False
+    experts = experts_of(config)
+    return experts is None or can_route(experts)
 
 
 def decoder_config_of(config: Any, *, max_model_len: int) -> DecoderConfig:
@@ -84,7 +130,7 @@ def decoder_config_of(config: Any, *, max_model_len: int) -> DecoderConfig:
         model_type=model_type,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=_mlp_size(config),
         num_hidden_layers=config.num_hidden_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=config.num_key_value_heads,
@@ -92,16 +138,18 @@ def decoder_config_of(config: Any, *, max_model_len: int) -> DecoderConfig:
         rms_norm_eps=config.rms_norm_eps,
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=bool(config.tie_word_embeddings),
-        has_qkv_bias=model_type == "qwen2" or has_bias,
+        has_qkv_bias=has_bias or _has_qkv_bias(config),
         has_output_bias=has_bias,
         has_mlp_bias=model_type in _WITH_MLP_BIAS and bool(config.mlp_bias),
-        has_head_norm=model_type in _WITH_HEAD_NORM,
+        has_head_norm=model_type in _WITH_HEAD_NORM or bool(getattr(config, "use_qk_norm", False)),
+        has_whole_norm=model_type in _WITH_WHOLE_NORM,
         windows=_windows(config),
         rope=rope,
         draft_vocab_size=_draft_vocab_size(config),
         own_ropes=own_ropes,
         rotary_dim=None if rotary_dim == head_dim else rotary_dim,
         activation=_ACTIVATIONS[_activation(config)],
+        experts=experts_of(config),
         **switches,
     )
 
@@ -125,63 +173,29 @@ def _granite(config: Any) -> dict[str, Any]:
     }
 
 
-def _phi3(config: Any) -> dict[str, Any]:
-    return {"has_joined_weights": True}
-
-
-def _qwen3_moe(config: Any) -> dict[str, Any]:
-    layers = tuple(
-        layer not in config.mlp_only_layers
-        and config.num_experts > 0
-        and (layer + 1) % config.decoder_sparse_step == 0
-        for layer in range(config.num_hidden_layers)
-    )
-    experts = Experts(
-        num_experts=config.num_experts,
-        num_chosen=config.num_experts_per_tok,
-        intermediate_size=config.moe_intermediate_size,
-        is_normed=bool(config.norm_topk_prob),
-        layers=layers,
-        names=_QWEN_NAMES,
-    )
-    return {"experts": experts if any(layers) else None}
-
-
-def _mixtral(config: Any) -> dict[str, Any]:
-    experts = Experts(
-        num_experts=config.num_local_experts,
-        num_chosen=config.num_experts_per_tok,
-        intermediate_size=config.intermediate_size,
-        is_normed=True,
-        layers=(True,) * config.num_hidden_layers,
-        names=_MIXTRAL_NAMES,
-    )
-    return {"experts": experts}
-
-
-def _gpt_oss(config: Any) -> dict[str, Any]:
-    experts = Experts(
-        num_experts=config.num_local_experts,
-        num_chosen=config.num_experts_per_tok,
-        intermediate_size=config.intermediate_size,
-        # A softmax over the chosen ones is one over all of them, normed.
-        is_normed=True,
-        layers=(True,) * config.num_hidden_layers,
-        names=_GPT_OSS_NAMES,
-        clamp=Clamp(float(config.swiglu_alpha), float(config.swiglu_limit)),
-    )
-    return {"experts": experts, "has_sinks": True}
-
-
-_SWITCHES = {
+_SWITCHES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "gemma3_text": _gemma3,
     "granite": _granite,
-    "phi3": _phi3,
-    "qwen3_moe": _qwen3_moe,
-    "mixtral": _mixtral,
-    "gpt_oss": _gpt_oss,
+    **dict.fromkeys(("granitemoe", "granitemoeshared"), _granite),
+    "granitemoe_swa": lambda config: {**_granite(config), "has_sinks": True},
+    "phi3": lambda config: {"has_joined_weights": True},
+    "ernie4_5_moe": lambda config: {"has_neighbour_pairs": True},
+    "flex_olmo": lambda config: {"has_sandwich_norms": True, "has_input_norms": False},
+    "kolibri1": lambda config: {"has_sandwich_norms": True},
+    **dict.fromkeys(("flint", "gpt_oss"), lambda config: {"has_sinks": True}),
 }
 """What types have that Llama has not."""
+
+
+def _has_qkv_bias(config: Any) -> bool:
+    field = _QKV_BIAS.get(config.model_type)
+    return config.model_type == "qwen2" or (field is not None and bool(getattr(config, field)))
+
+
+def _mlp_size(config: Any) -> int:
+    """Width of the layers with one MLP; of a type without such, that of its experts."""
+    size: int = getattr(config, "intermediate_size", None) or config.moe_intermediate_size
+    return size
 
 
 def _head_dim(config: Any) -> int:
@@ -211,7 +225,7 @@ def _draft_vocab_size(config: Any) -> int | None:
 
 def _windows(config: Any) -> tuple[int | None, ...]:
     num_layers: int = config.num_hidden_layers
-    if config.model_type in ("llama", "granite"):
+    if config.model_type in _WITHOUT_WINDOWS:
         return (None,) * num_layers
     window: int | None = config.sliding_window
     if config.model_type in ("mistral", "mixtral", "phi3", "qwen3_moe"):
@@ -222,19 +236,31 @@ def _windows(config: Any) -> tuple[int | None, ...]:
 
 
 def _ropes(config: Any, max_model_len: int) -> tuple[Rope, tuple[tuple[int, Rope | None], ...]]:
-    if config.model_type == "gemma3_text":
+    if config.model_type in _ROPE_BY_KIND:
         # A model need not have layers of both kinds.
-        full, sliding = (
-            _rope(config, max_model_len, kind) for kind in ("full_attention", "sliding_attention")
-        )
-        kinds = enumerate(config.layer_types)
-        return full, tuple((layer, sliding) for layer, kind in kinds if kind == "sliding_attention")
+        named = (kind for kind, values in config.rope_parameters.items() if values)
+        ropes = {kind: _rope(config, max_model_len, kind) for kind in named}
+        full, sliding = (ropes.get(kind) for kind in ("full_attention", "sliding_attention"))
+        kinds = [layer for layer, kind in enumerate(config.layer_types) if kind == "sliding_attention"]
+        return next(rope for rope in (full, sliding) if rope), tuple((layer, sliding) for layer in kinds)
+    if config.model_type == "granitemoe_swa":
+        bases = config.layer_rope_theta[: config.num_hidden_layers]
+        own = [_rope(_with_theta(config, theta), max_model_len) if theta else None for theta in bases]
+        return _rope(config, max_model_len), tuple(enumerate(own))
     rope = _rope(config, max_model_len)
     if config.model_type == "smollm3":
         # The list may be longer than the model.
         flags = enumerate(config.no_rope_layers[: config.num_hidden_layers])
         return rope, tuple((layer, None) for layer, has_rope in flags if not has_rope)
+    if config.model_type in _ROTATED_IN_WINDOWS and config.sliding_window is not None:
+        return rope, tuple((layer, None) for layer, window in enumerate(_windows(config)) if window is None)
     return rope, ()
+
+
+def _with_theta(config: Any, theta: float) -> Any:
+    changed = copy(config)
+    changed.rope_parameters = {**config.rope_parameters, "rope_theta": theta}
+    return changed
 
 
 def _rope(config: Any, max_model_len: int, layer_type: str | None = None) -> Rope:

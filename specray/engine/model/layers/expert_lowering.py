@@ -5,100 +5,173 @@ Of a group's ranks each has a part of every expert: some of what lies between it
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from specray.engine.activation import Clamp
 from specray.engine.model.checkpoint.source import WeightPart
-from specray.engine.model.decoder_config import DecoderConfig, ExpertNames, Experts, StackedNames
+from specray.engine.model.decoder_config import DecoderConfig
+from specray.engine.model.layers.expert_config import (
+    CHOICE_BIAS,
+    DOWN,
+    GATE_UP,
+    ROUTER,
+    SHARED,
+    SHARED_GATE,
+    Experts,
+    Stacked,
+    expert_prefix,
+)
 from specray.engine.model.layers.experts import ClampedGate, ExpertGroup, ExpertLayer, ExpertMlp
 from specray.engine.model.layers.routing import Router
-from specray.engine.weights.stored_weight import StoredWeight, Weight, alike
+from specray.engine.model.layers.shared_mlp import WithSharedMlp
+from specray.engine.weights.stored_weight import StoredWeight, Weight, alike, join
 
 if TYPE_CHECKING:
+    from specray.engine.activation import Activation
     from specray.engine.model.checkpoint.rank_weights import RankWeights
-    from specray.engine.model.linear import Linear
     from specray.engine.model.operators import Operators
 
 
 def lower_experts(
     prefix: str, experts: Experts, config: DecoderConfig, taken: RankWeights, operators: Operators
-) -> ExpertLayer:
+) -> ExpertLayer | WithSharedMlp:
     """The experts of the layer whose weights' names begin with ``prefix``."""
-    if isinstance(experts.names, StackedNames):
-        return _stacked(prefix, experts.names, experts, taken, operators)
-    return _apart(f"{prefix}{experts.names.prefix}", experts.names, experts, config, taken, operators)
-
-
-def _apart(
-    prefix: str,
-    names: ExpertNames,
-    experts: Experts,
-    config: DecoderConfig,
-    taken: RankWeights,
-    operators: Operators,
-) -> ExpertLayer:
-    size = experts.intermediate_size
+    maker = _MlpMaker(taken, operators, config.activation)
 
     def lowered(number: int) -> ExpertMlp:
-        before = f"{prefix}experts.{number}."
-        rows = taken.part(size, dim=0)
-        gate, up = alike([taken.weight(f"{before}{name}.weight", rows) for name in (names.gate, names.up)])
-        down = taken.weight(f"{before}{names.down}.weight", taken.part(size, dim=1))
-        gated = operators.gate(gate, up, None, None, config.activation)
-        return ExpertMlp(gated, operators.linear(down, None))
-
-    router = operators.router(taken.whole(f"{prefix}gate.weight"), None)
-    return _layer(router, [lowered(number) for number in range(experts.num_experts)], experts, operators)
-
-
-def _stacked(
-    prefix: str, names: StackedNames, experts: Experts, taken: RankWeights, operators: Operators
-) -> ExpertLayer:
-    first, last = taken.run(experts.intermediate_size)
-    clamp = experts.clamp
-    assert clamp is not None, "stacked experts join gate and up so"
-
-    def part(name: str, number: int) -> torch.Tensor:
-        return taken.weights.take(f"{prefix}{name}", WeightPart(0, number, number + 1))[0]
-
-    def stored(name: str, number: int) -> StoredWeight | None:
-        return taken.weights.stored(f"{prefix}{name}", WeightPart(0, number, number + 1))
-
-    def joined(number: int) -> Weight:
-        own = stored(names.gate_up, number)
-        if own is not None:
-            return own.select(_in_halves(torch.arange(2 * first, 2 * last)))
-        return _in_halves(part(names.gate_up, number)[:, 2 * first : 2 * last].T)
-
-    def last_one(number: int) -> Weight:
-        own = stored(names.down, number)
-        if own is not None and first % own.unit == last % own.unit == 0:
-            return own.columns(first, last)
-        return part(names.down, number)[first:last].T.contiguous()
-
-    def lowered(number: int) -> ExpertMlp:
-        both, down = joined(number), last_one(number)
-        both_bias = _in_halves(part(f"{names.gate_up}_bias", number)[2 * first : 2 * last])
-        # The ranks' results are summed.
-        down_bias = part(f"{names.down}_bias", number).clone() if taken.is_first else None
-        return ExpertMlp(
-            ClampedGate(operators.linear(both, both_bias), clamp), operators.linear(down, down_bias)
+        if experts.stacked is not None:
+            return maker.make(maker.stacked(prefix, experts.stacked, experts, number), experts.clamp)
+        own = f"{prefix}{expert_prefix(number)}"
+        return maker.make(
+            maker.apart(own, experts.intermediate_size, has_bias=experts.has_bias), experts.clamp
         )
 
-    router = operators.router(
-        taken.whole(f"{prefix}{names.router}.weight"), taken.whole(f"{prefix}{names.router}.bias")
+    router = _router(prefix, experts, taken, operators)
+    layer = _layer(router, [lowered(number) for number in range(experts.num_experts)], experts, operators)
+    shared = experts.shared
+    if shared is None:
+        return layer
+    parts = maker.apart(
+        f"{prefix}{SHARED}.",
+        shared.intermediate_size,
+        has_bias=config.has_mlp_bias,
+        is_joined=shared.is_joined,
     )
-    return _layer(router, [lowered(number) for number in range(experts.num_experts)], experts, operators)
+    gate = operators.router(taken.whole(f"{prefix}{SHARED_GATE}.weight"), None) if shared.has_gate else None
+    return WithSharedMlp(layer, maker.make(parts), gate)
 
 
-def _layer(router: Linear, lowered: list[ExpertMlp], experts: Experts, operators: Operators) -> ExpertLayer:
+def _router(prefix: str, experts: Experts, taken: RankWeights, operators: Operators) -> Router:
+    routing = experts.routing
+
+    def whole(name: str) -> torch.Tensor:
+        numbers = taken.whole(f"{prefix}{name}")
+        return numbers.float() if routing.is_wide else numbers
+
+    bias = whole(f"{ROUTER}.bias") if routing.has_bias else None
+    choice_bias = None
+    if routing.choice_bias is not None:
+        choice_bias = taken.whole(f"{prefix}{CHOICE_BIAS}").float().flatten()
+    return Router(operators.router(whole(f"{ROUTER}.weight"), bias), routing, choice_bias)
+
+
+def _layer(router: Router, lowered: list[ExpertMlp], experts: Experts, operators: Operators) -> ExpertLayer:
     gates = [expert.gate.both if isinstance(expert.gate, ClampedGate) else expert.gate for expert in lowered]
     gate, down = operators.group(gates), operators.group([expert.down for expert in lowered])
     group = None if gate is None or down is None else ExpertGroup(gate, down, experts.clamp)
-    return ExpertLayer(Router(router, experts.num_chosen, experts.is_normed), lowered, group)
+    return ExpertLayer(router, lowered, group)
 
 
-def _in_halves(both: torch.Tensor) -> torch.Tensor:
-    """Rows of gate and up, which come in turn, one after the other; a copy."""
-    return both.reshape(-1, 2, *both.shape[1:]).transpose(0, 1).flatten(0, 1).contiguous()
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """This rank's weights and biases of an MLP."""
+
+    gate: Weight
+    up: Weight
+    down: Weight
+    gate_bias: torch.Tensor | None
+    up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+    """Of the first rank alone: the ranks' results are summed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _MlpMaker:
+    """Makes MLPs of which the ranks' results add up."""
+
+    taken: RankWeights
+    operators: Operators
+    activation: Activation
+
+    def make(self, parts: _Parts, clamp: Clamp | None = None) -> ExpertMlp:
+        down = self.operators.linear(parts.down, _like(parts.down_bias, parts.down))
+        gate, up = alike([parts.gate, parts.up])
+        gate_bias, up_bias = _like(parts.gate_bias, gate), _like(parts.up_bias, up)
+        if clamp is None:
+            return ExpertMlp(self.operators.gate(gate, up, gate_bias, up_bias, self.activation), down)
+        bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
+        return ExpertMlp(ClampedGate(self.operators.linear(join([gate, up]), bias), clamp), down)
+
+    def apart(self, prefix: str, size: int, *, has_bias: bool, is_joined: bool = False) -> _Parts:
+        """The parts of an MLP whose layers have weights of their own, or whose gate and up have one."""
+        taken = self.taken
+        names = [f"{prefix}gate_proj", f"{prefix}up_proj"]
+        firsts: list[int | None] = [None, None]
+        if is_joined:
+            names, firsts = [f"{prefix}gate_up_proj"] * 2, [0, size]
+        places = [
+            (name, taken.part(size, dim=0, first=first)) for name, first in zip(names, firsts, strict=True)
+        ]
+        gate, up = (taken.weight(f"{name}.weight", part) for name, part in places)
+        down = taken.weight(f"{prefix}down_proj.weight", taken.part(size, dim=1))
+        if not has_bias:
+            return _Parts(gate, up, down, None, None, None)
+        gate_bias, up_bias = (taken.weights.take(f"{name}.bias", part).clone() for name, part in places)
+        down_bias = taken.whole(f"{prefix}down_proj.bias") if taken.is_first else None
+        return _Parts(gate, up, down, gate_bias, up_bias, down_bias)
+
+    def stacked(self, prefix: str, stacked: Stacked, experts: Experts, number: int) -> _Parts:
+        """The parts of one expert of those whose weights are one."""
+        taken, size, only = self.taken, experts.intermediate_size, WeightPart(0, number, number + 1)
+        first, last = taken.run(size)
+        inner = torch.arange(first, last)
+        gate, up = (2 * inner, 2 * inner + 1) if stacked.is_in_turn else (inner, size + inner)
+
+        def numbers(name: str) -> torch.Tensor:
+            """``[out_features, in_features]``."""
+            weight = taken.weights.take(f"{prefix}{name}", only)[0]
+            return weight.T if stacked.is_transposed else weight
+
+        def one(name: str) -> Weight:
+            own = taken.weights.stored(f"{prefix}{name}", only)
+            return numbers(name) if own is None else own
+
+        def bias(name: str) -> torch.Tensor:
+            return taken.weights.take(f"{prefix}{name}_bias", only)[0]
+
+        both, down = one(GATE_UP), one(DOWN)
+        if isinstance(down, StoredWeight) and (first % down.unit or last % down.unit):
+            # A rank's part cuts a block.
+            down = numbers(DOWN)
+        if isinstance(down, StoredWeight):
+            down = down.columns(first, last)
+        else:
+            down = down[:, first:last].contiguous()
+        weights = _rows(both, gate), _rows(both, up), down
+        if not experts.has_bias:
+            return _Parts(*weights, None, None, None)
+        both_bias = bias(GATE_UP)
+        down_bias = bias(DOWN).clone() if taken.is_first else None
+        return _Parts(*weights, both_bias[gate], both_bias[up], down_bias)
+
+
+def _rows(weight: Weight, index: torch.Tensor) -> Weight:
+    return weight.select(index) if isinstance(weight, StoredWeight) else weight[index.to(weight.device)]
+
+
+def _like(bias: torch.Tensor | None, weight: Weight) -> torch.Tensor | None:
+    """Kernels of stored weights take a bias as the file has it; others take it in the weight's type."""
+    return bias if bias is None or isinstance(weight, StoredWeight) else bias.to(weight.dtype)

@@ -57,8 +57,9 @@ class WeightFormats:
             queries = decoder.num_attention_heads * decoder.head_dim
             inputs["num_attention_heads * head_dim"] = queries // world_size
             inputs["intermediate_size"] = decoder.intermediate_size // world_size
-            if decoder.moe_intermediate_size is not None:
-                inputs["moe_intermediate_size"] = decoder.moe_intermediate_size // world_size
+            for name in ("moe_intermediate_size", "shared_intermediate_size"):
+                if (size := getattr(decoder, name)) is not None:
+                    inputs[name] = size // world_size
         if self.head is not Quantization.NONE:
             inputs["hidden_size"] = decoder.hidden_size
         for name, size in inputs.items():

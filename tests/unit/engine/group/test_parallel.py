@@ -38,6 +38,7 @@ from tests.unit.engine.model.checkpoints import (
     write_checkpoint,
     write_family,
 )
+from tests.unit.engine.model.families.mixtures import MIXTURES
 from tests.unit.engine.model.zoo import GROUPED, SLIDING, Family
 from tests.unit.engine.runners import cpu_config, cpu_runner, target_over
 from tests.unit.engine.trees.drafters import tree_drafter
@@ -131,8 +132,8 @@ CASES = [
     ("minicpm3", "hf", 96),
 ]
 ALONE = [
-    *((name, "decoder", 96) for name in ("smollm3", "granite", "mixtral")),
-    *((name, "hf", 96) for name in ("minimax_m2", "aria_text")),
+    *((name, "decoder", 96) for name in ("smollm3", "granite", "mixtral", *MIXTURES)),
+    *((name, "hf", 96) for name in ("afmoe", "cohere2_moe")),
 ]
 """Further families, whose tokens are compared only."""
 

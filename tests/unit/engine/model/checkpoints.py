@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from specray.engine.model.checkpoint.source import WeightPart
+from tests.unit.engine.model.families.mixtures import MIXTURES
 from tests.unit.engine.model.zoo import FAMILIES, Family
 
 VOCAB_SIZE = 96
@@ -126,7 +127,7 @@ HF: dict[str, dict[str, Any]] = {
     "olmo2": {"num_key_value_heads": 2},
     **{name: FAMILIES[name].values for name in ("deepseek_v3", "mimo_v2_flash")},
 }
-SHARED = {name: FAMILIES[name].values for name in ("gemma2", "minicpm3", "minimax_m2", "aria_text")}
+SHARED = {name: FAMILIES[name].values for name in ("gemma2", "minicpm3", "afmoe", "cohere2_moe")}
 """More of the library's, for ranks."""
 
 
@@ -148,7 +149,7 @@ class InMemoryWeights:
 
 def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:
     """The configuration of one of the architectures above."""
-    values = {**HIDDEN, **{**DECODER, **HF, **SHARED}[name], **overrides}
+    values = {**HIDDEN, **{**DECODER, **MIXTURES, **HF, **SHARED}[name], **overrides}
     model_type = values.pop("model_type", name)
     return AutoConfig.for_model(model_type, **values)
 
@@ -218,6 +219,10 @@ def _make_model(directory: Path, config: PreTrainedConfig, seed: int) -> None:
         if parameter.ndim == 1:
             # Norm weights and biases are ones and zeros otherwise, and then a forgotten one goes unseen.
             parameter.data.add_(0.2 * torch.randn_like(parameter))
+    for name, tensor in model.state_dict().items():
+        if name.endswith("e_score_correction_bias"):
+            # Wide enough to change what is chosen.
+            tensor.add_(0.2 * torch.randn_like(tensor))
     model.save_pretrained(directory)
     write_tokenizer(directory, config.get_text_config().vocab_size)
 

@@ -10,6 +10,7 @@ from transformers import AutoConfig
 from specray.engine.activation import Clamp
 from specray.engine.model.decoder_config import RopeFormula
 from specray.engine.model.families.from_library import can_lower, decoder_config_of
+from specray.engine.model.layers.expert_config import Routing
 from specray.engine.model.library import LibraryConfig
 from specray.engine.model.rotary import rotated_first
 
@@ -98,16 +99,16 @@ def test_layers_of_qwen3_moe_with_one_mlp() -> None:
     experts = decoder_config_of(config, max_model_len=64).experts
     assert experts is not None
     assert experts.layers == (False, True, False, False)
-    assert (experts.num_experts, experts.num_chosen, experts.is_normed) == (9, 8, False)
+    assert (experts.num_experts, experts.routing) == (9, Routing(8, is_rounded=True))
 
 
 def test_experts_of_mixtral_are_as_wide_as_its_mlp() -> None:
     decoder = decoder_config_of(config_of("mixtral", num_local_experts=4), max_model_len=64)
     assert decoder.moe_intermediate_size == 48
     shapes = decoder.weight_shapes()
-    assert shapes["model.layers.3.block_sparse_moe.experts.3.w2.weight"] == (32, 48)
-    assert shapes["model.layers.0.block_sparse_moe.gate.weight"] == (4, 32)
-    assert not [name for name in shapes if ".mlp." in name]
+    assert shapes["model.layers.3.mlp.experts.3.down_proj.weight"] == (32, 48)
+    assert shapes["model.layers.0.mlp.gate.weight"] == (4, 32)
+    assert "model.layers.0.mlp.down_proj.weight" not in shapes
 
 
 def test_gpt_oss_has_sinks_clamps_and_windows_in_turn() -> None:
@@ -115,7 +116,8 @@ def test_gpt_oss_has_sinks_clamps_and_windows_in_turn() -> None:
     decoder = decoder_config_of(config, max_model_len=64)
     experts = decoder.experts
     assert experts is not None and decoder.has_sinks
-    assert (experts.num_experts, experts.num_chosen, experts.is_normed) == (6, 4, True)
+    routing = Routing(4, has_bias=True, chooses_by_product=True, is_rounded=True)
+    assert (experts.num_experts, experts.routing) == (6, routing)
     assert experts.clamp == Clamp(gain=1.702, limit=5.0)
     assert decoder.windows == (8, None, 8, None)
     assert decoder.has_qkv_bias and decoder.has_output_bias and not decoder.has_mlp_bias
@@ -124,7 +126,7 @@ def test_gpt_oss_has_sinks_clamps_and_windows_in_turn() -> None:
     assert shapes["model.layers.3.mlp.experts.gate_up_proj"] == (6, 32, 96)
     assert shapes["model.layers.3.mlp.experts.gate_up_proj_bias"] == (6, 96)
     assert shapes["model.layers.3.mlp.experts.down_proj"] == (6, 48, 32)
-    assert shapes["model.layers.3.mlp.router.bias"] == (6,)
+    assert shapes["model.layers.3.mlp.gate.bias"] == (6,)
 
 
 def test_the_shortest_original_context_of_any_layer_limits_the_length() -> None:

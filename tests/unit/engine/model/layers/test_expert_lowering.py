@@ -10,7 +10,7 @@ import torch
 from specray.engine.activation import Clamp
 from specray.engine.group.parallel import ParallelContext
 from specray.engine.model.checkpoint.rank_weights import RankWeights
-from specray.engine.model.decoder_config import Experts, StackedNames
+from specray.engine.model.layers.expert_config import DOWN, GATE_UP, Experts, Routing, Stacked
 from specray.engine.model.layers.expert_lowering import lower_experts
 from specray.engine.model.layers.experts import ExpertLayer
 from specray.engine.model.operators_torch import TorchOperators
@@ -18,8 +18,15 @@ from tests.unit.engine.model.checkpoints import InMemoryWeights
 from tests.unit.engine.model.test_lowering import CONFIG, rank
 
 HIDDEN, INNER, NUM_EXPERTS, NUM_CHOSEN = 8, 6, 5, 3
-NAMES = StackedNames("mlp.router", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-EXPERTS = Experts(NUM_EXPERTS, NUM_CHOSEN, INNER, True, (True, True), NAMES, Clamp(gain=1.702, limit=1.5))
+EXPERTS = Experts(
+    NUM_EXPERTS,
+    INNER,
+    (True, True),
+    Routing(NUM_CHOSEN, has_bias=True, chooses_by_product=True),
+    Stacked(is_transposed=True, is_in_turn=True),
+    has_bias=True,
+    clamp=Clamp(gain=1.702, limit=1.5),
+)
 STACKED = replace(CONFIG, experts=EXPERTS)
 
 
@@ -40,18 +47,18 @@ def lowered(tensors: dict[str, torch.Tensor], parallel: ParallelContext | None) 
 
 def expected(tensors: dict[str, torch.Tensor], row: torch.Tensor) -> torch.Tensor:
     """One row's output, number by number."""
-    logits = tensors["mlp.router.weight"] @ row + tensors["mlp.router.bias"]
+    logits = tensors["mlp.gate.weight"] @ row + tensors["mlp.gate.bias"]
     chosen = logits.argsort(descending=True)[:NUM_CHOSEN].tolist()
     shares = logits[chosen].softmax(0)
     output = torch.zeros(HIDDEN)
     for expert, share in zip(chosen, shares, strict=True):
-        both = row @ tensors[NAMES.gate_up][expert] + tensors[f"{NAMES.gate_up}_bias"][expert]
+        both = row @ tensors[GATE_UP][expert] + tensors[f"{GATE_UP}_bias"][expert]
         inner = []
         for index in range(INNER):
             gate = min(float(both[2 * index]), 1.5)
             up = max(-1.5, min(float(both[2 * index + 1]), 1.5))
             inner.append(gate / (1.0 + float(torch.exp(torch.tensor(-1.702 * gate)))) * (up + 1.0))
-        down = torch.tensor(inner) @ tensors[NAMES.down][expert] + tensors[f"{NAMES.down}_bias"][expert]
+        down = torch.tensor(inner) @ tensors[DOWN][expert] + tensors[f"{DOWN}_bias"][expert]
         output += share * down
     return output
 

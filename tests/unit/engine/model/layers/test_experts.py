@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from specray.engine.activation import Clamp
 from specray.engine.cpu.gemm.linear import can_tile
+from specray.engine.model.layers.expert_config import Routing
 from specray.engine.model.layers.experts import (
     ClampedGate,
     ExpertGroup,
@@ -45,7 +46,9 @@ def layer(num_chosen: int, *, is_normed: bool) -> ExpertLayer:
     experts = [
         ExpertMlp(make_gate(gate, up, None, None), make_linear(down, None)) for gate, up, down in WEIGHTS
     ]
-    return ExpertLayer(Router(partial(F.linear, weight=ROUTER), num_chosen, is_normed), experts)
+    return ExpertLayer(
+        Router(partial(F.linear, weight=ROUTER), Routing(num_chosen, is_normed=is_normed)), experts
+    )
 
 
 @pytest.mark.parametrize("num_chosen", [1, 2, NUM_EXPERTS])
@@ -95,7 +98,7 @@ def wide_layer(*, is_clamped: bool, num_threads: int) -> ExpertLayer:
     gate_group, down_group = operators.group(gates), operators.group([each.down for each in experts])
     assert gate_group is not None and down_group is not None
     group = ExpertGroup(gate_group, down_group, CLAMP if is_clamped else None)
-    return ExpertLayer(Router(router, 3, is_normed=True), experts, group)
+    return ExpertLayer(Router(router, Routing(3, is_normed=True)), experts, group)
 
 
 @needs_kernels

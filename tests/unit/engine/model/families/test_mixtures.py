@@ -1,0 +1,96 @@
+"""Every mixture of the decoder says what transformers says: alone, and with chains and trees of drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from specray.engine.cache.blocks import BlockAllocator, BlockTable
+from specray.engine.inputs import SequenceInput
+from specray.engine.runner.runner import ModelRunner
+from specray.types import SamplingParams
+from tests.pairwise import pairs
+from tests.unit.engine.harness import Session, generate_serial
+from tests.unit.engine.model.checkpoints import (
+    changing_tensors,
+    reference_greedy,
+    reference_logits,
+    reference_model,
+    write_checkpoint,
+)
+from tests.unit.engine.model.families.mixtures import MIXTURES
+from tests.unit.engine.runners import cpu_runner, target_over
+from tests.unit.engine.trees.drafters import adversarial_drafter, empty_drafter, tree_drafter
+
+PROMPT = [(11 * i * i + 3 * i) % 90 + 2 for i in range(19)]
+NUM_TOKENS = 10
+ATOL = 5e-5
+"""Float32 logits here have a standard deviation of about 1.7."""
+
+
+def built(path: Path) -> ModelRunner:
+    runner = cpu_runner(path, max_num_seqs=2)
+    assert runner.info.forward == "decoder"
+    return runner
+
+
+def logits_of(runner: ModelRunner) -> torch.Tensor:
+    table = BlockTable(BlockAllocator(runner.info.num_blocks, runner.info.block_size))
+    table.reserve(len(PROMPT))
+    return runner.run([SequenceInput(PROMPT, 0, table.block_ids, len(PROMPT))]).logits
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_logits_of_a_prompt(name: str, checkpoint: Callable[[str], Path]) -> None:
+    path = checkpoint(name)
+    expected = reference_logits(reference_model(path), PROMPT)
+    torch.testing.assert_close(logits_of(built(path)), expected, atol=ATOL, rtol=0)
+
+
+@pairs(name=tuple(MIXTURES), drafts=("none", "wrong chain", "tree"))
+def test_tokens_with_and_without_drafts(name: str, drafts: str, checkpoint: Callable[[str], Path]) -> None:
+    path = checkpoint(name)
+    output, runner = reference_greedy(reference_model(path), PROMPT, NUM_TOKENS + 5), built(path)
+    drafter = {
+        "none": empty_drafter,
+        "wrong chain": adversarial_drafter(output, len(PROMPT), runner.info.vocab_size),
+        "tree": tree_drafter(output, len(PROMPT), runner.info.vocab_size),
+    }[drafts]
+    engine = target_over(runner)
+    session = Session("a", list(PROMPT), SamplingParams(temperature=0.0, num_prompt_tokens=len(PROMPT)))
+    assert generate_serial(engine, drafter, session, NUM_TOKENS, 5) == output[:NUM_TOKENS]
+    assert (max(session.accepted) > 0) == (drafts == "tree")
+
+
+def test_experts_are_read_stacked_where_files_have_them_so(tmp_path: Path) -> None:
+    """As some files of families have them whose others have each by itself."""
+    path = write_checkpoint(tmp_path, "qwen2_moe")
+    expected = logits_of(built(path))
+    with changing_tensors(path) as tensors:
+        for layer in (0, 2):
+            prefix = f"model.layers.{layer}.mlp.experts."
+            taken = [
+                [tensors.pop(f"{prefix}{number}.{name}_proj.weight") for name in ("gate", "up", "down")]
+                for number in range(6)
+            ]
+            tensors[f"{prefix}gate_up_proj"] = torch.stack([torch.cat(expert[:2]) for expert in taken])
+            tensors[f"{prefix}down_proj"] = torch.stack([expert[2] for expert in taken])
+    assert torch.equal(logits_of(built(path)), expected)
+
+
+def test_experts_are_read_apart_where_files_have_them_so(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, "granitemoeshared")
+    expected = logits_of(built(path))
+    with changing_tensors(path) as tensors:
+        for layer in range(3):
+            prefix = f"model.layers.{layer}.block_sparse_moe."
+            both, down = (tensors.pop(f"{prefix}{name}_linear.weight") for name in ("input", "output"))
+            for number in range(6):
+                gate, up = both[number].chunk(2)
+                parts = {"gate": gate, "up": up, "down": down[number]}
+                own = f"model.layers.{layer}.mlp.experts.{number}."
+                tensors |= {f"{own}{name}_proj.weight": part.clone() for name, part in parts.items()}
+    assert torch.equal(logits_of(built(path)), expected)
