@@ -9,17 +9,18 @@ over those `d`: norm weights shrink by that factor and epsilon by its square.
 import copy
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from specray.errors import ConfigError
 from specray.gguf.light import check_has_safetensors
+from specray.train.mixture import MixtureFigures, MixtureShape, save_mixture
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -43,6 +44,12 @@ class InflatedShape:
     num_heads: int
     num_kv_heads: int
 
+    @classmethod
+    def of(cls, source: Path, **wanted: int | None) -> "InflatedShape":
+        """The source's own dimensions, but for those that are not None. Raises ConfigError."""
+        own = _dimensions(_load_config(source))
+        return cls(**own | {name: value for name, value in wanted.items() if value is not None})
+
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
@@ -64,7 +71,9 @@ def inflate_checkpoint(
     dtype: str | None = None,
     seed: int = 0,
     device: str = "cpu",
-) -> Path:
+    mixture: MixtureShape | None = None,
+    text_files: Sequence[Path] = (),
+) -> MixtureFigures | None:
     """Writes at `destination` a checkpoint of `shape` with the logits of the Llama checkpoint `source`.
 
     In float32 the logits agree to 1e-4. In a shorter `dtype` (default: the source's own) the scaled norm
@@ -72,10 +81,15 @@ def inflate_checkpoint(
 
     Args:
         device: draws random numbers and rounds weights; billions of them take minutes on a CPU.
+        mixture: experts that each layer has besides, as a Qwen2-MoE checkpoint; None: none, as Llama.
+        text_files: text for the mixture's routers; empty: the source of this package.
+
+    Returns:
+        What came of the mixture; None: there is none.
 
     Raises:
-        ConfigError: `source` is no Llama checkpoint, `shape` cannot hold it, `dtype` is unknown, or
-            `destination` already has files.
+        ConfigError: `source` is no Llama checkpoint, `shape` cannot hold it, `dtype` is unknown, a text
+            cannot be read, or `destination` already has files.
     """
     check_has_safetensors(str(source), "inflating")
     config = _load_config(source)
@@ -89,13 +103,28 @@ def inflate_checkpoint(
         big = inflate_model(small.to(device), shape, dtype=DTYPES[dtype] if dtype else small.dtype, seed=seed)
     partial = destination.with_name(destination.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    big.save_pretrained(partial)
+    figures = None
+    if mixture is None:
+        big.save_pretrained(partial)
+    else:
+        nn.Module.to(big, "cpu")
+        figures = save_mixture(big, partial, mixture, _token_ids(source, text_files), seed=seed)
     for file in _companion_files(source, written=partial):
         shutil.copyfile(file, partial / file.name)
     if destination.exists():
         destination.rmdir()
     partial.rename(destination)
-    return destination
+    return figures
+
+
+def _token_ids(source: Path, text_files: Sequence[Path]) -> torch.Tensor:
+    files = text_files or sorted(Path(__file__).parent.glob("*.py"))
+    try:
+        text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"text: cannot be read as UTF-8: {error}") from None
+    tokenizer: Any = AutoTokenizer.from_pretrained(source, local_files_only=True)
+    return torch.tensor(tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
 
 def inflate_model(
@@ -137,14 +166,18 @@ def _load_config(source: Path) -> LlamaConfig:
     return config
 
 
-def _check_shape(config: LlamaConfig, shape: InflatedShape) -> None:
-    smallest = {
+def _dimensions(config: LlamaConfig) -> dict[str, int]:
+    return {
         "hidden_size": config.hidden_size,
         "num_layers": config.num_hidden_layers,
         "intermediate_size": config.intermediate_size,
         "num_heads": config.num_attention_heads,
         "num_kv_heads": _num_kv_heads(config),
     }
+
+
+def _check_shape(config: LlamaConfig, shape: InflatedShape) -> None:
+    smallest = _dimensions(config)
     for name, value in asdict(shape).items():
         if not smallest[name] <= value <= _MAX_VALUES[name]:
             allowed = f"{smallest[name]} (the source's) .. {_MAX_VALUES[name]}"

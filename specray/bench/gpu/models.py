@@ -35,7 +35,8 @@ def make_checkpoint(shape: str, directory: Path, device: str) -> Path:
         return destination
     sizes = SHAPES[shape]
     _check_disk(directory, sizes)
-    return inflate_checkpoint(demo_target_path(), destination, sizes, dtype="bfloat16", device=device)
+    inflate_checkpoint(demo_target_path(), destination, sizes, dtype="bfloat16", device=device)
+    return destination
 
 
 def num_weights(shape: InflatedShape) -> int:

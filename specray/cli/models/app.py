@@ -145,31 +145,56 @@ def inflate(
         typer.Argument(help="Checkpoint directory of a Llama model, or embedded (its target)."),
     ],
     destination: Annotated[Path, typer.Argument(help="Directory for the new checkpoint; empty or new.")],
-    hidden_size: Annotated[int, typer.Option(help="Width of the residual stream.")],
-    num_layers: Annotated[int, typer.Option(help="Decoder layers.")],
-    intermediate_size: Annotated[int, typer.Option(help="Width of the MLP.")],
-    num_heads: Annotated[int, typer.Option(help="Query heads.")],
-    num_kv_heads: Annotated[int, typer.Option(help="Key/value heads; divides --num-heads.")],
+    hidden_size: Annotated[int | None, typer.Option(help="Width of the residual stream.")] = None,
+    num_layers: Annotated[int | None, typer.Option(help="Decoder layers.")] = None,
+    intermediate_size: Annotated[int | None, typer.Option(help="Width of the MLP.")] = None,
+    num_heads: Annotated[int | None, typer.Option(help="Query heads.")] = None,
+    num_kv_heads: Annotated[int | None, typer.Option(help="Key/value heads; divides --num-heads.")] = None,
+    experts: Annotated[
+        int | None, typer.Option(help="Routed experts of each layer; default: none, the model stays dense.")
+    ] = None,
+    chosen: Annotated[int, typer.Option(help="Experts that compute a token.")] = 8,
+    share: Annotated[
+        float, typer.Option(help="Share of the experts in what a step of one row reads; sets their width.")
+    ] = 0.55,
+    neighbours: Annotated[
+        float, typer.Option(help="How alike neighbouring tokens choose: 0 (as they come) to 1.")
+    ] = 0.0,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="Text that routers are made from; default: Python of this package."),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(help="bfloat16, float16 or float32; default: as SOURCE."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random weights that are added.")] = 0,
 ) -> None:
-    """Write a bigger checkpoint that computes the same function as SOURCE."""
+    """Write a bigger checkpoint that computes the same function as SOURCE; sizes default to its own."""
     from specray.demo.paths import demo_target_path
     from specray.train.inflate import InflatedShape, inflate_checkpoint
+    from specray.train.mixture import MixtureShape
 
-    shape = InflatedShape(
+    directory = demo_target_path() if source == EMBEDDED else Path(source)
+    mixture = None if experts is None else MixtureShape(experts, chosen, share, neighbours)
+    shape = InflatedShape.of(
+        directory,
         hidden_size=hidden_size,
         num_layers=num_layers,
         intermediate_size=intermediate_size,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
     )
-    directory = demo_target_path() if source == EMBEDDED else Path(source)
-    written = inflate_checkpoint(directory, destination, shape, dtype=dtype, seed=seed)
-    typer.echo(f"wrote {written}")
+    figures = inflate_checkpoint(
+        directory, destination, shape, dtype=dtype, seed=seed, mixture=mixture, text_files=text or ()
+    )
+    typer.echo(f"wrote {destination}")
+    if figures is not None:
+        hit = ", ".join(f"{rows} rows {multiple:.2f}" for rows, multiple in figures.hit)
+        typer.echo(
+            f"experts are {figures.intermediate_size} wide and {figures.share:.2f} of what a row reads; "
+            f"neighbours hit, in multiples of one row's experts: {hit}"
+        )
 
 
 @app.command()
