@@ -17,6 +17,27 @@ class StepTime:
     """Target: tokens of one Verify. Draft: sequences that draft side by side, one row each."""
     seconds: float
     """Target: of a Verify. Draft: per draft token. Both as ``forward_ns``, without queueing and RPC."""
+    num_experts: int = 0
+    """Target: distinct experts that it hit in all layers; 0: there are none, or they were not counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedExperts:
+    """Experts of a target that is a mixture, those of all its layers together."""
+
+    num_experts: int
+    num_chosen: int
+    """Experts that compute a row; at least 1, fewer than there are."""
+    share: float = 0.0
+    """Share of the experts in the time of a step of one row, in [0, 1); 0: it was not measured."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_chosen < self.num_experts:
+            raise ValueError(
+                f"num_chosen is {self.num_chosen}; allowed: 1..{self.num_experts - 1}, fewer than num_experts"
+            )
+        if not 0.0 <= self.share < 1.0:
+            raise ValueError(f"share is {self.share}; allowed: 0 or more, below 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +90,8 @@ class EngineInfo:
     """Streams that are open now."""
     busy_share: float = 0.0
     """Share of the last seconds that was spent computing, in [0, 1]."""
+    experts: RoutedExperts | None = None
+    """Target: what is known of its experts; None: it is no mixture, or they are not counted."""
     grammar: GrammarStats = GrammarStats()
     drafter: str = ""
     """Target: name of its own drafter, which uses its features; empty: it has none."""

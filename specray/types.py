@@ -359,3 +359,5 @@ class TargetReplies:
     forward_ns: int
     num_rows: int | None = None
     """Tokens that were computed; fewer than asked where the prefix cache had them. None: unknown."""
+    num_experts: int | None = None
+    """Distinct experts that they hit, in all layers together. None: there are none, or not counted."""

@@ -1,7 +1,6 @@
 """Seconds of both engines' steps: measured, corrected for the machine's load, and predicted.
 
-Target steps are tabled by rows, apart for steps next to a working draft and for steps with prompts, with the
-attention to what their sequences hold as a term of its own. Draft steps are predicted from their sizes::
+Target steps are tabled (``target_times``). Draft steps are predicted from their sizes::
 
     seconds = factor * sum over steps of shape(rows in it) + overhead * sqrt(proposals)
 
@@ -17,18 +16,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from specray.control.estimators import Average, OutcomesTime, Rate, TimeTable
 from specray.control.expectations import prior_hit_rate
-from specray.engine_info import StepTime
+from specray.control.target_times import TargetTimes
+from specray.engine_info import RoutedExperts, StepTime
 from specray.types import DraftReply, Proposal, SpeculateItem
 
 PRIOR_DRAFT_SHARE = 0.15
 """Draft step as a share of a target step, before the draft's steps are known."""
-UNMEASURED_SLOWDOWN = 1.1
-"""Ratio of a target step next to a working draft to one alone, before one was measured: engines often share
-cores or memory. On two shared cores it is 1.25."""
 _FADING = 0.97
 """Forgetting factor of the draft's fit, per answer; a hundred answers are some seconds."""
 _PRIOR_WEIGHT = 0.1
@@ -36,71 +33,6 @@ _PRIOR_WEIGHT = 0.1
 _MIN_FACTOR = 0.1
 _MAX_SURPRISE = 3.0
 """Longest answer that the fit takes, as a multiple of its prediction."""
-
-
-@dataclass(slots=True)
-class TargetTimes:
-    """Times of one target's steps.
-
-    Steps with prompts are tabled apart: of as many rows they take a third longer, since nearly each has a
-    size of its own, prompts attend to themselves, and arriving requests are read on the same machine.
-    """
-
-    rounds: dict[bool, TimeTable] = field(default_factory=lambda: {False: TimeTable(), True: TimeTable()})
-    """Steps without prompts, by whether the draft works meanwhile and slows the target."""
-    prompts: TimeTable = field(default_factory=TimeTable)
-    """Steps with prompts."""
-    context_token_s: float = 0.0
-    """Seconds per token that a step's sequences hold, as the engine says. The tables are without it."""
-    context_len: float = 0.0
-    """Average tokens of a sequence, in recent steps."""
-    load_factor: float = 1.0
-    """``TimeTable.load_factor`` of the last step without prompts."""
-
-    def add(
-        self,
-        num_rows: int,
-        seconds: float,
-        *,
-        num_sequences: int = 0,
-        num_context_tokens: int = 0,
-        is_overlapped: bool = False,
-        has_prompt: bool = False,
-    ) -> None:
-        """Takes a step.
-
-        Args:
-            num_context_tokens: that all its sequences hold together, with its rows.
-        """
-        if num_sequences and not has_prompt:
-            # Of the last ten steps or so.
-            weight = 0.1 if self.context_len else 1.0
-            self.context_len += weight * (num_context_tokens / num_sequences - self.context_len)
-        times = self.prompts if has_prompt else self.rounds[is_overlapped]
-        context_s = times.load_factor * self.context_token_s * num_context_tokens
-        # Rows take a tenth of a step at least, whatever the engine says of its context.
-        times.add(num_rows, max(0.1 * seconds, seconds - context_s))
-        if not has_prompt:
-            self.load_factor = times.load_factor
-
-    def predict(self, num_rows: int, num_sequences: int, *, is_overlapped: bool = False) -> float | None:
-        """Seconds of a step without prompts; None: nothing is known."""
-        times = self.of(is_overlapped=is_overlapped)
-        seconds = times.predict(num_rows)
-        if seconds is None:
-            return None
-        seconds += times.load_factor * self.context_s(num_sequences)
-        if self.rounds[is_overlapped] or not is_overlapped:
-            return seconds
-        return UNMEASURED_SLOWDOWN * seconds
-
-    def context_s(self, num_sequences: int) -> float:
-        """Seconds of a step for the tokens that its sequences hold, at a load factor of 1."""
-        return self.context_token_s * self.context_len * num_sequences
-
-    def of(self, *, is_overlapped: bool) -> TimeTable:
-        """Table of steps without prompts; of the other kind while this kind was not measured."""
-        return self.rounds[is_overlapped] or self.rounds[not is_overlapped]
 
 
 class DraftTimes:
@@ -215,18 +147,32 @@ class CostModel:
     # Measurements
 
     def expect_target(
-        self, step_times: Sequence[StepTime], round_trip_s: float, *, context_token_s: float = 0.0
+        self,
+        step_times: Sequence[StepTime],
+        round_trip_s: float,
+        *,
+        context_token_s: float = 0.0,
+        experts: RoutedExperts | None = None,
     ) -> None:
         """Sets the expected times of a target that was not measured here yet.
 
         Args:
             step_times: what the engine says of itself; may be empty.
             round_trip_s: of a message to it.
-            context_token_s: as the engine says.
+            context_token_s, experts: as the engine says.
         """
+        target = self.target
+        target.context_token_s = max(0.0, context_token_s) if math.isfinite(context_token_s) else 0.0
+        if experts is not None and step_times:
+            # Of a step and the way to the target, which are tabled together.
+            step_s = step_times[0].seconds
+            experts = replace(experts, share=experts.share * step_s / (step_s + round_trip_s))
+        target.expect_experts(experts)
         seconds = {entry.num_rows: entry.seconds + round_trip_s for entry in step_times}
-        self.target.context_token_s = max(0.0, context_token_s) if math.isfinite(context_token_s) else 0.0
-        for times in (*self.target.rounds.values(), self.target.prompts):
+        target.prompts.expect(seconds)
+        for entry in step_times:
+            seconds[entry.num_rows] /= target.experts.factor(entry.num_experts)
+        for times in target.rounds.values():
             times.expect(seconds)
 
     def expect_draft(self, step_times: Sequence[StepTime], round_trip_s: float) -> None:
@@ -303,9 +249,17 @@ class CostModel:
 
     # Predictions
 
-    def verify_s(self, num_rows: int, num_sequences: int, *, is_overlapped: bool = False) -> float | None:
-        """Seconds of a target step; None: nothing is known."""
-        return self.target.predict(num_rows, num_sequences, is_overlapped=is_overlapped)
+    def verify_s(
+        self, num_rows: int, num_sequences: int, *, num_branches: float = 0.0, is_overlapped: bool = False
+    ) -> float | None:
+        """Seconds of a target step; None: nothing is known.
+
+        Args:
+            num_branches: rows of trees besides their first chains.
+        """
+        return self.target.predict(
+            num_rows, num_sequences, num_branches=num_branches, is_overlapped=is_overlapped
+        )
 
     def usual_verify_s(self, num_rows: int, num_sequences: int) -> float | None:
         """Seconds of a target step, next to a working draft if one was measured; None: nothing is known."""

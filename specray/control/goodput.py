@@ -1,7 +1,7 @@
 """Predicted tokens per second of each plan, and the plan that follows for a session or for all of them.
 
-With a = acceptance per token, n = running sessions, V = target step by rows, D = draft time, R = round trip
-to the draft, H = the router's time per proposal, h = hit rate::
+With a = acceptance per token, n = running sessions, V = target step by rows and n, D = draft time, R = round
+trip to the draft, H = the router's time per proposal, h = hit rate::
 
     tokens per round   E(a, K) = (1 - a^(K+1)) / (1 - a)                          (Leviathan et al. 2023)
     no speculation     V(n)
@@ -223,7 +223,8 @@ class GoodputModel:
         cost = self._cost
         num_drafts = fmean(one.num_drafts for one in rounds)
         steps = expected_steps(k, [one.continuation for one in rounds], num_running)
-        verify = cost.verify_s(round(num_running * (1 + num_drafts)), num_running) or _UNKNOWN_S
+        num_rows, num_branches = num_running * (1 + num_drafts), num_running * num_drafts * (1 - 1 / width)
+        verify = cost.verify_s(round(num_rows), num_running, num_branches=num_branches) or _UNKNOWN_S
         draft = sum(
             step.chance * cost.draft_step_s(round(width * step.num_growing), verify) for step in steps
         )
@@ -234,7 +235,9 @@ class GoodputModel:
         round_s = verify + draft + cost.round_trip_s + HANDLING_S * num_running
         return geometric_mean(one.num_tokens for one in rounds) / round_s
 
-    def lone_goodput(self, num_drafts: int, num_tokens: float, num_running: int) -> float:
+    def lone_goodput(
+        self, num_drafts: int, num_tokens: float, num_running: int, *, num_branches: int = 0
+    ) -> float:
         """Goodput of draft tokens that took no time, in a step in which the others have none.
 
         It is what the session adds to the tokens per second of all: its own tokens, less what the longer step
@@ -243,9 +246,11 @@ class GoodputModel:
 
         Args:
             num_tokens: that such a round is expected to commit.
+            num_branches: draft tokens besides the first chain.
         """
         plain, longer = (
-            self._cost.verify_s(num_running + rows, num_running) or _UNKNOWN_S for rows in (0, num_drafts)
+            self._cost.verify_s(num_running + rows, num_running, num_branches=more) or _UNKNOWN_S
+            for rows, more in ((0, 0), (num_drafts, num_branches))
         )
         longer = max(longer, MIN_SLOWDOWN * plain)
         num_others = num_running - 1

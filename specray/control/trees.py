@@ -97,8 +97,13 @@ class TreeChoice:
         cost = self._cost
         num_more = max(1.0, num_drafts * (growth - 1))
         fewer, more = (
-            cost.verify_s(round(num_running * (1 + drafts)), num_running) or 0.0
-            for drafts in (num_drafts, num_drafts + num_more)
+            cost.verify_s(
+                round(num_running * (1 + num_drafts + others)),
+                num_running,
+                num_branches=num_running * others,
+            )
+            or 0.0
+            for others in (0.0, num_more)
         )
         narrow, wide = (
             cost.draft_step_s(round(num_running * width), fewer)
@@ -119,7 +124,7 @@ class TreeChoice:
             num_nodes = k + extra
             # Four nodes bring half of what many bring, eight three quarters.
             tokens = most - (most - chain) * 0.5 ** (extra / 4)
-            goodput = self._goodput.lone_goodput(num_nodes, tokens, num_running)
+            goodput = self._goodput.lone_goodput(num_nodes, tokens, num_running, num_branches=extra)
             if goodput > best[1]:
                 best = TreeBudget(num_nodes), goodput
         return best

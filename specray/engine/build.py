@@ -19,6 +19,7 @@ from specray.engine.features.drafting import FeatureDrafting
 from specray.engine.features.remote.build import load_drafter_alone
 from specray.engine.features.remote.engine import FeatureDraftEngine
 from specray.engine.group.parallel import ParallelContext
+from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.description import model_path
 from specray.engine.preflight import check_chains
 from specray.engine.profile import profile_draft, profile_target
@@ -68,7 +69,9 @@ def build_target_engine(config: Config, *, parallel: ParallelContext | None = No
     info = _engine_info("target", config.target, runner.info)
     compiler = _grammar_compiler(config.target, "target", runner.info.vocab_size)
     grammars = GrammarMasks(compiler)
-    make_engine = partial(TargetEngine, device=runner.info.device, grammars=grammars)
+    hits = runner.forward.expert_hits if isinstance(runner.forward, DecoderForward) else None
+    make_engine = partial(TargetEngine, device=runner.info.device, grammars=grammars, expert_hits=hits)
+    info = replace(info, experts=None if hits is None else hits.info)
     if plan is None:
         make_engine = partial(make_engine, runner)
     elif plan.is_remote:
@@ -82,7 +85,9 @@ def build_target_engine(config: Config, *, parallel: ParallelContext | None = No
         info = replace(info, drafter=plan.name)
     speed = profile_target(make_engine(info), budget_s=config.target.profile_s)
     _log("target", speed.step_times)
-    info = replace(info, step_times=speed.step_times, context_token_s=speed.context_token_s)
+    info = replace(
+        info, step_times=speed.step_times, context_token_s=speed.context_token_s, experts=speed.experts
+    )
     compiler.prepare()
     runner.cache.populate_aside()
     return make_engine(info, prefix_cache=config.target.prefix_cache)

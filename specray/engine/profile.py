@@ -7,13 +7,14 @@ that is measured is thrown away afterwards with all its sequences; weights and c
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
+from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
 
 from specray.draft_tokens import DraftTokens
-from specray.engine_info import EngineInfo, StepTime
+from specray.engine_info import EngineInfo, RoutedExperts, StepTime
 from specray.feature_rows import ITEM_BYTES, FeatureRows
 from specray.interfaces import SyncDraftEngine, SyncTargetEngine
 from specray.types import (
@@ -21,6 +22,7 @@ from specray.types import (
     ItemFailed,
     SamplingParams,
     SpeculateItem,
+    TargetReplies,
     TargetReply,
     UnknownSequence,
     VerifyItem,
@@ -44,6 +46,11 @@ _ROWS_PER_SEQUENCE: Final = 4
 """Rows per sequence of a target step: three draft tokens and the one before them."""
 _MAX_TARGET_SEQUENCES: Final = 8
 """Sequences of a target step, at most: each needs a context, a second for a 200M target on 2 cores."""
+_ALIKE_ROWS: Final = 8
+"""Rows of one sequence with the same token and with different ones, in turns: what experts take is seen from
+how many they hit."""
+_MOST_SHARE: Final = 0.98
+"""Largest share of experts in a step: something else is always done."""
 _DRAFT_TOKENS: Final = 4
 _NUM_RUNS: Final = 2
 """Runs of each width in the first pass; the shortest counts, since disturbances only slow down."""
@@ -68,12 +75,19 @@ class TargetSpeed(NamedTuple):
     """Step times by rows, without the cost of context."""
     context_token_s: float
     """Seconds of a step per context token of its sequences."""
+    experts: RoutedExperts | None
+    """What the engine says of its experts, with their share in a step of one row."""
 
 
 class _Workload(Protocol):
     """Sequences of one engine, all with the same context."""
 
     num_context_tokens: int
+
+    @property
+    def hit(self) -> Mapping[int, int]:
+        """Distinct experts that the last step of each width hit; those that hit none are left out."""
+        ...
 
     def extend(self, num_tokens: int) -> None: ...
 
@@ -106,6 +120,7 @@ def profile_target(
     return TargetSpeed(
         tuple(replace(entry, seconds=workload.without_context_s(entry, token_s)) for entry in step_times),
         token_s,
+        workload.experts,
     )
 
 
@@ -130,7 +145,7 @@ def _measure(
     known = [num_rows for num_rows in fitting if len(samples.get(num_rows, ())) >= _NUM_RUNS]
     # What disturbs a step only slows it down: none takes longer than a wider one.
     return tuple(
-        StepTime(num_rows, min(min(samples[other]) for other in known[index:]))
+        StepTime(num_rows, min(min(samples[other]) for other in known[index:]), workload.hit.get(num_rows, 0))
         for index, num_rows in enumerate(known)
     )
 
@@ -199,6 +214,8 @@ class TargetWorkload:
         self.num_context_tokens = _context_limit(self._info)
         self.context_token_s = 0.0
         """Seconds per context token; 0 until measured."""
+        self.experts = self._info.experts
+        self.hit: dict[int, int] = {}
 
     def extend(self, num_tokens: int) -> None:
         self._fill(["0"], self.num_context_tokens, num_tokens)
@@ -223,6 +240,36 @@ class TargetWorkload:
         self._num_sequences = max(count, self._num_sequences)
 
     def compare(self, clock: Callable[[], float], deadline_s: float) -> None:
+        self._compare_contexts(clock, deadline_s)
+        if self.experts is not None:
+            self.experts = replace(self.experts, share=self._share(self.experts, clock, deadline_s))
+
+    def _share(self, experts: RoutedExperts, clock: Callable[[], float], deadline_s: float) -> float:
+        """Share of the experts in a step of one row, by steps of as many rows that hit more and fewer."""
+        base_len, width = self.num_context_tokens, min(_ALIKE_ROWS, self._info.max_num_batched_tokens)
+        apart = _tokens(base_len, width, self._info)
+        began_s = clock()
+        most_s = _PAIRS_SHARE * (deadline_s - began_s)
+        ratios: list[float] = []
+        fewer, more = 0.0, 0.0
+        for index in range(_NUM_PAIRS):
+            if index >= _NUM_RUNS and (clock() - began_s) * (1 + 1 / index) > most_s:
+                break
+            alike, unlike = (
+                self._replies(["0"], base_len, tokens) for tokens in ((apart[0],) * width, apart)
+            )
+            if alike is None or unlike is None or not alike.num_experts or not unlike.num_experts:
+                return 0.0
+            if index:
+                # The first ones choose kernels.
+                ratios.append(unlike.forward_ns / max(1, alike.forward_ns))
+            fewer, more = alike.num_experts / experts.num_chosen, unlike.num_experts / experts.num_chosen
+        # V(more) / V(fewer) = (1 - s + s more) / (1 - s + s fewer)
+        ratio = median(ratios)
+        least = (more - 1) - ratio * (fewer - 1)
+        return min(_MOST_SHARE, max(0.0, (ratio - 1) / least)) if more > fewer and least > 0 else 0.0
+
+    def _compare_contexts(self, clock: Callable[[], float], deadline_s: float) -> None:
         count = min(COMPARED_SEQUENCES, self._num_sequences, _max_sequences(self._info) - self._num_sequences)
         more_len = self.num_context_tokens - SHORT_CONTEXT_LEN
         if count < _LEAST_COMPARED or more_len <= 0:
@@ -250,14 +297,27 @@ class TargetWorkload:
     def step(self, num_rows: int) -> float | None:
         each = self._rows_each(num_rows)
         names = [str(index) for index in range(num_rows // each)]
-        return self._verify(names, self.num_context_tokens, each)
+        rows = _tokens(self.num_context_tokens, each, self._info)
+        replies = self._replies(names, self.num_context_tokens, rows)
+        if replies is None:
+            return None
+        if replies.num_experts:
+            self.hit[num_rows] = replies.num_experts
+        return replies.forward_ns / 1e9
 
     def _verify(self, request_ids: Sequence[str], base_len: int, each: int) -> float | None:
         """``each`` rows of every sequence; seconds, or None when an item failed."""
-        token, *drafts = _tokens(base_len, each, self._info)
+        replies = self._replies(request_ids, base_len, _tokens(base_len, each, self._info))
+        return None if replies is None else replies.forward_ns / 1e9
+
+    def _replies(
+        self, request_ids: Sequence[str], base_len: int, rows: Sequence[int]
+    ) -> TargetReplies | None:
+        """A step of these rows of every sequence; None when an item failed."""
+        token, *drafts = rows
         items = [VerifyItem(name, 0, base_len, (token,), DraftTokens(tuple(drafts))) for name in request_ids]
         replies = self._engine.verify(items)
-        return replies.forward_ns / 1e9 if _is_answered(replies.replies) else None
+        return replies if _is_answered(replies.replies) else None
 
     def _rows_each(self, num_rows: int) -> int:
         return min(num_rows, max(_ROWS_PER_SEQUENCE, num_rows // _MAX_TARGET_SEQUENCES))
@@ -271,6 +331,8 @@ class TargetWorkload:
 
 
 class _DraftWorkload:
+    hit: Mapping[int, int] = MappingProxyType({})
+
     def __init__(self, engine: SyncDraftEngine) -> None:
         self._engine = engine
         self._info = engine.info

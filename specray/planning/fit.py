@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import mean, median
 from typing import Any, TypeVar
 
+from specray.control.experts import ExpertUse
 from specray.engine_info import EngineInfo
 from specray.planning.curves import (
     MAX_JUMP,
@@ -27,6 +28,7 @@ from specray.planning.profile import (
     AcceptanceProfile,
     ContextPoint,
     DraftProfile,
+    ExpertsProfile,
     HitRate,
     LinearTime,
     MeasuredOutput,
@@ -71,7 +73,18 @@ class Sweep:
 
 def fit_target(sweep: Sweep, info: EngineInfo, *, hardware: str) -> TargetProfile:
     """Fits the target's profile. The sweep must hold at least some steps and prefills."""
-    passes = [[step for step in samples.target if _is_decode(step)] for samples in sweep.rounds]
+    decoded = [[step for step in samples.target if _is_decode(step)] for samples in sweep.rounds]
+    experts = _expert_use(itertools.chain.from_iterable(decoded), info)
+
+    def factor(step: TargetSample) -> float:
+        counted = step.num_experts
+        return (
+            experts.expected_factor(step.num_rows, step.num_sequences)
+            if counted is None
+            else experts.factor(counted)
+        )
+
+    passes = [[replace(step, forward_s=step.forward_s / factor(step)) for step in one] for one in decoded]
     steps = list(itertools.chain.from_iterable(passes))
     per_sequence_s = _sequence_slope(passes)
     points = cell_points(
@@ -81,8 +94,11 @@ def fit_target(sweep: Sweep, info: EngineInfo, *, hardware: str) -> TargetProfil
     )
     curve = [(point.size, point.seconds) for point in rising(points)]
 
-    def expected_s(step: TargetSample) -> float:
+    def rows_s(step: TargetSample) -> float:
         return interpolate(curve, step.num_rows) + per_sequence_s * step.num_sequences
+
+    def expected_s(step: TargetSample) -> float:
+        return factor(step) * rows_s(step)
 
     def transport(*, is_plain: bool) -> LinearTime:
         return fit_linear(
@@ -107,7 +123,7 @@ def fit_target(sweep: Sweep, info: EngineInfo, *, hardware: str) -> TargetProfil
         slowdown_beside_draft=_slowdown(
             [step for step in sweep.overlapped.target if not step.num_prefill_rows], expected_s
         ),
-        step_spread=_spread(step.forward_s / expected_s(step) for step in steps),
+        step_spread=_spread(step.forward_s / rows_s(step) for step in steps),
         transport_spread=_spread(
             step.transport_s
             / max(1e-6, (drafted if step.is_after_proposal else plain).of(step.num_sequences))
@@ -119,6 +135,26 @@ def fit_target(sweep: Sweep, info: EngineInfo, *, hardware: str) -> TargetProfil
         prompt_wait_s=_prompt_wait_s(sweep, plain),
         verify=tuple(VerifyPoint(num_rows=rows, seconds=seconds) for rows, seconds in curve),
         per_sequence_s=per_sequence_s,
+        experts=_experts_profile(experts),
+    )
+
+
+def _expert_use(steps: Iterable[TargetSample], info: EngineInfo) -> ExpertUse:
+    """Returns what a router learns of the experts from these steps."""
+    use = ExpertUse(info.experts)
+    for step in steps:
+        if step.num_experts is not None:
+            use.add(step.num_rows, step.num_sequences, step.num_experts)
+    return use
+
+
+def _experts_profile(use: ExpertUse) -> ExpertsProfile | None:
+    if use.info is None:
+        return None
+    return ExpertsProfile(
+        **asdict(use.info),
+        sequences_exponent=use.sequences_exponent,
+        rows_exponent=use.rows_exponent,
     )
 
 
@@ -361,7 +397,5 @@ def _common(info: EngineInfo, hardware: str) -> dict[str, Any]:
         **{name: getattr(info, name) for name in INFO_FIELDS},
         "hardware": hardware,
         "num_devices": info.tensor_parallel_size,
-        "step_times": tuple(
-            StepTimePoint(num_rows=one.num_rows, seconds=one.seconds) for one in info.step_times
-        ),
+        "step_times": tuple(StepTimePoint(**asdict(one)) for one in info.step_times),
     }

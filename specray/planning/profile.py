@@ -7,12 +7,14 @@ work are separate, so that engines of several profiles can be combined.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from specray.engine_info import PROTOCOL_VERSION, EngineInfo, StepTime
+from specray.control.experts import ExpertUse
+from specray.engine_info import PROTOCOL_VERSION, EngineInfo, RoutedExperts, StepTime
 from specray.errors import ConfigError
 
 SCHEMA_VERSION: Final = 2
@@ -45,7 +47,10 @@ class LinearTime(_Part):
 
 
 class VerifyPoint(_Part):
-    """Time of a target step with running sequences, without the time per sequence."""
+    """Time of a target step with running sequences, without the time per sequence.
+
+    Of a mixture, the time that it would take if all rows hit the experts of one.
+    """
 
     num_rows: float = Field(ge=1, description="Draft tokens and the one before them, of all sequences.")
     seconds: float = Field(gt=0)
@@ -87,6 +92,7 @@ class StepTimePoint(_Part):
 
     num_rows: int = Field(ge=1)
     seconds: float = Field(gt=0)
+    num_experts: int = Field(0, ge=0, description="Distinct experts that it hit in all layers.")
 
 
 class EngineProfile(_Part):
@@ -129,14 +135,42 @@ class EngineProfile(_Part):
             tokenizer_fingerprint="simulated",
             protocol_version=PROTOCOL_VERSION,
             tensor_parallel_size=self.num_devices,
-            step_times=tuple(StepTime(point.num_rows, point.seconds) for point in self.step_times),
+            step_times=tuple(StepTime(**dict(point)) for point in self.step_times),
             **{name: getattr(self, name) for name in INFO_FIELDS},
         )
+
+
+class ExpertsProfile(_Part):
+    """Experts of a target that is a mixture, those of all layers together, and which of them rows hit."""
+
+    num_experts: int = Field(ge=2)
+    num_chosen: int = Field(ge=1, description="Experts that compute a row; fewer than there are.")
+    share: float = Field(ge=0, lt=1, description="Share of the experts in the time of a step of one row.")
+    sequences_exponent: float = Field(
+        1.0, gt=0, le=1, description="q sequences hit as many experts as q to this power that chose apart."
+    )
+    rows_exponent: float = Field(
+        1.0, gt=0, le=1, description="r rows of a sequence hit as many as r to this power that chose apart."
+    )
+
+    @model_validator(mode="after")
+    def _check_chosen(self) -> ExpertsProfile:
+        if self.num_chosen >= self.num_experts:
+            raise ValueError(
+                f"num_chosen is {self.num_chosen}; allowed: 1..{self.num_experts - 1}, fewer than num_experts"
+            )
+        return self
+
+    def use(self) -> ExpertUse:
+        """What a router would know of them after long."""
+        info = RoutedExperts(self.num_experts, self.num_chosen, self.share)
+        return ExpertUse(info, self.sequences_exponent, self.rows_exponent)
 
 
 class TargetProfile(EngineProfile):
     """Times of one target group."""
 
+    experts: ExpertsProfile | None = None
     verify: tuple[VerifyPoint, ...] = Field(min_length=1)
     per_sequence_s: float = Field(0.0, ge=0, description="Seconds of a step per sequence.")
     slowdown_beside_draft: float = Field(
@@ -156,6 +190,10 @@ class TargetProfile(EngineProfile):
     plain_transport: LinearTime | None = Field(
         None, description="Transport of steps without draft tokens; default: as transport."
     )
+
+    def info(self, role: str) -> EngineInfo:
+        """See EngineProfile."""
+        return replace(super().info(role), experts=None if self.experts is None else self.experts.use().info)
 
 
 class DraftProfile(EngineProfile):

@@ -36,6 +36,8 @@ class TargetSample:
     first_reply_s: float | None = None
     forward_s: float = 0.0
     num_replies: int = 0
+    num_experts: int | None = None
+    """Distinct experts that its rows hit; None: there are none, or they were not counted."""
     gap_s: float | None = None
     """Seconds that the router took before the step, once it could be sent."""
     is_after_proposal: bool = False
@@ -165,11 +167,13 @@ class _StepReader:
             step.is_after_proposal = self._proposal_s is not None
             since = self._proposal_s if step.is_after_proposal else self._verdict_s
             step.gap_s = None if since is None else now - since
-        rows = event.num_new_tokens + event.num_draft_tokens
+        is_prompt = event.base_len == 0 or event.num_new_tokens > _PREFILL_ROWS
+        # Accepted tokens are told again, and were computed as draft tokens.
+        rows = event.num_draft_tokens + (event.num_new_tokens if is_prompt else 1)
         step.num_sequences += 1
         step.num_rows += rows
         step.num_context_tokens += event.base_len
-        if event.base_len == 0 or event.num_new_tokens > _PREFILL_ROWS:
+        if is_prompt:
             step.num_prefill_rows += rows
         self._step_of[event.request_id, event.round_id] = event.step
 
@@ -182,6 +186,7 @@ class _StepReader:
         if step.first_reply_s is None:
             step.first_reply_s = now
             step.forward_s = event.forward_ns / 1e9
+            step.num_experts = event.num_experts
             self._verdict_s, self._proposal_s, self._has_asked = now, None, False
         step.num_replies += 1
         if event.num_draft_tokens and event.source == DraftKind.MODEL.value:

@@ -47,6 +47,8 @@ class VerifyInFlight:
     num_rows: int
     num_context_tokens: int
     """Tokens that all its sequences together hold when it is done."""
+    num_branches: int
+    """Rows of trees besides their longest paths."""
     has_prompt: bool
     """Some of them are filled in."""
     sent_s: float
@@ -194,6 +196,8 @@ class Rounds:
                     is_overlapped=verifying.is_overlapped,
                     num_sequences=len(verifying.sessions),
                     num_context_tokens=verifying.num_context_tokens,
+                    num_experts=replies.num_experts,
+                    num_branches=verifying.num_branches,
                     # Of a prompt on the same machine too, it may be.
                     has_prompt=verifying.has_prompt or verifying.has_draft_prefill,
                 )
@@ -334,7 +338,7 @@ class Rounds:
         self._num_steps += 1
         self.sessions.levels.begin_step(now)
         pending: set[tuple[str, int]] = set()
-        num_rows = num_context_tokens = 0
+        num_rows = num_context_tokens = num_branches = 0
         has_prompt = any(live.session.is_prefilling for live, _ in batch)
         for live, room in batch:
             self.proposers.model.ask_features(live)
@@ -344,6 +348,7 @@ class Rounds:
             num_new = min(room, len(item.token_ids) + len(item.draft.token_ids))
             num_rows += num_new
             num_context_tokens += item.base_len + num_new
+            num_branches += len(item.draft.token_ids) - item.draft.depth
             self._trace.verify_sent(item, step=self._num_steps, num_rows=num_new)
             live.last_step, live.round_plan = self._num_steps, live.plan
             live.timer.start(now)
@@ -355,7 +360,15 @@ class Rounds:
         sessions = tuple(live for live, _ in batch)
         num_running = len(self.sessions.running)
         return VerifyInFlight(
-            self.target, sessions, pending, num_rows, num_context_tokens, has_prompt, now, num_running
+            self.target,
+            sessions,
+            pending,
+            num_rows,
+            num_context_tokens,
+            num_branches,
+            has_prompt,
+            now,
+            num_running,
         )
 
     def draft_ahead(self, verifying: VerifyInFlight) -> None:

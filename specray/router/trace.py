@@ -182,6 +182,8 @@ class VerdictReceived:
     """Reason of the round's plan, a ``control.state.Reason``."""
     depth: int | None = None
     """Draft tokens of a tree that could have been accepted, those of its longest path; None: a chain."""
+    num_experts: int | None = None
+    """Distinct experts that the step's rows hit, in all layers; None: there are none, or not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +341,7 @@ class Trace:
                 len(commit.token_ids),
                 plan.reason.value,
                 None if commit.depth == commit.num_draft_tokens else commit.depth,
+                replies.num_experts,
             )
         )
 

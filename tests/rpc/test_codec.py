@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens, LookaheadBudget, SparseProbs, TreeBudget
-from specray.engine_info import EngineInfo, GrammarStats, StepTime
+from specray.engine_info import EngineInfo, GrammarStats, RoutedExperts, StepTime
 from specray.errors import ProtocolError
 from specray.feature_rows import FeatureRows
 from specray.rpc.codec import draft as draft_codec
@@ -127,11 +127,18 @@ VERDICTS = st.builds(
     draft=draft_tokens(),
     features=st.none() | feature_rows(),
 )
+EXPERTS = st.builds(
+    lambda chosen, others, share: RoutedExperts(chosen + others, chosen, share),
+    st.integers(1, 1 << 30),
+    st.integers(1, 1 << 30),
+    st.floats(0.0, 1.0, exclude_max=True),
+)
 INFOS = built(
     EngineInfo,
     num_prefix_cache_queries=U64,
     num_prefix_cache_hits=U64,
     step_times=tuples_of(built(StepTime)),
+    experts=st.none() | EXPERTS,
     grammar=built(GrammarStats),
 )
 
@@ -165,11 +172,13 @@ def test_verify_request_round_trip(items: tuple[VerifyItem, ...], releases: tupl
 
 
 @pytest.mark.slow
-@example((Verdict("", 0, 0, 0, 0), Verdict("", 0, 0, 0, None, held_len=0)), 0, 0)
+@example((Verdict("", 0, 0, 0, 0), Verdict("", 0, 0, 0, None, held_len=0)), 0, 0, 0)
 @MANY_ITEMS
-@given(tuples_of(VERDICTS | UNKNOWN | FAILED), U64, st.none() | U32)
-def test_target_replies_round_trip(replies: tuple, forward_ns: int, num_rows: int | None) -> None:
-    batch = TargetReplies(replies, forward_ns, num_rows)
+@given(tuples_of(VERDICTS | UNKNOWN | FAILED), U64, st.none() | U32, st.none() | U32)
+def test_target_replies_round_trip(
+    replies: tuple, forward_ns: int, num_rows: int | None, num_experts: int | None
+) -> None:
+    batch = TargetReplies(replies, forward_ns, num_rows, num_experts)
     assert target_codec.decode_target_replies(target_codec.encode_target_replies(batch)) == batch
 
 

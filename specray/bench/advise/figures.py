@@ -11,7 +11,7 @@ from statistics import fmean, median
 
 from specray.bench.core.figures import Tally
 from specray.control.cost_model import CostModel
-from specray.engine_info import StepTime
+from specray.engine_info import RoutedExperts, StepTime
 
 _NUM_TRUSTED = 3
 """Samples from which on the time of steps of one size is trusted."""
@@ -81,6 +81,8 @@ class VerifyTime:
     num_context_tokens: int
     """Tokens that its sequences hold together, with its rows."""
     seconds: float
+    num_experts: int | None = None
+    """Distinct experts that its rows hit, in all layers; None: there are none, or they were not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,8 @@ class Times:
     target_steps: tuple[StepTime, ...] = ()
     context_token_s: float = 0.0
     """Seconds per token that a step's sequences hold, as the target says."""
+    experts: RoutedExperts | None = None
+    """What the target says of its experts; None: it is no mixture."""
     draft_steps: tuple[StepTime, ...] = ()
     verify: tuple[VerifyTime, ...] = ()
     propose: tuple[ProposeTime, ...] = ()
@@ -129,7 +133,7 @@ class Times:
             draft_factor: of all seconds of the draft; 0: its steps take no time.
         """
         cost = CostModel()
-        cost.expect_target(self.target_steps, 0.0, context_token_s=self.context_token_s)
+        cost.expect_target(self.target_steps, 0.0, context_token_s=self.context_token_s, experts=self.experts)
         if self.has_draft_steps and draft_factor > 0:
             steps = [StepTime(one.num_rows, draft_factor * one.seconds) for one in self.draft_steps]
         else:
@@ -145,6 +149,7 @@ class Times:
                     one.seconds,
                     num_sequences=one.num_sequences,
                     num_context_tokens=one.num_context_tokens,
+                    num_experts=one.num_experts,
                 )
                 log_loads.append(math.log(cost.load_factor))
             else:

@@ -25,7 +25,7 @@ from specray.bench.methods.prompts import LabelledPrompt
 from specray.bench.methods.run import written_outputs
 from specray.bench.proposals import WrittenOutput
 from specray.config import Config
-from specray.engine_info import StepTime
+from specray.engine_info import RoutedExperts, StepTime
 from specray.planning.samples import Samples, read_samples
 from specray.requests import GenerateRequest, SpeculationParams
 from specray.serving.local.pair import WORKER_COMMAND, LocalPair, PeerDrafterSource, local_pair
@@ -145,6 +145,7 @@ class _Bench:
         self.plain = _Found()
         self._target_steps: tuple[StepTime, ...] = ()
         self._context_token_s = 0.0
+        self._experts: RoutedExperts | None = None
         self.most_sequences = config.target.max_num_seqs
 
     def measured(self) -> list[Measured]:
@@ -173,6 +174,7 @@ class _Bench:
             max(step.num_sequences for verify in steps.values() for step in verify),
             self._target_steps,
             self._context_token_s,
+            self._experts,
             own.draft_steps,
             tuple(itertools.chain.from_iterable(steps.values())),
             tuple(own.propose),
@@ -184,6 +186,7 @@ class _Bench:
         async with local_pair(self._config, other_drafts=others, worker_command=worker_command) as pair:
             info, _ = await pair.infos()
             self._target_steps, self._context_token_s = tuple(info.step_times), info.context_token_s
+            self._experts = info.experts
             # The first steps choose kernels and touch memory.
             await self._load(pair, None, 0, 1)
             for temperature in self._plan.temperatures:
@@ -338,6 +341,7 @@ def _add(found: _Found, samples: Samples) -> None:
             step.num_rows,
             step.num_context_tokens + step.num_rows,
             step.forward_s + step.transport_s,
+            step.num_experts,
         )
         for step in samples.target
         if step.num_prefill_rows == 0

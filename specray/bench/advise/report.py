@@ -240,7 +240,23 @@ def _times(advice: Advice) -> Table:
         rows.append((own.candidate.timed_as, _by_size(verify), _by_size(_draft_steps(own.times))))
     headings = ["draft", "target step by rows: V", "draft step by sequences: D"]
     return grid_of(
-        "step times in service, in ms", headings, filter(lambda row: any(row[1:]), rows), text=headings
+        "step times in service, in ms",
+        headings,
+        filter(lambda row: any(row[1:]), rows),
+        text=headings,
+        caption=_experts(advice.plain),
+    )
+
+
+def _experts(times: Times) -> str:
+    """What K costs on a mixture; empty: the target is none."""
+    use = times.cost_model().target.experts
+    if use.info is None:
+        return ""
+    hit = "; ".join(f"{rows}: {use.expected(rows, 1) / use.info.num_chosen:.2f}" for rows in (2, 4, 8))
+    return (
+        f"experts are {use.info.share:.2f} of a step of one row; rows of one sequence, and the experts that "
+        f"they hit in multiples of one row's: {hit}"
     )
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from specray.engine.attention.base import Attention, HeadNorm
+from specray.engine.model.layers.expert_hits import ExpertHits
 from specray.engine.model.layers.experts import ExpertLayer
 from specray.engine.model.layers.normed import NormedProjection, NormedQueries
 from specray.engine.model.layers.shared_mlp import WithSharedMlp
@@ -109,6 +110,8 @@ class DecoderForward:
     cache_shape: CacheShape
     feature_layers: tuple[int, ...] = ()
     """Layers whose input is part of the output; ``step.ForwardOutput`` says what numbers mean."""
+    expert_hits: ExpertHits | None = None
+    """Counts the experts that a forward hits; None: there are none."""
     keeps_residuals: bool = False
     """True if projections leave their summand as it is, so that features need no copy."""
     residual_scale: float = 1.0

@@ -26,6 +26,7 @@ from specray.engine.model.decoder_config import (
     DecoderConfig,
     layer_prefix,
 )
+from specray.engine.model.layers.expert_hits import count_hits
 from specray.engine.model.layers.expert_lowering import lower_experts
 from specray.engine.model.layers.experts import ExpertLayer, Sum
 from specray.engine.model.layers.normed import NormedProjection, NormedQueries, Unnormed
@@ -91,9 +92,10 @@ def lower(
     embedding, head, device = _embedding_and_head(config, taken, operators, head_rows)
     operators = operators.layers
     attention = operators.attention(tables_of_layers(config, max_model_len, device), shape)
-    layers = tuple(
+    lowered = [
         _lower_layer(index, config, shape, taken, operators) for index in range(config.num_hidden_layers)
-    )
+    ]
+    layers, expert_hits = count_hits(lowered, config.experts, device)
     return DecoderForward(
         embedding=embedding,
         layers=layers,
@@ -102,6 +104,7 @@ def lower(
         attention=attention,
         cache_shape=CacheShape(len(layers), shape.num_kv_heads, shape.head_dim),
         feature_layers=feature_layers,
+        expert_hits=expert_hits,
         residual_scale=config.residual_scale,
         logit_scale=config.logit_scale,
         embedding_scale=1.0

@@ -19,6 +19,7 @@ from specray.engine.base import RunnerEngine
 from specray.engine.features.drafting import TargetDrafting
 from specray.engine.features.growing import DraftRequest, draft_request
 from specray.engine.features.remote.sending import FeatureSender
+from specray.engine.model.layers.expert_hits import ExpertHits
 from specray.engine.sampling.draws import best_tokens
 from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.sampling.logprobs import token_logprobs
@@ -59,6 +60,7 @@ class TargetEngine(RunnerEngine):
         grammars: masks for requests with a grammar; None: these are refused.
         drafting: with a drafter of the target's own, over a runner that feeds it; None: there is none.
         features: sends features to a drafter elsewhere, over a runner that keeps them; None: there is none.
+        expert_hits: counts of the runner's forward; None: it has no experts.
     """
 
     def __init__(
@@ -71,10 +73,12 @@ class TargetEngine(RunnerEngine):
         grammars: GrammarMasks | None = None,
         drafting: TargetDrafting | None = None,
         features: FeatureSender | None = None,
+        expert_hits: ExpertHits | None = None,
     ) -> None:
         super().__init__(runner, info, can_evict=False, prefix_cache=prefix_cache, grammars=grammars)
         self._drafting = drafting
         self._features = features
+        self._expert_hits = expert_hits
         self._num_shared_tokens = _SHARED_TOKENS if self._allocator.index is not None else None
         self._sampler = make_sampler(info.vocab_size, device)
         # What drafts from features needs those of the leader's own forward.
@@ -94,14 +98,18 @@ class TargetEngine(RunnerEngine):
         """One step: one ragged forward, or several when the items exceed ``max_num_batched_tokens``."""
         started_ns = time.perf_counter_ns()
         answers: dict[int, TargetReply] = {}
-        num_rows = 0
+        num_rows = num_waves = 0
         for wave in split_waves(items, num_shared_tokens=self._num_shared_tokens):
+            num_waves += 1
             scheduled, failed = self._schedule(wave)
             num_rows += sum(entry.sequence.num_missing_tokens + entry.num_window_rows for entry in scheduled)
             answers.update(failed)
             own_token_ids = self._draw_in_group(scheduled)
+            logits = self._run(scheduled) if own_token_ids is None else None
+            if self._expert_hits is not None:
+                self._expert_hits.send()
             if own_token_ids is None:
-                answers.update(self._postprocess(scheduled, self._run(scheduled)))
+                answers.update(self._postprocess(scheduled, logits))
             else:
                 answers.update(self._commit_own(scheduled, own_token_ids))
             if self._drafting is not None:
@@ -109,7 +117,10 @@ class TargetEngine(RunnerEngine):
             if self._features is not None:
                 answers.update(self._with_features(self._features, scheduled, answers))
         replies = tuple(answers[index] for index in range(len(items)))
-        return TargetReplies(replies, time.perf_counter_ns() - started_ns, num_rows)
+        # Of several forwards, the counts are those of the last.
+        is_counted = num_waves == 1 and 0 < num_rows <= self._info.max_num_batched_tokens
+        experts = self._expert_hits.read() if is_counted and self._expert_hits is not None else None
+        return TargetReplies(replies, time.perf_counter_ns() - started_ns, num_rows, experts)
 
     def _schedule(self, wave: Sequence[tuple[int, VerifyItem]]) -> tuple[list[Scheduled], list[Answer]]:
         scheduled: list[Scheduled] = []

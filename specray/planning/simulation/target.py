@@ -92,11 +92,11 @@ class SimulatedTarget(SimulatedEngine):
                 continue
             if reply.next_token_id is not None:
                 commits.append((item.request_id, reply.num_accepted_tokens + 1))
-            size.add(item.base_len, taken, len(item.draft.token_ids))
             # A sequence that starts over has nothing computed.
             held = self._held[item.request_id]
-            num_confirmed = held.num_confirmed if item.base_len else 0
-            num_rows += taken + len(item.draft.token_ids) - num_confirmed
+            taken -= held.num_confirmed if item.base_len else 0
+            size.add(item.base_len, taken, len(item.draft.token_ids))
+            num_rows += taken + len(item.draft.token_ids)
             held.num_confirmed = reply.num_accepted_tokens
         if size.has_drafts:
             own, transport = self._router.verify_after_proposal, self._times.transport
@@ -110,7 +110,8 @@ class SimulatedTarget(SimulatedEngine):
 
         def arrive(took_s: float) -> None:
             self._commit(commits)
-            self._replies.put(TargetReplies(tuple(replies), round(1e9 * took_s), num_rows))
+            experts = self._times.num_experts(size)
+            self._replies.put(TargetReplies(tuple(replies), round(1e9 * took_s), num_rows, experts))
 
         self.run_step(
             start_s, seconds, slowdown, lambda took_s: loop.call_later(transport_s / 2, arrive, took_s)

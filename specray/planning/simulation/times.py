@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specray.control.cost_model import num_draft_steps
+from specray.control.experts import ExpertUse
 from specray.planning.curves import Surface, interpolate
 from specray.planning.profile import DraftProfile, EngineProfile, LinearTime, TargetProfile
 from specray.types import MAX_SPECULATIVE_TOKENS, DraftReply, SpeculateItem
@@ -48,6 +49,7 @@ class SimulatedTargetTimes:
         self._profile = profile
         self._prompts = _prompt_curve(profile)
         self._context = _context_surface(profile)
+        self._experts = ExpertUse() if profile.experts is None else profile.experts.use()
         self._least_s = min(self._curve[0][1], self._prompts[0][1])
         """Seconds of the smallest step, which reads the weights once."""
         self.transport = profile.transport
@@ -65,9 +67,16 @@ class SimulatedTargetTimes:
             parts.append(self._running_s(size))
         return sum(parts) - (len(parts) - 1) * self._least_s if parts else 0.0
 
+    def num_experts(self, size: StepSize) -> int | None:
+        """Returns the distinct experts that a step hits; None: there are none, or they are not counted."""
+        if self._experts.info is None or size.prompts or not size.num_sequences:
+            return None
+        return round(self._experts.expected(size.num_rows, size.num_sequences))
+
     def _running_s(self, size: StepSize) -> float:
         count = size.num_sequences
         seconds = interpolate(self._curve, size.num_rows) + self._profile.per_sequence_s * count
+        seconds *= self._experts.expected_factor(size.num_rows, count)
         # Rounded, so that the surface remembers them.
         rows, context = round(size.num_rows / count, 1), size.num_context_tokens // count
         return seconds + count * self._context(rows, context)

@@ -68,7 +68,10 @@ class TargetRenewal:
                 round_trip_s = await measure_round_trip(verifier.fetch_info, self._clock)
                 info = verifier.info
                 self._controller.cost_model.expect_target(
-                    info.step_times, round_trip_s, context_token_s=info.context_token_s
+                    info.step_times,
+                    round_trip_s,
+                    context_token_s=info.context_token_s,
+                    experts=info.experts,
                 )
         except BaseException:
             # No link will close it, and it would stay open next to the next connection.

@@ -109,6 +109,8 @@ def encode_target_replies(replies: TargetReplies) -> bytes:
     message.forward_ns = replies.forward_ns
     if replies.num_rows is not None:
         message.num_rows = replies.num_rows
+    if replies.num_experts is not None:
+        message.num_experts = replies.num_experts
     add = message.replies.add
     for reply in replies.replies:
         out = add()
@@ -127,6 +129,7 @@ def decode_target_replies(data: bytes) -> TargetReplies:
         tuple(map(_decode_target_reply, message.replies)),
         message.forward_ns,
         message.num_rows if message.HasField("num_rows") else None,
+        message.num_experts if message.HasField("num_experts") else None,
     )
 
 

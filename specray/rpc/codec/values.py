@@ -9,7 +9,7 @@ from typing import Any, Final, Generic, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from specray.draft_tokens import DraftTokens, SparseProbs, TreeBudget
-from specray.engine_info import EngineInfo, GrammarStats, StepTime
+from specray.engine_info import EngineInfo, GrammarStats, RoutedExperts, StepTime
 from specray.errors import ProtocolError
 from specray.feature_rows import FeatureRows
 from specray.rpc.pb import draft_pb2, target_pb2, types_pb2
@@ -35,9 +35,11 @@ _GRAMMAR_KINDS: Final = {
 _HEAD: Final = tuple(each.name for each in fields(UnknownSequence))
 _FAILED: Final = tuple(each.name for each in fields(ItemFailed))
 _GRAMMAR_STATS: Final = tuple(each.name for each in fields(GrammarStats))
-_INFO: Final = tuple(
-    each.name for each in fields(EngineInfo) if each.name not in ("step_times", "grammar", "hardware")
-)
+_STEP_TIME: Final = tuple(each.name for each in fields(StepTime))
+_EXPERTS: Final = tuple(each.name for each in fields(RoutedExperts))
+_INFO_MESSAGES: Final = ("step_times", "experts", "grammar", "hardware")
+"""Fields that are messages of their own, or repeated."""
+_INFO: Final = tuple(each.name for each in fields(EngineInfo) if each.name not in _INFO_MESSAGES)
 ItemT = TypeVar("ItemT")
 MessageT = TypeVar("MessageT", bound=Message)
 DraftMessage = draft_pb2.Proposal | draft_pb2.Branch | target_pb2.VerifyItem | target_pb2.Verdict
@@ -227,7 +229,9 @@ def encode_info(message_type: InfoMessage, info: EngineInfo) -> bytes:
     set_fields(out, info, _INFO)
     set_fields(out.grammar, info.grammar, _GRAMMAR_STATS)
     for step_time in info.step_times:
-        out.step_times.add(num_rows=step_time.num_rows, seconds=step_time.seconds)
+        set_fields(out.step_times.add(), step_time, _STEP_TIME)
+    if info.experts is not None:
+        set_fields(out.experts, info.experts, _EXPERTS)
     out.hardware.extend(info.hardware)
     return message.SerializeToString()
 
@@ -239,10 +243,18 @@ def decode_info(message_type: InfoMessage, data: bytes) -> EngineInfo:
         raise ProtocolError(f"a {message.DESCRIPTOR.name} without info")
     return EngineInfo(
         **get_fields(message.info, _INFO),
-        step_times=tuple(StepTime(entry.num_rows, entry.seconds) for entry in message.info.step_times),
+        step_times=tuple(StepTime(**get_fields(entry, _STEP_TIME)) for entry in message.info.step_times),
+        experts=_decode_experts(message.info.experts) if message.info.HasField("experts") else None,
         grammar=GrammarStats(**get_fields(message.info.grammar, _GRAMMAR_STATS)),
         hardware=tuple(message.info.hardware),
     )
+
+
+def _decode_experts(experts: types_pb2.RoutedExperts) -> RoutedExperts:
+    try:
+        return RoutedExperts(**get_fields(experts, _EXPERTS))
+    except ValueError as error:
+        raise ProtocolError(f"EngineInfo: experts: {error}") from None
 
 
 def encode_tree(out: types_pb2.TreeBudget, tree: TreeBudget) -> None:

@@ -106,14 +106,16 @@ class TargetReply(_message.Message):
     def __init__(self, verdict: _Optional[_Union[Verdict, _Mapping]] = ..., unknown_sequence: _Optional[_Union[_types_pb2.UnknownSequence, _Mapping]] = ..., item_failed: _Optional[_Union[_types_pb2.ItemFailed, _Mapping]] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
-    __slots__ = ("replies", "forward_ns", "num_rows")
+    __slots__ = ("replies", "forward_ns", "num_rows", "num_experts")
     REPLIES_FIELD_NUMBER: _ClassVar[int]
     FORWARD_NS_FIELD_NUMBER: _ClassVar[int]
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     replies: _containers.RepeatedCompositeFieldContainer[TargetReply]
     forward_ns: int
     num_rows: int
-    def __init__(self, replies: _Optional[_Iterable[_Union[TargetReply, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., num_rows: _Optional[int] = ...) -> None: ...
+    num_experts: int
+    def __init__(self, replies: _Optional[_Iterable[_Union[TargetReply, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_experts: _Optional[int] = ...) -> None: ...
 
 class GetTargetInfoRequest(_message.Message):
     __slots__ = ()

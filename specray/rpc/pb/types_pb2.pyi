@@ -140,12 +140,24 @@ class ItemFailed(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., round_id: _Optional[int] = ..., base_len: _Optional[int] = ..., message: _Optional[str] = ..., is_retriable: _Optional[bool] = ..., is_invalid: _Optional[bool] = ..., field: _Optional[str] = ...) -> None: ...
 
 class StepTime(_message.Message):
-    __slots__ = ("num_rows", "seconds")
+    __slots__ = ("num_rows", "seconds", "num_experts")
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     num_rows: int
     seconds: float
-    def __init__(self, num_rows: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+    num_experts: int
+    def __init__(self, num_rows: _Optional[int] = ..., seconds: _Optional[float] = ..., num_experts: _Optional[int] = ...) -> None: ...
+
+class RoutedExperts(_message.Message):
+    __slots__ = ("num_experts", "num_chosen", "share")
+    NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    num_experts: int
+    num_chosen: int
+    share: float
+    def __init__(self, num_experts: _Optional[int] = ..., num_chosen: _Optional[int] = ..., share: _Optional[float] = ...) -> None: ...
 
 class GrammarStats(_message.Message):
     __slots__ = ("compile_s", "mask_s", "num_compiled", "num_cache_hits", "num_illegal_drafts")
@@ -162,7 +174,7 @@ class GrammarStats(_message.Message):
     def __init__(self, compile_s: _Optional[float] = ..., mask_s: _Optional[float] = ..., num_compiled: _Optional[int] = ..., num_cache_hits: _Optional[int] = ..., num_illegal_drafts: _Optional[int] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("role", "model", "vocab_size", "tokenizer_fingerprint", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "protocol_version", "dtype", "tensor_parallel_size", "num_blocks_in_use", "num_prefix_cache_queries", "num_prefix_cache_hits", "step_times", "num_routers", "busy_share", "context_token_s", "grammar", "drafter", "feature_drafter", "feature_size", "is_deterministic", "isa", "checkpoint", "hardware", "lacks_outcomes")
+    __slots__ = ("role", "model", "vocab_size", "tokenizer_fingerprint", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "protocol_version", "dtype", "tensor_parallel_size", "num_blocks_in_use", "num_prefix_cache_queries", "num_prefix_cache_hits", "step_times", "num_routers", "busy_share", "context_token_s", "grammar", "drafter", "feature_drafter", "feature_size", "experts", "is_deterministic", "isa", "checkpoint", "hardware", "lacks_outcomes")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -186,6 +198,7 @@ class EngineInfo(_message.Message):
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     FEATURE_DRAFTER_FIELD_NUMBER: _ClassVar[int]
     FEATURE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
     IS_DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     ISA_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
@@ -214,12 +227,13 @@ class EngineInfo(_message.Message):
     drafter: str
     feature_drafter: str
     feature_size: int
+    experts: RoutedExperts
     is_deterministic: bool
     isa: str
     checkpoint: str
     hardware: _containers.RepeatedScalarFieldContainer[str]
     lacks_outcomes: bool
-    def __init__(self, role: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., protocol_version: _Optional[int] = ..., dtype: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., num_blocks_in_use: _Optional[int] = ..., num_prefix_cache_queries: _Optional[int] = ..., num_prefix_cache_hits: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., num_routers: _Optional[int] = ..., busy_share: _Optional[float] = ..., context_token_s: _Optional[float] = ..., grammar: _Optional[_Union[GrammarStats, _Mapping]] = ..., drafter: _Optional[str] = ..., feature_drafter: _Optional[str] = ..., feature_size: _Optional[int] = ..., is_deterministic: _Optional[bool] = ..., isa: _Optional[str] = ..., checkpoint: _Optional[str] = ..., hardware: _Optional[_Iterable[str]] = ..., lacks_outcomes: _Optional[bool] = ...) -> None: ...
+    def __init__(self, role: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., protocol_version: _Optional[int] = ..., dtype: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., num_blocks_in_use: _Optional[int] = ..., num_prefix_cache_queries: _Optional[int] = ..., num_prefix_cache_hits: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., num_routers: _Optional[int] = ..., busy_share: _Optional[float] = ..., context_token_s: _Optional[float] = ..., grammar: _Optional[_Union[GrammarStats, _Mapping]] = ..., drafter: _Optional[str] = ..., feature_drafter: _Optional[str] = ..., feature_size: _Optional[int] = ..., experts: _Optional[_Union[RoutedExperts, _Mapping]] = ..., is_deterministic: _Optional[bool] = ..., isa: _Optional[str] = ..., checkpoint: _Optional[str] = ..., hardware: _Optional[_Iterable[str]] = ..., lacks_outcomes: _Optional[bool] = ...) -> None: ...
 
 class FeatureRows(_message.Message):
     __slots__ = ("first", "num_rows", "data")

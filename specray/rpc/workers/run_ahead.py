@@ -18,6 +18,9 @@ from dataclasses import dataclass, replace
 from specray.rpc.role import BoundEngine
 from specray.types import TargetReplies, TargetReply, Verdict, VerifyItem
 
+_REPORTED = TargetReplies((), 0, 0)
+"""Time and rows of a step of which all has been said."""
+
 
 @dataclass(frozen=True, slots=True)
 class _StoredVerdict:
@@ -44,9 +47,8 @@ class RunAhead:
         self._expected: dict[str, VerifyItem] = {}
         """Items of the next step ahead."""
         self._stored: dict[str, _StoredVerdict] = {}
-        self._stored_ns = 0
-        self._num_stored_rows: int | None = 0
-        """Time and rows of the step of the stored verdicts; reported with the first of them."""
+        self._stored_step = _REPORTED
+        """What is to be said of the step of the stored verdicts, with the first of them."""
 
     def bound(self) -> BoundEngine[VerifyItem, TargetReplies]:
         return replace(self._engine, run=self.run, release=self.release, advance=self.advance)
@@ -58,18 +60,17 @@ class RunAhead:
             stored = self._stored.pop(item.request_id, None)
             if stored is not None and stored.answers(item):
                 answered[item.request_id] = replace(stored.verdict, round_id=item.round_id)
-        forward_ns, num_rows = 0, None
+        step = TargetReplies((), 0)
         if answered:
-            forward_ns, num_rows = self._stored_ns, self._num_stored_rows
-            self._stored_ns, self._num_stored_rows = 0, 0
+            step, self._stored_step = self._stored_step, _REPORTED
         if rest := [item for item in items if item.request_id not in answered]:
             computed = self._engine.run(rest)
             answered.update((reply.request_id, reply) for reply in computed.replies)
             # Two steps' time is that of no step: the one that was waited for is reported.
-            forward_ns, num_rows = computed.forward_ns, computed.num_rows
+            step = replace(computed, num_experts=computed.num_experts if len(rest) == len(items) else None)
         self._expect(items, answered)
         replies = tuple(answered[item.request_id] for item in items if item.request_id in answered)
-        return TargetReplies(replies, forward_ns, num_rows)
+        return replace(step, replies=replies)
 
     def advance(self) -> bool:
         """Computes the step that is expected next, if there is one. Returns whether it has.
@@ -86,7 +87,7 @@ class RunAhead:
             for item in items
             if item.request_id in verdicts
         }
-        self._stored_ns, self._num_stored_rows = computed.forward_ns, computed.num_rows
+        self._stored_step = replace(computed, replies=())
         return True
 
     def release(self, request_ids: Sequence[str]) -> None:

@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 
 from specray.draft_tokens import DraftTokens, TreeBudget
+from specray.engine_info import RoutedExperts, StepTime
+from specray.errors import ProtocolError
+from specray.fakes.engines import fake_info
 from specray.rpc.codec import draft as draft_codec
 from specray.rpc.codec import target as target_codec
+from specray.rpc.codec.values import decode_info, encode_info
 from specray.rpc.pb import draft_pb2, target_pb2
+from specray.rpc.role import TARGET
 from specray.types import (
     Branch,
     DraftReplies,
@@ -116,3 +121,21 @@ def test_a_chain_costs_no_bytes_for_its_parents(num_tokens: int) -> None:
         request_id="a", round_id=1, base_len=4, token_ids=[9], draft_token_ids=token_ids, sample=True
     )
     assert target_codec.encode_verify_request([item], ()) == known
+
+
+@pytest.mark.parametrize("counted", [None, 0, 384])
+def test_experts_of_a_step_are_told_or_not(counted: int | None) -> None:
+    replies = TargetReplies((), 5, 3, counted)
+    assert target_codec.decode_target_replies(target_codec.encode_target_replies(replies)) == replies
+
+
+@pytest.mark.parametrize("experts", [None, RoutedExperts(1280, 80, 0.25)])
+def test_experts_of_a_target_are_told_or_not(experts: RoutedExperts | None) -> None:
+    info = replace(fake_info("target"), experts=experts, step_times=(StepTime(1, 0.5, 80),))
+    assert decode_info(TARGET.info_message, encode_info(TARGET.info_message, info)) == info
+
+
+def test_experts_that_cannot_be_are_refused() -> None:
+    message = target_pb2.GetTargetInfoResponse(info={"experts": {"num_experts": 4, "num_chosen": 4}})
+    with pytest.raises(ProtocolError, match=r"EngineInfo: experts: num_chosen is 4; allowed: 1\.\.3"):
+        decode_info(TARGET.info_message, message.SerializeToString())

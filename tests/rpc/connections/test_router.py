@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from specray.control.cost_model import TargetTimes
+from specray.control.target_times import TargetTimes
 from specray.errors import EngineLostError
 from specray.fakes import FakeDraft, FakeTarget, NoisyGuesser
 from specray.rpc.workers.server import engine_server

@@ -41,7 +41,7 @@ class Target(FakeTarget):
         if self.is_broken or len(self.calls) == self.most_calls:
             raise RuntimeError("broken")
         self.calls.append(tuple(items))
-        return super().verify(items)
+        return replace(super().verify(items), num_experts=100 + len(self.calls))
 
 
 def first(request_id: str = "a", *, runs_on: bool = True, sampling: SamplingParams = GREEDY) -> VerifyItem:
@@ -83,8 +83,17 @@ def test_the_step_that_is_asked_for_was_computed_before(target: Target, ahead: R
     answer = ahead.run([second])
     assert len(target.calls) == 2
     assert answer.replies == alone(item, second).replies
-    assert (answer.forward_ns, answer.num_rows) == (1, 1)
+    assert (answer.forward_ns, answer.num_rows, answer.num_experts) == (1, 1, 102)
     assert ahead.advance() is True and len(target.calls) == 3
+
+
+def test_experts_are_not_told_of_a_step_that_is_half_an_earlier_one(target: Target, ahead: RunAhead) -> None:
+    items = [first("a"), first("b")]
+    replies = ahead.run(items)
+    assert replies.num_experts == 101
+    assert ahead.advance() is True
+    mixed = [following(items[0], replies), following(items[1], replies, draft=DraftTokens((5,)))]
+    assert ahead.run(mixed).num_experts is None
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from specray.control.controller import Controller
-from specray.control.cost_model import TargetTimes
+from specray.control.target_times import TargetTimes
 from specray.engine_info import StepTime
 from tests.unit.router.harness import speculation_config
 

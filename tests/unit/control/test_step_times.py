@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from specray.control.cost_model import TargetTimes
 from specray.control.estimators import Average, OutcomesTime, TimeTable, isotonic
+from specray.control.target_times import TargetTimes
 from specray.fakes import VirtualClock
 from specray.requests import SpeculationParams
 from tests.unit.router.harness import request, run, serving

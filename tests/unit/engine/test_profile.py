@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from specray.engine.profile import TargetWorkload, profile_draft, profile_target
-from specray.engine_info import EngineInfo, StepTime
+from specray.engine_info import EngineInfo, RoutedExperts, StepTime
 from specray.types import DraftReplies, ItemFailed, SpeculateItem, TargetReplies, VerifyItem
 from tests.unit.engine.harness import engine_info, toy_draft, toy_target
 
@@ -270,3 +270,39 @@ def test_a_real_draft_head_drafts_for_as_many_sequences_as_are_claimed() -> None
     ]
     assert {len(item.token_ids) for step in drafting for item in step} == {1}
     head.check_integrity()
+
+
+class MixtureEngine(TimedEngine):
+    """A target of which a step takes 1 ms and its experts: four of 64 for each token of another kind."""
+
+    share = 0.6
+    info: EngineInfo
+
+    def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
+        kinds = {token % 16 for item in items for token in (*item.token_ids, *item.draft.token_ids)}
+        factor = 1 + self.share * (len(kinds) - 1)
+        self.disturbed = {len(self.widths): 0.001 * factor + self.disturbed.get(len(self.widths), 0)}
+        return replace(super().verify(items), num_experts=4 * len(kinds))
+
+
+MIXTURE = replace(INFO, vocab_size=1024, experts=RoutedExperts(64, 4))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+def test_the_experts_share_is_told_by_rows_alike_and_unlike(share: float) -> None:
+    engine = MixtureEngine(MIXTURE, step_s=0.0, first_s=0.0)
+    engine.share = share
+    speed = profile_target(engine, budget_s=5.0, clock=engine.clock)
+    assert speed.experts is not None
+    assert replace(speed.experts, share=0.0) == MIXTURE.experts
+    assert speed.experts.share == pytest.approx(share, abs=1e-6)
+    # Eight rows are two sequences that hold the same tokens.
+    assert [entry.num_experts for entry in speed.step_times[:4]] == [4, 8, 16, 16]
+
+
+def test_what_experts_take_is_not_told_where_nothing_is_counted_or_time_is_short() -> None:
+    uncounted = TimedEngine(MIXTURE, step_s=0.001, first_s=0.001)
+    assert profile_target(uncounted, budget_s=5.0, clock=uncounted.clock).experts == MIXTURE.experts
+    late = MixtureEngine(MIXTURE, step_s=0.0, first_s=0.0)
+    speed = profile_target(late, budget_s=0.005, clock=late.clock)
+    assert speed.experts == MIXTURE.experts

@@ -90,6 +90,8 @@ class ExpertLayer:
     experts: Sequence[ExpertMlp]
     group: ExpertGroup | None = None
     """All of them as one; None: there are no kernels for that here."""
+    hits: torch.Tensor | None = None
+    """Receives the number of experts that a forward's rows hit, ``[1]``, int32; None: nobody counts."""
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """The weighted sum of each row's experts, ``[num_rows, hidden_size]``."""
@@ -109,6 +111,8 @@ class ExpertLayer:
     def _outputs(self, rows: torch.Tensor, counts: NDArray[np.int64]) -> torch.Tensor:
         """Each row through its expert; ``counts``: rows of each expert, in the order of ``rows``."""
         [hit] = counts.nonzero()
+        if self.hits is not None:
+            self.hits.fill_(len(hit))
         if self.group is not None and len(hit) and self.group.gate.takes(counts):
             return self.group(rows, hit, counts[hit])
         outputs = torch.empty_like(rows)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specray.control.cost_model import TargetTimes
+from specray.control.target_times import TargetTimes
 from specray.fakes import LocalDrafter, VirtualClock
 from specray.router.draft_model.budgets import MIN_DRAFT_PREFILL_TOKENS
 from tests.pairwise import pairs
