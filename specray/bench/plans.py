@@ -279,3 +279,28 @@ class VerifyPlan(PromptSourceOptions):
     ] = None
     num_tasks: Annotated[int, typer.Option(min=1, help="Tasks, the first of the file.")] = 40
     timeout_s: RequestTimeout = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingPlan:
+    """Conversations on several Routers, routed by prefix and by load in turns."""
+
+    num_routers: Annotated[
+        int, typer.Option(help="Routers, each with a target of its own.", min=2, max=64)
+    ] = 4
+    num_conversations: Annotated[int, typer.Option(help="Conversations in all.", min=1)] = 24
+    concurrency: Annotated[int, typer.Option(help="Conversations at a time.", min=1)] = 8
+    num_turns: Annotated[int, typer.Option(help="Turns of a conversation.", min=1)] = 8
+    num_tenants: Annotated[
+        int, typer.Option(help="System prompts, which conversations have in turn.", min=1)
+    ] = 16
+    system_tokens: Annotated[
+        int, typer.Option(help="Tokens of a system prompt; 0: nothing is shared.", min=0)
+    ] = 192
+    user_tokens: Annotated[int, typer.Option(help="Tokens of what a user says.", min=1)] = 24
+    output_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=1)] = 16
+    num_repeats: Annotated[int, typer.Option(help="Turns of all arms.", min=1)] = 1
+    seed: Seed = 0
+    profile: Annotated[
+        Path | None, typer.Option(help="Profile that `specray profile` wrote: the fleet is simulated, too.")
+    ] = None

@@ -41,6 +41,9 @@ class Load:
         "512", "Prompt tokens: a number, lognormal:MEAN,P95, or @FILE with one number per line."
     )
     output: str = option("128", "Output tokens, in the same form.")
+    shared_prefixes: str | None = option(
+        None, "NUMBER,TOKENS[,SHARE]: prompts share that many beginnings of that length; else none do."
+    )
     temperature: options.Temperature = 0.0
     slo_ttft_ms: float | None = option(None, "Target for the time to first token, in ms.", min=0.001)
     slo_itl_ms: float | None = option(
@@ -62,7 +65,7 @@ class Load:
 
     def demand(self) -> Demand:
         """Raises ConfigError where something is missing, or a length is none."""
-        from specray.planning.load import OpenLoad, parse_lengths
+        from specray.planning.load import OpenLoad, parse_lengths, parse_prefixes
         from specray.planning.search import Demand
         from specray.planning.simulation.results import Slo
 
@@ -71,8 +74,9 @@ class Load:
         if self.rate is None:
             raise ConfigError("--rate is missing; allowed: requests per second, more than 0")
         lengths = parse_lengths(self.prompt, "prompt"), parse_lengths(self.output, "output")
+        prefixes = None if self.shared_prefixes is None else parse_prefixes(self.shared_prefixes)
         return Demand(
-            OpenLoad(self.rate, *lengths, self.temperature),
+            OpenLoad(self.rate, *lengths, self.temperature, prefixes=prefixes),
             Slo(self.slo_ttft_ms, self.slo_itl_ms, self.slo_share),
             max_groups=self.max_groups,
             seed=self.seed,

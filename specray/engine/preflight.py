@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from specray.engine.model.description import ModelArgs, ModelDescription, descri
 from specray.engine.model.quantized.formats import WeightFormats
 from specray.engine.window import with_window
 from specray.errors import ConfigError
-from specray.tokenization.fingerprint import ModelVocabulary, tokenizer_vocabulary
+from specray.tokenization.fingerprint import tokenizer_vocabulary
 from specray.tokenization.pair import difference, pair_problem
 from specray.types import DraftKind
 
@@ -24,7 +25,8 @@ class ModelSummary:
     path: str
     vocab_size: int
     """Token ids of the model: those of its tokenizer, and maybe more, which pad its weights."""
-    vocabulary: ModelVocabulary
+    vocabulary: Mapping[str, int]
+    """Ids by token."""
     has_recurrent_layers: bool = False
 
 

@@ -13,6 +13,9 @@ from typing import Protocol
 from specray.errors import ConfigError
 
 MAX_TOKENS = 1_000_000
+MAX_PREFIXES = 500
+_FIRST_SHARED = 1 << 29
+"""First token of the first shared prefix: no output has those."""
 _Z95 = 1.6448536269514722
 """95th percentile of the standard normal distribution."""
 
@@ -138,6 +141,44 @@ def _read_lengths(path: Path, option: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """Beginnings that many prompts share, such as system prompts; each is drawn as often as any other.
+
+    Attributes:
+        number: of different prefixes, >= 1.
+        num_tokens: of each.
+        share: share of the requests that begin with one, in (0, 1].
+    """
+
+    number: int
+    num_tokens: int
+    share: float = 1.0
+
+    def draw(self, rng: random.Random, limit: int) -> tuple[int, ...]:
+        """The beginning of one prompt of at most ``limit`` tokens; empty: it shares nothing."""
+        if rng.random() >= self.share:
+            return ()
+        first = _FIRST_SHARED + rng.randrange(self.number) * MAX_TOKENS
+        return tuple(range(first, first + min(self.num_tokens, limit)))
+
+
+def parse_prefixes(text: str) -> SharedPrefixes:
+    """Reads ``NUMBER,TOKENS`` or ``NUMBER,TOKENS,SHARE``. Raises ConfigError."""
+    try:
+        number, num_tokens, share = (*text.split(","), "1")[:3]
+        prefixes = SharedPrefixes(int(number), int(num_tokens), float(share))
+    except ValueError:
+        prefixes = SharedPrefixes(0, 0, 0.0)
+    is_in_range = 1 <= prefixes.number <= MAX_PREFIXES and 1 <= prefixes.num_tokens <= MAX_TOKENS
+    if not is_in_range or not 0 < prefixes.share <= 1 or text.count(",") > 2:
+        raise ConfigError(
+            f"--shared-prefixes is {text!r}; allowed: NUMBER,TOKENS or NUMBER,TOKENS,SHARE with a number in"
+            f" 1..{MAX_PREFIXES}, tokens in 1..{MAX_TOKENS} and a share of the requests in (0, 1]"
+        )
+    return prefixes
+
+
+@dataclass(frozen=True, slots=True)
 class OpenLoad:
     """Requests that arrive whatever the service does.
 
@@ -149,6 +190,7 @@ class OpenLoad:
     output: Lengths
     temperature: float = 0.0
     is_poisson: bool = True
+    prefixes: SharedPrefixes | None = None
 
     def arrivals(self, rng: random.Random) -> Iterator[float]:
         """Yields each request's arrival in seconds from now, without end."""
@@ -167,3 +209,4 @@ class ClosedLoad:
     prompt: Lengths
     output: Lengths
     temperature: float = 0.0
+    prefixes: SharedPrefixes | None = None

@@ -96,6 +96,7 @@ def plan_table(plan: FleetPlan, *, has_prices: bool) -> Table:
     table = Table(
         *([Column("on", no_wrap=True)] if len(letters) > 1 else []),
         *(Column(name, justify="right", no_wrap=True) for name in numbers),
+        *([Column("found", justify="right", no_wrap=True)] if load.prefixes else []),
         Column("USD/h" if has_prices else "devices", justify="right", no_wrap=True),
         title=f"{load.rate_per_s:g} requests/s, {load.prompt.mean:.0f} prompt and {load.output.mean:.0f} "
         f"output tokens on average, temperature {load.temperature:g}",
@@ -118,6 +119,7 @@ def plan_table(plan: FleetPlan, *, has_prices: bool) -> Table:
             _percent(run.target_utilisation),
             _percent(run.draft_utilisation),
             _percent(run.met_share),
+            *([_percent(run.found_share)] if load.prefixes else []),
             f"{one.cost:.2f}" if has_prices and one.cost < 1000 else f"{one.cost:.0f}",
             style=None if one.is_enough else "dim",
         )

@@ -1,4 +1,4 @@
-"""``specray bench serve``: a running server measured over HTTP, with speculation off and on in turns."""
+"""``specray bench serve`` and ``routing``: a running server, and conversations on several Routers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 import typer
 
-from specray.bench.plans import ServePlan
+from specray.bench.plans import RoutingPlan, ServePlan
 from specray.cli import options
 
 
@@ -29,3 +29,20 @@ def serve(plan: ServePlan, json_path: options.JsonPath = None) -> None:
         Console().print(category_table(result))
     write_json(serve_json(result), json_path)
     raise typer.Exit(report_failures([text for arm in result.arms for text in arm.errors]))
+
+
+@options.flattened
+def routing(plan: RoutingPlan, json_path: options.JsonPath = None) -> None:
+    """Compare routing by prefix and by load: real Routers with the embedded target, in turns.
+
+    Says which share of what one cache for all would have found was found, and the time to first token.
+    """
+    from rich.console import Console
+
+    from specray.bench.routing.report import measure_routing, routing_json, routing_table
+    from specray.cli.output import write_json
+
+    with Console(stderr=True).status("starting") as status:
+        results = measure_routing(plan, status.update)
+    Console().print(routing_table(results))
+    write_json(routing_json(results), json_path)

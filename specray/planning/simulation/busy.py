@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from specray.engine_info import EngineInfo
 from specray.types import SpeculateItem, UnknownSequence, VerifyItem
@@ -76,6 +76,10 @@ class Held:
     num_blocks: int = 0
     num_confirmed: int = 0
     """Draft tokens that were accepted in the last step, and so are computed already."""
+    token_ids: list[int] = field(default_factory=list)
+    """Tokens, where prefixes are found; else empty."""
+    finds: bool = False
+    """All tokens so far were found in the prefix cache, so more may be."""
 
 
 def unknown(item: SpeculateItem | VerifyItem, held: Held | None) -> UnknownSequence | None:

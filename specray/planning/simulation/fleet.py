@@ -1,7 +1,8 @@
 """Runs a fleet in virtual time: real routers, simulated engines, a load.
 
-A request goes to the less loaded of two routers drawn at random, as Serve's request router does it (power of
-two choices). A router leases the draft that the fewest routers have.
+Where ``router.routing`` is ``prefix`` the service's own code chooses the router of a request; else it is the
+less loaded of two drawn at random, as with Serve (power of two choices). A router leases the draft that the
+fewest routers have.
 """
 
 from __future__ import annotations
@@ -9,21 +10,27 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from specray.config import RouterConfig, SpeculationConfig
 from specray.errors import OverloadedError
 from specray.fakes import VirtualClock
-from specray.planning.load import ClosedLoad, FixedLength, Lengths, OpenLoad
+from specray.planning.load import ClosedLoad, FixedLength, Lengths, OpenLoad, SharedPrefixes
 from specray.planning.profile import AcceptanceProfile, DraftProfile, RouterProfile, TargetProfile
 from specray.planning.simulation.draft import SimulatedDraft, SimulatedDrafterSource
-from specray.planning.simulation.results import RunResult, SimulatedRequest, Slo, spread
+from specray.planning.simulation.prefixes import PrefixCache
+from specray.planning.simulation.quiet_metrics import QuietMetrics
+from specray.planning.simulation.results import RunResult, SimulatedRequest, Slo, TimeWindow, spread
 from specray.planning.simulation.scripts import VOCAB_SIZE, ReplayedScript, Scripts
 from specray.planning.simulation.target import RequestTimes, SimulatedTarget
 from specray.planning.simulation.times import SimulatedDraftTimes, SimulatedTargetTimes
-from specray.requests import GenerateRequest
+from specray.requests import GenerateRequest, OutputChunk
 from specray.router import Router
-from specray.telemetry.metrics import RouterMetrics
+from specray.routing import RouterChoice
 from specray.types import DraftKind, SamplingParams
+
+_FIRST_OWN: Final = 1 << 28
+"""First of the tokens that end what a prompt shares with others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +53,6 @@ class Kit:
     """What drafts where a request does not say."""
 
 
-@dataclass(frozen=True, slots=True)
-class TimeWindow:
-    """A measured window in virtual seconds; what comes before it is warm-up."""
-
-    warmup_s: float
-    length_s: float
-
-
 def simulate(
     kit: Kit,
     load: OpenLoad,
@@ -66,7 +65,8 @@ def simulate(
 ) -> RunResult:
     """Runs a fleet; the same arguments give the same result."""
     clock = VirtualClock()
-    return clock.run(_simulate(_Fleet(kit, clock, num_groups, num_drafts, seed), load, window, slo, seed))
+    fleet = Fleet(kit, clock, num_groups, num_drafts, seed, has_prefixes=load.prefixes is not None)
+    return clock.run(_simulate(fleet, load, window, slo, seed))
 
 
 def simulate_closed(
@@ -74,7 +74,8 @@ def simulate_closed(
 ) -> RunResult:
     """Runs a closed load; measured from the first request to the end of the last. See ``simulate``."""
     clock = VirtualClock()
-    return clock.run(_simulate_closed(_Fleet(kit, clock, num_groups, num_drafts, seed), load, seed))
+    fleet = Fleet(kit, clock, num_groups, num_drafts, seed, has_prefixes=load.prefixes is not None)
+    return clock.run(_simulate_closed(fleet, load, seed))
 
 
 def simulate_saturated(
@@ -88,29 +89,12 @@ def simulate_saturated(
 ) -> RunResult:
     """Runs a constant number of requests; start and end, when there are fewer, are left out."""
     concurrency = num_groups * sessions_per_group
-    closed = ClosedLoad(concurrency, 3 * concurrency, load.prompt, load.output, load.temperature)
+    closed = ClosedLoad(
+        concurrency, 3 * concurrency, load.prompt, load.output, load.temperature, load.prefixes
+    )
     clock = VirtualClock()
-    fleet = _Fleet(kit, clock, num_groups, num_drafts, seed)
+    fleet = Fleet(kit, clock, num_groups, num_drafts, seed, has_prefixes=load.prefixes is not None)
     return clock.run(_simulate_closed(fleet, closed, seed, skipped=concurrency))
-
-
-class _QuietMetrics(RouterMetrics):
-    """Counts rare events alone: counting rounds is a fifth of a simulation's work."""
-
-    def observe_round(self, num_drafts: int, num_accepted: int, source: str = "model") -> None:
-        pass
-
-    def observe_plan(self, overlap: str, num_speculative_tokens: int, reason: str) -> None:
-        pass
-
-    def observe_lookup(self, result: str, depth: int) -> None:
-        pass
-
-    def observe_tokens(self, num_tokens: int, seconds: float) -> None:
-        pass
-
-    def observe_first_tokens(self, num_tokens: int, seconds: float) -> None:
-        pass
 
 
 @dataclass(slots=True, eq=False)
@@ -118,12 +102,27 @@ class _Group:
     router: Router
     target: SimulatedTarget
     num_requests: int = 0
+    """Requests under way."""
+    num_sent: int = 0
+    """Requests so far."""
 
 
-class _Fleet:
+class Fleet:
     """Routers and engines, and their requests."""
 
-    def __init__(self, kit: Kit, clock: VirtualClock, num_groups: int, num_drafts: int, seed: int) -> None:
+    def __init__(
+        self,
+        kit: Kit,
+        clock: VirtualClock,
+        num_groups: int,
+        num_drafts: int,
+        seed: int,
+        *,
+        has_prefixes: bool = False,
+    ) -> None:
+        self._choice: RouterChoice | None = None
+        if has_prefixes and num_groups > 1 and kit.router_config.routing == "prefix":
+            self._choice = RouterChoice(clock.monotonic, seed=seed)
         self._rng = random.Random(f"{seed}-fleet")
         self.clock = clock
         self._requests: dict[str, RequestTimes] = {}
@@ -165,6 +164,7 @@ class _Fleet:
                 scripts=self._scripts,
                 rng=random.Random(f"{seed}-target-{index}"),
                 requests=self._requests,
+                prefixes=PrefixCache(kit.target.info("target")) if has_prefixes else None,
             )
             if kit.shares_hardware and self.drafts:
                 draft = self.drafts[index % len(self.drafts)]
@@ -175,7 +175,7 @@ class _Fleet:
                 router=kit.router_config,
                 speculation=speculation,
                 clock=clock,
-                metrics=_QuietMetrics(),
+                metrics=QuietMetrics(),
                 draft=kit.draft_kind,
                 seed=index,
             )
@@ -191,7 +191,12 @@ class _Fleet:
         await asyncio.gather(*(group.router.stop() for group in self.groups))
 
     async def serve(
-        self, prompt: Lengths, output: Lengths, rng: random.Random, temperature: float
+        self,
+        prompt: Lengths,
+        output: Lengths,
+        rng: random.Random,
+        temperature: float,
+        prefixes: SharedPrefixes | None = None,
     ) -> SimulatedRequest:
         """Serves one request, from its arrival to its end."""
         self._num_sent += 1
@@ -201,19 +206,54 @@ class _Fleet:
         if self._is_replay and isinstance(script, ReplayedScript):
             prompt = FixedLength(script.num_prompt_tokens)
         num_prompt = prompt.draw(rng, self._max_model_len - num_output)
-        times = self._requests[request_id] = RequestTimes()
-        arrived_s = self.clock.monotonic()
-        group = self._choose()
-        group.num_requests += 1
+        token_ids = script.prompt(num_prompt)
+        if prefixes is not None:
+            shared = prefixes.draw(rng, num_prompt - 1)
+            # What follows is nobody else's.
+            token_ids = (*shared, _FIRST_OWN + self._num_sent, *token_ids[len(shared) + 1 :])
         sampling = SamplingParams(temperature=temperature, num_prompt_tokens=num_prompt)
-        request = GenerateRequest(request_id, script.prompt(num_prompt), sampling, num_output)
+        return await self.send(GenerateRequest(request_id, token_ids, sampling, num_output))
+
+    async def send(self, request: GenerateRequest) -> SimulatedRequest:
+        """Sends one request to the router that is chosen for it, and returns at its end."""
+        num_prompt = len(request.prompt_token_ids)
+        times = self._requests[request.request_id] = RequestTimes()
+        arrived_s = self.clock.monotonic()
+        group = self._choose(request)
+        group.num_requests += 1
+        group.num_sent += 1
         try:
-            await group.router.complete(request)
+            output = await self._output(group, request)
         except OverloadedError:
-            return SimulatedRequest(arrived_s, num_prompt, num_output)
+            return SimulatedRequest(arrived_s, num_prompt, request.max_tokens)
         finally:
             group.num_requests -= 1
-        return SimulatedRequest(arrived_s, num_prompt, num_output, times.first_s, self.clock.monotonic())
+        return SimulatedRequest(
+            arrived_s,
+            num_prompt,
+            request.max_tokens,
+            times.first_s,
+            self.clock.monotonic(),
+            num_cached_tokens=output.num_cached_tokens,
+            token_ids=output.token_ids,
+        )
+
+    async def _output(self, group: _Group, request: GenerateRequest) -> OutputChunk:
+        """The whole output, of which the choice hears as an Ingress does."""
+        if self._choice is None:
+            return await group.router.complete(request)
+        token_ids: list[int] = []
+        error: Exception | None = None
+        try:
+            async for chunk in group.router.stream(request):
+                token_ids.extend(chunk.token_ids)
+                self._choice.on_chunk(chunk, token_ids)
+        except OverloadedError as refusal:
+            error = refusal
+            raise
+        finally:
+            self._choice.on_end(request.request_id, error)
+        return replace(chunk, token_ids=tuple(token_ids))
 
     def gaps(self, since_s: float, until_s: float) -> list[tuple[float, float]]:
         """Returns weighted inter-token latencies in seconds of requests that ended in an interval."""
@@ -238,9 +278,12 @@ class _Fleet:
         """Verdicts that committed tokens."""
         return sum(len(times.gaps) + (times.first_s is not None) for times in self._requests.values())
 
-    def _choose(self) -> _Group:
+    def _choose(self, request: GenerateRequest) -> _Group:
         if len(self.groups) == 1:
             return self.groups[0]
+        if self._choice is not None:
+            names = [str(index) for index in range(len(self.groups))]
+            return self.groups[int(self._choice.choose(request, names)[0])]
         one, other = self._rng.sample(self.groups, 2)
         return one if one.num_requests <= other.num_requests else other
 
@@ -256,11 +299,11 @@ class _Counters:
     drafts_s: float
 
 
-def _read(fleet: _Fleet, clock: VirtualClock) -> _Counters:
+def _read(fleet: Fleet, clock: VirtualClock) -> _Counters:
     return _Counters(clock.monotonic(), fleet.num_tokens(), fleet.num_rounds(), *fleet.busy_s())
 
 
-async def _simulate(fleet: _Fleet, load: OpenLoad, window: TimeWindow, slo: Slo, seed: int) -> RunResult:
+async def _simulate(fleet: Fleet, load: OpenLoad, window: TimeWindow, slo: Slo, seed: int) -> RunResult:
     clock = fleet.clock
     await fleet.start()
     start_s = clock.monotonic()
@@ -274,7 +317,9 @@ async def _simulate(fleet: _Fleet, load: OpenLoad, window: TimeWindow, slo: Slo,
     async def arrive() -> None:
         for offset in arrivals:
             await clock.sleep(start_s + offset - clock.monotonic())
-            task = asyncio.create_task(fleet.serve(load.prompt, load.output, lengths, load.temperature))
+            task = asyncio.create_task(
+                fleet.serve(load.prompt, load.output, lengths, load.temperature, load.prefixes)
+            )
             if begin_s <= clock.monotonic() < end_s:
                 measured.append(task)
             else:
@@ -300,7 +345,7 @@ async def _simulate(fleet: _Fleet, load: OpenLoad, window: TimeWindow, slo: Slo,
     return _result(fleet, outcomes, before, after, slo, num_requests=len(measured))
 
 
-async def _simulate_closed(fleet: _Fleet, load: ClosedLoad, seed: int, *, skipped: int = 0) -> RunResult:
+async def _simulate_closed(fleet: Fleet, load: ClosedLoad, seed: int, *, skipped: int = 0) -> RunResult:
     """Runs the load; ``skipped`` requests before and after the window are left out."""
     clock = fleet.clock
     await fleet.start()
@@ -311,7 +356,9 @@ async def _simulate_closed(fleet: _Fleet, load: ClosedLoad, seed: int, *, skippe
 
     async def work() -> None:
         for _ in waiting:
-            outcomes.append(await fleet.serve(load.prompt, load.output, lengths, load.temperature))
+            outcomes.append(
+                await fleet.serve(load.prompt, load.output, lengths, load.temperature, load.prefixes)
+            )
             if len(outcomes) in (skipped, load.num_requests - skipped):
                 readings.append(_read(fleet, clock))
 
@@ -325,7 +372,7 @@ async def _simulate_closed(fleet: _Fleet, load: ClosedLoad, seed: int, *, skippe
 
 
 def _result(
-    fleet: _Fleet,
+    fleet: Fleet,
     outcomes: list[SimulatedRequest],
     before: _Counters,
     after: _Counters,
@@ -353,4 +400,6 @@ def _result(
         target_utilisation=(after.targets_s - before.targets_s) / (length_s * len(fleet.groups)),
         draft_utilisation=drafts_s / (length_s * num_drafts) if num_drafts else None,
         tokens_per_round=num_tokens / num_rounds if num_rounds else 0.0,
+        found_share=sum(outcome.num_cached_tokens for outcome in outcomes)
+        / max(1, sum(outcome.num_prompt_tokens for outcome in outcomes)),
     )

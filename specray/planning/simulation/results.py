@@ -17,6 +17,14 @@ class Slo:
 
 
 @dataclass(frozen=True, slots=True)
+class TimeWindow:
+    """A measured window in virtual seconds; what comes before it is warm-up."""
+
+    warmup_s: float
+    length_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class SimulatedRequest:
     """One request. Seconds are virtual."""
 
@@ -26,6 +34,10 @@ class SimulatedRequest:
     first_s: float | None = None
     """Time in seconds at which its first token reached the router; None: refused, or not served in time."""
     ended_s: float | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens that its target found in its cache."""
+    token_ids: tuple[int, ...] = ()
+    """Its output."""
 
     @property
     def ttft_s(self) -> float | None:
@@ -78,6 +90,8 @@ class RunResult:
     target_utilisation: float
     draft_utilisation: float | None
     tokens_per_round: float
+    found_share: float = 0.0
+    """Share of prompt tokens that targets found in their caches."""
 
     @property
     def met_share(self) -> float:

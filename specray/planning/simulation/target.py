@@ -16,6 +16,7 @@ from specray.engine_info import EngineInfo
 from specray.fakes import ReplyQueue
 from specray.planning.profile import RouterProfile
 from specray.planning.simulation.busy import Held, SimulatedEngine, unknown
+from specray.planning.simulation.prefixes import PrefixCache
 from specray.planning.simulation.scripts import Scripts
 from specray.planning.simulation.times import SimulatedTargetTimes, StepSize, drawn
 from specray.types import ItemFailed, TargetReplies, TargetReply, Verdict, VerifyItem
@@ -50,6 +51,7 @@ class SimulatedTarget(SimulatedEngine):
         scripts: source of its verdicts.
         rng: source of the draws.
         requests: records of requests by id, which receive every commit.
+        prefixes: its prefix cache; None: nothing is ever found.
     """
 
     def __init__(
@@ -61,8 +63,10 @@ class SimulatedTarget(SimulatedEngine):
         scripts: Scripts,
         rng: random.Random,
         requests: dict[str, RequestTimes],
+        prefixes: PrefixCache | None = None,
     ) -> None:
         super().__init__(info)
+        self._prefixes = prefixes
         self._times = times
         self._router = router
         self._scripts = scripts
@@ -86,7 +90,7 @@ class SimulatedTarget(SimulatedEngine):
         for item in items:
             # Simulated drafts propose chains; of anything else the first is verified.
             item = replace(item, draft=item.draft.first_chain())
-            reply, taken = self._apply(item)
+            reply, taken, found = self._apply(item)
             replies.append(reply)
             if not isinstance(reply, Verdict):
                 continue
@@ -94,8 +98,8 @@ class SimulatedTarget(SimulatedEngine):
                 commits.append((item.request_id, reply.num_accepted_tokens + 1))
             # A sequence that starts over has nothing computed.
             held = self._held[item.request_id]
-            taken -= held.num_confirmed if item.base_len else 0
-            size.add(item.base_len, taken, len(item.draft.token_ids))
+            taken -= found + (held.num_confirmed if item.base_len else 0)
+            size.add(item.base_len + found, taken, len(item.draft.token_ids))
             num_rows += taken + len(item.draft.token_ids)
             held.num_confirmed = reply.num_accepted_tokens
         if size.has_drafts:
@@ -120,7 +124,11 @@ class SimulatedTarget(SimulatedEngine):
     async def release(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             held = self._held.pop(request_id, None)
-            self._num_blocks -= held.num_blocks if held is not None else 0
+            if held is None:
+                continue
+            self._num_blocks -= held.num_blocks
+            if self._prefixes is not None:
+                self._prefixes.keep(held)
 
     async def replies(self) -> TargetReplies:
         return await self._replies.get()
@@ -136,39 +144,44 @@ class SimulatedTarget(SimulatedEngine):
             if times is not None:
                 times.commit(now, num_tokens)
 
-    def _apply(self, item: VerifyItem) -> tuple[TargetReply, int]:
-        """Returns the reply, and how many of the item's tokens are computed."""
+    def _apply(self, item: VerifyItem) -> tuple[TargetReply, int, int]:
+        """Returns the reply, how many of the item's tokens it took, and how many of those were found."""
         request_id, base_len = item.request_id, item.base_len
         held = self._held.get(request_id)
         if (late := unknown(item, held)) is not None:
-            return late, 0
+            return late, 0, 0
+        held = held or Held()
+        found = 0 if self._prefixes is None else self._prefixes.take(held, item)
         taken = len(item.token_ids)
         if item.max_new_tokens is not None:
-            taken = min(taken, item.max_new_tokens)
+            taken = min(taken, found + item.max_new_tokens)
         end = base_len + taken
-        held = self._with_blocks(request_id, end + len(item.draft.token_ids) + 1)
-        if held is None:
+        if not self._take_blocks(request_id, held, end + len(item.draft.token_ids) + 1):
             failed = ItemFailed(request_id, item.round_id, base_len, "no free block", is_retriable=True)
-            return failed, 0
+            return failed, 0, 0
         if item.sampling is not None:
             held.num_prompt = item.sampling.num_prompt_tokens
         held.length = end
         if not item.sample:
-            return Verdict(request_id, item.round_id, base_len, 0, None, held_len=end), taken
+            chunk = Verdict(
+                request_id, item.round_id, base_len, 0, None, held_len=end, num_cached_tokens=found
+            )
+            return chunk, taken, found
+        if self._prefixes is not None and base_len < held.num_prompt:
+            self._prefixes.keep(held)
         script = self._scripts.of(request_id)
         num_accepted, token = script.verdict(self._rng, end - held.num_prompt, item.draft.token_ids)
-        return Verdict(request_id, item.round_id, base_len, num_accepted, token), taken
+        verdict = Verdict(request_id, item.round_id, base_len, num_accepted, token, num_cached_tokens=found)
+        return verdict, taken, found
 
-    def _with_blocks(self, request_id: str, length: int) -> Held | None:
-        """Takes the blocks for ``length`` tokens; None, and nothing changed, if they are not free."""
-        held = self._held.get(request_id)
-        if held is None and len(self._held) >= self.info.max_num_seqs:
-            return None
-        held = held or Held()
+    def _take_blocks(self, request_id: str, held: Held, length: int) -> bool:
+        """Takes the blocks for ``length`` tokens; False, and nothing changed, if they are not free."""
+        if request_id not in self._held and len(self._held) >= self.info.max_num_seqs:
+            return False
         num_more = max(0, -(-length // self.info.block_size) - held.num_blocks)
         if self.info.num_blocks and self._num_blocks + num_more > self.info.num_blocks:
-            return None
+            return False
         held.num_blocks += num_more
         self._num_blocks += num_more
         self._held[request_id] = held
-        return held
+        return True

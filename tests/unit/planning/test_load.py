@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from specray.errors import ConfigError
-from specray.planning.load import FixedLength, ListedLength, LognormalLength, OpenLoad, parse_lengths
+from specray.planning.load import (
+    FixedLength,
+    ListedLength,
+    LognormalLength,
+    OpenLoad,
+    SharedPrefixes,
+    parse_lengths,
+    parse_prefixes,
+)
 
 
 def test_numbers_and_distributions_are_read() -> None:
@@ -66,3 +74,20 @@ def test_poisson_arrivals_have_the_rate_and_equal_ones_the_interval() -> None:
     assert last == pytest.approx(2500, rel=0.03)
     even = OpenLoad(4.0, FixedLength(1), FixedLength(1), is_poisson=False)
     assert list(itertools.islice(even.arrivals(random.Random(1)), 3)) == [0.25, 0.5, 0.75]
+
+
+def test_shared_prefixes_are_read_and_drawn() -> None:
+    prefixes = parse_prefixes("16,256,0.75")
+    assert prefixes == SharedPrefixes(16, 256, 0.75)
+    assert parse_prefixes("1,8") == SharedPrefixes(1, 8, 1.0)
+    rng = random.Random(1)
+    drawn = [prefixes.draw(rng, 100) for _ in range(4000)]
+    assert {len(each) for each in drawn} == {0, 100}
+    assert sum(map(bool, drawn)) / len(drawn) == pytest.approx(0.75, abs=0.03)
+    assert len(set(drawn)) == 17
+
+
+@pytest.mark.parametrize("text", ["", "16", "0,8", "1,0", "501,8", "1,8,0", "1,8,1.5", "1,8,1,1", "a,b"])
+def test_wrong_prefixes_are_refused_by_option_and_value(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--shared-prefixes is .*allowed: NUMBER,TOKENS"):
+        parse_prefixes(text)

@@ -1,0 +1,1 @@
+"""Routing by prefix against routing by load: conversations on several Routers, real and simulated."""
