@@ -24,14 +24,12 @@ PLAIN_STEPS = 8
 """Steps of a window of plain decoding: each brings one token of each session."""
 SPECULATED_ROUNDS = 64
 """Session-rounds per window with speculation; acceptance is noisy."""
-FIRST_INTERVAL_STEPS, LARGE_SPEEDUP_INTERVAL_STEPS = 16, 256
-"""Steps until the first experiment; the second where it would lose most of its time."""
+FIRST_INTERVAL_STEPS = 8
+"""Steps until the first experiment: what engines say of themselves may be wrong by a factor."""
 MAX_EXPERIMENT_SHARE = 0.005
 """Largest share of the time that the slower modes of experiments may lose."""
 PLAIN_INTERVAL_STEPS, MAX_INTERVAL_STEPS = 256, 8192
 """Minimum interval in steps while plain; maximum interval."""
-LARGE_SPEEDUP = 2.0
-"""Predicted speedup from which on LARGE_SPEEDUP_INTERVAL_STEPS holds."""
 _MAX_SURPRISE = 3.0
 """Longest step that a window takes, as a multiple of its average step: something else disturbed it."""
 _MAX_ERROR = math.log(8.0)
@@ -296,14 +294,14 @@ class Experiments:
             interval = max(PLAIN_INTERVAL_STEPS, affordable)
         else:
             interval = min(
-                calibration.interval or first_interval(predicted[speculating]),
+                calibration.interval or FIRST_INTERVAL_STEPS,
                 max(FIRST_INTERVAL_STEPS, affordable),
             )
         return self.num_steps - calibration.since >= interval
 
     def _end(self, experiment: Experiment) -> None:
         calibration = self._calibrations[experiment.speculating, self._size]
-        interval = 2 * max(calibration.interval, first_interval(experiment.predicted_speedup))
+        interval = 2 * max(calibration.interval, FIRST_INTERVAL_STEPS)
         calibration.put_off(self.num_steps, min(MAX_INTERVAL_STEPS, interval))
         measured = experiment.measured_speedup
         if measured is not None:
@@ -363,11 +361,6 @@ class Exploration:
         if num_rounds < EXPLORATION_INTERVAL_ROUNDS * num_running:
             return False
         return num_rounds >= round(num_prefill_steps() / MAX_EXPLORATION_SHARE) * num_running
-
-
-def first_interval(predicted_speedup: float) -> int:
-    """Steps until the first experiment of a mode with that predicted speedup."""
-    return LARGE_SPEEDUP_INTERVAL_STEPS if predicted_speedup >= LARGE_SPEEDUP else FIRST_INTERVAL_STEPS
 
 
 def size_class(num_running: int) -> int:

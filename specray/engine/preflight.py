@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from specray.engine.model.description import ModelArgs, ModelDescription, descri
 from specray.engine.model.quantized.formats import WeightFormats
 from specray.engine.window import with_window
 from specray.errors import ConfigError
-from specray.tokenization.fingerprint import tokenizer_vocabulary
+from specray.tokenization.fingerprint import ModelVocabulary, tokenizer_vocabulary
 from specray.tokenization.pair import difference, pair_problem
 from specray.types import DraftKind
 
@@ -25,8 +24,7 @@ class ModelSummary:
     path: str
     vocab_size: int
     """Token ids of the model: those of its tokenizer, and maybe more, which pad its weights."""
-    vocabulary: Mapping[str, int]
-    """Ids by token."""
+    vocabulary: ModelVocabulary
     has_recurrent_layers: bool = False
 
 

@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 MAX_SOURCE_LEN = 524_288
 """Characters of a grammar's source, which takes at most 2 s to compile; longer ones are refused."""
+PREPARED_AFTER_S = 30.0
+"""Seconds after a start in which no compiler is made that no request needs: each of a service's four takes
+1.1 s with a vocabulary of 151,936 tokens, and the first answer waits for most of them."""
 _MAX_ENTRIES = 64
 """Compiled grammars and refusals that are kept."""
 _MAX_KEPT_LEN = 4_194_304
@@ -204,11 +207,16 @@ class PreparedCompiler:
                 self._compiler = self._make()
             return self._compiler
 
-    def prepare(self) -> threading.Thread:
-        """Makes the compiler in a thread, which has begun."""
-        # No daemon: the interpreter cannot end amid this work.
+    def prepare(self, after_s: float = PREPARED_AFTER_S) -> threading.Thread:
+        """Makes the compiler in a thread that begins ``after_s`` seconds from now; or who needs it does."""
+        # No daemon: the interpreter cannot end amid this work. While it waits, it can.
         thread = threading.Thread(target=self._try, name="specray-grammars")
-        thread.start()
+        if after_s > 0:
+            begin = threading.Timer(after_s, thread.start)
+            begin.daemon = True
+            begin.start()
+        else:
+            thread.start()
         return thread
 
     def _try(self) -> None:

@@ -29,6 +29,8 @@ def warm_up(tokenizer: Tokenizer) -> threading.Thread:
 
 def _render(tokenizer: Tokenizer) -> None:
     logger.info("outputs end at %s", tokenizer.named_ends() or "no token")
+    # The first call's length is checked by it.
+    assert tokenizer.longest_token_len
     if not tokenizer.has_chat_template:
         return
     try:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from specray.config.engine import VocabularyMode
+from specray.tokenization.fingerprint import ModelVocabulary
 from specray.tokenization.loading import load_tokenizer
 from specray.tokenization.partners import Partners
 
@@ -31,14 +32,14 @@ def partners_problem(partners: Partners, mode: VocabularyMode) -> str | None:
 
 
 def pair_problem(
-    draft: Mapping[str, int],
-    target: Mapping[str, int],
+    draft: ModelVocabulary,
+    target: ModelVocabulary,
     mode: VocabularyMode,
     *,
     draft_path: str | Path,
     target_path: str | Path,
 ) -> str | None:
-    """Why a draft's ids by token do not fit the target's in ``draft.vocabulary``'s mode; None: they do."""
+    """Why a draft's vocabulary does not fit the target's in ``draft.vocabulary``'s mode; None: it does."""
     told = difference(draft, target)
     if told is None:
         return None
@@ -47,15 +48,11 @@ def pair_problem(
     return partners_problem(load_partners(draft_path, target_path), mode)
 
 
-def difference(draft: Mapping[str, int], target: Mapping[str, int]) -> str | None:
-    """Describes in words how a draft's vocabulary differs from the target's; None: they are equal.
-
-    Args:
-        draft, target: ids by token.
-    """
-    ours, theirs = _strings(target), _strings(draft)
-    if ours == theirs:
+def difference(draft: ModelVocabulary, target: ModelVocabulary) -> str | None:
+    """Describes in words how a draft's vocabulary differs from the target's; None: they are equal."""
+    if draft.fingerprint == target.fingerprint:
         return None
+    ours, theirs = _strings(target.ids), _strings(draft.ids)
     ids = sorted(ours.keys() | theirs.keys())
     different = [token_id for token_id in ids if ours.get(token_id) != theirs.get(token_id)]
     first, most = different[0], max(len(ours), len(theirs))

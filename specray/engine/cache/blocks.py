@@ -12,6 +12,8 @@ import math
 import mmap
 import os
 import threading
+import time
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
@@ -28,6 +30,9 @@ _MADV_POPULATE_WRITE = 23
 _PIECE = 4 * HUGE_PAGE
 """Bytes populated at once: whoever changes the process's memory waits for them."""
 _LOWEST = 19
+_POPULATED_AFTER_S = 10.0
+"""Seconds after a start before anything is populated: to find memory takes cores that the first answer needs,
+and seconds for a GiB on a virtual machine."""
 
 
 class BlockAllocator:
@@ -271,16 +276,18 @@ class BlockCache:
         sizes, self._num_given = self._num_given, []
         return self._give(sizes)
 
-    def populate_aside(self) -> None:
-        """Populates in a thread of the lowest priority: it takes a second or two, for which nobody waits."""
-        sizes, self._num_given = self._num_given, []
+    def populate_aside(self, after_s: float = _POPULATED_AFTER_S) -> None:
+        """Populates in a thread of the lowest priority, ``after_s`` seconds from now."""
+        alive = weakref.ref(self)
 
         def give() -> None:
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
-            self._give(sizes)
+            time.sleep(after_s)
+            if (cache := alive()) is not None:
+                cache.populate()
 
-        if sizes:
+        if self._num_given:
             threading.Thread(target=give, name="specray-populate", daemon=True).start()
 
     def _give(self, sizes: Sequence[int]) -> int:

@@ -21,7 +21,6 @@ from specray.engine.sampling.sampler import Sampler, make_sampler
 from specray.engine.window import DraftWindow
 from specray.engine_info import EngineInfo
 from specray.errors import ConfigError
-from specray.tokenization.fingerprint import fingerprint
 from specray.tokenization.pair import load_partners, partners_problem
 from specray.tokenization.partners import Partners
 
@@ -66,7 +65,7 @@ def choose_vocabulary(config: Config, runner: ModelRunner) -> OtherVocabulary | 
             raise
         logger.warning("the draft must have the target's tokenizer, which cannot be read here: %s", error)
         return None
-    their_fingerprint = fingerprint(target.vocabulary)
+    their_fingerprint = target.vocabulary.fingerprint
     if their_fingerprint == info.tokenizer_fingerprint:
         return None
     path = model_path(config.draft, "draft")

@@ -37,7 +37,7 @@ from specray.engine.model.quantized.operator_set import has_own_kernels
 from specray.engine.weights.quantization import Quantization
 from specray.errors import ConfigError
 from specray.gguf.light import gguf_weights
-from specray.tokenization.fingerprint import fingerprint, tokenizer_vocabulary
+from specray.tokenization.fingerprint import tokenizer_vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -115,8 +115,8 @@ def load_model(args: ModelArgs, *, dtype: torch.dtype, device: torch.device) -> 
         model_type=described.model_type,
         vocab_size=described.vocab_size,
         max_model_len=described.max_model_len,
-        tokenizer_fingerprint=fingerprint(vocabulary),
-        num_token_ids=1 + max(vocabulary.values(), default=0),
+        tokenizer_fingerprint=vocabulary.fingerprint,
+        num_token_ids=vocabulary.num_token_ids,
         num_weight_bytes=num_weight_bytes,
         dtype=dtype,
         device=device,

@@ -1,4 +1,4 @@
-"""A weight of a safetensors format in its own bits: codes, and one scale for each group of input features."""
+"""A weight in its own bits: whole numbers or short floats, and one scale for each group of input features."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from specray.engine.weights.quantization import GROUP
 from specray.errors import ConfigError
 
-NIBBLE_BITS, BYTE_BITS = 4, 8
+NIBBLE_BITS, BYTE_BITS, HALF_BITS = 4, 8, 16
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:
     """A weight ``[out_features, in_features]``: ``(code - zero) * scale``, rounded once to float32."""
 
-    codes: torch.Tensor  # int8 [out_features, in_features]
+    codes: torch.Tensor  # int8, float8_e4m3fn or float16 [out_features, in_features]
     scales: torch.Tensor  # float16, bfloat16 or float32 [out_features, in_features / group]
     zeros: torch.Tensor | None = None  # int8, as the scales; None: 0
     bits: int = BYTE_BITS
@@ -49,8 +49,8 @@ class GroupedWeight:
         return (
             isinstance(other, GroupedWeight)
             and self.shape[1] == other.shape[1]
-            and (self.bits, self.group, self.scales.dtype, self.zeros is None)
-            == (other.bits, other.group, other.scales.dtype, other.zeros is None)
+            and (self.codes.dtype, self.bits, self.group, self.scales.dtype, self.zeros is None)
+            == (other.codes.dtype, other.bits, other.group, other.scales.dtype, other.zeros is None)
         )
 
     def select(self, index: torch.Tensor | slice) -> GroupedWeight:
@@ -76,7 +76,11 @@ class GroupedWeight:
 
     def is_finite(self) -> bool:
         """Whether no value is NaN or infinite."""
-        return bool(self.scales.isfinite().all())
+        codes = self.codes
+        if codes.dtype == torch.float8_e4m3fn and bool(((codes.view(torch.uint8) & 0x7F) == 0x7F).any()):
+            return False
+        has_half = codes.dtype == torch.float16
+        return bool(self.scales.isfinite().all()) and not (has_half and not bool(codes.isfinite().all()))
 
     def values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weight's numbers, computed in float32."""

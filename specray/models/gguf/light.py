@@ -12,6 +12,7 @@ from specray.models.gguf.ends import end_token_ids, write_ends
 from specray.models.gguf.families import read_config
 from specray.models.gguf.sizes import Config
 from specray.models.gguf.tokenizer_files import write_tokenizer
+from specray.tokenization.fingerprint import record_vocabulary
 
 _MODEL_TYPES = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma3_text"})
 """Types of models that the decoder runs from their files."""
@@ -40,3 +41,4 @@ def write_light(gguf: Path, header: GgufHeader, destination: Path) -> None:
     ends = end_token_ids(header.values, written.vocabulary, written.special_ids)
     write_ends(destination / "generation_config.json", ends)
     (destination / WEIGHTS).symlink_to(gguf.absolute())
+    record_vocabulary(destination)

@@ -1,4 +1,4 @@
-"""Lets Serve's controller of a Ray of our own ask for the nodes once a second, not in each of its looks.
+"""Lets Serve's controller of a Ray of our own ask for the nodes every 5 s, not in each of its looks.
 
 Called within the controller, by ``RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH``.
 """
@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-PERIOD_S: Final = 1.0
-"""Seconds between two questions: the delay until a lost or drained node is noticed. Each is three calls of
-the GCS, which were five sixths of a look; there are four looks a second."""
+PERIOD_S: Final = 5.0
+"""Seconds between two questions: the delay until a lost or drained node is noticed; a Ray of our own has one.
+Each is three calls of the GCS, which were five sixths of a look; there are four looks a second."""
 
 
 def ask_seldom() -> None:

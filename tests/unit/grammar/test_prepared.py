@@ -21,7 +21,7 @@ def test_what_is_prepared_is_made_once_and_waited_for() -> None:
         return COMPILER
 
     prepared = PreparedCompiler(make)
-    thread = prepared.prepare()
+    thread = prepared.prepare(0)
     assert prepared.made is None
     threading.Timer(0.05, allowed.set).start()
     assert prepared.get() is COMPILER
@@ -39,8 +39,21 @@ def test_a_failure_is_told_to_each_who_needs_it_and_tried_again() -> None:
         return COMPILER
 
     prepared = PreparedCompiler(make)
-    prepared.prepare().join(20)
+    prepared.prepare(0).join(20)
     assert prepared.made is None
     with pytest.raises(ValueError, match="second"):
         prepared.get()
     assert prepared.get() is COMPILER
+
+
+def test_what_is_to_be_prepared_later_is_made_where_it_is_needed() -> None:
+    made = list[GrammarCompiler]()
+
+    def make() -> GrammarCompiler:
+        made.append(COMPILER)
+        return COMPILER
+
+    prepared = PreparedCompiler(make)
+    thread = prepared.prepare(60)
+    assert not thread.is_alive() and prepared.made is None
+    assert prepared.get() is COMPILER and made == [COMPILER]

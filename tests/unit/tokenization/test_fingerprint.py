@@ -16,7 +16,12 @@ from transformers import LlamaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 from specray.demo.paths import demo_draft_path, demo_target_path
 from specray.errors import ConfigError
 from specray.tokenization import load_tokenizer
-from specray.tokenization.fingerprint import library_vocabulary, read_vocabulary, tokenizer_fingerprint
+from specray.tokenization.fingerprint import (
+    library_vocabulary,
+    read_vocabulary,
+    record_vocabulary,
+    tokenizer_vocabulary,
+)
 from tests.unit.tokenization.tiny_tokenizer import write_tiny_tokenizer
 
 LETTERS = dict(zip(string.ascii_lowercase, range(3, 29), strict=True))
@@ -157,7 +162,10 @@ def test_vocabulary_that_the_library_may_change_is_left_to_it(name: str, tmp_pat
     assert read_vocabulary(directory) is None
     tokens = library_vocabulary(str(directory))
     expected = "".join(f"{tokens[token]}:{token}\n" for token in sorted(tokens, key=lambda t: (tokens[t], t)))
-    assert tokenizer_fingerprint(str(directory), directory) == hashlib.sha256(expected.encode()).hexdigest()
+    assert (
+        tokenizer_vocabulary(str(directory), directory).fingerprint
+        == hashlib.sha256(expected.encode()).hexdigest()
+    )
 
 
 def test_fingerprint_of_the_embedded_pair() -> None:
@@ -167,15 +175,15 @@ def test_fingerprint_of_the_embedded_pair() -> None:
     digest = hashlib.sha256()
     for token, token_id in sorted(tokens.items(), key=lambda item: (item[1], item[0])):
         digest.update(f"{token_id}:{token}\n".encode())
-    assert tokenizer_fingerprint(str(path), path) == digest.hexdigest()
-    assert tokenizer_fingerprint(str(path)) == digest.hexdigest()
+    assert tokenizer_vocabulary(str(path), path).fingerprint == digest.hexdigest()
+    assert tokenizer_vocabulary(str(path)).fingerprint == digest.hexdigest()
 
 
 def test_equal_vocabularies_have_equal_fingerprints(tmp_path: Path) -> None:
     one = words(tmp_path / "one")
     other = words(tmp_path / "other", "qwen3")
     different = words(tmp_path / "different", prefix="x")
-    fingerprints = [tokenizer_fingerprint(str(path), path) for path in (one, other, different)]
+    fingerprints = [tokenizer_vocabulary(str(path), path).fingerprint for path in (one, other, different)]
     assert fingerprints[0] == fingerprints[1] != fingerprints[2]
     assert {len(fingerprint) for fingerprint in fingerprints} == {64}
 
@@ -185,13 +193,13 @@ def test_damaged_file_is_refused_in_the_librarys_words(tmp_path: Path, text: str
     (words(tmp_path) / "tokenizer.json").write_text(text)
     assert read_vocabulary(tmp_path) is None
     with pytest.raises(ConfigError, match="has no tokenizer that can be loaded: "):
-        tokenizer_fingerprint(str(tmp_path), tmp_path)
+        tokenizer_vocabulary(str(tmp_path), tmp_path)
 
 
 def test_no_tokenizer(tmp_path: Path) -> None:
     write_config(tmp_path, "llama")
     with pytest.raises(ConfigError, match="has no tokenizer that can be loaded: "):
-        tokenizer_fingerprint(str(tmp_path), tmp_path)
+        tokenizer_vocabulary(str(tmp_path), tmp_path)
 
 
 def light(directory: Path) -> Path:
@@ -211,3 +219,19 @@ def test_a_damaged_tokenizer_of_a_light_checkpoint_is_not_guessed_at(tmp_path: P
     directory = light(tmp_path)
     change_json(directory / "tokenizer.json", model={})
     assert read_vocabulary(directory) is None
+
+
+def test_what_a_light_checkpoint_records_holds_until_its_tokenizer_changes(tmp_path: Path) -> None:
+    directory = light(tmp_path)
+    read = tokenizer_vocabulary(str(directory), directory)
+    record_vocabulary(directory)
+    recorded = tokenizer_vocabulary(str(directory), directory)
+    assert "ids" not in vars(recorded)
+    assert (recorded.fingerprint, recorded.num_token_ids) == (read.fingerprint, read.num_token_ids)
+    assert "ids" not in vars(recorded) and recorded.ids == read.ids
+    tokens = json.loads((directory / "tokenizer.json").read_text())["added_tokens"]
+    change_json(
+        directory / "tokenizer.json", added_tokens=[*tokens, {**tokens[0], "content": "<more>", "id": 999}]
+    )
+    changed = tokenizer_vocabulary(str(directory), directory)
+    assert changed.num_token_ids == 1000 and changed.fingerprint != read.fingerprint

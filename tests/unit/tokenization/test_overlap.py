@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import pytest
 
+from specray.tokenization.fingerprint import ModelVocabulary
 from specray.tokenization.pair import difference
 
 TARGET = {"<s>": 0, "a": 1, "b": 2, "c": 3}
 
 
+def vocabulary(ids: dict[str, int]) -> ModelVocabulary:
+    return ModelVocabulary(lambda: ids)
+
+
 def test_equal_vocabularies_in_any_order() -> None:
-    assert difference(dict(reversed(TARGET.items())), TARGET) is None
+    assert difference(vocabulary(dict(reversed(TARGET.items()))), vocabulary(TARGET)) is None
+
+
+def test_equal_fingerprints_need_no_tokens() -> None:
+    def read() -> dict[str, int]:
+        raise AssertionError("not asked for")
+
+    assert difference(ModelVocabulary(read, ("ab", 4)), ModelVocabulary(read, ("ab", 4))) is None
 
 
 @pytest.mark.parametrize(
@@ -39,4 +51,4 @@ def test_equal_vocabularies_in_any_order() -> None:
     ],
 )
 def test_overlap_and_the_first_difference(draft: dict[str, int], said: str) -> None:
-    assert difference(draft, TARGET) == said
+    assert difference(vocabulary(draft), vocabulary(TARGET)) == said

@@ -38,8 +38,10 @@ class Unpacked:
         return codes * self.scale.float()[:, self.groups]
 
     def grouped(self) -> GroupedWeight:
-        """The same values of a weight of whole numbers whose groups have one size and are in order."""
+        """The same values, where groups have one size and are in order."""
         rows, num_groups = len(self.codes), self.scale.shape[1]
+        if self.codes.is_floating_point():
+            return GroupedWeight(self.codes, self.scale.expand(rows, num_groups).contiguous())
         # Bytes have signs.
         shift = 1 << (BYTE_BITS - 1) if self.bits == BYTE_BITS and self.codes.dtype == torch.int32 else 0
         zeros = torch.zeros((), dtype=torch.int32) if self.zeros is None else self.zeros

@@ -11,11 +11,15 @@ import torch
 
 from specray.engine.weights.block_type import BlockType, numbered_type
 from specray.engine.weights.block_weight import BlockWeight
+from specray.engine.weights.grouped_weight import HALF_BITS, GroupedWeight
+from specray.engine.weights.quantization import GROUP
+from specray.engine.weights.stored_weight import Part
 from specray.errors import ConfigError
 from specray.gguf.header import GgufHeader, TensorEntry, check_whole, read_header
 
 PLAIN_TYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 """Types of plain numbers by their numbers in GGML."""
+_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _RELEASED_BYTES = 1 << 24
 """Bytes read after which the pages go back to the system: pages that were read count as this process's."""
 
@@ -29,6 +33,17 @@ class GgufTensor:
     kind: BlockType | torch.dtype
     start: int
     """Bytes before it in the file."""
+
+    @property
+    def unit(self) -> int | None:
+        """Input features that belong together where kernels hold its numbers as they are; None: none does."""
+        if isinstance(self.kind, BlockType):
+            return self.kind.size.num_values
+        return GROUP if self.kind is torch.float16 and self.shape[-1] % GROUP == 0 else None
+
+    @property
+    def format(self) -> str:
+        return self.kind.value if isinstance(self.kind, BlockType) else _NAMES[self.kind]
 
     @property
     def num_rows(self) -> int:
@@ -67,11 +82,12 @@ class GgufFile:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._num_bytes = 0
 
-    def blocks(self, name: str, first: int, last: int) -> BlockWeight:
-        """Rows ``first`` to ``last - 1`` of a tensor of blocks, a view of the file."""
+    def stored(self, name: str, first: int, last: int) -> Part:
+        """Rows ``first`` to ``last - 1`` of a tensor that has a unit, a view of the file."""
         tensor = self.tensors[name]
-        assert isinstance(tensor.kind, BlockType), "asked for blocks"
-        return BlockWeight(tensor.kind, self._bytes(tensor, first, last).view(last - first, -1))
+        if isinstance(tensor.kind, BlockType):
+            return BlockWeight(tensor.kind, self._bytes(tensor, first, last).view(last - first, -1))
+        return GroupedWeight(self.numbers(name, first, last), torch.ones(last - first, 1), bits=HALF_BITS)
 
     def numbers(self, name: str, first: int, last: int) -> torch.Tensor:
         """Rows of a tensor of plain numbers, a view of the file."""
@@ -98,7 +114,7 @@ def _tensors(header: GgufHeader, name: str) -> dict[str, GgufTensor]:
 def _tensor(entry: TensorEntry, data_start: int, name: str) -> GgufTensor:
     kind = numbered_type(entry.type_number) or PLAIN_TYPES.get(entry.type_number)
     if kind is None:
-        allowed = ", ".join(["f32", "f16", "bf16", *BlockType])
+        allowed = ", ".join([*_NAMES.values(), *BlockType])
         raise ConfigError(
             f"model {name!r}: the tensor {entry.name!r} is of type {entry.type_number}; allowed: {allowed} "
             "(`specray models convert FILE DIRECTORY` writes the file's numbers in bfloat16)"

@@ -112,19 +112,19 @@ class GgufWeights(NamedWeights):
         return {
             name: self._place(name).shape[0] * tensor.row_bytes
             for name in self.shapes
-            if (tensor := self._blocks_of(name)) is not None
+            if (tensor := self._held(name)) is not None
         }
 
     @property
     def stored_formats(self) -> Mapping[str, str]:
-        found = {name: self._blocks_of(name) for name in self.shapes}
-        return {name: str(tensor.kind) for name, tensor in found.items() if tensor is not None}
+        found = {name: self._held(name) for name in self.shapes}
+        return {name: tensor.format for name, tensor in found.items() if tensor is not None}
 
     def stored(self, name: str, part: WeightPart | None = None) -> StoredWeight | None:
-        tensor = self._blocks_of(name)
-        if tensor is None or self._cuts_a_block(name, tensor, part):
+        tensor = self._held(name)
+        if tensor is None or self._cuts_a_unit(name, tensor, part):
             return None
-        weight = StoredWeight((self._file.blocks(*self._run(name, part)),))
+        weight = StoredWeight((self._file.stored(*self._run(name, part)),))
         place = self._place(name)
         if place.order is not None:
             weight = weight.select(place.order[_rows(place, part)])
@@ -138,7 +138,7 @@ class GgufWeights(NamedWeights):
         place = self._place(name)
         tensor = self._file.tensors[place.tensor]
         if isinstance(tensor.kind, BlockType):
-            weight = self._file.blocks(*self._run(name, part)).values(self._dtype)
+            weight = self._file.stored(*self._run(name, part)).values(self._dtype)
         else:
             weight = self._converted(name, self._file.numbers(*self._run(name, part)))
         if len(place.shape) == 1:
@@ -175,18 +175,22 @@ class GgufWeights(NamedWeights):
     def _place(self, name: str) -> _TensorRows:
         return self._places[self._names[name]]
 
-    def _blocks_of(self, name: str) -> GgufTensor | None:
+    def _held(self, name: str) -> GgufTensor | None:
         """The tensor of a weight that is given in its own bits."""
         place = self._places.get(self._names[name])
         if place is None or not self._has_own_bits or len(place.shape) != 2:
             return None
         tensor = self._file.tensors[place.tensor]
-        return tensor if isinstance(tensor.kind, BlockType) and _ROUTER not in place.tensor else None
+        return None if tensor.unit is None or _ROUTER in place.tensor else tensor
 
-    def _cuts_a_block(self, name: str, tensor: GgufTensor, part: WeightPart | None) -> bool:
-        assert isinstance(tensor.kind, BlockType), "made of blocks"
-        size = tensor.kind.size.num_values
-        if part is None or part.dim != 1 or (part.start % size == 0 and part.stop % size == 0):
+    def _cuts_a_unit(self, name: str, tensor: GgufTensor, part: WeightPart | None) -> bool:
+        size = tensor.unit
+        if (
+            size is None
+            or part is None
+            or part.dim != 1
+            or (part.start % size == 0 and part.stop % size == 0)
+        ):
             return False
         if "columns" not in self._warned:
             self._warned.add("columns")

@@ -28,6 +28,8 @@ from specray.engine.weights.stored_weight import StoredWeight
 from specray.errors import ConfigError
 
 _log = logging.getLogger(__name__)
+_HELD_TYPES = torch.int8, torch.float8_e4m3fn
+"""Types of numbers of 8 bits that kernels hold."""
 
 
 class StoredWeights(NamedWeights):
@@ -93,8 +95,8 @@ class StoredWeights(NamedWeights):
             if not self._has_warned:
                 self._has_warned = True
                 _log.warning(
-                    "%s: %s and maybe others are dequantised to dtype: kernels hold integers, in groups of "
-                    "multiples of 32 input features in order, and ranks of such",
+                    "%s: %s and maybe others are dequantised to dtype: kernels hold integers and e4m3, in "
+                    "groups of multiples of 32 input features in order, and ranks of such",
                     self._path,
                     name,
                 )
@@ -130,10 +132,10 @@ class StoredWeights(NamedWeights):
         return frozenset(layer for layer in self._layers.values() if self._is_held(layer))
 
     def _is_held(self, layer: str) -> bool:
-        """Whether its numbers are whole, in groups of multiples of 32 input features in order."""
+        """Whether kernels hold its numbers, in groups of multiples of 32 input features in order."""
         stored, kind, (_, columns) = self._formats[layer], self._kind(layer), self._shape(layer)
         has = self._files.shapes
-        if kind == "scaled" and self._files.raw(f"{layer}.weight").is_floating_point():
+        if kind == "scaled" and self._files.raw(f"{layer}.weight").dtype not in _HELD_TYPES:
             return False
         by_row = has.get(f"{layer}.weight_scale", has.get(f"{layer}.weight_scale_inv", ()))
         num_groups = has[f"{layer}.scales"][0] if kind in ("gptq", "awq") else (*by_row, 1, 1)[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from specray.control.controller import Controller
 from specray.control.experiments import (
-    LARGE_SPEEDUP_INTERVAL_STEPS,
+    FIRST_INTERVAL_STEPS,
     PLAIN_STEPS,
     Experiments,
     num_window_steps,
@@ -37,7 +37,7 @@ def tried(
     experiments.switch_to(Mode.MODEL, num_running)
     size = num_window_steps(Mode.MODEL, num_running)
     promises = PROMISES | {Mode.MODEL: predicted_speedup}
-    steps(experiments, Mode.MODEL, max(size, LARGE_SPEEDUP_INTERVAL_STEPS), speedup, num_running)
+    steps(experiments, Mode.MODEL, max(size, FIRST_INTERVAL_STEPS), speedup, num_running)
     assert experiments.begin(Mode.MODEL, promises, num_running) is Mode.PLAIN
     assert steps(experiments, Mode.PLAIN, PLAIN_STEPS, 1.0, num_running)[-1]
     assert steps(experiments, Mode.MODEL, size, speedup, num_running)[-1]

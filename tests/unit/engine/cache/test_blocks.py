@@ -4,6 +4,7 @@ import os
 import resource
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -241,11 +242,20 @@ def test_memory_given_aside_is_given_once() -> None:
     cache = make_cache(CacheShape(2, 4, 64), 4, 2048)
     cache.take_large_pages(1 << 30)
     before = resident_bytes()
-    cache.populate_aside()
-    cache.populate_aside()
+    cache.populate_aside(0)
+    cache.populate_aside(0)
     while any(thread.name == "specray-populate" for thread in threading.enumerate()):
         time.sleep(0.001)
     assert abs(resident_bytes() - before - 2 * 4 * LARGE) < 2 * LARGE
+
+
+def test_who_waits_to_give_memory_does_not_keep_a_cache() -> None:
+    cache = make_cache(CacheShape(2, 4, 64), 4, 2048)
+    cache.take_large_pages(1 << 30)
+    cache.populate_aside(60)
+    alive = weakref.ref(cache)
+    del cache
+    assert alive() is None
 
 
 @pytest.mark.parametrize(

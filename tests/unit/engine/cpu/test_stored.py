@@ -228,3 +228,54 @@ def test_groups_of_safetensors_have_their_values(
     for num_rows in (1, 9):
         rows = random(num_rows, 512)
         assert_is_product(layer.precise(rows), rows, weight.values())
+
+
+def floats(dtype: torch.dtype, size: int, in_features: int, group: int) -> GroupedWeight:
+    """Every finite float of 8 bits, or floats of 16 with their ends; scales of either sign."""
+    numbers = torch.Generator().manual_seed(size)
+    if dtype == torch.float16:
+        drawn = torch.randn(size, in_features, generator=numbers)
+        drawn.view(-1)[:7] = torch.tensor(EDGES)
+        codes = drawn.half()
+    else:
+        finite = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
+        places = (torch.arange(size * in_features) * 7) % len(finite)
+        codes = finite[places].view(size, in_features).view(torch.float8_e4m3fn)
+    scales = torch.randn(size, in_features // group, generator=numbers) * 1e-2
+    return GroupedWeight(codes, scales, bits=8 * dtype.itemsize)
+
+
+FLOATS = (torch.float8_e4m3fn, torch.float16)
+
+
+@pairs(kind=FLOATS, group=(128, 512), size=(64, 37), dtype=DTYPES)
+def test_floats_of_a_file_have_their_values(
+    kind: torch.dtype, group: int, size: int, dtype: torch.dtype
+) -> None:
+    weight, bias = floats(kind, size, 512, group), random(size, seed=3)
+    layer = QuantizedLinear(stored(weight), bias, ALONE, dtype)
+    rows = random(40, 512, dtype=dtype)
+    whole = layer.precise(rows)
+    assert_is_product(whole, rows, weight.values(), bias)
+    for width in (1, 2, 5, 13):
+        pieces = [layer.precise(piece.contiguous()) for piece in torch.split(rows, width)]
+        assert torch.equal(whole, torch.cat(pieces)), width
+    assert layer.num_bytes >= weight.codes.nbytes
+
+
+@pytest.mark.parametrize("kind", FLOATS)
+def test_each_float_is_multiplied_as_the_number_that_it_is(kind: torch.dtype) -> None:
+    """Rows of a single one: what comes out is a weight, with nothing added to it."""
+    weight = floats(kind, 64, 512, 128)
+    layer = QuantizedLinear(stored(weight), None, ALONE, torch.float32)
+    assert torch.equal(layer.precise(torch.eye(512)), weight.values().T)
+
+
+@pytest.mark.skipif(tile.fastest_registers() is tile.AVX2, reason="no AVX-512 with dot products here")
+@pytest.mark.parametrize("kind", FLOATS)
+def test_instruction_sets_add_floats_in_one_order(kind: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, rows = floats(kind, 70, 512, 128), random(7, 512)
+    wide = QuantizedLinear(stored(weight), None, ALONE, torch.float32).precise(rows)
+    monkeypatch.setattr(linear_module, "fastest_registers", lambda: tile.AVX2)
+    narrow = QuantizedLinear(stored(weight), None, ALONE, torch.float32)
+    assert torch.equal(wide[:1], narrow.precise(rows[:1])) and torch.equal(wide, narrow.precise(rows))

@@ -22,7 +22,6 @@ from specray.engine.preflight import check_model, check_pair
 from specray.engine.runner.assembly import build_runner
 from specray.errors import ConfigError
 from specray.tokenization import load_tokenizer
-from specray.tokenization.fingerprint import fingerprint
 from specray.tokenization.pair import load_partners
 from specray.types import SamplingParams, Verification
 from tests.unit.engine.harness import Session, generate_serial
@@ -154,7 +153,7 @@ def test_a_draft_alone_and_one_that_is_told_so_keep_their_own_tokens(pair: tuple
     for config in (alone, config_of(pair, vocabulary="same")):
         engine = build_draft_engine(config)
         assert type(engine) is DraftEngine
-        assert engine.info.tokenizer_fingerprint == fingerprint(check_model(config.draft, "draft").vocabulary)
+        assert engine.info.tokenizer_fingerprint == check_model(config.draft, "draft").vocabulary.fingerprint
 
 
 def test_pairs_are_checked_before_anything_starts(pair: tuple[Path, Path], tmp_path: Path) -> None:

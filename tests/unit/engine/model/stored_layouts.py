@@ -12,6 +12,7 @@ import torch
 from tests.unit.engine.model.checkpoints import change_config, changing_tensors
 
 Tensors = dict[str, torch.Tensor]
+Store = Callable[[tuple[int, int], torch.Generator], tuple[Tensors, torch.Tensor]]
 GROUP = 16
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -22,7 +23,7 @@ class Layout:
 
     config: dict[str, Any]
     """``quantization_config``."""
-    store: Callable[[tuple[int, int], torch.Generator], tuple[Tensors, torch.Tensor]]
+    store: Store
     """Random tensors of a layer of this shape, by the end of their names, and the weight that they mean."""
 
 
@@ -48,15 +49,19 @@ def _scales(shape: tuple[int, ...], random: torch.Generator) -> torch.Tensor:
     return torch.rand(shape, generator=random) * 0.5 + 0.1
 
 
-def _fp8_blocks(shape: tuple[int, int], random: torch.Generator) -> tuple[Tensors, torch.Tensor]:
-    """Blocks of 24 rows and 20 columns, which divide neither."""
-    weight = _fp8(shape, random)
-    scale = _scales((-(-shape[0] // 24), -(-shape[1] // 20)), random)
-    meant = torch.empty(shape)
-    for row in range(shape[0]):
-        for column in range(shape[1]):
-            meant[row, column] = weight[row, column].float() * scale[row // 24, column // 20]
-    return {"weight": weight, "weight_scale_inv": scale}, meant
+def fp8_blocks(rows: int, columns: int) -> Store:
+    """Blocks of so many rows and columns, which need not divide the weight's."""
+
+    def store(shape: tuple[int, int], random: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        weight = _fp8(shape, random)
+        scale = _scales((-(-shape[0] // rows), -(-shape[1] // columns)), random)
+        meant = torch.empty(shape)
+        for row in range(shape[0]):
+            for column in range(shape[1]):
+                meant[row, column] = weight[row, column].float() * scale[row // rows, column // columns]
+        return {"weight": weight, "weight_scale_inv": scale}, meant
+
+    return store
 
 
 def _fp8_tensor(shape: tuple[int, int], random: torch.Generator) -> tuple[Tensors, torch.Tensor]:
@@ -65,7 +70,7 @@ def _fp8_tensor(shape: tuple[int, int], random: torch.Generator) -> tuple[Tensor
     return {"weight": weight, "weight_scale": scale, **unused}, weight.float() * scale
 
 
-def _fp8_rows(shape: tuple[int, int], random: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+def fp8_rows(shape: tuple[int, int], random: torch.Generator) -> tuple[Tensors, torch.Tensor]:
     weight, scale = _fp8(shape, random), _scales((shape[0], 1), random)
     return {"weight": weight, "weight_scale": scale}, weight.float() * scale
 
@@ -164,11 +169,11 @@ def compressed_groups(format: str, weights: Mapping[str, Any], **values: Any) ->
 
 
 LAYOUTS = {
-    "fp8-blocks": Layout({"quant_method": "fp8", "weight_block_size": [24, 20]}, _fp8_blocks),
+    "fp8-blocks": Layout({"quant_method": "fp8", "weight_block_size": [24, 20]}, fp8_blocks(24, 20)),
     "fp8-tensor": Layout({"quant_method": "fp8", "activation_scheme": "static"}, _fp8_tensor),
     "modelopt": Layout({"quant_method": "modelopt", "quant_algo": "FP8"}, _fp8_tensor),
     "compressed-float": Layout(
-        compressed("float-quantized", num_bits=8, type="float", strategy="channel"), _fp8_rows
+        compressed("float-quantized", num_bits=8, type="float", strategy="channel"), fp8_rows
     ),
     "compressed-int8": Layout(
         compressed("int-quantized", num_bits=8, type="int", strategy="channel"), int8_rows

@@ -104,3 +104,34 @@ def test_a_scale_that_is_not_finite_is_seen(number: float) -> None:
     assert weight.is_finite()
     weight.scales[2, 3] = number
     assert not weight.is_finite()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "code"),
+    [
+        (torch.float8_e4m3fn, 0x7F),
+        (torch.float8_e4m3fn, 0xFF),
+        (torch.float16, 0x7C00),
+        (torch.float16, 0x7E01),
+    ],
+)
+def test_a_float_that_is_no_number_is_seen(dtype: torch.dtype, code: int) -> None:
+    words = torch.zeros(2, 64, dtype=torch.uint8 if dtype.itemsize == 1 else torch.int16)
+    weight = GroupedWeight(words.view(dtype), torch.ones(2, 2), bits=8 * dtype.itemsize)
+    assert weight.is_finite()
+    words[1, 63] = code
+    assert not weight.is_finite()
+
+
+def test_floats_are_cut_and_joined_like_codes() -> None:
+    numbers = torch.Generator().manual_seed(0)
+    parts = [
+        GroupedWeight(torch.randn(3, 64, generator=numbers).to(torch.float8_e4m3fn), torch.rand(3, 2))
+        for _ in range(2)
+    ]
+    both = StoredWeight.of(parts)
+    assert len(both.parts) == 1
+    expected = torch.cat([part.values() for part in parts])
+    assert torch.equal(both.values(), expected)
+    order = torch.tensor([5, 0, 2])
+    assert torch.equal(both.select(order).columns(32, 64).values(), expected[order][:, 32:])

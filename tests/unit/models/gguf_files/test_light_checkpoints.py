@@ -89,6 +89,7 @@ def test_a_file_becomes_a_directory_with_everything_but_the_weights(
         "generation_config.json",
         "model.gguf",
         "specray.json",
+        "specray_vocabulary.json",
         "tokenizer.json",
         "tokenizer_config.json",
     ]

@@ -9,6 +9,8 @@ The codes of a group and an output feature are as many words of 32 bits as a cod
 lanes of 16 bits, for the even and the odd one of two neighbouring input features, since the processor
 multiplies pairs of 16-bit integers. A lane holds as many codes as fit, from its lowest bit on; bits that are
 left over in all words hold the group's last codes, in pieces.
+
+Codes that are floats are multiplied as floats: of a group they lie input feature by input feature.
 """
 
 from __future__ import annotations
@@ -43,14 +45,22 @@ class Numbers(StrEnum):
 
 
 class Table(StrEnum):
-    """What codes of 4 bits stand for."""
+    """What codes stand for."""
 
     THEMSELVES = "codes"
     IQ4 = "iq4"
     MXFP4 = "mxfp4"
+    E4M3 = "e4m3"
+    """Floats of 8 bits, times 2^-8: the same bits, moved, are those of a float16."""
+    HALF = "float16"
+
+    @property
+    def is_float(self) -> bool:
+        return self in (Table.E4M3, Table.HALF)
 
     @property
     def values(self) -> tuple[int, ...]:
+        """Integers by codes of 4 bits."""
         return IQ4_VALUES if self is Table.IQ4 else MXFP4_VALUES
 
 
@@ -86,6 +96,11 @@ class Layout:
     def name(self) -> str:
         fields = self.bits, self.offset, self.table, self.scales, self.minimums, self.num_groups, self.halves
         return "-".join(map(str, (*fields, 32 if self.is_float32 else 16)))
+
+    @property
+    def feature_bytes(self) -> int:
+        """Bytes of one input feature's codes, where they are floats."""
+        return self.bits // 8 * PANEL
 
     @property
     def per_lane(self) -> int:

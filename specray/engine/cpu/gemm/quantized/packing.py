@@ -52,8 +52,8 @@ def pack_blocks(weight: BlockWeight, panels: torch.Tensor, thread_pool: ThreadPo
 
 
 def pack_codes(layout: Layout, codes: torch.Tensor, panels: torch.Tensor, thread_pool: ThreadPool) -> None:
-    """Packs codes, int8 ``[out_features, in_features]``, and nothing else: signed ones of 8 bits, or those of
-    4 bits as the layout has them."""
+    """Packs codes ``[out_features, in_features]`` and nothing else: int8, signed ones of 8 bits or those of 4
+    bits as the layout has them, or floats of the layout's type."""
     _run(_codes_kernel(layout), codes.contiguous().view(torch.uint8), panels, thread_pool)
 
 
@@ -76,25 +76,35 @@ def _blocks_kernel(kind: BlockType) -> Kernel:
 
 @functools.cache
 def _codes_kernel(layout: Layout) -> Kernel:
-    offset, num_codes = layout.offset if layout.bits == 8 else 0, layout.num_groups * GROUP
+    offset, num_bytes = (
+        layout.offset if layout.bits == 8 else 0,
+        layout.num_groups * GROUP * _code_size(layout),
+    )
 
     @kernel()
     def decode(block: Any, codes: Any, factors: Any, numbers: Any) -> None:
-        for index in range(num_codes):
+        for index in range(num_bytes):
             codes[index] = block[index] + offset
 
-    make = functools.partial(_make_pack, layout, decode, num_codes, has_numbers=False)
+    make = functools.partial(_make_pack, layout, decode, num_bytes, has_numbers=False)
     return Kernel(f"pack-codes-{layout.name}", _NUM_ARGS, make)
 
 
+def _code_size(layout: Layout) -> int:
+    """Bytes of a code that was taken apart."""
+    return layout.feature_bytes // PANEL if layout.table.is_float else 1
+
+
 def _make_pack(layout: Layout, decode: Any, source_bytes: int, *, has_numbers: bool = True) -> Any:
-    store_words, num_groups = _make_store_words(layout), layout.num_groups
+    is_float, num_groups, code_size = layout.table.is_float, layout.num_groups, _code_size(layout)
+    store = _make_store_floats(layout) if is_float else _make_store_words(layout)
+    lane_bytes = code_size if is_float else 4
     code_bytes, factor_bytes = layout.code_bytes, layout.factor_bytes
     factors_offset, numbers_offset = layout.factors_offset, layout.numbers_offset
     number_bytes, block_bytes = layout.number_bytes, layout.block_bytes
     num_factors = layout.num_factors if has_numbers else 0
     num_numbers = 1 + (layout.minimums is not Numbers.NONE) if has_numbers else 0
-    is_float32, num_codes = layout.is_float32, num_groups * GROUP
+    is_float32, num_codes = layout.is_float32, num_groups * GROUP * code_size
     infinite = 0x7F800000 if is_float32 else 0x7C00
 
     @kernel()
@@ -102,7 +112,7 @@ def _make_pack(layout: Layout, decode: Any, source_bytes: int, *, has_numbers: b
         """Writes what a row's super-block was taken apart into; returns whether a number is not finite."""
         is_bad = False
         for group in range(num_groups):
-            store_words(codes + group * GROUP, block + group * code_bytes + lane * 4)
+            store(codes + group * GROUP * code_size, block + group * code_bytes + lane * lane_bytes)
             own = carray(as_pointer(block + factors_offset + group * factor_bytes), (factor_bytes,), np.uint8)
             for index in range(num_factors):
                 own[index * PANEL + lane] = factors[group * num_factors + index]
@@ -135,6 +145,20 @@ def _make_pack(layout: Layout, decode: Any, source_bytes: int, *, has_numbers: b
             carray(as_pointer(scratch + _IS_BAD), (1,), np.uint8)[0] = 1
 
     return pack
+
+
+def _make_store_floats(layout: Layout) -> Any:
+    """Makes ``(codes, place)``, both addresses: writes 32 floats as one output feature's of a group."""
+    kind = np.uint16 if _code_size(layout) == 2 else np.uint8
+
+    @kernel()
+    def store_floats(codes: int, place: int) -> None:
+        source = carray(as_pointer(codes), (GROUP,), kind)
+        target = carray(as_pointer(place), (GROUP * PANEL,), kind)
+        for index in range(GROUP):
+            target[index * PANEL] = source[index]
+
+    return store_floats
 
 
 def _make_store_words(layout: Layout) -> Any:

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import torch
 
-from specray.engine.cpu.gemm.quantized.layout import BLOCK_LAYOUTS, Layout, Numbers, made_layout
+from specray.engine.cpu.gemm.quantized.layout import BLOCK_LAYOUTS, Layout, Numbers, Table, made_layout
 from specray.engine.cpu.gemm.quantized.packing import pack_blocks, pack_codes
 from specray.engine.cpu.gemm.vector import PANEL
 from specray.engine.cpu.huge_pages import empty_on_huge_pages
@@ -20,6 +20,14 @@ from specray.engine.weights.stored_weight import Weight
 from specray.errors import ConfigError
 
 Packable: TypeAlias = BlockWeight | GroupedWeight | QuantizedWeight
+_TABLES = {
+    torch.int8: Table.THEMSELVES,
+    torch.float8_e4m3fn: Table.E4M3,
+    torch.float16: Table.HALF,
+}
+"""What codes of these types are in layouts."""
+_E4M3_UNIT = 256.0
+"""What a float of 8 bits is in units of the layout's."""
 _MIDDLE = 8
 """Zero of symmetric codes of 4 bits."""
 
@@ -60,7 +68,7 @@ def can_pack(weight: Weight) -> bool:
 
 
 def _can_pack_groups(part: GroupedWeight) -> bool:
-    return not part.codes.is_floating_point() and part.group % GROUP == 0
+    return part.codes.dtype in _TABLES and part.group % GROUP == 0
 
 
 def pack(weight: Packable, thread_pool: ThreadPool) -> Panels:
@@ -82,15 +90,18 @@ def pack(weight: Packable, thread_pool: ThreadPool) -> Panels:
 def _pack_groups(weight: GroupedWeight, thread_pool: ThreadPool) -> Panels:
     if not weight.is_finite():
         raise ConfigError("a weight holds a scale that is NaN or infinite; allowed: finite numbers")
-    zeros, is_nibble = weight.zeros, weight.bits == NIBBLE_BITS
-    offset = 0 if is_nibble else 128
+    zeros, is_nibble, table = weight.zeros, weight.bits == NIBBLE_BITS, _TABLES[weight.codes.dtype]
+    offset = 0 if is_nibble or table.is_float else 128
     if zeros is not None and is_nibble and bool((zeros == _MIDDLE).all()):
         zeros, offset = None, _MIDDLE
     kind = Numbers.UINT8 if is_nibble else Numbers.INT8
     scales = weight.scales.float()
+    if table is Table.E4M3:
+        scales = scales * _E4M3_UNIT
     layout = Layout(
-        NIBBLE_BITS if is_nibble else 8,
+        weight.bits,
         offset,
+        table,
         minimums=Numbers.NONE if zeros is None else kind,
         num_groups=weight.group // GROUP,
         is_float32=not torch.equal(scales.half().float(), scales),

@@ -3,7 +3,8 @@
 Codes become pairs of 16-bit integers in registers, by shifts and masks, and one instruction multiplies a pair
 with a row's pair and adds both products: exact integers, 8 or 16 output features at a time. After a group the
 sums are scaled and added to float32 totals in memory. Each total is added to in the order of the groups,
-whatever the number of rows and the instruction set, so a row's result depends on neither.
+whatever the number of rows and the instruction set, so a row's result depends on neither. Codes that are
+floats are multiplied with the row's integers as float32, and added in the order of the input features.
 """
 
 from __future__ import annotations
@@ -134,9 +135,11 @@ class _Tile:
         )
         self._pairs = ir.VectorType(_INT16, 2 * self._lanes)
         self._unpacking = Unpacking(builder, layout, self._lanes)
-        self._chains = range(registers.num_chains(num_rows))
+        is_float = layout.table.is_float
+        # Sums of floats depend on their order, which must not depend on the number of rows.
+        self._chains = range(1 if is_float else registers.num_chains(num_rows))
         self._sums = {
-            (row, vector, chain): cgutils.alloca_once(builder, self._words)
+            (row, vector, chain): cgutils.alloca_once(builder, self._floats if is_float else self._words)
             for row in self._rows
             for vector in vectors
             for chain in self._chains
@@ -190,6 +193,10 @@ class _Tile:
         builder, layout = self._builder, self._layout
         block = builder.add(integers, self._times(row, BLOCK_BYTES))
         factor = builder.add(factors, self._times(row, FACTOR_BYTES))
+        if layout.table.is_float:
+            self._emit_floats(codes, block, wanted)
+            self._emit_totals(own, 0, factor, sums, numbers)
+            return
         num_direct = layout.per_lane * layout.bits
         each = _NUM_PAIRS // layout.halves
         for half in range(layout.halves):
@@ -242,6 +249,28 @@ class _Tile:
                     self._emit_barrier()
                 weights = {v: self._unpacking.whole(loaded[v], slot) for v in self._vectors}
                 self._emit_products(weights, numbers, slot * 4, slot)
+
+    def _emit_floats(self, codes: Any, block: Any, wanted: Any) -> None:
+        """Sums of products with a group's floats."""
+        builder, size = self._builder, self._layout.feature_bytes
+        fma, pair_lines = self._fma(), 2 * size // _LINE
+        for total in self._sums.values():
+            builder.store(ir.Constant(self._floats, [0.0] * self._lanes), total)
+        with cgutils.for_range(builder, ir.Constant(_INT64, _NUM_PAIRS), intp=_INT64) as loop:
+            place = builder.add(codes, self._times(loop.index, 2 * size))
+            numbers = builder.add(block, self._times(loop.index, 4))
+            if self._is_first:
+                for line in range(pair_lines):
+                    self._prefetch(builder.add(wanted, self._times(loop.index, 2 * size)), line)
+            for odd in range(2):
+                feature = builder.add(place, ir.Constant(_INT64, odd * size))
+                weights = {vector: self._unpacking.floats(feature, vector) for vector in self._vectors}
+                for row in self._rows:
+                    number = self._load(numbers, row * BLOCK_BYTES + 2 * odd, _INT16, 2)
+                    operand = self._splat(builder.sitofp(number, _FLOAT), self._floats)
+                    for vector, weight in weights.items():
+                        total = self._sums[row, vector, 0]
+                        builder.store(builder.call(fma, [operand, weight, builder.load(total)]), total)
 
     def _emit_products(self, weights: dict[int, Any], numbers: Any, offset: int, turn: int) -> None:
         """Products of each row's pair at an address with a pair of codes."""
@@ -304,10 +333,7 @@ class _Tile:
     def _emit_totals(self, own: Any, half: int, factor: Any, sums: Any, numbers: _OfBlock) -> None:
         """Adds a group's sums to the totals: ``unit * sum * scale``, and before it ``unit * sum of integers *
         minimum``."""
-        builder, layout = self._builder, self._layout
-        fma = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(self._floats, [self._floats] * 3), f"llvm.fma.v{self._lanes}f32"
-        )
+        builder, layout, fma = self._builder, self._layout, self._fma()
         scales = self._factors(own, layout.scales, half, numbers.scales)
         place = layout.halves * layout.scales.is_factor
         minimums = self._factors(own, layout.minimums, place, numbers.minimums) if half == 0 else {}
@@ -332,7 +358,11 @@ class _Tile:
         total, *others = [builder.load(self._sums[row, vector, chain]) for chain in self._chains]
         for other in others:
             total = builder.add(total, other)
-        return builder.sitofp(total, self._floats)
+        return total if self._layout.table.is_float else builder.sitofp(total, self._floats)
+
+    def _fma(self) -> Any:
+        kind = ir.FunctionType(self._floats, [self._floats] * 3)
+        return cgutils.get_or_insert_function(self._builder.module, kind, f"llvm.fma.v{self._lanes}f32")
 
     def _times(self, number: Any, factor: int) -> Any:
         return self._builder.mul(number, ir.Constant(_INT64, factor))

@@ -1,4 +1,4 @@
-"""Codes of a layout as pairs of 16-bit integers in registers, emitted as LLVM IR."""
+"""Codes of a layout in registers, as pairs of 16-bit integers or as floats, emitted as LLVM IR."""
 
 from __future__ import annotations
 
@@ -57,6 +57,21 @@ class Unpacking:
             piece = self._piece(self.load(address, vector)[0], source, width, place)
             found = piece if found is None else builder.or_(found, piece)
         return found
+
+    def floats(self, codes: Any, vector: int) -> Any:
+        """The floats of one input feature, float32, from the address of its codes."""
+        builder, size = self._builder, self._layout.bits // 8
+        place = builder.add(codes, ir.Constant(_INT64, vector * self._lanes * size))
+        halves, words = (ir.VectorType(kind, self._lanes) for kind in (ir.HalfType(), _INT16))
+        stored = halves if self._layout.table is Table.HALF else ir.VectorType(_BYTE, self._lanes)
+        value = builder.load(builder.inttoptr(place, stored.as_pointer()))
+        value.align = 8
+        if self._layout.table is Table.E4M3:
+            # Its sign stays the highest bit, but comes a second time below it.
+            moved = builder.shl(builder.sext(value, words), ir.Constant(words, [7] * self._lanes))
+            kept = builder.and_(moved, ir.Constant(words, [0xBFFF] * self._lanes))
+            value = builder.bitcast(kept, halves)
+        return builder.fpext(value, ir.VectorType(ir.FloatType(), self._lanes))
 
     def _piece(self, pairs: Any, source: int, width: int, place: int) -> Any:
         """Some bits of each lane, moved to their place, and zeros."""

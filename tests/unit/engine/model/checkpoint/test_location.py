@@ -14,7 +14,7 @@ from specray.engine.model.checkpoint.location import find_description, find_weig
 from specray.engine.model.description import ModelArgs, describe
 from specray.engine.model.loader import DecoderSource, load_model
 from specray.errors import ConfigError
-from specray.tokenization.fingerprint import tokenizer_fingerprint
+from specray.tokenization.fingerprint import tokenizer_vocabulary
 
 HUB_ID = "someone/tiny"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -90,7 +90,7 @@ def test_hub_id_loads_as_a_directory_does(snapshot: Path, llama: Path) -> None:
     assert isinstance(hub.source, DecoderSource) and hub.source.config == local.source.config
     name = "model.layers.1.mlp.up_proj.weight"
     assert torch.equal(hub.source.weights.take(name), local.source.weights.take(name))
-    assert tokenizer_fingerprint(HUB_ID, snapshot) == local.tokenizer_fingerprint
+    assert tokenizer_vocabulary(HUB_ID, snapshot).fingerprint == local.tokenizer_fingerprint
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"configuration_files": ["config.4.0.0.json"]}'])

@@ -25,6 +25,8 @@ from tests.unit.engine.model.stored_layouts import (
     awq,
     compressed,
     compressed_groups,
+    fp8_blocks,
+    fp8_rows,
     gptq,
     int8_rows,
     packed_rows,
@@ -89,6 +91,9 @@ OWN = {
     "compressed-8": Layout(
         compressed("pack-quantized", **{**_GROUPS, "num_bits": 8}), packed_rows(8, is_symmetric=True, size=32)
     ),
+    "fp8-tensor": LAYOUTS["fp8-tensor"],
+    "fp8-rows": Layout(compressed("float-quantized", num_bits=8, type="float", strategy="channel"), fp8_rows),
+    "fp8-blocks": Layout({"quant_method": "fp8", "weight_block_size": [24, 32]}, fp8_blocks(24, 32)),
     "int8": Layout(compressed("int-quantized", num_bits=8, type="int", strategy="channel"), int8_rows),
 }
 """Layouts that kernels hold exactly, in checkpoints whose layers have 64 and 128 input features."""
@@ -129,8 +134,8 @@ _REORDERED = Layout(
 @_HAS_KERNELS
 @pytest.mark.parametrize(
     "layout",
-    # Groups out of order; of 16 features; of 48 columns 32 and 16; no whole numbers.
-    [_REORDERED, LAYOUTS["awq"], LAYOUTS["gptq-short-last-group"], LAYOUTS["fp8-tensor"]],
+    # Groups out of order; of 16 features; of 48 columns 32 and 16; of 20.
+    [_REORDERED, LAYOUTS["awq"], LAYOUTS["gptq-short-last-group"], LAYOUTS["fp8-blocks"]],
     ids=["desc_act", "small", "uneven", "fp8"],
 )
 def test_what_kernels_do_not_hold_is_numbers_and_one_line_says_so(
