@@ -5,17 +5,23 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
+from specray.bench.load.own_texts import edit_prompts, json_prompts
 from specray.errors import ConfigError
 
 
 class Dataset(StrEnum):
     BUILTIN = "builtin"
+    EDITS = "edits"
+    """Renames in whole files of the package."""
+    JSON = "json"
+    """Lists of objects, to be written as JSON."""
     HUMANEVAL = "humaneval"
     """openai/human-eval: JSON lines with ``prompt``."""
     SPECBENCH = "specbench"
@@ -45,6 +51,12 @@ BUILTIN_PROMPTS = (
 )
 
 
+_OWN: Final[Mapping[Dataset, Callable[[], Sequence[str]]]] = MappingProxyType(
+    {Dataset.BUILTIN: lambda: BUILTIN_PROMPTS, Dataset.EDITS: edit_prompts, Dataset.JSON: json_prompts}
+)
+"""Data sets that come with the package."""
+
+
 def load_prompts(dataset: Dataset, path: Path | None, num_prompts: int) -> list[str]:
     """Returns the texts of ``load_labelled_prompts``. Raises like it."""
     return [prompt.text for prompt in load_labelled_prompts(dataset, path, num_prompts)]
@@ -63,8 +75,8 @@ def load_labelled_prompts(dataset: Dataset, path: Path | None, num_prompts: int)
     Raises:
         ConfigError: the file is missing, or is not of that data set.
     """
-    if dataset is Dataset.BUILTIN:
-        prompts = [Prompt(text) for text in BUILTIN_PROMPTS]
+    if dataset in _OWN:
+        prompts = [Prompt(text) for text in _OWN[dataset]()]
     elif path is None:
         raise ConfigError(f"--dataset-path is missing; --dataset {dataset} needs its file")
     else:
