@@ -36,6 +36,9 @@ class TargetTimes:
     """The tables of rounds are of steps that hit the experts of one row."""
     context_len: float = 0.0
     """Average tokens of a sequence, in recent steps."""
+    num_prompt_rows: float = 0.0
+    """Rows of recent steps with prompts, in ``prompts_s`` seconds."""
+    prompts_s: float = 0.0
     load_factor: float = 1.0
     """``TimeTable.load_factor`` of the last step without prompts."""
 
@@ -76,6 +79,9 @@ class TargetTimes:
         seconds = max(0.1 * seconds, seconds - context_s)
         if has_prompt:
             times.add(num_rows, seconds)
+            # Of the last twenty steps or so.
+            self.num_prompt_rows = 0.95 * self.num_prompt_rows + num_rows
+            self.prompts_s = 0.95 * self.prompts_s + seconds
             return
         if num_experts is None:
             seconds /= self.experts.expected_factor(num_rows, num_sequences, num_branches)

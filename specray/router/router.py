@@ -308,14 +308,13 @@ class Router:
         self._num_loads += 1
         sessions, cost_model, info = self.sessions, self.controller.cost_model, self._info
         num_running = max(1, len(sessions.running))
-        chunk = self._settings.router.prefill_chunk_tokens
-        chunk_s = cost_model.target.prompts.predict(chunk)
+        times = cost_model.target
         return RouterLoad(
             number=self._num_loads,
             num_waiting_tokens=sessions.num_waiting_tokens,
             num_running=len(sessions),
             num_places=sessions.limit,
-            prefill_tokens_per_s=chunk / chunk_s if chunk_s else 0.0,
+            prefill_tokens_per_s=times.num_prompt_rows / times.prompts_s if times.prompts_s else 0.0,
             step_s=cost_model.verify_s(num_running, num_running) or 0.0,
             num_cache_tokens=0 if info is None else info.num_blocks * info.block_size,
         )

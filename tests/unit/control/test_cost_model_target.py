@@ -115,3 +115,12 @@ def test_contexts_take_as_long_as_steps_of_their_own_kind_say() -> None:
             )
     assert target.predict(8, 4) == pytest.approx(0.014, rel=1e-3)
     assert target.predict(8, 4, is_overlapped=True) == pytest.approx(0.028, rel=0.02)
+
+
+def test_prompts_have_a_throughput_of_their_own_in_which_old_steps_fade() -> None:
+    times = TargetTimes()
+    times.add(100, 0.5, has_prompt=True)
+    times.add(5, 4.0)
+    assert times.num_prompt_rows / times.prompts_s == 200.0
+    times.add(300, 0.525, has_prompt=True)
+    assert times.num_prompt_rows / times.prompts_s == pytest.approx((95 + 300) / (0.475 + 0.525))

@@ -17,7 +17,7 @@ from tests.unit.planning.parts import plain_kit, target
 
 LOAD = ConversationLoad(
     num_conversations=16,
-    concurrency=8,
+    concurrency=4,
     num_turns=6,
     num_tenants=4,
     system_tokens=64,
