@@ -201,7 +201,8 @@ class RouterChoice:
             return equal[0]
         if request.session:
             return max(equal, key=lambda router: _affinity(request.session, router))
-        return self._rng.choice(equal)
+        # The better of two at random: chance alone would leave one without work and give another too much.
+        return min(self._rng.sample(equal, 2), key=lambda router: costs[router])
 
     def _reason(
         self, best: str, others: Sequence[str], costs: Mapping[str, float], found: Mapping[str, int]
@@ -217,7 +218,9 @@ class RouterChoice:
 def _cost(load: RouterLoad, num_tokens: int) -> float:
     """Predicted seconds to the first token, plus what the request and its company cost each other."""
     company = load.num_running / max(1, load.num_places) * COST_OF_COMPANY * load.step_s
-    return (load.num_waiting_tokens + num_tokens) / load.prefill_tokens_per_s + company
+    # A step that is under way goes on for half of its time on average.
+    under_way = load.step_s / 2 if load.num_running else 0.0
+    return (load.num_waiting_tokens + num_tokens) / load.prefill_tokens_per_s + under_way + company
 
 
 def _affinity(session: str, router: str) -> bytes:
