@@ -8,8 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from specray.engine.inputs import SequenceInput
+from specray.engine.model.decoder import DecoderForward
+from specray.engine_info import RoutedExperts
 from specray.errors import ConfigError
 from specray.train.mixture import MixtureFigures, MixtureShape, read_rows, save_mixture
+from tests.unit.engine.model.checkpoints import write_tokenizer
+from tests.unit.engine.runners import cpu_runner
 from tests.unit.train.test_inflate import VOCAB_SIZE, small_model
 
 SHAPE = MixtureShape(16, 4, share=0.6)
@@ -36,6 +41,24 @@ def test_logits_have_the_bits_of_the_source(tmp_path: Path, dtype: torch.dtype, 
     ids = torch.randint(VOCAB_SIZE, (2, 33), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         assert torch.equal(mixture(input_ids=ids).logits, small(input_ids=ids).logits)
+
+
+def test_the_decoder_gives_the_bits_of_the_source_and_counts(tmp_path: Path) -> None:
+    """In float32; in bfloat16 it rounds a dense layer's output once, with the stream to which it is added."""
+    small = small_model()
+    small.save_pretrained(tmp_path / "small")
+    written(tmp_path / "big", small)
+    logits = []
+    for name in ("small", "big"):
+        write_tokenizer(tmp_path / name, VOCAB_SIZE)
+        runner = cpu_runner(tmp_path / name)
+        assert isinstance(runner.forward, DecoderForward)
+        steps = [runner.run([SequenceInput(list(range(2, 14)), 0, [0, 1, 2], 12)]).logits.clone()]
+        steps.append(runner.run([SequenceInput([20], 12, [0, 1, 2], 1)]).logits.clone())
+        logits.append(torch.cat(steps))
+    assert torch.equal(*logits)
+    hits = runner.forward.expert_hits
+    assert hits is not None and hits.info == RoutedExperts(2 * 16, 2 * 4) and hits.read() == 2 * 4
 
 
 def test_experts_are_as_wide_as_their_share_says(tmp_path: Path) -> None:
