@@ -137,7 +137,7 @@ class Controller(DraftLength):
         if plain_s is None:
             return plan
         tokens, seconds = self.asked(plan, stats, 1)
-        if plan.overlap is not Overlap.SERIAL:
+        if plan.overlap is not Overlap.SERIAL and stats.rounds_since_ngram >= FEW_ROUNDS_OFF:
             # What follows is prepared meanwhile.
             seconds = tokens / self.goodput(plan, stats, 1)
         # The first prompt it reads while the target does.
@@ -241,6 +241,7 @@ class Controller(DraftLength):
             stats.rest_rounds -= 1
         if stats.rounds_to_ask:
             stats.rounds_to_ask -= 1
+        stats.rounds_since_ngram = 0 if has_ngram else stats.rounds_since_ngram + 1
         self._num_asked += num_drafts > 0
         self._num_since_asked = 0 if num_drafts else self._num_since_asked + 1
         self._exploration.add(is_used=num_drafts > 0 and not stats.is_exploring)

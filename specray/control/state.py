@@ -243,6 +243,8 @@ class SessionStats:
     """Value of ``ModeController.num_changes`` at the last re-plan."""
     rest_rounds: int = 0
     """Rounds for which the draft is not asked, after it refused the session."""
+    rounds_since_ngram: int = 1 << 60
+    """Rounds since it last had draft tokens of something else."""
     rounds_to_ask: int = 0
     """Rounds until asking the draft is considered again, where it was not worth it for the only session."""
     rate: SessionRate = field(default_factory=SessionRate)

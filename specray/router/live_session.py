@@ -110,6 +110,11 @@ class LiveSession:
         """The output follows its prediction: the draft model need not be asked."""
         return self.prediction is not None and self.prediction.is_followed
 
+    @property
+    def is_repeating(self) -> bool:
+        """The output goes on as it did before: the draft model need not be asked."""
+        return self.local is not None and self.local.is_long
+
     def life(self, now: float) -> RequestLife:
         """The summary of the request, which ends now with a finish reason."""
         session = self.session

@@ -185,8 +185,8 @@ class ModelProposer:
             verifying = session.target.in_flight
             if live.is_drafted_locally or verifying is None or not verifying.sample:
                 continue
-            if live.is_predicted:
-                # What follows is predicted; where the output leaves it, the draft is asked afresh.
+            if live.is_predicted or live.is_repeating:
+                # It is known what follows; where the output leaves it, the draft is asked afresh.
                 continue
             if session.draft.in_flight is not None or verifying.runs_on:
                 continue

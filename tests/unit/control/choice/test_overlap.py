@@ -95,3 +95,12 @@ def test_overlap_is_taken_where_the_draft_has_hardware_of_its_own(slowdown: floa
         for overlap in ("serial", "auto")
     )
     assert auto >= least * turns
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft_step", [0.2, 0.5])
+def test_where_a_text_repeats_its_prompt_overlapping_costs_nothing(draft_step: float) -> None:
+    """The draft is not asked between two repetitions for what it could have prepared in other texts."""
+    base = kit(Machine(draft_step), [text([Phase(200, 0.97, 0.6)], seed) for seed in range(2)])
+    alone, service = (tokens_per_s(method(base, name), num_requests=8) for name in ("ngram", "service"))
+    assert service >= 0.94 * alone
