@@ -76,7 +76,7 @@ def tokens_per_s(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("share", "concurrency"), [(0.3, 1), (0.3, 8), (0.55, 1), (0.55, 8), (0.9, 8)], ids=str
+    ("share", "concurrency"), [(0.3, 1), (0.3, 8), (0.55, 1), (0.55, 8), (0.9, 1), (0.9, 8)], ids=str
 )
 def test_what_is_chosen_is_within_three_percent_of_the_best_k(share: float, concurrency: int) -> None:
     fixed = [tokens_per_s(share, k, concurrency=concurrency) for k in (0, 2, 4, 6)]
