@@ -35,28 +35,31 @@ def scratch_size(num_queries: int, num_kv_heads: int, head_dim: int, end: int) -
 
 
 @kernel()
-def seen(args: Any, span: Any, row: int) -> tuple[int, int, int, int, int]:
-    """KV indices that a row of a span sees: two ranges, (first, last + 1, first, last + 1), and holes.
+def seen(args: Any, span: Any, row: int) -> tuple[int, int, int, int, int, int]:
+    """What a row of a span sees: (first, last + 1) of a range of KV indices, then ancestors of a tree's row.
 
-    Holes are a mask of the indices from the start of the second range on that the row does not see.
+    These are (first, last + 1, mask, position): the bits of the mask stand for KV indices from the first on,
+    and the position is that of the lowest one, whose place the others follow on a chain. Of a chain's row the
+    mask is 0.
     """
     window, mask = args[fields.WINDOW], span[fields.FIRST_MASK]
     position = span[fields.START] + row
     if mask < 0:
         lowest = max(0, position - window + 1) if window else 0
-        return lowest, position + 1, position + 1, position + 1, 0
+        return lowest, position + 1, position + 1, position + 1, 0, position + 1
     masks = carray(as_pointer(args[fields.MASKS]), (mask + row + 1, fields.NUM_MASK_COLUMNS), np.int64)
     own = masks[mask + row]
     first, last, highest, ancestors = (
         own[fields.FIRST_INDEX], own[fields.KV_INDEX], own[fields.PREFIX_LEN], own[fields.ANCESTORS]
     )  # fmt: skip
-    lowest = 0
+    lowest, nearest = 0, highest
     if window:
         lowest = min(highest, max(0, own[fields.POSITION] - window + 1))
         # The farthest ancestors are the lowest bits.
         for _ in range(own[fields.POSITION] + 1 - highest - window):
             ancestors &= ancestors - 1
-    return lowest, highest, first, last + 1, ~ancestors & ((1 << (last - first)) - 1)
+            nearest += 1
+    return lowest, highest, first, last + 1, ancestors, nearest
 
 
 @kernel()

@@ -25,7 +25,8 @@ OUT_STEP = 18  # a number
 BLOCK_STEP = 19  # a number: from 32 features of a row to the next, in both
 IS_NORM_WIDE = 20  # 1 if NORM is float32, whatever the rows are; else 0
 SINKS = 21  # float32 [num_heads], or 0
-NUM_ARGS = 22
+ROW_SPANS = 22  # int64 [., 7]: of each mask its row as the only one of a chain, or 0
+NUM_ARGS = 23
 
 # Columns of a span, the rows of one sequence. FIRST_MASK is the mask of its first row, or -1.
 START, FIRST_ROW, NUM_ROWS, FIRST_RUN, NUM_RUNS, COST, FIRST_MASK = range(7)

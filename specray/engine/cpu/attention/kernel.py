@@ -7,7 +7,7 @@ the sequence uses them from registers and L1. Sums are float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -57,7 +57,9 @@ class AttentionCall:
         scale: float,
     ) -> None:
         group_size = num_heads // num_kv_heads
-        runs = np.array([run for span in spans for run in span.runs], dtype=np.int64)
+        all_runs = [run for span in spans for run in span.runs]
+        row_spans = np.array(list(_row_spans(spans, all_runs)) if kernel.splits_trees else [], dtype=np.int64)
+        runs = np.array(all_runs, dtype=np.int64)
         masks = np.array(
             [
                 (row.position, row.kv_index, row.prefix_len, row.first_index, row.signed_ancestors)
@@ -81,7 +83,9 @@ class AttentionCall:
             num_at_once = min(num_queries, max(kernel.max_queries, group_size))
             # Leave scratch for further steps.
             room = kernel.scratch_size(num_at_once, num_kv_heads, head_dim, end + FURTHER_STEPS)
-            num_scratch = max(num_scratch, room)
+            # A row of a tree that goes on alone needs no more than all rows together.
+            is_split = kernel.splits_trees and span.visibility
+            num_scratch = max(num_scratch, 2 * room if is_split else room)
         self._thread_pool = thread_pool
         is_shared = thread_pool.size > 1 and work * head_dim >= MIN_SHARED_WORK
         self._num_parts = (
@@ -107,6 +111,7 @@ class AttentionCall:
                 0,
                 masks.ctypes.data,
                 *(0, 0, 0, 0, 0),
+                row_spans.ctypes.data,
             ],
             dtype=np.int64,
         )
@@ -114,7 +119,7 @@ class AttentionCall:
         self._scale_eps[0] = scale
         self._args_address = self._args.ctypes.data
         self._table, self._runs = table, runs
-        self._kept = (masks, scratch, tables)  # owners of memory that the arguments point to
+        self._kept = (masks, row_spans, scratch, tables)  # owners of memory that the arguments point to
         self._max_end = max(span.end for span in spans) + FURTHER_STEPS
         self._kernel = kernel
         self._num_heads = num_heads
@@ -218,8 +223,18 @@ class AttentionCall:
         args[:, fields.SPANS : fields.COS] = self._args[fields.SPANS : fields.COS]
         # Not the tables: they are each layer's own, and are the same in every step.
         args[:, fields.SCRATCH : fields.SCALE_EPS] = self._args[fields.SCRATCH : fields.SCALE_EPS]
-        args[:, fields.MASKS] = self._args[fields.MASKS]
+        for field in (fields.MASKS, fields.ROW_SPANS):
+            args[:, field] = self._args[field]
         return self._num_parts
+
+
+def _row_spans(spans: Sequence[Span], runs: list[tuple[int, int, int]]) -> Iterator[tuple[int, ...]]:
+    """Columns of a span for each row of a tree, as if it were alone on a chain; adds its runs."""
+    for span in spans:
+        for row, seen in enumerate(span.visibility):
+            own = span.path_runs(seen)
+            yield seen.position, span.first_row + row, 1, len(runs), len(own), 0, -1
+            runs += own
 
 
 class AttentionKernel(Kernel):
@@ -229,9 +244,10 @@ class AttentionKernel(Kernel):
         max_queries: query heads times rows that share one reading of keys and values.
         scratch_size: float32 per thread, from queries per kv head, kv heads, head size and end of a span.
         can_be_packed: whether its input and output may be packed rows.
+        splits_trees: whether each row of a tree goes on alone after the prefix.
     """
 
-    __slots__ = ("can_be_packed", "max_queries", "scratch_size")
+    __slots__ = ("can_be_packed", "max_queries", "scratch_size", "splits_trees")
 
     def __init__(
         self,
@@ -241,9 +257,11 @@ class AttentionKernel(Kernel):
         scratch_size: Callable[[int, int, int, int], int],
         *,
         can_be_packed: bool,
+        splits_trees: bool,
     ) -> None:
         super().__init__(name, fields.NUM_ARGS, make)
         self.can_be_packed = can_be_packed
+        self.splits_trees = splits_trees
         self.max_queries = max_queries
         self.scratch_size = scratch_size
 
@@ -266,7 +284,12 @@ def _attention_kernel(head_dim: int, dtype: str, has_amx: bool) -> AttentionKern
         name, max_queries, scratch_size = dtype, vector.MAX_QUERIES, vector.scratch_size
     make = partial(_make_attention, head_dim, dtype, make_attend, max_queries)
     return AttentionKernel(
-        f"attention-{name}-{head_dim}", make, max_queries, scratch_size, can_be_packed=has_amx
+        f"attention-{name}-{head_dim}",
+        make,
+        max_queries,
+        scratch_size,
+        can_be_packed=has_amx,
+        splits_trees=has_amx,
     )
 
 

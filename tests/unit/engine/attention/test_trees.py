@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from specray.engine.cache.blocks import BlockCache
 from specray.engine.cpu.gemm import tiles
 from specray.engine.model.operators_torch import rotary_tables
 from specray.engine.model.rotary import RotaryTables
-from specray.engine.step import CacheShape, HeadShape
+from specray.engine.step import AttentionStep, CacheShape, HeadShape, SequenceRows
 from tests.unit.engine.attention.trees import MAX_LEN, TREES, Tree, angles, expected, random_rows, tree_steps
 
 SHAPE = HeadShape(6, 2, 32)
@@ -130,6 +130,47 @@ def test_kernels_equal_the_dense_mask(
 ) -> None:
     monkeypatch.setattr(tiles, "is_usable", lambda: False)
     check(lambda: kernel(dtype), tree, dtype, block_size, atol)
+
+
+def on_a_chain(attention: Attention, tree: Tree, node: int, dtype: torch.dtype) -> torch.Tensor:
+    """The node's attention where its path follows the prefix, one row at a time."""
+    cache = BlockCache(
+        CacheShape(1, SHAPE.num_kv_heads, SHAPE.head_dim),
+        num_blocks=1,
+        block_size=MAX_LEN,
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
+    qkv, indices = random_rows(tree, SHAPE, dtype), [tree.prefix_len + each for each in tree.path(node)]
+    steps = [(range(tree.prefix_len), 0)] if tree.prefix_len else []
+    steps += [([index], tree.prefix_len + depth) for depth, index in enumerate(indices)]
+    for taken, start in steps:
+        step = AttentionStep((SequenceRows(0, len(taken), start, [0]),), cache)
+        prepared = attention.prepare(step, torch.arange(start, start + len(taken)))
+        out = prepared.attend(0, qkv[list(taken)].clone().flatten(1), None, tree.window)
+    return out[-1]
+
+
+def check_bits(attention: Attention, tree: Tree, dtype: torch.dtype, nodes: Iterable[int]) -> None:
+    out = attend(attention, tree, dtype, 16)
+    for node in nodes:
+        alone = on_a_chain(attention, tree, node, dtype)
+        assert torch.equal(out[tree.num_told + node], alone), f"node {node} has other bits than on a chain"
+
+
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_node_has_the_bits_that_it_has_on_a_chain(
+    monkeypatch: pytest.MonkeyPatch, tree: Tree, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(tiles, "is_usable", lambda: False)
+    check_bits(kernel(dtype), tree, dtype, range(0, len(tree.parents), 5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
+def test_a_node_has_the_bits_that_it_has_on_a_chain_with_amx(amx: None, tree: Tree) -> None:
+    check_bits(kernel(torch.bfloat16), tree, torch.bfloat16, range(0, len(tree.parents), 9))
 
 
 @pytest.mark.slow

@@ -35,8 +35,11 @@ def pack_kernel(head_dim: int) -> Any:
     load, store, splat, row_bytes = single.load, half.store, half.splat, head_dim * 2
 
     @kernel()
-    def pack(args: Any, work: Work, queries: int, first_position: int) -> None:
-        """Packs queries as bfloat16, two elements of a query next to the same two of the next."""
+    def pack(args: Any, work: Work, queries: int, step: int, first_position: int) -> None:
+        """Packs queries as bfloat16, two elements of a query next to the same two of the next.
+
+        ``step`` queries lie between the first of a head and that of the next.
+        """
         last_seen = carray(as_pointer(work.last_seen), (work.num_groups, COLUMNS), np.float32)
         for group in range(work.num_groups):
             for column in range(COLUMNS):
@@ -44,7 +47,7 @@ def pack_kernel(head_dim: int) -> Any:
                 number = splat(_ZERO)
                 if head >= 0:
                     last_seen[group, column] = first_position + index // args[fields.GROUP_SIZE]
-                    number = load(queries, (head * work.num_queries + index) * head_dim)
+                    number = load(queries, (head * step + index) * head_dim)
                 store(work.keys, column * head_dim, number)
             target = work.queries + group * COLUMNS * row_bytes
             for byte in range(0, row_bytes, tiles.LINE):

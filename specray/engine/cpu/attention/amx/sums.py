@@ -123,6 +123,29 @@ def _make_sums(head_dim: int) -> Any:
     return multiply
 
 
+def take_over_kernel(head_dim: int) -> Any:
+    """Makes ``(work, query, other)``: the queries of ``other`` go on from those of ``work`` from one on."""
+    row = vectors(head_dim, "float32")
+    load, store = row.load, row.store
+
+    @kernel()
+    def take_over(work: Work, query: int, other: Work) -> None:
+        for head in range(other.num_heads):
+            for index in range(other.num_queries):
+                group, column = place_of(work, head, query + index)
+                own_group, own_column = place_of(other, head, index)
+                source, target = group * COLUMNS + column, own_group * COLUMNS + own_column
+                carray(as_pointer(other.most), (target + 1,), np.float32)[target] = carray(
+                    as_pointer(work.most), (source + 1,), np.float32
+                )[source]
+                carray(as_pointer(other.totals), (target + 1,), np.float32)[target] = carray(
+                    as_pointer(work.totals), (source + 1,), np.float32
+                )[source]
+                store(other.sums, target * head_dim, load(work.sums, source * head_dim))
+
+    return take_over
+
+
 def finish_kernel(head_dim: int) -> Any:
     single, half = vectors(32, "float32"), vectors(32, "bfloat16")
     load, splat, mul, store = single.load, single.splat, single.mul, half.store

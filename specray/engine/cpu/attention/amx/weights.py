@@ -19,20 +19,11 @@ _HIDDEN, _ZERO, _ONE = np.float32(-1e30), np.float32(0.0), np.float32(1.0)
 
 
 @kernel()
-def _hide(scores: Any, column: int, places: tuple[int, int, int, int, int], chunk: int, value: float) -> None:
-    """Writes ``value`` for every token of the chunk that the row does not see."""
-    lowest, highest, own_first, own_last, holes = places
-    for token in range(min(len(scores), lowest - chunk)):
+def _hide(scores: Any, column: int, first: int, last: int, chunk: int, value: float) -> None:
+    """Writes ``value`` for every token of the chunk outside of ``[first, last)``."""
+    for token in range(min(len(scores), first - chunk)):
         scores[token, column] = value
-    for token in range(max(0, highest - chunk), min(len(scores), own_first - chunk)):
-        scores[token, column] = value
-    token = own_first - chunk
-    while holes:
-        if holes & 1 and 0 <= token < len(scores):
-            scores[token, column] = value
-        holes >>= 1
-        token += 1
-    for token in range(max(0, own_last - chunk), len(scores)):
+    for token in range(max(0, last - chunk), len(scores)):
         scores[token, column] = value
 
 
@@ -46,7 +37,9 @@ def _hide_apart(
     index = group % work.groups_per_head * COLUMNS
     for column in range(min(COLUMNS, work.num_queries * work.heads_per_group - index)):
         row = first_row + (index + column) % work.num_queries // args[fields.GROUP_SIZE]
-        _hide(scores, column, seen(args, span, row), chunk, value)
+        # Of a tree's row the prefix alone: the chunks that rows share.
+        first, last, _, _, _, _ = seen(args, span, row)
+        _hide(scores, column, first, last, chunk, value)
 
 
 @kernel()

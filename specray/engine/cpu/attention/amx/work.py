@@ -52,10 +52,10 @@ class Work(NamedTuple):
 
 
 def plan_kernel(head_dim: int) -> Any:
-    """Makes ``(args, span, heads, rows, thread)``, which lays out a work item in a thread's scratch."""
+    """Makes ``(args, span, heads, rows, place)``, which lays out a work item from an address on."""
 
     @kernel()
-    def plan(args: Any, span: Any, heads: tuple[int, int], rows: tuple[int, int], thread: int) -> Work:
+    def plan(args: Any, span: Any, heads: tuple[int, int], rows: tuple[int, int], place: int) -> Work:
         first_row, last_row = rows
         group_size, mask = args[fields.GROUP_SIZE], span[fields.FIRST_MASK]
         num_heads, num_queries = heads[1] - heads[0], (last_row - first_row) * group_size
@@ -68,9 +68,7 @@ def plan_kernel(head_dim: int) -> Any:
         heads_per_group = max(1, COLUMNS // num_queries)
         groups_per_head = (num_queries + COLUMNS - 1) // COLUMNS
         num_groups = (num_heads + heads_per_group - 1) // heads_per_group * groups_per_head
-        room = thread * args[fields.SCRATCH_SIZE] + args[fields.NUM_QUERY_NUMBERS]
-        queries = args[fields.SCRATCH] + 4 * room
-        sums = queries + num_groups * head_dim // 2 * tiles.LINE
+        sums = place + num_groups * head_dim // 2 * tiles.LINE
         most = sums + num_groups * head_dim * tiles.LINE
         totals = most + num_groups * tiles.LINE
         last_seen = totals + num_groups * tiles.LINE
@@ -82,7 +80,7 @@ def plan_kernel(head_dim: int) -> Any:
         nothing = values + CHUNK * head_dim * 2
         return Work(
             heads[0], num_heads, num_queries, min(COLUMNS, num_queries), heads_per_group, groups_per_head,
-            num_groups, first_token(args, start), end, queries, sums, most, totals, last_seen, factors,
+            num_groups, first_token(args, start), end, place, sums, most, totals, last_seen, factors,
             scores, weights, keys, values, nothing,
         )  # fmt: skip
 
