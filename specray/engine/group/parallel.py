@@ -249,7 +249,17 @@ class ParallelContext:
                 return None
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sums over the ranks, in place. Raises EngineLostError when one is gone."""
+        """Sums over the ranks, in place. Raises EngineLostError when one is gone.
+
+        On CPU three ranks and more are summed in their order: a ring's order depends on where a number lies,
+        and so a row's bits on how many rows there are.
+        """
+        if self.world_size > 2 and tensor.device.type == "cpu":
+            first, *others = self.exchange(tensor)
+            total = first.float()
+            for part in others:
+                total += part
+            return tensor.copy_(total)
         try:
             dist.all_reduce(tensor)
         except RuntimeError as error:

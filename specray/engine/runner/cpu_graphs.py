@@ -196,7 +196,7 @@ def with_cpu_graphs(forward: Forward) -> CpuGraphForward | None:
                 linears.append(projection)
     kinds = TiledLinear | TiledGate | QuantizedLinear | QuantizedGate
     is_kernels = all(isinstance(norm, FusedRMSNorm) for norm in norms) and all(
-        isinstance(linear, kinds) for linear in linears
+        isinstance(linear, kinds) and getattr(linear, "has_whole_blocks", True) for linear in linears
     )
     if forward.feature_layers and (forward.residual_scale, forward.logit_scale) != (1.0, 1.0):
         # Features are multiplied by torch.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from specray.config import EngineConfig, TargetConfig
 from specray.engine.attention.select import Backend
 from specray.engine.model.decoder import DecoderForward
-from specray.engine.model.linear import PackedGate, PackedLinear, PlainGate, PlainLinear
+from specray.engine.model.linear import PlainGate, PlainLinear
 from specray.engine.model.loader import LoadedModel
 from specray.engine.step import Forward
 from specray.errors import ConfigError
@@ -36,7 +36,7 @@ def why_not(
     if not instruction_set(loaded):
         return "this processor has none of the instruction sets of our kernels, or numba is missing"
     for linear in forward.linears():
-        if isinstance(linear, (PlainLinear, PlainGate, PackedLinear, PackedGate)):
+        if isinstance(linear, (PlainLinear, PlainGate)):
             return f"a layer of {linear.in_features} inputs runs with torch's operators"
     if backend is not None:
         return f"attention is {config.attention!r}, which runs with torch's operators on CPU"

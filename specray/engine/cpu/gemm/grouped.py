@@ -54,7 +54,7 @@ class TiledGroup:
         """
         assert rows.is_contiguous(), "rows must follow each other"
         any_layer, most = self._any, int(counts.max())
-        out = torch.empty(len(rows), any_layer.size, dtype=torch.bfloat16)
+        out = torch.empty(len(rows), any_layer.size, dtype=any_layer.weight.dtype)
         scratch = any_layer.prepare(FlatRows(rows[:most]), FlatRows(out[:most]), None)
         firsts = np.cumsum(counts) - counts
         args = np.repeat(any_layer.args[None], len(layers), axis=0)
@@ -68,5 +68,7 @@ class TiledGroup:
 
 
 def group(layers: Sequence[object]) -> TiledGroup | None:
-    tiled = [layer for layer in layers if isinstance(layer, TiledLinear | TiledGate)]
+    tiled = [
+        layer for layer in layers if isinstance(layer, TiledLinear | TiledGate) and layer.has_whole_blocks
+    ]
     return TiledGroup(tiled) if len(tiled) == len(layers) and tiled else None

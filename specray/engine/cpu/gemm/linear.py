@@ -1,4 +1,4 @@
-"""Linear layers with bfloat16 weights on CPU.
+"""Linear layers with bfloat16 or float32 weights on CPU.
 
 The product itself is in ``gemm.vector`` (AVX) or ``gemm.amx``, its split over threads in ``gemm.product``.
 This module has the layers made of it.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from specray.engine.activation import Activation
 from specray.engine.cpu.gemm import amx, product, vector
@@ -34,9 +35,14 @@ MIN_SHARED_WEIGHTS = 262_144
 
 
 def can_tile(weight: torch.Tensor) -> bool:
-    """Whether this machine has a kernel for the weight's shape and type."""
-    fits = weight.dtype == torch.bfloat16 and weight.shape[1] % BLOCK == 0
-    return bool(fits and weight.device.type == "cpu" and fastest_isa() is not None)
+    """Whether this machine has a kernel for the weight's type."""
+    fits = weight.dtype in (torch.bfloat16, torch.float32) and weight.device.type == "cpu"
+    return fits and fastest_isa() is not None
+
+
+def _whole_blocks(rows: torch.Tensor) -> torch.Tensor:
+    """Rows or weights with zeros after the last feature, up to a multiple of ``BLOCK`` features."""
+    return F.pad(rows, (0, -rows.shape[1] % BLOCK)) if rows.shape[1] % BLOCK else rows
 
 
 def _panels(*weights: torch.Tensor) -> torch.Tensor:
@@ -44,10 +50,13 @@ def _panels(*weights: torch.Tensor) -> torch.Tensor:
 
     The layout of a panel is that of the kernel.
     """
+    weights = tuple(map(_whole_blocks, weights))
     size, in_features = weights[0].shape
     num_panels = -(-size // PANEL)
-    panels = empty_on_huge_pages((num_panels, len(weights), in_features * PANEL), torch.bfloat16)
-    arrange = amx.arrange if fastest_isa() is Isa.AMX else vector.arrange
+    dtype = weights[0].dtype
+    panels = empty_on_huge_pages((num_panels, len(weights), in_features * PANEL), dtype)
+    has_amx = fastest_isa() is Isa.AMX and dtype == torch.bfloat16
+    arrange = amx.arrange if has_amx else vector.arrange
     for index, weight in enumerate(weights):
         padded = weight
         if size % PANEL:
@@ -90,8 +99,9 @@ class TiledProduct:
         # Checked in every process: cached code needs the system's permission for AMX too.
         isa = fastest_isa()
         assert isa is not None, "can_tile was asked"
-        self._has_amx, self._has_float_rows = isa is Isa.AMX, isa.has_float_rows
-        self.kernel = product.linear_kernel(isa, activation)
+        is_float = weight.dtype == torch.float32
+        self._has_amx, self._has_float_rows = isa is Isa.AMX and not is_float, isa.has_float_rows or is_float
+        self.kernel = product.linear_kernel(isa, activation, str(weight.dtype).removeprefix("torch."))
         self._sums_width = (2 if kind == GATED else 1) * PANEL
         self.args = np.zeros(product.NUM_ARGS, dtype=np.int64)
         self.args[[product.WEIGHT, product.NUM_BLOCKS, product.SIZE, product.KIND]] = (
@@ -107,6 +117,7 @@ class TiledProduct:
         self, rows: torch.Tensor, dtype: torch.dtype, summand: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Multiplies flat rows to flat rows. Not thread-safe."""
+        rows = _whole_blocks(rows)
         assert rows.is_contiguous(), "rows must follow each other"
         assert summand is None or summand.is_contiguous(), "the summand's rows must follow each other"
         out = self.thread_pool.empty((len(rows), self.size), dtype)
@@ -170,9 +181,9 @@ class TiledProduct:
             blocks_at_once = num_pieces * BLOCKS_AT_ONCE
             scratch_size += rows_at_once * num_pieces * FLOAT_STRIDE
         scratch = self.thread_pool.empty(self.thread_pool.size * scratch_size, torch.uint8)
-        args = self.args
+        args, item_size = self.args, self.weight.itemsize
         args[: product.NUM_SUMS + 1] = (
-            *(rows.address, 2 * rows.row_step, 2 * rows.block_step, num_rows, rows_at_once),
+            *(rows.address, item_size * rows.row_step, item_size * rows.block_step, num_rows, rows_at_once),
             *(out.address, out.row_step, out.block_step, out.data.dtype == torch.float32),
             0 if summand is None else summand.address,
             *(scratch.data_ptr(), scratch_size),
@@ -186,12 +197,15 @@ class TiledProduct:
 
 
 class TiledLinear:
-    """Computes ``x @ weight.T + bias`` for bfloat16 rows; implements ``linear.Linear``."""
+    """Computes ``x @ weight.T + bias`` for rows of the weight's type; implements ``linear.Linear``."""
 
-    __slots__ = ("_plus", "bias", "in_features", "num_bytes", "num_weights", "product", "weight")
+    __slots__ = (
+        "_plus", "bias", "has_whole_blocks", "in_features", "num_bytes", "num_weights", "product", "weight",
+    )  # fmt: skip
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, thread_pool: ThreadPool) -> None:
         size, self.in_features = weight.shape
+        self.has_whole_blocks = self.in_features % BLOCK == 0
         self.num_weights, self.num_bytes = weight.numel(), weight.nbytes
         self.weight = _panels(weight)
         self.bias = _padded(bias, size)
@@ -199,13 +213,13 @@ class TiledLinear:
         self._plus = TiledProduct(self.weight, self.bias, size, PLUS, thread_pool)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.product.run(rows, torch.bfloat16)
+        return self.product.run(rows, self.weight.dtype)
 
     def precise(self, rows: torch.Tensor) -> torch.Tensor:
         return self.product.run(rows, torch.float32)
 
     def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
-        return self._plus.run(rows, torch.bfloat16, summand)
+        return self._plus.run(rows, self.weight.dtype, summand)
 
     def packed(self, rows: PackedRows) -> PackedRows:
         """The layer on packed rows, as the methods below; needs AMX and whole panels of output features."""
@@ -220,9 +234,9 @@ class TiledLinear:
 
 
 class TiledGate:
-    """Computes ``activation(gate(x)) * up(x)`` for bfloat16 rows; implements ``linear.Gate``."""
+    """Computes ``activation(gate(x)) * up(x)`` for rows of the weights' type; implements ``linear.Gate``."""
 
-    __slots__ = ("bias", "in_features", "num_bytes", "num_weights", "product", "weight")
+    __slots__ = ("bias", "has_whole_blocks", "in_features", "num_bytes", "num_weights", "product", "weight")
 
     def __init__(
         self,
@@ -234,6 +248,7 @@ class TiledGate:
         activation: Activation = Activation.SILU,
     ) -> None:
         self.in_features = gate.shape[1]
+        self.has_whole_blocks = self.in_features % BLOCK == 0
         self.num_weights, self.num_bytes = 2 * gate.numel(), 2 * gate.nbytes
         # A gate panel, then the up panel of the same features.
         self.weight = _panels(gate, up)
@@ -241,7 +256,7 @@ class TiledGate:
         self.product = TiledProduct(self.weight, self.bias, gate.shape[0], GATED, thread_pool, activation)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.product.run(rows, torch.bfloat16)
+        return self.product.run(rows, self.weight.dtype)
 
     def packed(self, rows: PackedRows) -> PackedRows:
         """The layer on packed rows; needs AMX."""

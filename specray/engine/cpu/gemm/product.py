@@ -17,7 +17,14 @@ from specray.engine.activation import Activation
 from specray.engine.cpu.gemm import amx, vector
 from specray.engine.cpu.gemm.epilogue import GATED, epilogue_kernel
 from specray.engine.cpu.gemm.rows import HEIGHT, row_place
-from specray.engine.cpu.gemm.vector import BLOCK, BLOCK_BYTES, BLOCKS_AT_ONCE, CLOCK_BITS, FLOAT_STRIDE, PANEL
+from specray.engine.cpu.gemm.vector import (
+    BLOCK,
+    BLOCKS_AT_ONCE,
+    CLOCK_BITS,
+    FLOAT_STRIDE,
+    PANEL,
+    block_bytes,
+)
 from specray.engine.cpu.isa import Isa
 from specray.engine.cpu.simd import kernel, vectors
 from specray.engine.cpu.thread_pool import Kernel, as_pointer
@@ -50,8 +57,23 @@ NUM_ARGS = 22
 
 
 @functools.cache
-def linear_kernel(isa: Isa, activation: Activation) -> Kernel:
-    """The kernel for a processor, with the activation of gated layers; takes ``NUM_ARGS`` arguments."""
+def linear_kernel(isa: Isa, activation: Activation, dtype: str = "bfloat16") -> Kernel:
+    """The kernel for a processor, with the activation of gated layers; takes ``NUM_ARGS`` arguments.
+
+    Args:
+        dtype: of weights and rows, ``bfloat16`` or ``float32``.
+    """
+    if dtype == "float32":
+        shape = vector.AVX2_FLOAT if isa is Isa.AVX2_FMA else vector.AVX512_FLOAT
+        made = functools.partial(
+            _make_linear,
+            functools.partial(vector.multiply_kernel, shape),
+            activation,
+            has_tiles=False,
+            has_float_rows=True,
+            item_size=4,
+        )
+        return Kernel(f"linear-float32-{shape.max_rows}-{activation}", NUM_ARGS, made)
     makers: dict[Isa, Callable[[Any], Any]] = {
         Isa.AMX: amx.multiply_kernel,
         Isa.AVX512_BF16: functools.partial(vector.multiply_kernel, vector.AVX512_BF16),
@@ -59,20 +81,36 @@ def linear_kernel(isa: Isa, activation: Activation) -> Kernel:
         Isa.AVX2_FMA: functools.partial(vector.multiply_kernel, vector.AVX2_FMA),
     }
     name = f"linear-{isa}" if activation is Activation.SILU else f"linear-{isa}-{activation}"
-    return Kernel(name, NUM_ARGS, functools.partial(_make_linear, makers[isa], isa, activation))
+    made = functools.partial(
+        _make_linear,
+        makers[isa],
+        activation,
+        has_tiles=isa is Isa.AMX,
+        has_float_rows=isa.has_float_rows,
+        item_size=2,
+    )
+    return Kernel(name, NUM_ARGS, made)
 
 
-def _make_linear(make_multiply: Callable[[Any], Any], isa: Isa, activation: Activation) -> Any:
-    has_tiles, has_float_rows = isa is Isa.AMX, isa.has_float_rows
+def _make_linear(
+    make_multiply: Callable[[Any], Any],
+    activation: Activation,
+    *,
+    has_tiles: bool,
+    has_float_rows: bool,
+    item_size: int,
+) -> Any:
+    weight_block = block_bytes(item_size)
     finish = epilogue_kernel(activation)
     begin, multiply, finish_all = make_multiply(finish)
-    load_half, store = vectors(BLOCK, "bfloat16").load, vectors(BLOCK, "float32").store
+    load_row = vectors(BLOCK, "bfloat16" if item_size == 2 else "float32").load
+    store = vectors(BLOCK, "float32").store
 
     @kernel()
     def place_rows(args: Any, floats: int, rows: tuple[int, int], blocks: tuple[int, int]) -> Any:
         """Prepares some rows for products; returns (address of block 0, (bytes to next row, next block))."""
         # Right for packed rows too: groups before this one are full.
-        place = args[ROWS] + rows[0] * args[NUM_BLOCKS] * BLOCK * 2
+        place = args[ROWS] + rows[0] * args[NUM_BLOCKS] * BLOCK * item_size
         if not has_float_rows:
             return place, (args[STRIDE], args[SHIFT])
         shift = rows[1] * (FLOAT_STRIDE // BLOCKS_AT_ONCE)
@@ -80,7 +118,7 @@ def _make_linear(make_multiply: Callable[[Any], Any], isa: Isa, activation: Acti
             piece = floats + (first - blocks[0]) * shift
             for row in range(rows[1]):
                 for block in range(first, min(blocks[1], first + BLOCKS_AT_ONCE)):
-                    numbers = load_half(place + row * args[STRIDE], block * BLOCK)
+                    numbers = load_row(place + row * args[STRIDE], block * BLOCK)
                     store(piece + row * FLOAT_STRIDE, (block - first) * BLOCK, numbers)
         return floats - blocks[0] * shift, (FLOAT_STRIDE, shift)
 
@@ -92,7 +130,7 @@ def _make_linear(make_multiply: Callable[[Any], Any], isa: Isa, activation: Acti
         bias, gate = args[BIAS] + panel * PANEL * 4, 0
         if kind == GATED:
             bias, gate = bias + (panel + 1) * PANEL * 4, args[ROWS_AT_ONCE] * PANEL * 4
-        out, summand = args[OUT] + at * (4 if is_float else 2), args[SUMMAND] + at * 2
+        out, summand = args[OUT] + at * (4 if is_float else 2), args[SUMMAND] + at * item_size
         # Groups of rows have one size in both layouts.
         steps, shape = (args[OUT_STEP], HEIGHT * size), (num_rows, min(PANEL, size - panel * PANEL))
         return kind, is_float, sums + gate, bias, out, summand, gate, steps, shape
@@ -117,7 +155,7 @@ def _make_linear(make_multiply: Callable[[Any], Any], isa: Isa, activation: Acti
         num_products = num_layers * ((num_rows + HEIGHT - 1) // HEIGHT) * (blocks[1] - blocks[0])
         clock, pace = 0, ((waiting[-1][0] << CLOCK_BITS) + num_products - 1) // num_products
         for layer in range(num_layers):
-            weight = args[WEIGHT] + (panel * num_layers + layer) * num_blocks * BLOCK_BYTES
+            weight = args[WEIGHT] + (panel * num_layers + layer) * num_blocks * weight_block
             total, due = sums + layer * args[ROWS_AT_ONCE] * PANEL * 4, (clock, pace)
             clock = multiply(place, steps, weight, total, num_rows, num_blocks, blocks, end, waiting, due)
 
@@ -128,7 +166,7 @@ def _make_linear(make_multiply: Callable[[Any], Any], isa: Isa, activation: Acti
         num_panels = (args[SIZE] + PANEL - 1) // PANEL
         first_panel, last_panel = num_panels * part // num_parts, num_panels * (part + 1) // num_parts
         num_layers = 2 if args[KIND] == GATED else 1
-        end = args[WEIGHT] + last_panel * num_layers * num_blocks * BLOCK_BYTES
+        end = args[WEIGHT] + last_panel * num_layers * num_blocks * weight_block
         first_sums = sums = args[SCRATCH] + thread * args[SCRATCH_SIZE]
         floats = first_sums + args[FLOAT_ROWS]
         waiting = epilogue(args, sums, first_panel, 0, 0)

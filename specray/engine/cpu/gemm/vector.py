@@ -6,7 +6,8 @@ registers; for more rows, each piece of it is read again from L2. Weights are pr
 during products. A core thus runs at memory speed up to about 12 rows, and near the instruction's peak from
 there on. Sums are float32 in a fixed order, so a row's result does not depend on the other rows.
 
-A bfloat16 is the upper half of a float32, so one more instruction per register of weights converts it. AMD's
+Float32 weights have a register for each feature of a pair. A bfloat16 is the upper half of a float32, so one
+more instruction per register of weights converts it. AMD's
 processors do two bfloat16 products in the time of one float32 product. Intel's issue the bfloat16 instruction
 every other cycle on one port, and float32 products on two: there float32 is twice as fast (measured: 86
 against 176 billion operations per second and core). Processors with AVX-512 or AVX2 alone use float32
@@ -18,7 +19,7 @@ Blocking after Goto and van de Geijn: *Anatomy of high-performance matrix multip
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,17 +34,15 @@ PANEL = 32
 """Output features of a panel."""
 BLOCK = 32
 """Input features of a block; weights have whole blocks."""
-BLOCK_BYTES = PANEL * BLOCK * 2
 _HALVES = PANEL // 16
 """Halves of a panel, 16 output features each."""
-_PAIR_BYTES = PANEL * 4
 _PAIRS_AT_ONCE = 2
 """Pairs of input features per iteration of the inner loop. With more, LLVM loads weights too early and
 spills."""
 CLOCK_BITS = 20
 """Fraction bits of the clock, which counts rows."""
 BLOCKS_AT_ONCE = 8
-"""Blocks of a panel at once, 16 KiB, when rows exceed one tile; for float32 rows always."""
+"""Blocks of a panel at once, 16 KiB of bfloat16, when rows exceed one tile; for float32 rows always."""
 FLOAT_STRIDE = BLOCKS_AT_ONCE * BLOCK * 4 + 64
 """Bytes between float32 rows of that many blocks. At a power of two, rows would evict each other from L1."""
 _AHEAD = 8192
@@ -60,6 +59,23 @@ class Shape:
     """Maximum rows of a tile."""
     passes: tuple[tuple[int, ...], ...]
     """Passes over a piece of a panel: the halves whose sums are in registers during each."""
+    weight_bytes: int = 2
+    """Bytes of a weight: 2 of bfloat16, or 4 of float32, which float32 rows multiply."""
+
+    @property
+    def pair_bytes(self) -> int:
+        """Bytes of two input features of a panel."""
+        return 2 * PANEL * self.weight_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a panel's block."""
+        return block_bytes(self.weight_bytes)
+
+
+def block_bytes(weight_bytes: int) -> int:
+    """Bytes of a panel's block of weights."""
+    return PANEL * BLOCK * weight_bytes
 
 
 AVX512_BF16 = Shape(has_float_rows=False, max_rows=14, passes=((0, 1),))
@@ -68,10 +84,17 @@ AVX512_FMA = Shape(has_float_rows=True, max_rows=13, passes=((0, 1),))
 """Tiling with one row less, since converted weights take registers, too."""
 AVX2_FMA = Shape(has_float_rows=True, max_rows=6, passes=((0,), (1,)))
 """Tiling with sums in 12 of AVX2's 16 registers of 8 float32; the second pass reads weights from L1."""
+AVX512_FLOAT = replace(AVX512_FMA, weight_bytes=4)
+AVX2_FLOAT = replace(AVX2_FMA, weight_bytes=4)
 
 
 def arrange(weight: torch.Tensor) -> torch.Tensor:
-    """Rearranges ``[32 * panels, in_features]`` to ``[panels, in_features / 2, 32, 2]``."""
+    """Rearranges ``[32 * panels, in_features]`` to ``[panels, in_features / 2, 32, 2]``.
+
+    Float32 weights, which no instruction takes in pairs, to ``[panels, in_features, 32]``.
+    """
+    if weight.dtype == torch.float32:
+        return weight.view(-1, PANEL, weight.shape[1]).permute(0, 2, 1)
     return weight.view(-1, PANEL, weight.shape[1] // 2, 2).permute(0, 2, 1, 3)
 
 
@@ -91,6 +114,7 @@ def multiply_kernel(shape: Shape, finish: Any) -> tuple[Any, Any, Any]:
     ``end()`` releases registers.
     """
     tile, has_float_rows, most = _make_tile(shape), shape.has_float_rows, shape.max_rows
+    block_bytes, pair_bytes = shape.block_bytes, shape.pair_bytes
     line = vectors(PANEL, "float32")
     store, splat, zero = line.store, line.splat, np.float32(0.0)
 
@@ -119,17 +143,17 @@ def multiply_kernel(shape: Shape, finish: Any) -> tuple[Any, Any, Any]:
         blocks_at_once = num_blocks if num_tiles == 1 and not has_float_rows else BLOCKS_AT_ONCE
         for block in range(blocks[0], blocks[1], blocks_at_once):
             count = min(blocks_at_once, blocks[1] - block)
-            piece = weight + block * BLOCK_BYTES
-            next_piece = piece + count * BLOCK_BYTES
+            piece = weight + block * block_bytes
+            next_piece = piece + count * block_bytes
             for index in range(num_tiles):
                 first, last = num_rows * index // num_tiles, num_rows * (index + 1) // num_tiles
                 # Prefetching cached data is almost free.
                 ahead, step = sums, 0
                 if num_tiles == 1:
-                    ahead, step = piece + _AHEAD, _PAIR_BYTES
+                    ahead, step = piece + _AHEAD, pair_bytes
                 elif index < 2 and next_piece < end:
                     # The first two tiles prefetch one half each.
-                    ahead, step = next_piece + index * count * BLOCK_BYTES // 2, _PAIR_BYTES // 2
+                    ahead, step = next_piece + index * count * block_bytes // 2, pair_bytes // 2
                 place = rows + first * stride + block * shift
                 tile(last - first, place, stride, piece, sums + first * PANEL * 4, count, ahead, step)
         # The caller has finished earlier rows: products and epilogue compete for the same units.
@@ -180,7 +204,7 @@ def _make_tile(shape: Shape) -> Any:
             switch.add_case(ir.Constant(_INT64, count), block)
             builder.position_at_end(block)
             for halves in shape.passes:
-                _emit_tile(builder, shape.has_float_rows, halves, count, *others)
+                _emit_tile(builder, shape, halves, count, *others)
             builder.branch(end)
         builder.position_at_end(end)
         return context.get_dummy_value()
@@ -203,7 +227,7 @@ def _make_tile(shape: Shape) -> Any:
 
 def _emit_tile(
     builder: Any,
-    has_float_rows: bool,
+    shape: Shape,
     halves: Sequence[int],
     num_rows: int,
     rows: Any,
@@ -221,20 +245,29 @@ def _emit_tile(
     starts = [builder.add(rows, builder.mul(stride, ir.Constant(_INT64, row))) for row in range(num_rows)]
     num_turns = builder.mul(num_blocks, ir.Constant(_INT64, BLOCK // 2 // _PAIRS_AT_ONCE))
     with cgutils.for_range(builder, num_turns, intp=_INT64) as loop:
-        turn = builder.add(weight, builder.mul(loop.index, ir.Constant(_INT64, _PAIRS_AT_ONCE * _PAIR_BYTES)))
+        turn_bytes = ir.Constant(_INT64, _PAIRS_AT_ONCE * shape.pair_bytes)
+        turn = builder.add(weight, builder.mul(loop.index, turn_bytes))
         moved = builder.mul(loop.index, builder.mul(step, ir.Constant(_INT64, _PAIRS_AT_ONCE)))
         wanted = builder.add(ahead, moved)
         for pair in range(_PAIRS_AT_ONCE):
-            words = {
-                half: _load(builder, turn, pair * _PAIR_BYTES + half * 64, _WORDS, 64) for half in halves
+            # The lines of both features follow each other, or one line has both.
+            lines = {
+                (feature, half): (feature * _HALVES + half) * 64
+                for feature in range(shape.weight_bytes // 2)
+                for half in halves
             }
-            for half in halves:
-                call_prefetch(builder, builder.add(wanted, ir.Constant(_INT64, half * 64)))
+            words = {
+                line: _load(builder, turn, pair * shape.pair_bytes + offset, _WORDS, 64)
+                for line, offset in lines.items()
+            }
+            for offset in lines.values():
+                call_prefetch(builder, builder.add(wanted, ir.Constant(_INT64, offset)))
             wanted = builder.add(wanted, step)
-            if has_float_rows:
+            if shape.has_float_rows:
                 _emit_float_products(builder, totals, num_rows, rows, loop.index, words, pair)
             else:
-                _emit_pair_products(builder, totals, starts, loop.index, words, pair)
+                own = {half: word for (_, half), word in words.items()}
+                _emit_pair_products(builder, totals, starts, loop.index, own, pair)
     for place, offset in offsets.items():
         pointer = builder.inttoptr(builder.add(sums, ir.Constant(_INT64, offset)), _FLOATS.as_pointer())
         builder.store(builder.load(totals[place]), pointer).align = 4
@@ -270,10 +303,13 @@ def _emit_float_products(
     num_rows: int,
     rows: Any,
     turn: Any,
-    words: dict[int, Any],
+    words: dict[tuple[int, int], Any],
     pair: int,
 ) -> None:
-    """Emits the same as float32 products, one feature after the other."""
+    """Emits the same as float32 products, one feature after the other.
+
+    ``words`` are registers by feature and half: bfloat16 of two features, or float32 of each.
+    """
     fma = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), "llvm.fma.v16f32"
     )
@@ -281,12 +317,14 @@ def _emit_float_products(
     place = builder.add(rows, builder.mul(turn, ir.Constant(_INT64, _PAIRS_AT_ONCE * 8)))
     sixteen, high = ir.Constant(_WORDS, [16] * 16), ir.Constant(_WORDS, [-0x10000] * 16)
     for feature in range(2):
-        weights = {
-            half: builder.bitcast(
-                builder.and_(word, high) if feature else builder.shl(word, sixteen), _FLOATS
-            )
-            for half, word in words.items()
-        }
+        if (1, 0) in words or (1, 1) in words:
+            own = {half: word for (place_of, half), word in words.items() if place_of == feature}
+        else:
+            own = {
+                half: builder.and_(word, high) if feature else builder.shl(word, sixteen)
+                for (_, half), word in words.items()
+            }
+        weights = {half: builder.bitcast(word, _FLOATS) for half, word in own.items()}
         for row in range(num_rows):
             number = _load(builder, place, row * FLOAT_STRIDE + pair * 8 + feature * 4, ir.FloatType(), 4)
             operand = _splat(builder, number, _FLOATS)

@@ -244,42 +244,49 @@ def test_exponential() -> None:
 @pairs(
     isa=Isa,
     num_rows=(1, 2, 7, 14, 15, 16, 17, 32, 33, 129, 300),
-    shape=((64, 32), (96, 64), (7, 96), (200, 1184), (700, 64)),
+    shape=((64, 32), (96, 64), (7, 96), (200, 1184), (700, 64), (65, 50), (40, 300)),
+    dtype=(torch.bfloat16, torch.float32),
 )
 def test_tiled_linear_equals_float64(
-    isa: Isa, num_rows: int, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    isa: Isa, num_rows: int, shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows at the edges of tiles, more than a tile or the cache holds, a partial panel, more blocks or panels
-    than are processed at once. Numbers of rows in between: see the next test."""
+    """Rows at the edges of tiles, more than a tile or the cache holds, a partial panel or block, more blocks
+    or panels than are processed at once. Numbers of rows in between: see the next test."""
     use_isa(isa, monkeypatch)
     size, in_features = shape
-    rows = random(num_rows, in_features, dtype=torch.bfloat16)
-    weight, other = (random(size, in_features, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
-    bias, other_bias = (random(size, dtype=torch.bfloat16, seed=seed) for seed in (3, 4))
-    summand = random(num_rows, size, dtype=torch.bfloat16, seed=5)
+    rows = random(num_rows, in_features, dtype=dtype)
+    weight, other = (random(size, in_features, dtype=dtype, seed=seed) for seed in (1, 2))
+    bias, other_bias = (random(size, dtype=dtype, seed=seed) for seed in (3, 4))
+    summand = random(num_rows, size, dtype=dtype, seed=5)
     exact = torch.nn.functional.linear(rows.double(), weight.double(), bias.double())
     other_exact = torch.nn.functional.linear(rows.double(), other.double(), other_bias.double())
     error = 1e-6 * in_features
     linear = TiledLinear(weight, bias, ALONE)
+    rounding = 2**-8 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(linear.precise(rows).double(), exact, atol=error, rtol=1e-5)
-    torch.testing.assert_close(linear(rows).double(), exact, atol=error, rtol=2**-8)
+    torch.testing.assert_close(linear(rows).double(), exact, atol=error, rtol=rounding)
     torch.testing.assert_close(
-        linear.plus(rows, summand).double(), exact + summand.double(), atol=error, rtol=2**-8
+        linear.plus(rows, summand).double(), exact + summand.double(), atol=error, rtol=rounding
     )
     gated = TiledGate(weight, other, bias, other_bias, ALONE)(rows).double()
     torch.testing.assert_close(
-        gated, torch.nn.functional.silu(exact) * other_exact, atol=30 * error, rtol=2**-7
+        gated, torch.nn.functional.silu(exact) * other_exact, atol=30 * error, rtol=2 * rounding
     )
     without = TiledLinear(weight, None, ALONE).precise(rows).double()
     torch.testing.assert_close(without, exact - bias.double(), atol=error, rtol=1e-5)
 
 
 @needs_instruction
+@pytest.mark.parametrize(
+    ("dtype", "in_features"), [(torch.bfloat16, 1184), (torch.bfloat16, 1170), (torch.float32, 1170)]
+)
 @pytest.mark.parametrize("isa", Isa)
-def test_tiled_linear_is_bit_for_bit_the_same_at_any_width(isa: Isa, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiled_linear_is_bit_for_bit_the_same_at_any_width(
+    isa: Isa, dtype: torch.dtype, in_features: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_isa(isa, monkeypatch)
-    linear = TiledLinear(random(130, 1184, dtype=torch.bfloat16), None, ALONE)
-    rows = random(300, 1184, dtype=torch.bfloat16, seed=1)
+    linear = TiledLinear(random(130, in_features, dtype=dtype), None, ALONE)
+    rows = random(300, in_features, dtype=dtype, seed=1)
     whole = linear.precise(rows)
     for width in (*range(1, 20), 29, 32, 33, 40, 128, 129, 257):
         pieces = [linear.precise(piece.contiguous()) for piece in rows.split(width)]

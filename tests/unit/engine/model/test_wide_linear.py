@@ -41,7 +41,6 @@ def test_products_are_left_in_float32_where_torch_can(
         return products if out is None or behaviour == "writes nowhere" else out.copy_(products)
 
     monkeypatch.setattr(torch, "mm", mm)
-    monkeypatch.setattr(linear_module, "can_pack", lambda device, dtype: False)
     linear_module.has_wide_products.cache_clear()
     weight = torch.randn(5, 16).bfloat16()
     head = make_linear(weight, None)

@@ -186,7 +186,7 @@ def test_a_failed_recording_leaves_nothing_behind() -> None:
 
 
 def test_a_forward_of_other_operators_is_not_recorded() -> None:
-    config = EngineConfig(device="cpu", dtype="float32", num_threads=1, max_model_len=64, max_num_seqs=1)
+    config = EngineConfig(device="cpu", attention="gather", num_threads=1, max_model_len=64, max_num_seqs=1)
     forward = build_runner(config, role="draft").forward
     assert with_cpu_graphs(forward) is None
 

@@ -64,12 +64,13 @@ def test_sum_of_the_chosen_by_their_probabilities(num_chosen: int, is_normed: bo
             gate, up, down = WEIGHTS[expert]
             output = down @ (F.silu(gate @ rows[row]) * (up @ rows[row]))
             expected[row] += probabilities[row, expert] / total * output
-    torch.testing.assert_close(layer(num_chosen, is_normed=is_normed)(rows), expected)
+    torch.testing.assert_close(layer(num_chosen, is_normed=is_normed)(rows), expected, atol=1e-4, rtol=1e-5)
 
 
 def test_rows_alone_and_among_others() -> None:
     rows, experts = random(9, HIDDEN, seed=51), layer(2, is_normed=True)
-    torch.testing.assert_close(experts(rows), torch.cat([experts(row[None]) for row in rows]))
+    alone = torch.cat([experts(row[None]) for row in rows])
+    torch.testing.assert_close(experts(rows), alone, atol=1e-4, rtol=1e-5)
 
 
 needs_kernels = pytest.mark.skipif(
