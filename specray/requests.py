@@ -230,3 +230,9 @@ class ServiceInfo:
     max_model_len: int
     protocol_version: int
     version: str
+    checkpoint: str = ""
+    """Digest of the target (``EngineInfo.checkpoint``)."""
+    is_deterministic: bool = False
+    """Whether outputs depend neither on other requests nor on speculation, on processors of ``isa``."""
+    isa: str = ""
+    """Instruction set of the target's matrix products; empty: not one of ours."""

@@ -265,8 +265,21 @@ class VerifyPlan(PromptSourceOptions):
         int, typer.Option(min=0, help="Outputs of each prompt under rejection, for each way; 0: none.")
     ] = 8
     exact: Annotated[
-        bool, typer.Option("--exact", help="Take one other token for a fault: for a service in float32.")
+        bool,
+        typer.Option(
+            "--exact",
+            help="Take one other token for a fault: for a service that is deterministic (/v1/models says "
+            "so), whose logprobs must be the same, too, or one in float32.",
+        ),
     ] = False
+    case: Annotated[
+        list[str] | None,
+        typer.Option(help="Way to sample, by its name in the report; may be repeated; default: all."),
+    ] = None
+    way: Annotated[
+        list[str] | None,
+        typer.Option(help="Way to draft, by its name in the report; may be repeated; default: all."),
+    ] = None
     tasks: Annotated[TaskKind, typer.Option(help="How the tasks of --tasks-path are scored.")] = (
         TaskKind.HUMANEVAL
     )

@@ -272,6 +272,9 @@ class Router:
             max_model_len=info.max_model_len,
             protocol_version=info.protocol_version,
             version=self._version,
+            checkpoint=info.checkpoint,
+            is_deterministic=info.is_deterministic,
+            isa=info.isa,
         )
 
     @property

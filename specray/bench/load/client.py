@@ -126,6 +126,14 @@ class ServerClient:
         except (ValueError, KeyError, TypeError):
             raise SpecrayError(f"server {self._url}: /v1/models is no list of models") from None
 
+    async def is_deterministic(self) -> bool:
+        """Whether the service says so of its first model. Raises like ``stream_completion``."""
+        text = await self._get("/v1/models")
+        try:
+            return json.loads(text)["data"][0].get("is_deterministic") is True
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return False
+
     async def max_model_len(self) -> int | None:
         """Returns tokens of prompt and output together, at most, of the first served model.
 

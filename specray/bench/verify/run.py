@@ -1,7 +1,7 @@
 """Asks a running service for the same outputs in several ways, and says which differ by more than chance.
 
-Greedy and coupled outputs must be those of plain decoding, token by token. In bfloat16 the width of a forward
-changes last bits, so plain decoding is compared with itself at another batch, too: a way that parts no more
+Greedy and coupled outputs must be those of plain decoding, token by token. Where the width of a forward
+changes last bits, plain decoding is compared with itself at another batch, too: a way that parts no more
 often than that is right. Outputs under rejection depend on the draft; there each token must be a draw from
 the distribution that plain decoding has at its place.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from specray.bench.load.client import ServerClient
 from specray.bench.plans import VerifyPlan
@@ -27,7 +27,7 @@ from specray.bench.verify.plan import CASES, PLAIN, TASK_WAYS, WAYS, VerifyCase,
 from specray.bench.verify.samples import sampled_outputs
 from specray.bench.verify.tasks import Task
 from specray.environment import api_key
-from specray.errors import SpecrayError
+from specray.errors import ConfigError, SpecrayError
 
 SIGNIFICANCE = 1e-3
 """Probability at which chance is no explanation any more, over all comparisons of a run together."""
@@ -53,6 +53,8 @@ class Comparison:
 class VerifyResult:
     model: str
     plan: VerifyPlan
+    is_deterministic: bool = False
+    """Whether the service says that outputs have the same bits in any batch, with and without drafts."""
     prompts: Sequence[str] = ()
     tasks: Sequence[Task] = ()
     comparisons: list[Comparison] = field(default_factory=list)
@@ -66,7 +68,12 @@ class VerifyResult:
     def _is_fault(self, one: Comparison, limit: float) -> bool:
         if one.not_offered:
             return False
-        if self.plan.exact and one.agreement is not None and one.agreement.num_diverged:
+        found = one.agreement
+        if (
+            self.plan.exact
+            and found is not None
+            and (found.num_diverged or (self.is_deterministic and found.max_logprob_distance > 0))
+        ):
             return True
         return one.p_value < limit
 
@@ -85,11 +92,15 @@ async def verify(
 
     Raises:
         EngineLostError: there is no server. InvalidRequestError: it refuses plain decoding or scores.
-        SpecrayError: it failed.
+        ConfigError: a case or way of the plan has a name that none has. SpecrayError: it failed.
     """
-    num_all = len(CASES) * len(WAYS) + len(WAYS) * bool(plan.num_samples) + len(TASK_WAYS) * bool(tasks)
+    cases = _named("case", plan.case, CASES)
+    # How often plain decoding parts from itself is what the others are compared with.
+    ways = (WAYS[0], *(way for way in _named("way", plan.way, WAYS) if way is not WAYS[0]))
+    num_all = len(cases) * len(ways) + len(ways) * bool(plan.num_samples) + len(TASK_WAYS) * bool(tasks)
     async with ServerClient(plan.url, timeout_s=plan.timeout_s, key=api_key()) as client:
-        result = VerifyResult(await client.model(), plan, prompts, tasks)
+        is_deterministic = await client.is_deterministic()
+        result = VerifyResult(await client.model(), plan, is_deterministic, prompts, tasks)
 
         async def compare(case: str, way: VerifyWay, compared: Awaitable[Comparison]) -> None:
             on_progress(f"{case}: {way.name}", len(result.comparisons), num_all)
@@ -98,18 +109,30 @@ async def verify(
             except NotOfferedError as error:
                 result.comparisons.append(Comparison(case, way.name, not_offered=str(error)))
 
-        for case in CASES:
+        for case in cases:
             plain = await ask_outputs(client, _bodies(result, case, PLAIN), concurrency=1)
             base: list[Agreement] = []
-            for way in WAYS:
+            for way in ways:
                 await compare(case.name, way, _agreement(client, result, case, way, plain, base))
-        for way in WAYS if plan.num_samples else ():
+        for way in ways if plan.num_samples else ():
             await compare("rejection", way, _calibration(client, result, way))
         if tasks:
             solved = await _solved(client, tasks, PLAIN, concurrency=1)
             for way in TASK_WAYS:
                 await compare("tasks", way, _tasks(client, result, way, solved))
     return result
+
+
+Named = TypeVar("Named", VerifyCase, VerifyWay)
+
+
+def _named(kind: str, names: Sequence[str] | None, known: Sequence[Named]) -> Sequence[Named]:
+    """Those of the names; all where there are none. Raises ConfigError."""
+    allowed = [one.name for one in known]
+    for name in names or ():
+        if name not in allowed:
+            raise ConfigError(f"{kind} is {name!r}; allowed: {', '.join(map(repr, allowed))}")
+    return [one for one in known if not names or one.name in names]
 
 
 async def _agreement(

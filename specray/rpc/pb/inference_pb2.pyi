@@ -201,17 +201,23 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("model", "draft_model", "vocab_size", "max_model_len", "protocol_version", "version")
+    __slots__ = ("model", "draft_model", "vocab_size", "max_model_len", "protocol_version", "version", "checkpoint", "is_deterministic", "isa")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     DRAFT_MODEL_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    IS_DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
+    ISA_FIELD_NUMBER: _ClassVar[int]
     model: str
     draft_model: str
     vocab_size: int
     max_model_len: int
     protocol_version: int
     version: str
-    def __init__(self, model: _Optional[str] = ..., draft_model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., protocol_version: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
+    checkpoint: str
+    is_deterministic: bool
+    isa: str
+    def __init__(self, model: _Optional[str] = ..., draft_model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., protocol_version: _Optional[int] = ..., version: _Optional[str] = ..., checkpoint: _Optional[str] = ..., is_deterministic: _Optional[bool] = ..., isa: _Optional[str] = ...) -> None: ...

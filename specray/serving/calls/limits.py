@@ -40,8 +40,12 @@ class ServiceLimits:
         # Bytes of what is in a body beside its prompt.
         return min(most, 1024 * 1024 + self._info.max_model_len * _BYTES_PER_TOKEN)
 
+    async def known_info(self) -> ServiceInfo:
+        """What the router has told once; raises like :meth:`info`."""
+        return self._info or await self.info()
+
     async def get(self) -> Limits:
-        info = self._info or await self.info()
+        info = await self.known_info()
         config = self._config.now
         return Limits(
             model_name=config.model_name,

@@ -14,6 +14,7 @@ from specray import __version__
 from specray.checkpoint_digest import WEIGHT_FILES, file_digest
 from specray.config import EMBEDDED, Config
 from specray.demo.paths import demo_draft_path, demo_target_path
+from specray.requests import ServiceInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,8 @@ class Identity:
     system_fingerprint: str
     """Changes with the version, the checkpoints and the settings on which outputs may depend."""
 
-    def model(self, max_model_len: int) -> dict[str, Any]:
-        """Returns the model as an entry of /v1/models, with vLLM's fields."""
+    def model(self, info: ServiceInfo) -> dict[str, Any]:
+        """Returns the model as an entry of /v1/models: vLLM's fields, and what outputs depend on."""
         return {
             "id": self.name,
             "object": "model",
@@ -38,7 +39,10 @@ class Identity:
             "owned_by": "specray",
             "root": self.root,
             "parent": None,
-            "max_model_len": max_model_len,
+            "max_model_len": info.max_model_len,
+            "checkpoint": info.checkpoint,
+            "is_deterministic": info.is_deterministic,
+            "isa": info.isa,
             "permission": [self._permission()],
         }
 

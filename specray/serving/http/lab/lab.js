@@ -89,7 +89,7 @@ function finishRace(on, off) {
   const other =
     form.temperature > 0
       ? "The texts differ: under rejection drafts change which draws count, not their probabilities."
-      : "The texts differ: in bfloat16 the width of a forward decides near ties.";
+      : "The texts differ: on a GPU, or without the decoder's kernels, the width of a forward decides near ties.";
   const speeds = drafted && plain ? `${drafted.toFixed(1)} against ${plain.toFixed(1)} tokens a second. ` : "";
   figures.showRace(drafted, plain);
   say(speeds + (isSame ? "Both texts are the same." : other));

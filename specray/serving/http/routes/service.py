@@ -88,8 +88,8 @@ def add_observer_routes(app: FastAPI, routers: RouterClient, metrics_text: TextS
 def add_model_routes(app: FastAPI, limits: ServiceLimits, identity: Identity) -> None:
     @app.api_route("/v1/models", methods=GET)
     async def models() -> JSONResponse:
-        allowed = await limits.get()
-        return JSONResponse({"object": "list", "data": [identity.model(allowed.max_model_len)]})
+        info = await limits.known_info()
+        return JSONResponse({"object": "list", "data": [identity.model(info)]})
 
     @app.api_route("/v1/models/{name:path}", methods=GET)
     async def one_model(name: str) -> JSONResponse:
@@ -97,5 +97,4 @@ def add_model_routes(app: FastAPI, limits: ServiceLimits, identity: Identity) ->
             raise ModelNotFoundError(
                 f"model {shown(name)} is not served here; allowed: {identity.name!r}", field="model"
             )
-        allowed = await limits.get()
-        return JSONResponse(identity.model(allowed.max_model_len))
+        return JSONResponse(identity.model(await limits.known_info()))

@@ -19,7 +19,7 @@ from specray.bench.verify.report import verify_json, verify_table
 from specray.bench.verify.run import VerifyResult, verify
 from specray.bench.verify.samples import read_likely
 from specray.bench.verify.tasks import Task
-from specray.errors import EngineLostError, InvalidRequestError, SpecrayError
+from specray.errors import ConfigError, EngineLostError, InvalidRequestError, SpecrayError
 from specray.fakes import FakeRouterClient
 from specray.requests import GenerateRequest, OutputChunk
 from specray.types import DraftKind, TokenLogprobs, Verification
@@ -105,6 +105,33 @@ async def test_other_tokens_of_one_draft_are_a_fault_of_that_way_alone() -> None
 
     result = await verified(faulty, exact=True, num_samples=0)
     assert names(result) == {(case.name, "n-grams, K=8") for case in CASES}
+
+
+async def test_other_logprobs_are_a_fault_where_the_service_says_that_it_is_deterministic() -> None:
+    class Wider(Service):
+        async def complete(self, request: GenerateRequest) -> OutputChunk:
+            chunk = await super().complete(request)
+            if request.speculation.draft is not DraftKind.NGRAM:
+                return chunk
+            return replace(
+                chunk, logprobs=tuple(replace(one, logprob=one.logprob - 1e-7) for one in chunk.logprobs)
+            )
+
+    for is_deterministic in (True, False):
+        info = replace(INFO, is_deterministic=is_deterministic)
+        async with serving(Wider(reply=honest, info=info)) as service:
+            plan = VerifyPlan(
+                url=service.url, exact=True, num_samples=0, max_tokens=8, case=["coupled"],
+                way=["n-grams, K=8"],
+            )  # fmt: skip
+            result = await verify(plan, PROMPTS, [], lambda *_: None)
+        assert [one.way for one in result.comparisons] == [SELF, "n-grams, K=8"]
+        assert names(result) == ({("coupled", "n-grams, K=8")} if is_deterministic else set())
+
+
+async def test_cases_and_ways_are_called_by_their_names() -> None:
+    with pytest.raises(ConfigError, match="way is 'trees'; allowed: 'plain, other batch', 'as the service"):
+        await verified(way=["trees"])
 
 
 async def test_many_divergences_are_a_fault_without_exactness_and_one_is_not() -> None:

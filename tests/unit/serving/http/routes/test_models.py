@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,8 @@ def checkpoint(tmp_path: Path) -> Path:
 
 async def test_both_endpoints_describe_the_model_with_vllms_fields(checkpoint: Path) -> None:
     config = parse_config({"served_model_name": "org/tiny", "target": {"model": str(checkpoint)}})
-    async with serving(FakeRouterClient(info=INFO), config=config) as service:
+    info = replace(INFO, checkpoint="0123", is_deterministic=True, isa="avx2-fma")
+    async with serving(FakeRouterClient(info=info), config=config) as service:
         async with service.http.get("/v1/models") as response:
             listed = await response.json()
         async with service.http.get("/v1/models/org/tiny") as response:
@@ -41,6 +43,9 @@ async def test_both_endpoints_describe_the_model_with_vllms_fields(checkpoint: P
         "root": str(checkpoint),
         "parent": None,
         "max_model_len": MAX_MODEL_LEN,
+        "checkpoint": "0123",
+        "is_deterministic": True,
+        "isa": "avx2-fma",
     }
     assert permission["id"].startswith("modelperm-") and permission["allow_sampling"] is True
 
