@@ -11,6 +11,7 @@ from pathlib import Path
 from specray.gguf.header import GgufHeader
 from specray.models.gguf.hybrids import lfm2, qwen35, qwen35moe
 from specray.models.gguf.keys import Keys, UnfitError
+from specray.models.gguf.mixtures import glm4moe, gpt_oss, olmoe
 from specray.models.gguf.rope import read_rope
 from specray.models.gguf.sizes import Config, layer_norm_eps, read_sizes, rms_norm_eps, sizes_of
 
@@ -203,9 +204,12 @@ def _gemma3(keys: Keys) -> Config:
 _FAMILIES: Mapping[str, Callable[[Keys], Config]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "glm4moe": glm4moe,
+    "gpt-oss": gpt_oss,
     "gpt2": _gpt2,
     "lfm2": lfm2,
     "llama": _llama,
+    "olmoe": olmoe,
     "phi3": _phi3,
     "qwen2": _qwen2,
     "qwen2moe": _qwen2moe,

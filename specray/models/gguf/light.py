@@ -14,7 +14,20 @@ from specray.models.gguf.sizes import Config
 from specray.models.gguf.tokenizer_files import write_tokenizer
 from specray.tokenization.fingerprint import record_vocabulary
 
-_MODEL_TYPES = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma3_text"})
+_MODEL_TYPES = frozenset(
+    {
+        "gemma3_text",
+        "glm4_moe",
+        "gpt_oss",
+        "llama",
+        "olmoe",
+        "phi3",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+    }
+)
 """Types of models that the decoder runs from their files."""
 _SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 """Keys of config.json that it does not compute."""

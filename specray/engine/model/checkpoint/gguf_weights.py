@@ -24,10 +24,17 @@ from specray.engine.model.decoder_config import (
     INPUT_NORM,
     MLP_NORM,
     MLP_OUTPUT_NORM,
+    SINKS,
     DecoderConfig,
     layer_prefix,
 )
-from specray.engine.model.layers.expert_config import ROUTER, SHARED, SHARED_GATE, expert_prefix
+from specray.engine.model.layers.expert_config import (
+    CHOICE_BIAS,
+    ROUTER,
+    SHARED,
+    SHARED_GATE,
+    expert_prefix,
+)
 from specray.engine.weights.block_type import BlockType
 from specray.engine.weights.stored_weight import StoredWeight
 from specray.errors import ConfigError
@@ -54,6 +61,10 @@ _ATTENTION = {
 _MLP = {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "gate_up_proj": "ffn_up", "down_proj": "ffn_down"}
 _ROUTER = "ffn_gate_inp"
 _SHARED_GATE = "ffn_gate_inp_shexp"
+_WHOLE_NAMES = {CHOICE_BIAS: "exp_probs_b.bias", SINKS: "attn_sinks.weight"}
+"""Names of a layer's tensors that are no weight or bias of a part in a checkpoint."""
+_PREDICTOR = "nextn.eh_proj.weight"
+"""What only layers have that predict several tokens at once."""
 _ROTARY = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 """Tensors that config.json speaks of."""
 
@@ -98,7 +109,12 @@ class GgufWeights(NamedWeights):
         self._file = GgufFile(file, path)
         self._places = dict(_places(config, self._file))
         used = {place.tensor for place in self._places.values()} | _ROTARY
-        rest = {name: tensor.shape for name, tensor in self._file.tensors.items() if name not in used}
+        aside = tuple(_predictors(config, self._file))
+        rest = {
+            name: tensor.shape
+            for name, tensor in self._file.tensors.items()
+            if name not in used and not name.startswith(aside)
+        }
         super().__init__(path, {name: place.shape for name, place in self._places.items()} | rest)
         self._warned: set[str] = set()
 
@@ -208,9 +224,9 @@ class GgufWeights(NamedWeights):
         """The tensor, and which of its rows are read: all of a weight whose rows are in another order."""
         place = self._place(name)
         tensor = self._file.tensors[place.tensor]
-        if len(tensor.shape) == 1:
+        if len(tensor.shape) == 1 or len(place.shape) == 1:
             # A vector is one row.
-            return place.tensor, 0, 1
+            return place.tensor, place.first, place.first + 1
         rows = _rows(place, None if place.order is not None else part)
         return place.tensor, place.first + rows.start, place.first + rows.stop
 
@@ -227,7 +243,7 @@ def _places(config: DecoderConfig, file: GgufFile) -> Iterator[tuple[str, _Tenso
         if tensor in file.tensors:
             yield name, _whole(file, tensor)
     for layer in range(config.num_hidden_layers):
-        for name, tensor in _layer_names(config, layer).items():
+        for name, tensor in _layer_names(config, layer, file).items():
             for suffix in ("weight", "bias"):
                 if (stored := f"blk.{layer}.{tensor}.{suffix}") in file.tensors:
                     place = _whole(file, stored)
@@ -235,14 +251,25 @@ def _places(config: DecoderConfig, file: GgufFile) -> Iterator[tuple[str, _Tenso
                         # One product's weight is a vector there.
                         place = replace(place, shape=(1, place.shape[-1]))
                     yield f"{layer_prefix(layer)}{name}.{suffix}", _ordered(place, name, config, file)
+        for name, tensor in _WHOLE_NAMES.items():
+            if (stored := f"blk.{layer}.{tensor}") in file.tensors:
+                yield f"{layer_prefix(layer)}{name}", _whole(file, stored)
         yield from _experts(config, layer, file)
+
+
+def _predictors(config: DecoderConfig, file: GgufFile) -> Iterator[str]:
+    """What the names of the layers after the last one begin with."""
+    layer = config.num_hidden_layers
+    while f"blk.{layer}.{_PREDICTOR}" in file.tensors:
+        yield f"blk.{layer}."
+        layer += 1
 
 
 def _whole(file: GgufFile, tensor: str) -> _TensorRows:
     return _TensorRows(tensor, 0, file.tensors[tensor].shape)
 
 
-def _layer_names(config: DecoderConfig, layer: int) -> dict[str, str]:
+def _layer_names(config: DecoderConfig, layer: int, file: GgufFile) -> dict[str, str]:
     """Names of a layer's parts in a checkpoint, and in the file."""
     names = {f"self_attn.{name}": stored for name, stored in _ATTENTION.items()}
     names[INPUT_NORM] = "attn_norm"
@@ -253,7 +280,9 @@ def _layer_names(config: DecoderConfig, layer: int) -> dict[str, str]:
             MLP_OUTPUT_NORM: "post_ffw_norm",
         }
     else:
-        names[ATTENTION_NORM] = "ffn_norm"
+        # GLM 4.5 and gpt-oss.
+        has_other = f"blk.{layer}.post_attention_norm.weight" in file.tensors
+        names[ATTENTION_NORM] = "post_attention_norm" if has_other else "ffn_norm"
     if config.experts is not None and config.experts.layers[layer]:
         shared = {f"{SHARED}.{name}_proj": f"ffn_{name}_shexp" for name in ("gate", "up", "down")}
         return names | shared | {ROUTER: _ROUTER, SHARED_GATE: _SHARED_GATE}
@@ -278,6 +307,8 @@ def _experts(config: DecoderConfig, layer: int, file: GgufFile) -> Iterator[tupl
         for number in range(experts.num_experts):
             prefix = f"{layer_prefix(layer)}{expert_prefix(number)}"
             yield f"{prefix}{name}_proj.weight", _TensorRows(tensor, number * rows, (rows, columns))
+            if (bias := tensor.replace(".weight", ".bias")) in file.tensors:
+                yield f"{prefix}{name}_proj.bias", _TensorRows(bias, number, (rows,))
 
 
 def _ordered(place: _TensorRows, name: str, config: DecoderConfig, file: GgufFile) -> _TensorRows:

@@ -321,3 +321,68 @@ MODELS: dict[str, TinyModel] = {
     ),
 }
 """By name: a family, and what is special in it."""
+
+LIGHT_MODELS: dict[str, TinyModel] = {
+    "olmoe": _qwen(
+        "olmoe",
+        "olmoe",
+        # llama.cpp knows it with as many key heads as heads alone.
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+            "num_key_value_heads": HEADS,
+        },
+        {"expert_count": 8, "expert_used_count": 2, "attention.head_count_kv": HEADS},
+    ),
+    "glm4moe": _qwen(
+        "glm4_moe",
+        "glm4moe",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.5,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "head_dim": HEAD_DIM,
+            "rope_parameters": {**_rope(1e6), "partial_rotary_factor": 0.5},
+        },
+        {
+            "expert_count": 8,
+            "expert_used_count": 2,
+            "expert_shared_count": 1,
+            "expert_feed_forward_length": 32,
+            "expert_gating_func": 2,
+            "expert_weights_norm": True,
+            "expert_weights_scale": 1.5,
+            "leading_dense_block_count": 1,
+            "rope.dimension_count": HEAD_DIM // 2,
+        },
+    ),
+    "gpt-oss": _qwen(
+        "gpt_oss",
+        "gpt-oss",
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "head_dim": HEAD_DIM,
+            "sliding_window": WINDOW,
+            # Without YaRN, whose limits llama.cpp rounds to whole numbers and the original does not.
+        },
+        {
+            "expert_count": 8,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 32,
+            "feed_forward_length": 32,
+            "attention.key_length": HEAD_DIM,
+            "attention.value_length": HEAD_DIM,
+            "attention.sliding_window": WINDOW,
+        },
+    ),
+}
+"""Models that are served from their files and not converted."""

@@ -21,7 +21,7 @@ from specray.models.gguf.converter import convert_file
 from specray.models.gguf.families import read_config
 from specray.models.gguf.light import is_light, write_light
 from specray.tokenization import load_tokenizer
-from tests.unit.models.gguf_files.families import MODELS, PROMPT
+from tests.unit.models.gguf_files.families import LIGHT_MODELS, MODELS, PROMPT
 from tests.unit.models.gguf_files.texts import TEXTS, VOCABULARIES
 from tests.unit.models.gguf_files.writer import original, write_file
 
@@ -34,7 +34,7 @@ deviation is 4, and 1 in Gemma's."""
 
 
 def test_answers_of_llama_cpp_are_there_for_each_file() -> None:
-    assert LLAMA_CPP.keys() == MODELS.keys() | VOCABULARIES.keys()
+    assert LLAMA_CPP.keys() == MODELS.keys() | LIGHT_MODELS.keys() | VOCABULARIES.keys()
 
 
 def logits_of(model: Any, tokens: list[int]) -> torch.Tensor:
@@ -57,6 +57,21 @@ def test_a_file_gives_the_model_of_its_original_and_of_llama_cpp(name: str, tmp_
     answer = LLAMA_CPP[name]
     tokens = [*PROMPT[: tiny.prompt_len], *answer]
     logits = served_logits(served_checkpoint(tmp_path, checkpoint), tokens)
+    assert logits[tiny.prompt_len - 1 : -1].argmax(dim=-1).tolist() == answer
+    assert float((logits - logits_of(model, tokens)).abs().max()) < ATOL
+
+
+@pytest.mark.parametrize("name", LIGHT_MODELS)
+def test_a_file_that_is_served_alone_gives_its_original_and_llama_cpp(name: str, tmp_path: Path) -> None:
+    tiny = LIGHT_MODELS[name]
+    model = original(tiny)
+    path = write_file(tmp_path / "model.gguf", tiny, model)
+    header = read_header(path)
+    assert is_light(header, read_config(path, header)[0])
+    write_light(path, header, tmp_path / "light")
+    answer = LLAMA_CPP[name]
+    tokens = [*PROMPT[: tiny.prompt_len], *answer]
+    logits = served_logits(tmp_path / "light", tokens)
     assert logits[tiny.prompt_len - 1 : -1].argmax(dim=-1).tolist() == answer
     assert float((logits - logits_of(model, tokens)).abs().max()) < ATOL
 

@@ -249,7 +249,7 @@ def test_a_sentencepiece_vocabulary_needs_scores_and_gemma_no_space(tmp_path: Pa
     assert refusal(path) == "tokenizer.ggml.add_space_prefix is True; allowed: false"
 
 
-@pytest.mark.parametrize("architecture", ["clip", "gpt-oss", "mistral", "t5", "falcon", "bert"])
+@pytest.mark.parametrize("architecture", ["clip", "deepseek2", "mistral", "t5", "falcon", "bert"])
 def test_an_architecture_that_is_not_read_is_refused_with_those_that_are(
     tmp_path: Path, architecture: str
 ) -> None:
@@ -261,8 +261,8 @@ def test_an_architecture_that_is_not_read_is_refused_with_those_that_are(
     writer.write_tensors_to_file()
     writer.close()
     assert refusal(path) == (
-        "its architecture is not read; allowed: gemma2, gemma3, gpt2, lfm2, llama, phi3, qwen2, qwen2moe, "
-        "qwen3, qwen35, qwen35moe, qwen3moe, starcoder2"
+        "its architecture is not read; allowed: gemma2, gemma3, glm4moe, gpt-oss, gpt2, lfm2, llama, "
+        "olmoe, phi3, qwen2, qwen2moe, qwen3, qwen35, qwen35moe, qwen3moe, starcoder2"
     )
 
 

@@ -16,7 +16,7 @@ import gguf
 import numpy as np
 import torch
 
-from tests.unit.models.gguf_files.families import HIDDEN, MODELS, PROMPT, TinyModel
+from tests.unit.models.gguf_files.families import HIDDEN, LIGHT_MODELS, MODELS, PROMPT, TinyModel
 from tests.unit.models.gguf_files.texts import TEXTS, VOCABULARIES
 from tests.unit.models.tiny_models import MERGES, TOKENS
 
@@ -42,6 +42,9 @@ def original(tiny: TinyModel) -> Any:
         if is_gain and tiny.architecture not in _SHIFTED_NORMS:
             value += 1
         parameter.data = torch.from_numpy(value).to(torch.bfloat16).float()
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.from_numpy(draw.normal(0, 0.3, tuple(buffer.shape))))
     return model
 
 
@@ -125,6 +128,9 @@ def file_tensors(tiny: TinyModel, model: Any) -> dict[str, np.ndarray]:
     tensors: dict[str, np.ndarray] = {}
     for name, value in _state(tiny, model):
         base, _, part = name.rpartition(".")
+        if (whole := _WHOLE_NAMES.get(name.partition(".layers.")[2].partition(".")[2])) is not None:
+            tensors[f"blk.{name.split('.')[2]}.{whole}"] = value.numpy()
+            continue
         if part in ("A_log", "dt_bias"):
             base, part = (name, "") if part == "A_log" else (f"{base}.dt_proj", "bias")
         found = names.get_name(base)
@@ -140,7 +146,9 @@ def _state(tiny: TinyModel, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        if name.endswith("experts.gate_up_proj"):
+        if tiny.architecture == "gpt-oss" and ".experts." in name:
+            yield from _of_gpt_oss(name, value)
+        elif name.endswith("experts.gate_up_proj"):
             gate, up = value.chunk(2, dim=1)
             layer = name.removesuffix("gate_up_proj")
             yield f"{layer}gate_proj.weight", gate
@@ -149,6 +157,23 @@ def _state(tiny: TinyModel, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{name}.weight", value
         else:
             yield name, value
+
+
+def _of_gpt_oss(name: str, value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Experts whose weights are transposed, with the outputs of gate and up in turn, and their biases."""
+    part = "bias" if name.endswith("_bias") else "weight"
+    layer = name.removesuffix("_bias").rpartition(".")[0]
+    if "gate_up" in name:
+        for each, numbers in (("gate", value[..., ::2]), ("up", value[..., 1::2])):
+            yield f"{layer}.{each}_proj.{part}", numbers.transpose(-1, -2) if part == "weight" else numbers
+    else:
+        yield f"{layer}.down_proj.{part}", value.transpose(-1, -2) if part == "weight" else value
+
+
+_WHOLE_NAMES = {
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "self_attn.sinks": "attn_sinks.weight",
+}
 
 
 def _stored(tiny: TinyModel, name: str, part: str, value: np.ndarray) -> np.ndarray:
@@ -193,7 +218,7 @@ def _tiled(tiny: TinyModel, name: str, value: np.ndarray) -> np.ndarray:
 def main(directory: Path) -> None:
     """Writes the files, and ``asked.json`` with a prompt or texts for each."""
     asked: dict[str, Any] = {}
-    for name, tiny in MODELS.items():
+    for name, tiny in (MODELS | LIGHT_MODELS).items():
         write_file(directory / f"{name}.gguf", tiny, original(tiny))
         asked[name] = {"prompt": PROMPT[: tiny.prompt_len], "num_tokens": tiny.num_tokens}
     for name, vocabulary in VOCABULARIES.items():

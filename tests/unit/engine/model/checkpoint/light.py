@@ -16,7 +16,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from tests.unit.engine.model.checkpoints import write_tokenizer
-from tests.unit.models.gguf_files.families import MODELS, TinyModel
+from tests.unit.models.gguf_files.families import LIGHT_MODELS, MODELS, TinyModel
 from tests.unit.models.gguf_files.writer import add_value, file_tensors, original
 
 FAMILIES = (
@@ -24,30 +24,33 @@ FAMILIES = (
     "llama-llama3",
     "qwen2",
     "qwen3",
+    "qwen2moe",
     "qwen3moe",
+    *LIGHT_MODELS,
     "phi3",
     "phi3-longrope",
     "gemma3",
 )
 """Models of ``families`` that the decoder runs, one of each kind."""
+_ALL = MODELS | LIGHT_MODELS
 Choose = Callable[[str], Type]
 """Type of a matrix, by its name in the file."""
 
 
 @functools.cache
 def _original(name: str) -> Any:
-    return original(MODELS[name])
+    return original(_ALL[name])
 
 
 def write_light(directory: Path, name: str, choose: Choose) -> Any:
     """Writes a model of ``families``, and returns the library's with the same numbers."""
     model = _original(name)
     tensors = {
-        stored: (value, choose(stored) if value.ndim > 1 else Type.F32)
-        for stored, value in file_tensors(MODELS[name], model).items()
+        stored: (value, choose(stored) if value.ndim > 1 and stored.endswith("weight") else Type.F32)
+        for stored, value in file_tensors(_ALL[name], model).items()
     }
-    _write(directory, MODELS[name], model.config, tensors)
-    return _with_numbers_of_the_file(MODELS[name], model, choose)
+    _write(directory, _ALL[name], model.config, tensors)
+    return _with_numbers_of_the_file(_ALL[name], model, choose)
 
 
 def _with_numbers_of_the_file(tiny: TinyModel, model: Any, choose: Choose) -> Any:
@@ -56,13 +59,16 @@ def _with_numbers_of_the_file(tiny: TinyModel, model: Any, choose: Choose) -> An
     copy.load_state_dict(model.state_dict())
     names = gguf.get_tensor_name_map(_ARCHITECTURES[tiny.architecture], model.config.num_hidden_layers)
     for name, parameter in copy.named_parameters():
-        if parameter.ndim == 1:
+        if parameter.ndim == 1 or name.endswith("_bias"):
             continue
         stored = names.get_name(name.removesuffix(".weight").replace("gate_up_proj", "gate_proj"))
         if tiny.architecture == "phi3":
             stored = names.get_name(name.removesuffix(".weight"))
         assert stored is not None, name
-        parameter.data = torch.from_numpy(rounded(parameter.detach().numpy(), choose(f"{stored}.weight")))
+        is_transposed = tiny.architecture == "gpt-oss" and parameter.ndim == 3
+        value = parameter.detach().transpose(-1, -2) if is_transposed else parameter.detach()
+        found = torch.from_numpy(rounded(value.contiguous().numpy(), choose(f"{stored}.weight")))
+        parameter.data = found.transpose(-1, -2).contiguous() if is_transposed else found
     return copy
 
 

@@ -53,6 +53,9 @@ def of_one(kind: Type) -> Choose:
 
 def mixed(name: str) -> Type:
     """As files for few bits have it: values and the second MLP matrix finer than the others."""
+    if name.endswith("ffn_down_shexp.weight"):
+        # Its inputs are no whole blocks.
+        return Type.F16
     if name.endswith(("attn_v.weight", "ffn_down.weight", "ffn_down_exps.weight", "token_embd.weight")):
         return Type.Q8_0
     return Type.Q5_0 if name.endswith("attn_q.weight") else Type.Q5_1
