@@ -143,7 +143,8 @@ def activated(gate: torch.Tensor, activation: Activation) -> torch.Tensor:
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     """The better of torch's forms of a linear layer for the weight's device and data type."""
     kind = WideLinear if bias is None and has_wide_products(weight.device, weight.dtype) else PlainLinear
-    return kind(weight.contiguous(), bias)
+    # On CPU it may be a view of a file, which may be replaced while the model serves.
+    return kind(weight.clone() if weight.device.type == "cpu" else weight.contiguous(), bias)
 
 
 @functools.cache
