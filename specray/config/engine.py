@@ -54,8 +54,8 @@ class EngineConfig(Section):
     weights: StoredBits = Field(
         "auto",
         description="Form of weights that a file stores quantised (GGUF, GPTQ, AWQ, compressed-tensors, fp8, "
-        "MXFP4). auto: the file's own bits, where this machine has kernels for them (CPU, forward decoder), "
-        "else dtype; dtype: dequantised to dtype at load.",
+        "MXFP4, NVFP4). auto: the file's own bits, where there are kernels for them (forward decoder), else "
+        "dtype; dtype: dequantised to dtype at load.",
     )
     quantization: WeightFormat = Field(
         "none",
@@ -65,7 +65,7 @@ class EngineConfig(Section):
     lm_head_quantization: WeightFormat = Field("none", description="Format of the lm_head's weight.")
     quantize_embedding: bool = Field(
         False,
-        description="Hold the embedding in the lm_head's format, too; on CPU only. Else it stays in dtype.",
+        description="Hold the embedding in the lm_head's format, too. Else it is as weights says.",
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_model_len: int | None = Field(
@@ -150,8 +150,6 @@ class EngineConfig(Section):
             raise ValueError(f"{named} is {value!r} with forward 'hf'; allowed with it: 'none'")
         if value != "none" and self.model in (*MODEL_FREE_DRAFTS, REMOTE_FEATURES):
             raise ValueError(f"{named} is {value!r} with model {self.model!r}; allowed with it: 'none'")
-        if self.quantize_embedding and self.device == "cuda":
-            raise ValueError("quantize_embedding is true with device 'cuda'; allowed with it: false")
 
     def _check_rank_options(self) -> None:
         unknown = sorted(self.ray_actor_options.keys() - RANK_OPTIONS)

@@ -25,14 +25,14 @@ from specray.serving.local import pair as pair_module
 from tests.unit.engine.processes import forked_worker
 
 
-def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "specray.cli", "bench", "gpu", *arguments],
         capture_output=True,
         text=True,
         timeout=110,
         check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
     )
 
 
@@ -75,12 +75,22 @@ def test_whole_run_on_a_cpu_gives_equal_tokens_and_every_figure(
 ) -> None:
     sizes = ("--num-prompts", "2", "--max-tokens", "12", "--num-repeats", "1", "--k", "2")
     options = ("--shape", "tiny", "--device", "cpu", "--dtype", "float32", *sizes)
-    stages = ("--stage", "forwards", "--stage", "pair", "--stage", "transformers")
+    stages = ("--stage", "forwards", "--stage", "determinism", "--stage", "pair", "--stage", "transformers")
     run_here(*options, *stages, "--report", str(tmp_path))
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["failures"] == []
     results = report["shapes"]["tiny"]
-    assert sorted(results) == ["checkpoint", "forwards", "pair float32", "transformers float32"]
+    assert sorted(results) == [
+        "checkpoint",
+        "determinism",
+        "forwards",
+        "pair float32",
+        "transformers float32",
+    ]
+    steps = [
+        (time["num_sequences"], time["width"], time["on_equal"]) for time in results["determinism"]["times"]
+    ]
+    assert steps == [(1, 1, 1), (1, 3, 3), (2, 1, 1), (2, 3, 3), (1, 40, 40)]
     assert results["forwards"]["attentions"]["gather"] == "measured"
     assert "not work here" in results["forwards"]["attentions"]["triton"]
     measured = {
@@ -152,6 +162,7 @@ def test_without_a_device_the_message_says_so_and_the_report_has_it(tmp_path: Pa
     [
         ("sampling", {"is_tiny": True}),
         ("attention", {"is_tiny": True}),
+        ("products", {"is_tiny": True}),
         ("proposals", {"path": EMBEDDED, "dtype": "float32", "is_tiny": True}),
         ("models", {"size": "tiny", "directory": "unused"}),
     ],
@@ -171,6 +182,7 @@ def test_a_stage_that_takes_too_long_is_ended_and_the_report_is_written(tmp_path
         for stage in (
             "sampling: sampling",
             "attention: attention",
+            "products: products",
             "proposals: proposals",
             "tiny checkpoint: models",
         )
@@ -203,7 +215,8 @@ def test_default_options_measure_everything_on_one_device(monkeypatch: pytest.Mo
     monkeypatch.setattr(runs, "measure_gpu", measure)
     assert run(["bench", "gpu", "--report", "x"]) == 0
     (plan,) = plans
-    assert plan.stages == ("sampling", "attention", "proposals", "forwards", "pair", "transformers")
+    first = ("sampling", "attention", "products", "proposals", "forwards", "determinism")
+    assert plan.stages == (*first, "pair", "transformers")
     assert (plan.shapes, plan.device, plan.draft_device) == (("1b", "8b"), "cuda", "cuda")
 
 
@@ -333,6 +346,27 @@ def test_kernels_and_loops_that_are_wrong_are_problems() -> None:
     assert problems({**report, "options": {"dtype": "float32"}}) == [
         wrong_kernel,
         "proposals, greedy, 1 sequences, 4 draft tokens: 11 of 12 of the loop equal those of steps",
+    ]
+
+
+@pytest.mark.slow
+def test_products_in_the_interpreter_give_every_figure(tmp_path: Path) -> None:
+    """In a process of its own: whether kernels are interpreted is decided when triton is imported."""
+    pytest.importorskip("triton", minversion="3.9")
+    options = ("--stage", "products", "--shape", "tiny", "--device", "cpu", "--report", str(tmp_path))
+    result = run_script(*options, TRITON_INTERPRET="1")
+    assert result.returncode == 0, result.stderr
+    products = json.loads((tmp_path / "report.json").read_text())["products"]
+    assert len(products["formats"]) == 16 and set(products["formats"].values()) == {"equal"}
+    assert len(products["times"]) == 2 * 17
+    assert "| nvfp4 | 64 x 256 | 17 |" in (tmp_path / "report.md").read_text()
+
+
+def test_bits_that_differ_with_the_setting_on_are_a_problem() -> None:
+    times = [{"num_sequences": 4, "width": 5, "on_equal": equal, "off_equal": 0} for equal in (5, 3)]
+    report = {"options": {}, "shapes": {"8b": {"determinism": {"times": times}}}, "failures": []}
+    assert problems(report) == [
+        "8b, deterministic, 4 sequences: 3 of 5 rows have the bits of rows that come one by one"
     ]
 
 

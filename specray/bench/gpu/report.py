@@ -30,6 +30,16 @@ def problems(report: Report) -> list[str]:
     for name, state in report.get("attention", {}).get("kernels", {}).items():
         if "numbers are off" in state:
             found.append(f"attention, {name}: {state.splitlines()[0]}")
+    for name, state in report.get("products", {}).get("formats", {}).items():
+        if "wrong on this device" in state:
+            found.append(f"products, {name}: {state}")
+    for shape, results in report["shapes"].items():
+        found += [
+            f"{shape}, deterministic, {time['num_sequences']} sequences: {time['on_equal']} of "
+            f"{time['width']} rows have the bits of rows that come one by one"
+            for time in results.get("determinism", {}).get("times", ())
+            if time["on_equal"] < time["width"]
+        ]
     if report["options"].get("dtype") == "float32":
         # With fewer bits two ways to the same logits may differ.
         of_all = [report, *report["shapes"].values()]
@@ -66,7 +76,12 @@ def _parts(report: Report) -> Iterator[str]:
     options = report["options"]
     yield "# specray on an accelerator"
     yield f"`{json.dumps(options)}`"
-    for name, parts in (("sampling", _sampling), ("attention", _attention), ("proposals", _proposals)):
+    for name, parts in (
+        ("sampling", _sampling),
+        ("attention", _attention),
+        ("products", _products),
+        ("proposals", _proposals),
+    ):
         if name in report:
             yield from parts(report[name])
     for shape, results in report["shapes"].items():
@@ -78,6 +93,8 @@ def _parts(report: Report) -> Iterator[str]:
             yield "\n".join(summary)
         if "forwards" in results:
             yield from _forwards(results["forwards"])
+        if "determinism" in results:
+            yield from _determinism(results["determinism"])
         if "proposals" in results:
             yield from _proposals(results["proposals"])
         for dtype in ("float32", "bfloat16"):
@@ -120,6 +137,39 @@ def _attention(attention: Row) -> Iterator[str]:
         "bound us": ("bound_us", 1),
     }
     yield _table(columns, attention["times"])
+
+
+def _products(products: Row) -> Iterator[str]:
+    yield "## Products with weights in their own bits"
+    yield "The bound is a copy of as many bytes as the weight has; fixed: one tile for any number of rows."
+    yield from _left_out(products["formats"], "equal")
+    columns: dict[str, Column] = {
+        "format": "format",
+        "weight": lambda time: f"{time['out_features']} x {time['in_features']}",
+        "rows": "num_rows",
+        "us": ("us", 1),
+        "fixed us": ("fixed_us", 1),
+        "bound us": ("bound_us", 1),
+        "bound share": "share",
+    }
+    yield _table(columns, products["times"])
+
+
+def _determinism(determinism: Row) -> Iterator[str]:
+    yield (
+        "What `target.deterministic: on` costs, and rows of a step whose logits have the bits of rows that "
+        f"come one by one; attention with it: {determinism['attention']}."
+    )
+    columns: dict[str, Column] = {
+        "sequences": "num_sequences",
+        "rows each": "width",
+        "off ms": ("off_ms", 3),
+        "on ms": ("on_ms", 3),
+        "on / off": "ratio",
+        "equal off": lambda time: f"{time['off_equal']} of {time['width']}",
+        "equal on": lambda time: f"{time['on_equal']} of {time['width']}",
+    }
+    yield _table(columns, determinism["times"])
 
 
 def _left_out(states: Mapping[str, str], usual: str) -> Iterator[str]:

@@ -20,7 +20,7 @@ from specray.config import EMBEDDED
 
 _MAX_ERROR_CHARS = 1500
 
-_ONCE = ("sampling", "attention")
+_ONCE = ("sampling", "attention", "products")
 """Stages that need no model, and are measured once, whatever the shape of the target."""
 
 
@@ -164,6 +164,7 @@ class _StageRun:
         common = {"shape": shape, "path": made["path"], "device": device}
         is_tiny = shape == "tiny"
         self._stage("forwards", "forwards", **common, dtype=plan.dtype, is_tiny=is_tiny)
+        self._stage("determinism", "determinism", **common, dtype=plan.dtype, is_tiny=is_tiny)
         if shape == "1b":
             drafting = {**common, "device": plan.draft_device, "dtype": plan.dtype}
             self._stage("proposals", "proposals", **drafting, is_tiny=False)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from specray.config import EMBEDDED, Config, EngineConfig, parse_config
+from specray.config import EMBEDDED, Config, EngineConfig, TargetConfig, parse_config
 from specray.environment import apply_thread_environment
 from specray.errors import ConfigError, SpecrayError
 
@@ -65,6 +65,23 @@ def attention(device: str, is_tiny: bool) -> dict[str, Any]:
     return measure(torch.device(device), TINY if is_tiny else AttentionLoad())
 
 
+def products(device: str, is_tiny: bool) -> dict[str, Any]:
+    """Times products with weights in their own bits in this process."""
+    import torch
+
+    from specray.bench.gpu.products import TINY, ProductLoad, measure
+
+    return measure(torch.device(device), TINY if is_tiny else ProductLoad())
+
+
+def determinism(path: str, device: str, dtype: str, is_tiny: bool) -> dict[str, Any]:
+    """Times steps with ``target.deterministic`` off and on in this process."""
+    from specray.bench.gpu.determinism import TINY, DeterminismLoad, measure
+
+    values = {**_engine(path, device, dtype), "max_num_seqs": 2 * _NUM_SEQUENCES, "attention": "auto"}
+    return measure(TargetConfig.model_validate(values), TINY if is_tiny else DeterminismLoad())
+
+
 def proposals(path: str, device: str, dtype: str, is_tiny: bool) -> dict[str, Any]:
     """Times the proposals of a draft in this process."""
     from specray.bench.gpu.proposals import LARGE, TINY, ProposalLoad, measure
@@ -111,7 +128,8 @@ def _engine(path: str, device: str, dtype: str) -> dict[str, Any]:
 
 
 _STAGES: Final[dict[str, Callable[..., dict[str, Any]]]] = {
-    stage.__name__: stage for stage in (models, sampling, attention, proposals, forwards, pair, peer)
+    stage.__name__: stage
+    for stage in (models, sampling, attention, products, proposals, forwards, determinism, pair, peer)
 }
 
 

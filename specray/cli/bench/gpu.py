@@ -30,8 +30,10 @@ class GpuStage(StrEnum):
 
     SAMPLING = "sampling"
     ATTENTION = "attention"
+    PRODUCTS = "products"
     PROPOSALS = "proposals"
     FORWARDS = "forwards"
+    DETERMINISM = "determinism"
     PAIR = "pair"
     TRANSFORMERS = "transformers"
 

@@ -38,6 +38,8 @@ DEFAULT_BLOCK_SIZE = 16
 _CHECKED_WINDOWS = (None, 7)
 _PROGRAMS_PER_PROCESSOR = (1, 4)
 """Programs of the Triton kernel for each multiprocessor that are timed besides its default."""
+_FIXED_PLACES, _MAX_FIXED_PARTS = 512, 32
+"""KV indices of a part that is the same in every step, at least, and most parts of the longest sequence."""
 _MEASURED_MODEL_LEN = 4096
 """Tokens of the longest sequence for which kernels are timed, where the model's own is unknown."""
 
@@ -52,6 +54,15 @@ class Backend:
     block_size: int
     rivals: tuple[AttendKernel, ...] = ()
     """Other ways to attend over the same cache, which give the same and may be faster."""
+    fixed_part: int = 0
+    """KV indices of a part, where they are the same in every step; 0: they are not."""
+
+    def part_bytes(self, shape: HeadShape, max_model_len: int, num_rows: int) -> int:
+        """Bytes of what a step of so many rows keeps of parts, where they are the same in every step."""
+        if not self.fixed_part or max_model_len <= self.fixed_part:
+            return 0
+        num_parts = -(-max_model_len // self.fixed_part)
+        return 4 * num_parts * num_rows * shape.num_heads * (shape.head_dim + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +169,33 @@ def choose_backend(setting: str, model: Model, block_size: int | None) -> Backen
         else:
             return _fastest(backend, model) if setting == "auto" else backend
     raise AssertionError("gathering works everywhere")
+
+
+def fixed_backend(model: Model, block_size: int | None) -> Backend:
+    """The Triton kernel with the same parts and tiles in every step: a row's bits depend on its path alone.
+
+    Raises:
+        ConfigError: it does not work here; the message says why.
+    """
+    part = fixed_part(model.max_model_len)
+    try:
+        from specray.engine.attention.triton import TritonAttend
+
+        backend = make_backend("triton", model, block_size)
+        backend = replace(backend, attend=TritonAttend(1, fixed_part=part), rivals=(), fixed_part=part)
+        check_backend(backend, model)
+    # Whatever a compiler or a driver raises.
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"target.deterministic is 'on', whose attention does not work here: {reason}; allowed here: 'off'"
+        ) from error
+    return backend
+
+
+def fixed_part(max_model_len: int) -> int:
+    """KV indices of a part where it is the same in every step: of a model's longest sequence at most 32."""
+    return max(_FIXED_PLACES, 1 << (-(-max_model_len // _MAX_FIXED_PARTS) - 1).bit_length())
 
 
 def _fastest(backend: Backend, model: Model) -> Backend:

@@ -9,6 +9,8 @@ do windows, ancestors and the rows' own places decide. Sums are float32, and so 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +24,8 @@ MIN_SPLIT_PLACES = 128
 """KV indices per part, at least; a shorter part costs more to join than it saves."""
 _MAX_TILE = 64
 """Rows times query heads of a program, at most; the matrix product needs at least 16."""
+_FIXED_TILE = 32
+"""Rows times query heads of a program, where every step has the same; more are other instructions."""
 _LOG2_E = 1.4426950408889634
 
 
@@ -71,6 +75,18 @@ def _weigh(scores, values, highest, total, mixed):
     return higher, total, mixed
 
 
+@triton.jit
+def _on_path(key, prefix_len, first_index, bits):
+    """KV indices of the tokens at some positions of one row's path: its prefix, then its ancestors."""
+    depth = key - prefix_len
+    bit = tl.arange(0, 64)
+    is_set = ((bits >> bit.to(tl.int64)) & 1).to(tl.int32)
+    rank = tl.cumsum(is_set, 0) - is_set
+    is_ancestor = (rank[None, :] == depth[:, None]) & (is_set[None, :] != 0)
+    ancestor = tl.sum(tl.where(is_ancestor, bit[None, :], 0), 1)
+    return tl.where(depth < 0, key, first_index + ancestor)
+
+
 # Steps differ in these: they must not make another variant to compile.
 @triton.jit(do_not_specialize=["table_stride", "num_rows", "num_splits"])
 def _attend(
@@ -103,9 +119,15 @@ def _attend(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     PLACES: tl.constexpr,
+    PART: tl.constexpr,
 ):
+    """With PART > 0 parts and tiles begin at the same positions for every row, whatever is beside it.
+
+    A row with a mask then has a program of its own, which sees its path in the order of positions.
+    """
     sequence = tl.program_id(0)
-    ROWS: tl.constexpr = TILE // GROUP_SIZE
+    HAS_PATHS: tl.constexpr = PART > 0 and HAS_MASKS
+    ROWS: tl.constexpr = 1 if HAS_PATHS else TILE // GROUP_SIZE
     kv_head = tl.program_id(2) // num_splits
     split = tl.program_id(2) % num_splits
     first_row = tl.load(first_rows + sequence)
@@ -124,7 +146,8 @@ def _attend(
             prefix_len = tl.load(prefix_lens + row, mask=is_row, other=0)
             first_index = tl.load(first_indices + row, mask=is_row, other=0)
             bits = tl.load(ancestors + row, mask=is_row, other=0)
-            seen = prefix_len
+            if not HAS_PATHS:
+                seen = prefix_len
         dim = tl.arange(0, PADDED_DIM)
         is_dim = dim < HEAD_DIM
         rows = tl.load(
@@ -132,14 +155,18 @@ def _attend(
             mask=is_row[:, None] & is_dim[None, :],
             other=0.0,
         )
-        end = tl.max(tl.where(is_row, kv_index, 0), 0) + 1
+        end = tl.max(tl.where(is_row, position if HAS_PATHS else kv_index, 0), 0) + 1
         begin = 0
         if WINDOW > 0:
             lowest = tl.min(tl.where(is_row, position, 2147483647), 0)
             begin = tl.maximum(lowest - WINDOW + 1, 0)
-        part = tl.cdiv(tl.cdiv(end - begin, num_splits), PLACES) * PLACES
-        low = begin + split * part
-        high = tl.minimum(low + part, end)
+        if PART > 0:
+            low = tl.maximum(split * PART, begin // PLACES * PLACES)
+            high = tl.minimum(split * PART + PART, end)
+        else:
+            part = tl.cdiv(tl.cdiv(end - begin, num_splits), PLACES) * PLACES
+            low = begin + split * part
+            high = tl.minimum(low + part, end)
         highest = tl.full([TILE], float("-inf"), tl.float32)
         total = tl.zeros([TILE], tl.float32)
         mixed = tl.zeros([TILE, PADDED_DIM], tl.float32)
@@ -150,7 +177,7 @@ def _attend(
             total = tl.where(split == 0, 1.0, total)
         table = tables + sequence.to(tl.int64) * table_stride
         masked_from = low
-        if WINDOW == 0:
+        if WINDOW == 0 and PART == 0:
             common = tl.minimum(tl.min(tl.where(is_row, seen, 2147483647), 0), high)
             masked_from = low + tl.maximum(common - low, 0) // PLACES * PLACES
             for at in range(low, masked_from, PLACES):
@@ -164,15 +191,21 @@ def _attend(
         for at in range(masked_from, high, PLACES):
             key = at + tl.arange(0, PLACES)
             is_key = key < high
+            place = key
+            if HAS_PATHS:
+                # All members of the tile are the one row.
+                place = _on_path(
+                    key, tl.max(prefix_len, 0), tl.max(first_index, 0), tl.load(ancestors + tile_row)
+                )
             keys, values = _load_places(
-                layer, table, key, is_key, slot_stride, kv_head, dim, is_dim,
+                layer, table, place, is_key, slot_stride, kv_head, dim, is_dim,
                 False, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
             )  # fmt: skip
             scores = tl.dot(rows, keys, input_precision="ieee") * scale
             is_visible = key[None, :] < seen[:, None]
             if WINDOW > 0:
                 is_visible = is_visible & (key[None, :] > position[:, None] - WINDOW)
-            if HAS_MASKS:
+            if HAS_MASKS and not HAS_PATHS:
                 bit = key[None, :] - first_index[:, None]
                 is_bit = (bit >= 0) & (bit < 64)
                 shift = tl.where(is_bit, bit, 0).to(tl.int64)
@@ -222,6 +255,44 @@ def _join(
     tl.store(out + where, joined.to(out.dtype.element_ty), mask=is_dim)
 
 
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])
+def _join_in_order(
+    parts, sums, out, num_rows, num_splits,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+):  # fmt: skip
+    """Adds up parts one after the other: those behind a row's last one, of a longer neighbour, add zeros."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    dim = tl.arange(0, PADDED_DIM)
+    is_dim = dim < HEAD_DIM
+    first = row.to(tl.int64) * NUM_HEADS + head
+    step = num_rows.to(tl.int64) * NUM_HEADS
+    highest = tl.load(sums + first)
+    for split in range(1, num_splits):
+        highest = tl.maximum(highest, tl.load(sums + first + split * step))
+    joined = tl.zeros([PADDED_DIM], tl.float32)
+    total = 0.0
+    for split in range(num_splits):
+        weight = tl.exp2(tl.load(sums + first + split * step) - highest)
+        place = parts + (first + split * step) * HEAD_DIM + dim
+        joined = joined + weight * tl.load(place, mask=is_dim, other=0.0)
+        total = total + weight
+    tl.store(out + first * HEAD_DIM + dim, (joined / total).to(out.dtype.element_ty), mask=is_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiling:
+    """How a step is shared out among programs."""
+
+    tile: int
+    """Rows times query heads of a program."""
+    grid_rows: int
+    """Programs for the rows of a sequence."""
+    num_splits: int
+    part: int
+    """KV indices of a part; 0: as many as there are parts for."""
+
+
 class TritonAttend:
     """Implements ``paged.AttendPaged``.
 
@@ -229,11 +300,14 @@ class TritonAttend:
         num_processors: of the device.
         programs_per_processor: programs that are wanted for each of them; what they see is split until there
             are so many.
+        fixed_part: KV indices of a part, whatever is computed at once, so that the bits of a row depend on
+            nothing but its own path; 0: parts and tiles as the step is shared out best.
     """
 
-    def __init__(self, num_processors: int, programs_per_processor: int = 2) -> None:
+    def __init__(self, num_processors: int, programs_per_processor: int = 2, fixed_part: int = 0) -> None:
         self._num_processors = num_processors
         self._num_wanted = programs_per_processor * num_processors
+        self._fixed_part = fixed_part
 
     def splitting(self, programs_per_processor: int) -> TritonAttend:
         return TritonAttend(self._num_processors, programs_per_processor)
@@ -252,19 +326,16 @@ class TritonAttend:
         num_rows, num_heads, head_dim = query.shape
         num_kv_heads = layer.shape[1] // 2
         group_size = num_heads // num_kv_heads
-        tile = max(16, min(_MAX_TILE, triton.next_power_of_2(batch.max_rows * group_size)))
-        tile = max(tile, triton.next_power_of_2(group_size))
-        grid_rows = triton.cdiv(batch.max_rows, tile // group_size)
-        num_sequences = batch.lengths.shape[0]
-        max_places = batch.block_tables.shape[1] * block_size
-        num_splits = self._num_splits(num_sequences * grid_rows * num_kv_heads, max_places)
+        tiling = self._tiling(batch, group_size, num_kv_heads, block_size)
+        num_splits = tiling.num_splits
         out = torch.empty(num_rows, num_heads * head_dim, dtype=query.dtype, device=query.device)
         parts, sums = out, out
         if num_splits > 1:
             sums = torch.empty(num_splits, num_rows, num_heads, dtype=torch.float32, device=query.device)
             parts = torch.empty(*sums.shape, head_dim, dtype=torch.float32, device=query.device)
         padded_dim = max(16, triton.next_power_of_2(head_dim))
-        _attend[(num_sequences, grid_rows, num_kv_heads * num_splits)](
+        is_cut = batch.has_masks and not tiling.part
+        _attend[(batch.lengths.shape[0], tiling.grid_rows, num_kv_heads * num_splits)](
             query,
             layer,
             parts,
@@ -275,7 +346,7 @@ class TritonAttend:
             batch.kv_indices,
             batch.prefix_lens,
             batch.first_indices,
-            within_window(batch.ancestors, window) if batch.has_masks else batch.ancestors,
+            within_window(batch.ancestors, window) if is_cut else batch.ancestors,
             query if sinks is None else sinks,
             query.stride(0),
             layer.stride(0),
@@ -292,22 +363,32 @@ class TritonAttend:
             HEAD_DIM=head_dim,
             PADDED_DIM=padded_dim,
             BLOCK_SIZE=block_size,
-            TILE=tile,
+            TILE=tiling.tile,
             PLACES=32 if query.dtype == torch.float32 or padded_dim > 128 else 64,
+            PART=tiling.part,
         )
         if num_splits > 1:
-            _join[(num_rows, num_heads)](
-                parts,
-                sums,
-                out,
-                num_rows,
-                num_splits,
-                MAX_SPLITS=_MAX_SPLITS,
-                NUM_HEADS=num_heads,
-                HEAD_DIM=head_dim,
-                PADDED_DIM=padded_dim,
-            )
+            sizes = {"NUM_HEADS": num_heads, "HEAD_DIM": head_dim, "PADDED_DIM": padded_dim}
+            joined = (parts, sums, out, num_rows, num_splits)
+            if tiling.part:
+                _join_in_order[(num_rows, num_heads)](*joined, **sizes)
+            else:
+                _join[(num_rows, num_heads)](*joined, MAX_SPLITS=_MAX_SPLITS, **sizes)
         return out
+
+    def _tiling(self, batch: PagedBatch, group_size: int, num_kv_heads: int, block_size: int) -> _Tiling:
+        least = triton.next_power_of_2(group_size)
+        max_places = batch.block_tables.shape[1] * block_size
+        if self._fixed_part:
+            tile = max(_FIXED_TILE, least)
+            per_program = 1 if batch.has_masks else tile // group_size
+            num_splits = max(1, triton.cdiv(max_places, self._fixed_part))
+            return _Tiling(tile, triton.cdiv(batch.max_rows, per_program), num_splits, self._fixed_part)
+        tile = max(16, min(_MAX_TILE, triton.next_power_of_2(batch.max_rows * group_size)))
+        tile = max(tile, least)
+        grid_rows = triton.cdiv(batch.max_rows, tile // group_size)
+        num_programs = batch.lengths.shape[0] * grid_rows * num_kv_heads
+        return _Tiling(tile, grid_rows, self._num_splits(num_programs, max_places), 0)
 
     def _num_splits(self, num_programs: int, max_places: int) -> int:
         useful = max(1, max_places // MIN_SPLIT_PLACES)

@@ -117,6 +117,8 @@ class ParallelContext:
     def __init__(self, args: GroupArgs, starting: dist.ProcessGroup, control: dist.ProcessGroup) -> None:
         self.rank = args.rank
         self.world_size = args.world_size
+        self.sums_in_order = False
+        """Whether sums over the ranks are in their order on every device."""
         self._args = args
         self._starting = starting
         self._channel: Channel = NetworkChannel(control)
@@ -254,7 +256,7 @@ class ParallelContext:
         On CPU three ranks and more are summed in their order: a ring's order depends on where a number lies,
         and so a row's bits on how many rows there are.
         """
-        if self.world_size > 2 and tensor.device.type == "cpu":
+        if self.sums_in_order or (self.world_size > 2 and tensor.device.type == "cpu"):
             first, *others = self.exchange(tensor)
             total = first.float()
             for part in others:

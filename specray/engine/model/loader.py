@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from specray.engine.cuda.codes.layout import held_bytes
 from specray.engine.model.checkpoint.adapter import AdaptedWeights
 from specray.engine.model.checkpoint.gguf_weights import GgufWeights
 from specray.engine.model.checkpoint.headers import read_headers
@@ -34,6 +35,7 @@ from specray.engine.model.decoder_config import EMBEDDING, HEAD, DecoderConfig
 from specray.engine.model.description import ModelArgs, ModelDescription, describe
 from specray.engine.model.quantized.formats import WeightFormats
 from specray.engine.model.quantized.operator_set import has_own_kernels
+from specray.engine.weights.block_type import BlockType
 from specray.engine.weights.quantization import Quantization
 from specray.errors import ConfigError
 from specray.gguf.light import gguf_weights
@@ -103,7 +105,7 @@ def load_model(args: ModelArgs, *, dtype: torch.dtype, device: torch.device) -> 
         source = _library_model(args, described, dtype, device)
         num_weight_bytes = sum(weight.nbytes for weight in source.parameters())
     else:
-        has_own_bits = args.formats.has_own_bits and device.type == "cpu" and has_own_kernels()
+        has_own_bits = args.formats.has_own_bits and has_own_kernels(device, dtype)
         formats = replace(args.formats, has_own_bits=has_own_bits)
         source = _decoder_source(args.path, described, described.decoder, dtype, device, formats)
         _tell_formats(args, described, source, dtype)
@@ -216,9 +218,16 @@ def _decoder_source(
         config,
         adapted,
         head,
-        {name: weights.stored_bytes[name] for name in own},
+        {name: _held_bytes(weights.stored_formats[name], weights.stored_bytes[name], device) for name in own},
         tuple(sorted({weights.stored_formats[name] for name in own})),
     )
+
+
+def _held_bytes(format: str, num_bytes: int, device: torch.device) -> int:
+    """Bytes that a weight takes on the device, which has ``num_bytes`` in its file."""
+    if device.type == "cpu" or format not in set(BlockType):
+        return num_bytes
+    return held_bytes(BlockType(format), num_bytes)
 
 
 def _weights(
@@ -239,7 +248,14 @@ def _weights(
             path, directory, dtype=dtype, device=device, entry=entry, has_own_bits=has_own_bits
         )
     return StoredWeights(
-        path, directory, stored, dtype=dtype, device=device, entry=entry, has_own_bits=has_own_bits
+        path,
+        directory,
+        stored,
+        dtype=dtype,
+        device=device,
+        entry=entry,
+        has_own_bits=has_own_bits,
+        holds_all=device.type != "cpu",
     )
 
 

@@ -327,7 +327,7 @@ def _embedding_and_head(
     # The table is needed in its own layout for look-ups, so a tied head is a second copy where it is packed.
     head = operators.head.linear(head_weight, None)
     embedding = _look_ups(config, table, head if is_tied and head_rows is None else None, operators)
-    device = torch.device("cpu") if isinstance(table, StoredWeight) else table.device
+    device = operators.device if isinstance(table, StoredWeight) else table.device
     if parallel is None:
         return embedding, head, device
     embedding = ShardedEmbedding(embedding, table.shape[0], parallel.first_row(vocab_size), parallel)

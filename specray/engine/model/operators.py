@@ -21,6 +21,7 @@ from specray.engine.model.linear import Gate, Linear, Weights
 from specray.engine.model.operators_torch import TorchOperators, by_layer
 from specray.engine.step import HeadShape
 from specray.engine.weights.stored_weight import Weight
+from specray.errors import ConfigError
 
 if TYPE_CHECKING:
     from specray.engine.cpu.thread_pool import ThreadPool
@@ -109,8 +110,17 @@ def cpu_operators(dtype: torch.dtype, num_threads: int, thread_pool: ThreadPool 
     return KernelOperators(dtype, num_threads, thread_pool)
 
 
-def cuda_operators(dtype: torch.dtype, device: torch.device) -> Operators:
-    """Torch's operators; with Triton, where it works, for what lies between the matrix products."""
+def cuda_operators(dtype: torch.dtype, device: torch.device, *, is_fixed: bool = False) -> Operators:
+    """Torch's operators; with Triton, where it works, for what lies between the matrix products.
+
+    Args:
+        is_fixed: Triton's for products and norms, too: a row's bits depend on nothing but the row.
+
+    Raises:
+        ConfigError: ``is_fixed``, and these do not work here.
+    """
+    if is_fixed:
+        return _fixed_operators(dtype, device)
     try:
         from specray.engine.model.operators_triton import TritonOperators, check_gate
 
@@ -120,3 +130,17 @@ def cuda_operators(dtype: torch.dtype, device: torch.device) -> Operators:
         _log.info("activations run with torch's operators: %s: %s", type(error).__name__, error)
         return TorchOperators(dtype)
     return TritonOperators(dtype)
+
+
+def _fixed_operators(dtype: torch.dtype, device: torch.device) -> Operators:
+    try:
+        from specray.engine.model.operators_fixed import FixedOperators, check_rows
+
+        check_rows(device, dtype)
+    # Whatever a compiler or a driver raises.
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"target.deterministic is 'on', whose products do not work here: {reason}; allowed here: 'off'"
+        ) from error
+    return FixedOperators(dtype)

@@ -12,9 +12,10 @@ import torch
 
 from specray.checkpoint_digest import checkpoint_digest
 from specray.config import DraftConfig, EngineConfig, TargetConfig
-from specray.engine.attention.select import DEFAULT_BLOCK_SIZE, Backend, Model, choose_backend
+from specray.engine.attention.select import DEFAULT_BLOCK_SIZE, Backend, Model
 from specray.engine.cache.blocks import BlockCache, bytes_per_token
 from specray.engine.cache.states import STATES_PER_SEQUENCE
+from specray.engine.cuda.tiles import FIXED, FREE
 from specray.engine.device import (
     available_memory,
     choose_device,
@@ -31,12 +32,7 @@ from specray.engine.model.description import ModelArgs, model_path
 from specray.engine.model.layers.vocabulary import GatheredHead
 from specray.engine.model.loader import DecoderSource, LoadedModel, load_model
 from specray.engine.model.lowering import head_shape, lower
-from specray.engine.model.operators import (
-    Operators,
-    PagedOperators,
-    cpu_operators,
-    cuda_operators,
-)
+from specray.engine.model.operators import Operators, PagedOperators, cpu_operators, cuda_operators
 from specray.engine.model.quantized.formats import WeightFormats
 from specray.engine.model.quantized.operator_set import OperatorSet, operator_set
 from specray.engine.runner import determinism
@@ -98,13 +94,15 @@ def build_runner(
         )
     block_size = _block_size(config, loaded, backend)
     provisional = _info(config, loaded, forward, block_size, 0, tensor_parallel_size, backend)
-    wanted_bytes = cache_bytes_for(config, provisional, forward, parallel, drafter_memory)
+    left = determinism.with_parts(drafter_memory, config, loaded, parallel, backend)
+    wanted_bytes = cache_bytes_for(config, provisional, forward, parallel, left)
     num_blocks = _num_blocks(config, loaded, forward.cache_shape, block_size, wanted_bytes, drafter_memory)
     info = replace(provisional, num_blocks=num_blocks)
     with naming(lambda: f"cache_memory_gib is {config.cache_memory_gib}; lower it"):
         # The last block is for rows of captured forwards that belong to nobody.
         cache = _cache(loaded, forward.cache_shape, num_blocks + (backend is not None), block_size)
     if parallel is not None:
+        parallel.sums_in_order = determinism.is_fixed(config, device)
         parallel.start(group_choices(info))
     graphs = None
     is_captured = config.cuda_graphs and device.type == "cuda" and backend is not None
@@ -137,7 +135,7 @@ def _info(
     number_format, isa = _number_format(config, loaded), determinism.instruction_set(loaded)
     reason = determinism.why_not(config, loaded, forward, backend)
     determinism.check(config, loaded, reason)
-    is_on = isinstance(config, TargetConfig) and config.deterministic == "on"
+    is_on = determinism.is_wanted(config)
     return RunnerInfo(
         model_name=loaded.name,
         vocab_size=loaded.vocab_size,
@@ -333,7 +331,7 @@ def _attention_backend(
         loaded.max_model_len,
         has_sinks=loaded.source.config.has_sinks,
     )
-    return choose_backend(config.attention, model, config.block_size)
+    return determinism.chosen_backend(config, model)
 
 
 def _block_size(config: EngineConfig, loaded: LoadedModel, backend: Backend | None) -> int:
@@ -344,11 +342,13 @@ def _block_size(config: EngineConfig, loaded: LoadedModel, backend: Backend | No
 
 def _operators(config: EngineConfig, loaded: LoadedModel, backend: Backend | None) -> OperatorSet:
     operators: Operators
+    is_fixed = determinism.is_fixed(config, loaded.device)
     if loaded.device.type == "cpu":
         operators = cpu_operators(loaded.dtype, torch.get_num_threads())
     else:
-        operators = cuda_operators(loaded.dtype, loaded.device)
-    made = operator_set(operators, WeightFormats.of(config), loaded.dtype, loaded.device)
+        operators = cuda_operators(loaded.dtype, loaded.device, is_fixed=is_fixed)
+    rule = FIXED if is_fixed else FREE
+    made = operator_set(operators, WeightFormats.of(config), loaded.dtype, loaded.device, rule)
     if backend is None:
         return made
     return replace(made, layers=PagedOperators(made.layers, loaded.dtype, backend.attend, backend.store))

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import torch
+
 from specray.config import EngineConfig, TargetConfig
-from specray.engine.attention.select import Backend
+from specray.engine.attention.select import Backend, Model, choose_backend, fixed_backend
+from specray.engine.group.parallel import ParallelContext
 from specray.engine.model.decoder import DecoderForward
+from specray.engine.model.layers.experts import ExpertLayer
 from specray.engine.model.linear import PlainGate, PlainLinear
-from specray.engine.model.loader import LoadedModel
+from specray.engine.model.loader import DecoderSource, LoadedModel
+from specray.engine.model.lowering import head_shape
+from specray.engine.runner.memory import DrafterMemory
 from specray.engine.step import Forward
 from specray.errors import ConfigError
 
@@ -32,7 +38,7 @@ def why_not(
     if forward.cache_shape.state_bytes:
         return "the model has recurrent layers"
     if loaded.device.type != "cpu":
-        return f"device is {loaded.device.type!r}"
+        return _why_not_on_a_gpu(config, forward, backend)
     if not instruction_set(loaded):
         return "this processor has none of the instruction sets of our kernels, or numba is missing"
     for linear in forward.linears():
@@ -43,9 +49,60 @@ def why_not(
     return None
 
 
+def is_wanted(config: EngineConfig) -> bool:
+    return isinstance(config, TargetConfig) and config.deterministic == "on"
+
+
+def is_fixed(config: EngineConfig, device: torch.device) -> bool:
+    """Whether tiles, parts and orders of sums are the same in every step, since a device is slower so."""
+    return device.type != "cpu" and is_wanted(config)
+
+
+def chosen_backend(config: EngineConfig, model: Model) -> Backend:
+    """How to attend. Raises ConfigError: what was asked for does not work here, or its bits would differ."""
+    if not is_fixed(config, model.device):
+        return choose_backend(config.attention, model, config.block_size)
+    if config.attention not in ("auto", "triton"):
+        raise ConfigError(
+            f"attention is {config.attention!r} with target.deterministic 'on'; allowed with it on CUDA: "
+            "'auto' or 'triton'"
+        )
+    return fixed_backend(model, config.block_size)
+
+
+def with_parts(
+    left: DrafterMemory,
+    config: EngineConfig,
+    loaded: LoadedModel,
+    parallel: ParallelContext | None,
+    backend: Backend | None,
+) -> DrafterMemory:
+    """What is to be left for others and for parts of attention, which a longer context has more of."""
+    if backend is None or not isinstance(loaded.source, DecoderSource):
+        return left
+    heads = head_shape(loaded.source.config, parallel)
+    parts = backend.part_bytes(heads, loaded.max_model_len, config.max_num_batched_tokens)
+    return left._replace(step_bytes=left.step_bytes + parts)
+
+
+def _why_not_on_a_gpu(config: EngineConfig, forward: DecoderForward, backend: Backend | None) -> str | None:
+    """There what has the property is slower, and is taken where it is asked for."""
+    if not is_wanted(config):
+        return "target.deterministic is 'off'"
+    if any(isinstance(layer.gate, ExpertLayer) for layer in forward.layers):
+        return "the model has experts, whose tiles depend on the rows on CUDA"
+    if backend is None or not backend.fixed_part:
+        return f"attention is {config.attention!r}, whose parts depend on the step"
+    for linear in forward.linears():
+        rule = getattr(linear, "rule", None)
+        if rule is None or not rule.is_fixed:
+            return f"a layer of {linear.in_features} inputs runs with torch's operators"
+    return None
+
+
 def check(config: EngineConfig, loaded: LoadedModel, reason: str | None) -> None:
     """Raises ConfigError where the target must be deterministic and is not for ``reason``."""
-    if isinstance(config, TargetConfig) and config.deterministic == "on" and reason is not None:
+    if is_wanted(config) and reason is not None:
         raise ConfigError(
             f"target.deterministic is 'on' for model {loaded.name!r}, but {reason}; allowed here: 'off'"
         )

@@ -52,7 +52,7 @@ def decode(kind: BlockType, rows: Tensor) -> BlockCodes:
 _Decoded = tuple[Tensor, Tensor, Tensor | None]
 
 
-def _halves(blocks: Tensor, start: int) -> Tensor:
+def halves(blocks: Tensor, start: int) -> Tensor:
     """A float16 of each block as float32, ``[..., 1]``."""
     return blocks[..., start : start + 2].contiguous().view(torch.float16).float()
 
@@ -70,27 +70,27 @@ def _fifth_bits(blocks: Tensor, start: int) -> Tensor:
 
 
 def _q4_0(blocks: Tensor) -> _Decoded:
-    return _nibbles(blocks[..., 2:]) - 8, _halves(blocks, 0), None
+    return _nibbles(blocks[..., 2:]) - 8, halves(blocks, 0), None
 
 
 def _q4_1(blocks: Tensor) -> _Decoded:
-    return _nibbles(blocks[..., 4:]), _halves(blocks, 0), _halves(blocks, 2)
+    return _nibbles(blocks[..., 4:]), halves(blocks, 0), halves(blocks, 2)
 
 
 def _q5_0(blocks: Tensor) -> _Decoded:
-    return (_nibbles(blocks[..., 6:]) | _fifth_bits(blocks, 2)) - 16, _halves(blocks, 0), None
+    return (_nibbles(blocks[..., 6:]) | _fifth_bits(blocks, 2)) - 16, halves(blocks, 0), None
 
 
 def _q5_1(blocks: Tensor) -> _Decoded:
-    return _nibbles(blocks[..., 8:]) | _fifth_bits(blocks, 4), _halves(blocks, 0), _halves(blocks, 2)
+    return _nibbles(blocks[..., 8:]) | _fifth_bits(blocks, 4), halves(blocks, 0), halves(blocks, 2)
 
 
 def _q8_0(blocks: Tensor) -> _Decoded:
-    return blocks[..., 2:].contiguous().view(torch.int8), _halves(blocks, 0), None
+    return blocks[..., 2:].contiguous().view(torch.int8), halves(blocks, 0), None
 
 
 def _iq4_nl(blocks: Tensor) -> _Decoded:
-    return torch.tensor(IQ4_VALUES)[_nibbles(blocks[..., 2:]).long()], _halves(blocks, 0), None
+    return torch.tensor(IQ4_VALUES)[_nibbles(blocks[..., 2:]).long()], halves(blocks, 0), None
 
 
 def _mxfp4(blocks: Tensor) -> _Decoded:
@@ -99,7 +99,7 @@ def _mxfp4(blocks: Tensor) -> _Decoded:
     return codes, torch.ldexp(torch.ones(exponents.shape), exponents), None
 
 
-def _six_bit_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
+def six_bit_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
     """Eight scales and eight minimums of 6 bits from 12 bytes."""
     first, second, third = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = torch.cat((first & 63, (third & 15) | ((first >> 6) << 4)), -1)
@@ -109,8 +109,8 @@ def _six_bit_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 def _two_levels(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Scales and minimums of the eight groups of a block of Q4_K or Q5_K."""
-    scales, minimums = _six_bit_scales(blocks[..., 4:16])
-    return _halves(blocks, 0) * scales.float(), -(_halves(blocks, 2) * minimums.float())
+    scales, minimums = six_bit_scales(blocks[..., 4:16])
+    return halves(blocks, 0) * scales.float(), -(halves(blocks, 2) * minimums.float())
 
 
 def _split(packed: Tensor, *sizes: int) -> Tensor:
@@ -139,16 +139,20 @@ def _q6_k(blocks: Tensor) -> _Decoded:
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
     upper = ((high >> shifts) & 3).to(torch.int16) << 4
     codes = (_split(_nibbles(low), 4, 32) | upper) - 32
-    return codes, _halves(blocks, 208) * blocks[..., 192:208].contiguous().view(torch.int8).float(), None
+    return codes, halves(blocks, 208) * blocks[..., 192:208].contiguous().view(torch.int8).float(), None
 
 
-def _iq4_xs(blocks: Tensor) -> _Decoded:
+def iq4_xs_scales(blocks: Tensor) -> Tensor:
+    """The eight scales of 6 bits of a block of IQ4_XS, -32..31, int32."""
     high = blocks[..., 2:4].contiguous().view(torch.int16).int()
     upper = ((high >> torch.arange(0, 16, 2)) & 3) << 4
     low = blocks[..., 4:8, None] >> torch.tensor((0, 4), dtype=torch.uint8)
-    scales = ((low & 15).flatten(-2).int() | upper) - 32
+    return ((low & 15).flatten(-2).int() | upper) - 32
+
+
+def _iq4_xs(blocks: Tensor) -> _Decoded:
     codes = torch.tensor(IQ4_VALUES)[_nibbles(_split(blocks[..., 8:], 8, 16)).long()]
-    return codes, _halves(blocks, 0) * scales.float(), None
+    return codes, halves(blocks, 0) * iq4_xs_scales(blocks).float(), None
 
 
 _DECODERS: Mapping[BlockType, Callable[[Tensor], _Decoded]] = {

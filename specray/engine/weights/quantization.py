@@ -6,6 +6,8 @@ from enum import StrEnum
 
 GROUP = 32
 """Input features of a group of codes, which share a scale."""
+NVFP4_GROUP = 16
+"""Input features of NVFP4 that share a scale."""
 
 
 class Quantization(StrEnum):

@@ -13,8 +13,10 @@ import torch
 from specray.engine.weights.block_weight import BlockWeight
 from specray.engine.weights.block_weight import join as join_blocks
 from specray.engine.weights.grouped_weight import GroupedWeight, join_groups
+from specray.engine.weights.nvfp4_weight import Nvfp4Weight, join_nvfp4
+from specray.engine.weights.reordered_weight import ReorderedWeight, join_reordered
 
-Part: TypeAlias = BlockWeight | GroupedWeight
+Part: TypeAlias = BlockWeight | GroupedWeight | Nvfp4Weight | ReorderedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,9 @@ def numbers_of(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
 def alike(weights: Sequence[Weight]) -> list[Weight]:
     """Weights of one layer as they are stored; if some are tensors, all as tensors of their type."""
     plain = next((weight for weight in weights if isinstance(weight, torch.Tensor)), None)
-    return list(weights) if plain is None else [numbers_of(weight, plain.dtype) for weight in weights]
+    if plain is None:
+        return list(weights)
+    return [numbers_of(weight, plain.dtype).to(plain.device) for weight in weights]
 
 
 def join(weights: Sequence[Weight]) -> Weight:
@@ -112,7 +116,14 @@ def _is_like(first: Part, second: Part) -> bool:
 
 
 def _joined(parts: list[Part]) -> Part:
+    """Parts of one kind that are alike."""
     if len(parts) == 1:
         return parts[0]
-    blocks = [part for part in parts if isinstance(part, BlockWeight)]
-    return join_blocks(blocks) if blocks else join_groups([p for p in parts if isinstance(p, GroupedWeight)])
+    first = parts[0]
+    if isinstance(first, BlockWeight):
+        return join_blocks([part for part in parts if isinstance(part, BlockWeight)])
+    if isinstance(first, Nvfp4Weight):
+        return join_nvfp4([part for part in parts if isinstance(part, Nvfp4Weight)])
+    if isinstance(first, ReorderedWeight):
+        return join_reordered([part for part in parts if isinstance(part, ReorderedWeight)])
+    return join_groups([part for part in parts if isinstance(part, GroupedWeight)])

@@ -6,6 +6,7 @@ GPTQModel, AutoAWQ, ModelOpt.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from specray.engine.model.checkpoint.layer_formats import WHOLE_ROWS
 from specray.engine.weights.grouped_weight import BYTE_BITS, NIBBLE_BITS, GroupedWeight
+from specray.engine.weights.nvfp4_weight import Nvfp4Weight
+from specray.engine.weights.quantization import GROUP, NVFP4_GROUP
+from specray.engine.weights.reordered_weight import ReorderedWeight
 
 _WORD_BITS = 32
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -37,18 +41,33 @@ class Unpacked:
             codes = codes - (zeros if zeros.ndim < 2 else zeros[:, self.groups])
         return codes * self.scale.float()[:, self.groups]
 
-    def grouped(self) -> GroupedWeight:
-        """The same values, where groups have one size and are in order."""
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.codes.shape
+        return rows, columns
+
+    def stored(self) -> GroupedWeight | ReorderedWeight:
+        """The same values, in groups of one size; if groups are no runs of units, with columns in order."""
+        _, counts = torch.unique_consecutive(self.groups, return_counts=True)
+        # The last group may have fewer columns.
+        size = math.gcd(*counts.tolist())
+        if size % GROUP and not self.codes.is_floating_point():
+            return ReorderedWeight.of(self._grouped(torch.arange(self.scale.shape[1])), self.groups)
+        return self._grouped(self.groups[::size])
+
+    def _grouped(self, index: Tensor) -> GroupedWeight:
+        """The codes as they are, with the scales and zeros of some groups."""
         rows, num_groups = len(self.codes), self.scale.shape[1]
+        scales = self.scale.expand(rows, num_groups)[:, index].contiguous()
         if self.codes.is_floating_point():
-            return GroupedWeight(self.codes, self.scale.expand(rows, num_groups).contiguous())
+            return GroupedWeight(self.codes, scales)
         # Bytes have signs.
         shift = 1 << (BYTE_BITS - 1) if self.bits == BYTE_BITS and self.codes.dtype == torch.int32 else 0
         zeros = torch.zeros((), dtype=torch.int32) if self.zeros is None else self.zeros
-        zeros = (zeros - shift).to(torch.int8).expand(rows, num_groups)
+        zeros = (zeros - shift).to(torch.int8).expand(rows, num_groups)[:, index].contiguous()
         return GroupedWeight(
             (self.codes - shift).to(torch.int8),
-            self.scale.expand(rows, num_groups).contiguous(),
+            scales,
             zeros if self.bits == NIBBLE_BITS or bool(zeros.any()) else None,
             self.bits,
         )
@@ -154,6 +173,36 @@ def awq(packed: Tensor, scale: Tensor, zero_point: Tensor, *, group_size: int | 
     """
     codes, zeros = (_in_order(unpack(words, 4)) for words in (packed, zero_point))
     return _grouped(codes.T, scale.T, zeros.T, None, group_size, NIBBLE_BITS)
+
+
+def nvfp4(packed: Tensor, scale: Tensor, factor: Tensor | None, divisor: Tensor | None) -> Nvfp4Weight:
+    """NVFP4: numbers of 4 bits with a scale of e4m3 for each 16 columns, and one number for the whole weight.
+
+    Args:
+        packed: uint8 ``[rows, columns / 2]``, the first number of a byte in its lower bits.
+        scale: e4m3 ``[rows, columns / 16]``.
+        factor: ModelOpt's number, by which values are multiplied; None: there is a divisor.
+        divisor: compressed-tensors' number, by which they are divided.
+
+    Raises:
+        ValueError: shapes do not fit each other, or values are divided by zero.
+    """
+    rows, columns = len(packed), 2 * packed.shape[1]
+    if scale.dtype != torch.float8_e4m3fn or scale.shape != (rows, columns // NVFP4_GROUP):
+        raise ValueError(
+            f"scales of shape {list(scale.shape)} and type {str(scale.dtype).removeprefix('torch.')} for a "
+            f"weight of shape {[rows, columns]} in NVFP4; allowed: {[rows, columns // NVFP4_GROUP]} of e4m3"
+        )
+    number = factor if factor is not None else divisor
+    if number is None or number.numel() != 1:
+        raise ValueError("a weight in NVFP4 without one number of its own")
+    outer = number.float().reshape(())
+    if factor is None:
+        if bool(outer == 0) and bool((scale.view(torch.uint8) & 0x7F).any()):
+            raise ValueError("values in NVFP4 are divided by a weight_global_scale of 0")
+        # What no data was seen of is all zeros, and so is its divisor.
+        outer = torch.where(outer == 0, outer, 1.0 / outer)
+    return Nvfp4Weight(packed, scale, outer.expand(rows).contiguous())
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:

@@ -197,7 +197,10 @@ class GgufWeights(NamedWeights):
         if place is None or not self._has_own_bits or len(place.shape) != 2:
             return None
         tensor = self._file.tensors[place.tensor]
-        return None if tensor.unit is None or _ROUTER in place.tensor else tensor
+        is_half = not isinstance(tensor.kind, BlockType)
+        # Other devices multiply with numbers of the rows' type alone.
+        is_held = tensor.unit is not None and (not is_half or self._device.type == "cpu")
+        return tensor if is_held and _ROUTER not in place.tensor else None
 
     def _cuts_a_unit(self, name: str, tensor: GgufTensor, part: WeightPart | None) -> bool:
         size = tensor.unit

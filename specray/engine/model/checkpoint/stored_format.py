@@ -15,26 +15,32 @@ from specray.engine.model.checkpoint.layer_formats import (
     skipped_rules,
     target_rule,
 )
+from specray.engine.weights.quantization import NVFP4_GROUP
 from specray.errors import ConfigError
 
 SCALES = ("weight_scale", "weight_scale_inv")
 """Names of a layer's tensors with the scales of its weight."""
 ZERO_POINT = "weight_zero_point"
+FACTOR, DIVISOR = "weight_scale_2", "weight_global_scale"
+"""Names of the number of a whole weight in NVFP4: ModelOpt multiplies by it, compressed-tensors divides."""
 UNUSED = frozenset(
     {"input_scale", "output_scale", "input_zero_point", "q_scale", "k_scale", "v_scale", "k_zero_point"}
-    | {"v_zero_point"}
+    | {"v_zero_point", "input_global_scale"}
 )
 """Names of tensors for activations and for the KV cache, which are not quantised here."""
 NEEDED: Mapping[str, tuple[str, ...]] = {
     "scaled": ("weight",),
     "packed": ("weight_packed", "weight_shape", "weight_scale"),
+    "nvfp4": ("weight_scale",),
     "gptq": ("qweight", "scales", "qzeros"),
     "awq": ("qweight", "scales", "qzeros"),
 }
-"""Names of the tensors that a layer of each layout must have; a scaled one has one of ``SCALES``, too."""
+"""Names of the tensors that a layer of each layout must have; a scaled one has one of ``SCALES``, too, and
+one in NVFP4 has its codes as ``weight`` with ``FACTOR`` or as ``weight_packed`` with ``DIVISOR``."""
 PARTS: Mapping[str, tuple[str, ...]] = {
     "scaled": (*SCALES, "weight", ZERO_POINT),
     "packed": (*NEEDED["packed"], ZERO_POINT, "weight_g_idx"),
+    "nvfp4": ("weight", "weight_packed", "weight_scale", FACTOR, DIVISOR),
     "gptq": (*NEEDED["gptq"], "g_idx"),
     "awq": NEEDED["awq"],
 }
@@ -84,8 +90,9 @@ def _fp8(values: Mapping[str, Any]) -> StoredFormat:
 
 
 def _modelopt(values: Mapping[str, Any]) -> StoredFormat:
-    """NVIDIA's ModelOpt: one scale for each weight or row."""
-    _expect(values, "quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"))
+    """NVIDIA's ModelOpt: one scale for each weight or row, or NVFP4."""
+    _expect(values, "quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4"))
+    _expect(values, "group_size", (None, NVFP4_GROUP))
     return StoredFormat("modelopt", (Rule.of_all(LayerFormat()),))
 
 
@@ -110,7 +117,8 @@ def _compressed(values: Mapping[str, Any]) -> StoredFormat:
     return StoredFormat("compressed-tensors", tuple(rules))
 
 
-_COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+_NVFP4 = "nvfp4-pack-quantized"
+_COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", _NVFP4)
 
 
 def _group(group: Mapping[str, Any], format: object) -> LayerFormat:
@@ -119,6 +127,12 @@ def _group(group: Mapping[str, Any], format: object) -> LayerFormat:
         raise UnreadFormatError("config_groups without weights")
     _expect({"format": format}, "format", _COMPRESSED)
     is_packed, strategy = format == "pack-quantized", weights.get("strategy")
+    if format == _NVFP4:
+        _expect(weights, "num_bits", (4,))
+        _expect(weights, "type", ("float",))
+        _expect(weights, "strategy", ("tensor_group",))
+        _expect(weights, "group_size", (None, NVFP4_GROUP))
+        return LayerFormat(bits=4, has_zero_points=False)
     _expect(weights, "num_bits", (4, 8))
     _expect(weights, "type", (None, "int") if is_packed else (None, "int", "float"))
     _expect(weights, "strategy", (None, "tensor", "channel", "group", "block"))

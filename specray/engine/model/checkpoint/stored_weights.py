@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from specray.engine.model.checkpoint.layer_formats import WHOLE_ROWS, StoredForm
 from specray.engine.model.checkpoint.safetensors_files import SafetensorsWeights
 from specray.engine.model.checkpoint.source import NamedWeights, WeightPart
 from specray.engine.model.checkpoint.stored_format import (
+    DIVISOR,
+    FACTOR,
     NEEDED,
     PARTS,
     UNUSED,
@@ -23,7 +26,10 @@ from specray.engine.model.checkpoint.stored_format import (
     layer_format,
 )
 from specray.engine.model.checks.messages import one_line
+from specray.engine.weights.grouped_weight import GroupedWeight
+from specray.engine.weights.nvfp4_weight import Nvfp4Weight
 from specray.engine.weights.quantization import GROUP
+from specray.engine.weights.reordered_weight import ReorderedWeight
 from specray.engine.weights.stored_weight import StoredWeight
 from specray.errors import ConfigError
 
@@ -39,6 +45,7 @@ class StoredWeights(NamedWeights):
         path, directory, dtype, device, entry: as of ``SafetensorsWeights``.
         stored: how layers are quantised; those without such tensors are plain.
         has_own_bits: :meth:`stored` gives weights, of layers in formats that kernels hold exactly.
+        holds_all: kernels also hold floating-point numbers, and columns whose groups are no runs.
 
     Raises:
         ConfigError: a file is missing or damaged, or a layer lacks a part of what its format needs.
@@ -54,8 +61,10 @@ class StoredWeights(NamedWeights):
         device: torch.device,
         entry: str | None = None,
         has_own_bits: bool = False,
+        holds_all: bool = False,
     ) -> None:
         self._path, self._stored, self._dtype, self._device = path, stored, dtype, device
+        self._holds_all = holds_all
         self._has_own_bits, self._has_warned = has_own_bits, False
         self._files = SafetensorsWeights(path, directory, dtype=dtype, device=device, entry=entry)
         layers = self._quantised_layers()
@@ -90,25 +99,38 @@ class StoredWeights(NamedWeights):
         layer = self._layers.get(stored)
         if layer is None or not self._has_own_bits:
             return None
-        is_cut = part is not None and part.dim == 1 and bool(part.start % GROUP or part.stop % GROUP)
-        if is_cut or layer not in self._held_layers:
-            if not self._has_warned:
-                self._has_warned = True
-                _log.warning(
-                    "%s: %s and maybe others are dequantised to dtype: kernels hold integers and e4m3, in "
-                    "groups of multiples of 32 input features in order, and ranks of such",
-                    self._path,
-                    name,
-                )
+        weight = self._held(stored, layer) if layer in self._held_layers else None
+        if part is not None and part.dim == 1 and weight is not None:
+            unit = math.lcm(weight.unit, 1 if isinstance(weight, ReorderedWeight) else GROUP)
+            weight = None if part.start % unit or part.stop % unit else weight
+        if weight is None:
+            self._warn(name)
             return None
-        grouped = self._unpacked(stored, layer).grouped()
-        if not grouped.is_finite():
+        if not weight.is_finite():
             raise ConfigError(f"model {self._path!r}: the weight {name!r} holds NaN or infinite values")
         if part is not None and part.dim == 0:
-            grouped = grouped.select(slice(part.start, part.stop))
+            weight = weight.select(slice(part.start, part.stop))
         elif part is not None:
-            grouped = grouped.columns(part.start, part.stop)
-        return StoredWeight((grouped,))
+            weight = weight.columns(part.start, part.stop)
+        return StoredWeight((weight,))
+
+    def _held(self, stored: str, layer: str) -> GroupedWeight | Nvfp4Weight | ReorderedWeight:
+        weight = self._unpacked(stored, layer)
+        return weight if isinstance(weight, Nvfp4Weight) else weight.stored()
+
+    def _warn(self, name: str) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        held = "integers and e4m3, in groups of multiples of 32 input features in order"
+        if self._holds_all:
+            held = "units of 32 input features"
+        _log.warning(
+            "%s: %s and maybe others are dequantised to dtype: kernels hold %s, and ranks of such",
+            self._path,
+            name,
+            held,
+        )
 
     @property
     def stored_bytes(self) -> Mapping[str, int]:
@@ -132,11 +154,24 @@ class StoredWeights(NamedWeights):
         return frozenset(layer for layer in self._layers.values() if self._is_held(layer))
 
     def _is_held(self, layer: str) -> bool:
-        """Whether kernels hold its numbers, in groups of multiples of 32 input features in order."""
+        """Whether kernels hold its numbers: whole or e4m3, in groups of multiples of 32 input features in
+        order; where they hold all, others, too."""
+        kind, (_, columns) = self._kind(layer), self._shape(layer)
+        if kind == "nvfp4":
+            return self._holds_all and columns % GROUP == 0
+        if kind == "scaled":
+            is_held = self._files.raw(f"{layer}.weight").dtype in _HELD_TYPES
+            block = self._formats[layer].block
+            is_cut = block is not None and block[1] % GROUP == 0 and columns % GROUP == 0
+            return is_held and (self._has_runs(layer) or (self._holds_all and is_cut))
+        if self._has_runs(layer):
+            return True
+        return self._holds_all and kind in ("gptq", "packed") and self._order(layer) in self._files.shapes
+
+    def _has_runs(self, layer: str) -> bool:
+        """Whether groups are runs of one multiple of 32 input features, in order."""
         stored, kind, (_, columns) = self._formats[layer], self._kind(layer), self._shape(layer)
         has = self._files.shapes
-        if kind == "scaled" and self._files.raw(f"{layer}.weight").dtype not in _HELD_TYPES:
-            return False
         by_row = has.get(f"{layer}.weight_scale", has.get(f"{layer}.weight_scale_inv", ()))
         num_groups = has[f"{layer}.scales"][0] if kind in ("gptq", "awq") else (*by_row, 1, 1)[1]
         size = columns // max(1, num_groups)
@@ -146,17 +181,21 @@ class StoredWeights(NamedWeights):
             size = stored.group_size or size
         if size % GROUP or size * num_groups != columns:
             return False
-        order = f"{layer}.{'g_idx' if kind == 'gptq' else 'weight_g_idx'}"
+        order = self._order(layer)
         if order not in has:
             return True
         groups = self._files.raw(order).tolist()
         return -1 in groups or groups == [column // size for column in range(columns)]
 
+    def _order(self, layer: str) -> str:
+        """Name of the tensor with the group of each column."""
+        return f"{layer}.{'g_idx' if self._kind(layer) == 'gptq' else 'weight_g_idx'}"
+
     def _files_bytes(self, layer: str) -> int:
         names = (f"{layer}.{suffix}" for suffix in PARTS[self._kind(layer)])
         return sum(self._files.num_bytes(name) for name in names if name in self._files.shapes)
 
-    def _unpacked(self, stored: str, layer: str) -> Unpacked:
+    def _unpacked(self, stored: str, layer: str) -> Unpacked | Nvfp4Weight:
         """Raises ConfigError where its tensors do not fit each other."""
         try:
             weight = self._parts(layer)
@@ -165,9 +204,9 @@ class StoredWeights(NamedWeights):
                 f"model {self._path!r} cannot be loaded: weight {stored!r}: {one_line(error)}"
             ) from None
         expected = self._shape(layer)
-        if tuple(weight.codes.shape) != expected:
+        if weight.shape != expected:
             raise ConfigError(
-                f"model {self._path!r} cannot be loaded: weight {stored!r} is {list(weight.codes.shape)}; "
+                f"model {self._path!r} cannot be loaded: weight {stored!r} is {list(weight.shape)}; "
                 f"allowed: {list(expected)}"
             )
         return weight
@@ -181,6 +220,8 @@ class StoredWeights(NamedWeights):
             kind = "awq" if self._stored.method == "awq" else "gptq"
         else:
             kind = "packed" if f"{layer}.weight_packed" in has else "scaled"
+        if f"{layer}.{FACTOR}" in has or f"{layer}.{DIVISOR}" in has:
+            kind = "nvfp4"
         for suffix in (*NEEDED[kind], *sorted(self._formats[layer].also_needed)):
             if f"{layer}.{suffix}" not in has:
                 raise ConfigError(f"model {self._path!r} lacks weights: {layer}.{suffix}")
@@ -195,13 +236,23 @@ class StoredWeights(NamedWeights):
         shapes, kind = self._files.shapes, self._kind(layer)
         if kind == "scaled":
             return shapes[f"{layer}.weight"]
+        if kind == "nvfp4":
+            rows, pairs = shapes[self._pairs(layer)]
+            return rows, 2 * pairs
         if kind == "packed":
             return tuple(int(size) for size in self._files.raw(f"{layer}.weight_shape").tolist())
         rows, columns = shapes[f"{layer}.qweight"]
         per_word = 32 // self._formats[layer].bits
         return (columns, rows * per_word) if kind == "gptq" else (columns * per_word, rows)
 
-    def _parts(self, layer: str) -> Unpacked:
+    def _pairs(self, layer: str) -> str:
+        """Name of the tensor with the codes of NVFP4. Raises ConfigError: there is none."""
+        for name in (f"{layer}.weight_packed", f"{layer}.weight"):
+            if len(self._files.shapes.get(name, ())) == 2:
+                return name
+        raise ConfigError(f"model {self._path!r} lacks weights: {layer}.weight_packed")
+
+    def _parts(self, layer: str) -> Unpacked | Nvfp4Weight:
         stored, kind = self._formats[layer], self._kind(layer)
 
         def raw(suffix: str) -> torch.Tensor:
@@ -217,6 +268,9 @@ class StoredWeights(NamedWeights):
             return dequantise.scaled(
                 raw("weight"), scale, zero_point, stored.block, group_size=stored.group_size
             )
+        if kind == "nvfp4":
+            pairs = self._files.raw(self._pairs(layer))
+            return dequantise.nvfp4(pairs, raw("weight_scale"), optional(FACTOR), optional(DIVISOR))
         if kind == "packed":
             rows, columns = self._shape(layer)
             zero_point, groups = optional(ZERO_POINT), optional("weight_g_idx")

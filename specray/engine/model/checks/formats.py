@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from specray.engine.model.checkpoint.headers import TensorHeader, read_headers, read_json
 from specray.engine.model.checkpoint.layer_formats import StoredFormat, UnreadFormatError
 from specray.engine.model.checkpoint.stored_format import (
+    DIVISOR,
+    FACTOR,
     KNOWN_PARTS,
     SCALES,
     is_mark,
@@ -34,6 +36,8 @@ _FP8 = "F8_E4M3"
 _SCALED_DTYPES = frozenset({_FP8, "I8"})
 _WHOLE_DTYPES_OF = {"weight": "I8", "qweight": "I32", "qzeros": "I32", "weight_packed": "I32"}
 """Whole numbers of which these parts of a layer may be made."""
+_PAIRS_DTYPE = "U8"
+"""Bytes of two codes, of which they are made in NVFP4."""
 _PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "C64", "BOOL"})
 _WHOLE_DTYPES = frozenset({"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"})
 _WEIGHT_NAME = re.compile(r"(weight|_proj|_packed|experts\.\w+)$")
@@ -96,7 +100,10 @@ def check_tensors(path: str, headers: Mapping[str, TensorHeader], stored: Stored
         if is_packed or _QUANTISED_NAME.search(name):
             part = name.rpartition(".")[2]
             if stored is not None and part in KNOWN_PARTS:
-                if header.dtype in _WHOLE_DTYPES - {_WHOLE_DTYPES_OF.get(part, header.dtype)}:
+                allowed = _WHOLE_DTYPES_OF.get(part, header.dtype)
+                if _is_nvfp4(headers, name.rpartition(".")[0]):
+                    allowed = _PAIRS_DTYPE
+                if header.dtype in _WHOLE_DTYPES - {allowed}:
                     raise _unread(path, f"{header.dtype} tensors such as {name!r}")
                 continue
             raise _unread(path, f"{header.dtype} tensors such as {name!r}, without {named}")
@@ -109,6 +116,8 @@ def _check_stored(path: str, headers: Mapping[str, TensorHeader], stored: Stored
     for name, header in headers.items():
         layer, _, part = name.rpartition(".")
         weight = headers.get(f"{layer}.weight")
+        if _is_nvfp4(headers, layer):
+            continue
         if part in SCALES and weight is not None and weight.dtype not in _SCALED_DTYPES:
             raise ConfigError(
                 f"model {path!r}: {layer}.weight is {weight.dtype} and has scales; allowed: "
@@ -125,6 +134,10 @@ def _check_stored(path: str, headers: Mapping[str, TensorHeader], stored: Stored
             f"model {path!r}: its configuration says that it is quantised ({stored.method!r}), and none of "
             "its tensors is; allowed: both, or neither"
         )
+
+
+def _is_nvfp4(headers: Mapping[str, TensorHeader], layer: str) -> bool:
+    return any(f"{layer}.{name}" in headers for name in (FACTOR, DIVISOR))
 
 
 _MERGED = "the base as target.model and the adapter's directory as target.adapter, or both merged"
@@ -145,8 +158,8 @@ def check_adapter(path: str, directory: Path) -> None:
 def _unread(path: str, method: str) -> ConfigError:
     return ConfigError(
         f"model {path!r} is quantised ({method}), and its weights cannot be read; allowed: bfloat16, float16 "
-        "or float32 weights, fp8, ModelOpt FP8, gpt-oss's MXFP4, and compressed-tensors, GPTQ and AWQ of 4 "
-        "or 8 bits"
+        "or float32 weights, fp8, ModelOpt FP8, NVFP4, gpt-oss's MXFP4, and compressed-tensors, GPTQ and AWQ "
+        "of 4 or 8 bits"
     )
 
 

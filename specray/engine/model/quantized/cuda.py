@@ -1,7 +1,4 @@
-"""The decoder's linear layers on CUDA with quantised weights: torch's own weight-only products.
-
-int8 has one scale per output feature, as torch's product takes it; int4 has groups of 32 input features.
-"""
+"""The decoder's parts on CUDA with weights in codes, as Triton kernels. Importing it needs triton."""
 
 from __future__ import annotations
 
@@ -12,136 +9,38 @@ from typing import TYPE_CHECKING
 import torch
 
 from specray.engine.activation import Activation
+from specray.engine.cuda.codes.check import check_product
+from specray.engine.cuda.codes.layout import CodeLayout
+from specray.engine.cuda.codes.look_up_triton import CodeEmbedding
+from specray.engine.cuda.codes.packed import Packable, PackedWeight, can_pack, pack
+from specray.engine.cuda.linear import ProductGate, ProductLinear
+from specray.engine.cuda.tiles import FREE, TileRule
+from specray.engine.model.layers.vocabulary import TableEmbedding
 from specray.engine.model.linear import activated
-from specray.engine.weights.quantization import GROUP, Quantization
-from specray.engine.weights.quantized_weight import QuantizedWeight, quantize
-from specray.engine.weights.stored_weight import Weight, join, numbers_of
-from specray.errors import ConfigError
+from specray.engine.weights.quantization import Quantization
+from specray.engine.weights.quantized_weight import quantize
+from specray.engine.weights.stored_weight import StoredWeight, Weight, join, numbers_of
 
 if TYPE_CHECKING:
     from specray.engine.attention.base import Attention
-    from specray.engine.model.decoder import Norm
+    from specray.engine.model.decoder import Embedding, Norm
     from specray.engine.model.layers.experts import LayerGroup
     from specray.engine.model.linear import Gate, Linear, Weights
     from specray.engine.model.operators import Operators
     from specray.engine.model.rotary import RotaryTables
     from specray.engine.step import HeadShape
 
-_INNER_TILES = 2
-"""Tiles of 16 input features that torch's int4 product takes at a time: a group."""
-_OUT_STEP = 8
-"""Divisor of the output features of torch's int4 product."""
-_MAX_INT8 = 127
-_TOLERANCE = 2e-2
-
 
 @dataclass(frozen=True, slots=True)
-class Int8Product:
-    """``x @ weight.T`` with int8 weights and one bfloat16 scale per output feature."""
+class PartedGate:
+    """Implements ``linear.Gate`` where its weights are in several layouts."""
 
-    codes: torch.Tensor  # int8 [out_features, in_features]
-    scales: torch.Tensor  # [out_features]
-
-    @classmethod
-    def of(cls, weight: torch.Tensor) -> Int8Product:
-        scales = (weight.float().abs().amax(1) / _MAX_INT8).to(torch.bfloat16)
-        inverse = 1 / scales.float().clamp_min(torch.finfo(torch.float32).tiny)
-        codes = (weight.float() * inverse[:, None]).round_().clamp_(-_MAX_INT8, _MAX_INT8)
-        return cls(codes.to(torch.int8), scales)
+    both: ProductLinear
+    activation: Activation
 
     @property
-    def num_bytes(self) -> int:
-        return self.codes.nbytes + self.scales.nbytes
-
-    def dequantized(self) -> torch.Tensor:
-        """The weight in float32."""
-        return self.codes.float() * self.scales.float()[:, None]
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return torch._weight_int8pack_mm(rows, self.codes, self.scales)
-
-
-@dataclass(frozen=True, slots=True)
-class Int4Product:
-    """``x @ weight.T`` with int4 weights and a bfloat16 scale and zero per group."""
-
-    packed: torch.Tensor
-    scales_zeros: torch.Tensor  # [in_features / 32, out_features, 2]
-    weight: QuantizedWeight | None = None
-    """The weight, where a check wants to see it."""
-
-    @classmethod
-    def of(cls, weight: torch.Tensor, *, is_kept: bool = False) -> Int4Product:
-        if weight.shape[0] % _OUT_STEP:
-            raise ConfigError(
-                f"quantization is 'int4'; a layer has {weight.shape[0]} output features on a rank, which "
-                f"must be a multiple of {_OUT_STEP} on CUDA; allowed: 'int8' or 'none'"
-            )
-        quantized = quantize(weight, Quantization.INT4, dtype=torch.bfloat16)
-        packed = torch.ops.aten._convert_weight_to_int4pack(nibbles(quantized.codes), _INNER_TILES)
-        return cls(packed, scales_and_zeros(quantized), quantized if is_kept else None)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.packed.nbytes + self.scales_zeros.nbytes
-
-    def dequantized(self) -> torch.Tensor:
-        """The weight in float32, as the product reads it."""
-        assert self.weight is not None, "kept for a check"
-        scales, zeros = (self.scales_zeros[..., index].T.float()[..., None] for index in (0, 1))
-        codes = self.weight.codes.view(len(self.weight.codes), -1, GROUP).float()
-        return ((codes - 8) * scales + zeros).view(self.weight.codes.shape)
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return torch._weight_int4pack_mm(rows, self.packed, GROUP, self.scales_zeros)
-
-
-def nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 ``[out_features, in_features / 2]``: two codes each, of even input features in the upper half."""
-    unsigned = codes.to(torch.uint8)
-    return (unsigned[:, ::2] << 4 | unsigned[:, 1::2]).contiguous()
-
-
-def scales_and_zeros(weight: QuantizedWeight) -> torch.Tensor:
-    """bfloat16 ``[groups, out_features, 2]``; torch's zero is what code 8 stands for."""
-    assert weight.minimums is not None, "int4 has minimums"
-    zeros = (weight.minimums.float() + 8 * weight.scales.float()).to(torch.bfloat16)
-    return torch.stack((weight.scales.to(torch.bfloat16), zeros), -1).transpose(0, 1).contiguous()
-
-
-Product = Int8Product | Int4Product
-
-
-@dataclass(frozen=True, slots=True)
-class CudaLinear:
-    """Implements ``linear.Linear``."""
-
-    product: Product
-    bias: torch.Tensor | None
-    num_weights: int
-    in_features: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.product.num_bytes
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        out = self.product(rows)
-        return out if self.bias is None else out.add_(self.bias)
-
-    def precise(self, rows: torch.Tensor) -> torch.Tensor:
-        return self(rows).float()
-
-    def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
-        return self(rows).add_(summand)
-
-
-@dataclass(frozen=True, slots=True)
-class CudaGate:
-    """Implements ``linear.Gate``: both layers in one product."""
-
-    both: CudaLinear
-    activation: Activation = Activation.SILU
+    def rule(self) -> TileRule:
+        return self.both.rule
 
     @property
     def num_weights(self) -> int:
@@ -160,34 +59,39 @@ class CudaGate:
         return activated(gate, self.activation).mul_(up)
 
 
-class QuantizedCudaOperators:
-    """Implements ``operators.Operators``: quantises each weight as it comes.
+class CodeOperators:
+    """Implements ``operators.Operators``: what a file stores stays in its own bits, or all is quantised.
 
     Args:
         others: make everything else.
+        dtype, device: of the model.
+        format: to which each weight is quantised as it comes; NONE: what a file stores stays as it is, where
+            it has a layout, and plain weights are plain.
 
     Raises:
-        ConfigError: torch has no product of this format here, or it computes something else.
+        ConfigError: a kernel does not compute what the weight's values give, or a weight is not finite.
     """
 
     def __init__(
-        self, others: Operators, dtype: torch.dtype, device: torch.device, format: Quantization
+        self,
+        others: Operators,
+        dtype: torch.dtype,
+        device: torch.device,
+        format: Quantization = Quantization.NONE,
+        rule: TileRule = FREE,
     ) -> None:
-        if dtype != torch.bfloat16:
-            name = str(dtype).removeprefix("torch.")
-            raise ConfigError(
-                f"quantization is {format.value!r} with dtype {name!r}; allowed on CUDA: dtype 'bfloat16'"
-            )
-        self._format = format
-        self._others = others
-        _check_product(format, device)
+        self._others, self._dtype, self._device = others, dtype, device
+        self._format, self._rule = format, rule
+        self._checked: set[CodeLayout] = set()
+        is_plain = format is Quantization.NONE
+        self._setting = "weights is 'auto'" if is_plain else f"quantization is {format.value!r}"
+        self._allowed = "'dtype'" if is_plain else "'none'"
 
     def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
-        numbers = numbers_of(weight, torch.bfloat16)
-        product: Product = (
-            Int8Product.of(numbers) if self._format is Quantization.INT8 else Int4Product.of(numbers)
-        )
-        return CudaLinear(product, bias, numbers.numel(), numbers.shape[1])
+        parts = self._parts(weight)
+        if parts is None:
+            return self._others.linear(self._numbers(weight), bias)
+        return ProductLinear(self._packed(parts), bias, self._dtype, self._rule)
 
     def gate(
         self,
@@ -197,16 +101,33 @@ class QuantizedCudaOperators:
         up_bias: torch.Tensor | None,
         activation: Activation = Activation.SILU,
     ) -> Gate:
+        is_plain = isinstance(gate, torch.Tensor) and self._format is Quantization.NONE
+        parts = None if is_plain else self._parts(join((gate, up)))
+        if parts is None:
+            both = self._numbers(gate), self._numbers(up)
+            return self._others.gate(*both, gate_bias, up_bias, activation)
         bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
-        linear = self.linear(join((gate, up)), bias)
-        assert isinstance(linear, CudaLinear), "made above"
-        return CudaGate(linear, activation)
+        packed = self._packed(parts)
+        if len(packed) == 1:
+            return ProductGate(packed[0], bias, activation, self._dtype, self._rule)
+        return PartedGate(ProductLinear(packed, bias, self._dtype, self._rule), activation)
+
+    def embedding(self, table: Weight, head: Linear | None) -> Embedding:
+        """Look-ups in a table of this format, which a head of the same weight shares."""
+        if isinstance(head, ProductLinear) and len(head.parts) == 1:
+            [shared] = head.parts
+            if isinstance(shared, PackedWeight):
+                return CodeEmbedding(shared, self._dtype)
+        parts = self._parts(table)
+        if parts is None or len(parts) > 1:
+            return TableEmbedding(self._numbers(table))
+        return CodeEmbedding(self._packed(parts)[0], self._dtype)
 
     def router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return self._others.router(weight, bias)
 
     def group(self, layers: Sequence[Weights]) -> LayerGroup | None:
-        return None
+        return self._others.group(layers)
 
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
         return self._others.norm(weight, eps)
@@ -214,25 +135,21 @@ class QuantizedCudaOperators:
     def attention(self, tables: RotaryTables, shape: HeadShape) -> Attention:
         return self._others.attention(tables, shape)
 
+    def _parts(self, weight: Weight) -> Sequence[Packable] | None:
+        """What is packed of a weight; None: it is multiplied as numbers."""
+        if self._format is not Quantization.NONE:
+            return (quantize(self._numbers(weight), self._format),)
+        return weight.parts if isinstance(weight, StoredWeight) and can_pack(weight) else None
 
-def _check_product(format: Quantization, device: torch.device) -> None:
-    """Raises ConfigError where torch's product is not there, or is wrong."""
-    numbers = torch.Generator().manual_seed(0)
-    weight = torch.randn(64, 128, generator=numbers).to(device, torch.bfloat16)
-    try:
-        product: Product = (
-            Int8Product.of(weight) if format is Quantization.INT8 else Int4Product.of(weight, is_kept=True)
-        )
-        for num_rows in (1, 6):
-            rows = torch.randn(num_rows, 128, generator=numbers).to(device, torch.bfloat16)
-            expected = rows.float() @ product.dequantized().T
-            error = float((product(rows).float() - expected).abs().max() / expected.abs().max())
-            if not error < _TOLERANCE:
-                raise ConfigError(f"torch's product is wrong by {error:.3g} of the largest number")
-    # Whatever torch or a driver raises where an operator is not there.
-    except Exception as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError(
-            f"quantization is {format.value!r}, which torch {torch.__version__} does not compute on "
-            f"{device.type}: {reason[0]}; allowed: 'none'"
-        ) from None
+    def _numbers(self, weight: Weight) -> torch.Tensor:
+        return numbers_of(weight, self._dtype).to(self._device)
+
+    def _packed(self, parts: Sequence[Packable]) -> tuple[PackedWeight, ...]:
+        made = []
+        for part in parts:
+            packed = pack(part, self._device)
+            if packed.layout not in self._checked:
+                check_product(packed, part, self._dtype, self._setting, self._allowed)
+                self._checked.add(packed.layout)
+            made.append(packed)
+        return tuple(made)

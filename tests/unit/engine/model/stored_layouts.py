@@ -154,6 +154,28 @@ def awq(*, size: int = GROUP) -> Callable[..., tuple[Tensors, torch.Tensor]]:
     return store
 
 
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def _nvfp4(*, is_modelopt: bool) -> Callable[..., tuple[Tensors, torch.Tensor]]:
+    """Stores layers as ModelOpt or compressed-tensors packs them: the one multiplies, the other divides."""
+
+    def store(shape: tuple[int, int], random: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        codes = torch.randint(0, 16, shape, generator=random)
+        scale = _scales((shape[0], shape[1] // 16), random).to(torch.float8_e4m3fn)
+        number = _scales((), random)
+        factor = number if is_modelopt else 1.0 / number
+        grouped = _E2M1[codes].view(*scale.shape, 16) * scale.float()[..., None]
+        pairs = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+        if is_modelopt:
+            tensors = {"weight": pairs, "weight_scale_2": number, "input_scale": torch.tensor(0.5)}
+        else:
+            tensors = {"weight_packed": pairs, "weight_global_scale": number[None]}
+        return {**tensors, "weight_scale": scale}, grouped.view(shape) * factor
+
+    return store
+
+
 def compressed(format: str, **weights: Any) -> dict[str, Any]:
     """A ``quantization_config`` of compressed-tensors with one group."""
     return compressed_groups(format, {"Linear": weights})
@@ -212,6 +234,13 @@ LAYOUTS = {
         gptq(4, is_reordered=True, stored_less=0),
     ),
     "awq": Layout({"quant_method": "awq", "bits": 4, "version": "gemm"}, awq()),
+    "nvfp4-modelopt": Layout(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, _nvfp4(is_modelopt=True)
+    ),
+    "nvfp4-compressed": Layout(
+        compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
+        _nvfp4(is_modelopt=False),
+    ),
 }
 """Every layout that is read, by name."""
 

@@ -76,7 +76,10 @@ def refused_late(path: Path) -> str:
             {"quantization_config": {"quant_method": "compressed-tensors", "format": "marlin-24"}},
             "'compressed-tensors' marlin-24",
         ),
-        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "'modelopt' NVFP4"),
+        (
+            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}},
+            "'modelopt' W4A8_AWQ",
+        ),
         ({"quantization_config": {"quant_method": "no-such-method"}}, "'no-such-method'"),
         ({"quantization_config": {"a": 1}}, "a method without a name"),
         ({"compression_config": {"format": "float-quantized"}}, "float-quantized in compression_config"),
@@ -99,8 +102,8 @@ def test_no_method_in_the_configuration(checkpoint: Path) -> None:
     [
         (
             "hf_quant_config.json",
-            {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}},
-            "'modelopt' NVFP4 in hf_quant_config.json",
+            {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "W4A8_AWQ"}},
+            "'modelopt' W4A8_AWQ in hf_quant_config.json",
         ),
         ("quantize_config.json", {"bits": 3, "group_size": 128}, "3 bits in quantize_config.json"),
         ("quant_config.json", {"w_bit": 3, "zero_point": True}, "3 bits in quant_config.json"),

@@ -8,7 +8,7 @@ import torch
 
 from specray.engine.cpu.gemm.quantized.linear import QuantizedGate, QuantizedLinear, has_kernels
 from specray.engine.cpu.thread_pool import ThreadPool
-from specray.engine.weights.block_weight import BlockWeight
+from specray.engine.weights.grouped_weight import GroupedWeight
 from specray.engine.weights.quantization import Quantization
 from specray.engine.weights.quantized_weight import quantize
 from specray.engine.weights.stored_weight import Part, StoredWeight
@@ -59,7 +59,7 @@ def check_part(part: Part, dtype: torch.dtype) -> None:
     Raises:
         ConfigError: it computes something else than the weight's values in float64.
     """
-    unit = part.kind.size.num_values if isinstance(part, BlockWeight) else part.group
+    unit = part.group if isinstance(part, GroupedWeight) else part.unit
     columns = min(part.shape[1], max(1, _MAX_COLUMNS // unit) * unit)
     piece = part.select(slice(0, _SHAPE[0])).columns(0, columns)
     linear = QuantizedLinear(StoredWeight((piece,)), None, ThreadPool(1), dtype)

@@ -16,10 +16,11 @@ from specray.engine.weights.block_weight import BlockWeight
 from specray.engine.weights.grouped_weight import NIBBLE_BITS, GroupedWeight
 from specray.engine.weights.quantization import GROUP
 from specray.engine.weights.quantized_weight import QuantizedWeight
-from specray.engine.weights.stored_weight import Weight
+from specray.engine.weights.stored_weight import Part, Weight
 from specray.errors import ConfigError
 
-Packable: TypeAlias = BlockWeight | GroupedWeight | QuantizedWeight
+Packable: TypeAlias = Part | QuantizedWeight
+"""What is packed, of parts those that :func:`can_pack` says."""
 _TABLES = {
     torch.int8: Table.THEMSELVES,
     torch.float8_e4m3fn: Table.E4M3,
@@ -67,8 +68,8 @@ def can_pack(weight: Weight) -> bool:
     return all(isinstance(part, BlockWeight) or _can_pack_groups(part) for part in weight.parts)
 
 
-def _can_pack_groups(part: GroupedWeight) -> bool:
-    return part.codes.dtype in _TABLES and part.group % GROUP == 0
+def _can_pack_groups(part: Part) -> bool:
+    return isinstance(part, GroupedWeight) and part.codes.dtype in _TABLES and part.group % GROUP == 0
 
 
 def pack(weight: Packable, thread_pool: ThreadPool) -> Panels:
@@ -79,6 +80,7 @@ def pack(weight: Packable, thread_pool: ThreadPool) -> Panels:
         return panels
     if isinstance(weight, GroupedWeight):
         return _pack_groups(weight, thread_pool)
+    assert isinstance(weight, QuantizedWeight), "no other form has a layout here"
     panels = _empty(made_layout(weight.format), *weight.codes.shape)
     pack_codes(panels.layout, weight.codes, panels.data, thread_pool)
     _place(panels.numbers(), 0, weight.scales)

@@ -39,7 +39,9 @@ from tests.unit.engine.model.checkpoint.light import (
 from tests.unit.engine.model.test_lowering import rank
 from tests.unit.models.gguf_files.families import PROMPT
 
-pytestmark = pytest.mark.skipif(not has_own_kernels(), reason="no kernels for a file's own bits here")
+pytestmark = pytest.mark.skipif(
+    not has_own_kernels(torch.device("cpu"), torch.float32), reason="no kernels for a file's own bits here"
+)
 CPU = torch.device("cpu")
 QUERY, VALUE = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.v_proj.weight"
 DOWN, EMBEDDING = "model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"
@@ -356,7 +358,7 @@ def test_without_kernels_numbers_are_taken_and_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_light(tmp_path / "light", "llama", of_one(Type.Q8_0))
-    monkeypatch.setattr("specray.engine.model.loader.has_own_kernels", lambda: False)
+    monkeypatch.setattr("specray.engine.model.loader.has_own_kernels", lambda *_: False)
     with caplog.at_level(logging.INFO, "specray.engine.model.loader"):
         found = loaded(tmp_path / "light").source
     assert isinstance(found, DecoderSource) and found.weights.stored(QUERY) is None

@@ -23,7 +23,9 @@ from specray.errors import ConfigError
 from tests.unit.engine.model.checkpoints import change_config, changing_tensors, write_checkpoint
 
 CPU = torch.device("cpu")
-_HAS_KERNELS = pytest.mark.skipif(not has_own_kernels(), reason="no kernels for a file's own bits here")
+_HAS_KERNELS = pytest.mark.skipif(
+    not has_own_kernels(torch.device("cpu"), torch.float32), reason="no kernels for a file's own bits here"
+)
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 GATE_UP, DOWN = (f"model.layers.1.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj"))
 

@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from specray.engine.model.checkpoint.source import WeightPart
+from specray.engine.model.checkpoint.stored_format import read_stored_format
+from specray.engine.model.checkpoint.stored_weights import StoredWeights
 from specray.engine.model.description import ModelArgs, check_loadable
 from specray.engine.model.loader import DecoderSource, load_model
 from specray.engine.model.quantized.operator_set import has_own_kernels
@@ -34,7 +36,9 @@ from tests.unit.engine.model.stored_layouts import (
 )
 
 CPU = torch.device("cpu")
-_HAS_KERNELS = pytest.mark.skipif(not has_own_kernels(), reason="no kernels for a file's own bits here")
+_HAS_KERNELS = pytest.mark.skipif(
+    not has_own_kernels(torch.device("cpu"), torch.float32), reason="no kernels for a file's own bits here"
+)
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -129,6 +133,64 @@ def test_own_bits_are_the_values_that_a_layout_means(tmp_path: Path, wide: Path,
 _REORDERED = Layout(
     {**OWN["gptq"].config, "desc_act": True}, gptq(4, is_reordered=True, stored_less=1, size=32)
 )
+
+
+def all_held(path: Path) -> StoredWeights:
+    """The weights as a device takes them whose kernels hold everything."""
+    section = json.loads((path / "config.json").read_text())["quantization_config"]
+    stored = read_stored_format(section["quant_method"], section)
+    assert stored is not None
+    place = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
+    return StoredWeights(str(path), path, stored, **place, has_own_bits=True, holds_all=True)
+
+
+_FLOATS = {
+    "fp8 by tensor": LAYOUTS["fp8-tensor"],
+    "fp8 by row": LAYOUTS["compressed-float"],
+    "fp8 of blocks": Layout({"quant_method": "fp8", "weight_block_size": [32, 96]}, fp8_blocks(32, 96)),
+    "nvfp4 of modelopt": LAYOUTS["nvfp4-modelopt"],
+    "nvfp4 of compressed-tensors": LAYOUTS["nvfp4-compressed"],
+    "desc_act": _REORDERED,
+    "desc_act of 8 bits": LAYOUTS["gptq-reordered-8"],
+}
+
+
+@pytest.mark.parametrize("name", _FLOATS)
+def test_what_only_a_device_holds_is_what_a_layout_means_whole_and_in_parts(
+    tmp_path: Path, wide: Path, name: str
+) -> None:
+    checkpoint = Path(shutil.copytree(wide, tmp_path / "model"))
+    meant = quantise_checkpoint(checkpoint, _FLOATS[name])
+    weights = all_held(checkpoint)
+    for part in (None, WeightPart(0, 3, 40), WeightPart(1, 0, 64), WeightPart(1, 32, 128)):
+        stored, expected = weights.stored(DOWN, part), meant[DOWN]
+        if part is not None:
+            expected = expected.narrow(part.dim, part.start, part.stop - part.start)
+        assert stored is not None and stored.shape == expected.shape
+        assert torch.equal(stored.values(), expected)
+    assert weights.stored_bytes[DOWN] < 64 * 128 * 1.5
+
+
+def test_columns_that_cut_a_unit_of_floating_point_numbers_are_numbers(
+    tmp_path: Path, wide: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = Path(shutil.copytree(wide, tmp_path / "model"))
+    quantise_checkpoint(checkpoint, LAYOUTS["nvfp4-modelopt"])
+    with caplog.at_level(logging.WARNING):
+        assert all_held(checkpoint).stored(DOWN, WeightPart(1, 16, 128)) is None
+    (record,) = warnings_of(caplog)
+    assert "kernels hold units of 32 input features, and ranks of such" in record.message
+
+
+def test_a_divisor_of_zero_is_refused_where_a_scale_is_not(tmp_path: Path, wide: Path) -> None:
+    checkpoint = Path(shutil.copytree(wide, tmp_path / "model"))
+    quantise_checkpoint(checkpoint, LAYOUTS["nvfp4-compressed"])
+    change(checkpoint, weight_global_scale=torch.zeros(1))
+    with pytest.raises(ConfigError, match="divided by a weight_global_scale of 0"):
+        all_held(checkpoint).stored(DOWN)
+    change(checkpoint, weight_scale=torch.zeros(64, 8).to(torch.float8_e4m3fn))
+    stored = all_held(checkpoint).stored(DOWN)
+    assert stored is not None and not stored.values().any()
 
 
 @_HAS_KERNELS
@@ -273,8 +335,8 @@ def refused(path: Path, **options: Any) -> str:
         ("fp8-blocks", {"fmt": "e5m2"}, "fmt 'e5m2'"),
         ("fp8-blocks", {"weight_block_size": [128]}, "weight_block_size [128]"),
         ("fp8-blocks", {"weight_block_size": [0, 128]}, "weight_block_size [0, 128]"),
-        ("modelopt", {"quant_algo": "NVFP4"}, "quant_algo 'NVFP4'"),
-        ("compressed-float", {"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized'"),
+        ("modelopt", {"quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'"),
+        ("compressed-float", {"format": "marlin-24"}, "format 'marlin-24'"),
         ("compressed-float", {"transform_config": {"config_groups": {}}}, "transform_config"),
         ("compressed-float", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         ("compressed-float", compressed("pack-quantized", num_bits=3), "num_bits 3"),

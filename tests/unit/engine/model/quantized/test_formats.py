@@ -111,10 +111,6 @@ def test_the_generic_forward_is_refused(tmp_path: Path) -> None:
             {"target": {"quantize_embedding": True}},
             "quantize_embedding is true with lm_head_quantization 'none'; allowed: 'int8' or 'int4'",
         ),
-        (
-            {"draft": {"quantize_embedding": True, "lm_head_quantization": "int8", "device": "cuda"}},
-            "quantize_embedding is true with device 'cuda'; allowed with it: false",
-        ),
     ],
 )
 def test_settings_that_make_no_sense_together(values: dict[str, object], message: str) -> None:

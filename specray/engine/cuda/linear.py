@@ -1,0 +1,112 @@
+"""Linear layers and gated pairs of Triton's products. Importing it needs triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from specray.engine.activation import Joint
+from specray.engine.cuda.codes.packed import PackedWeight
+from specray.engine.cuda.codes.product_triton import multiply
+from specray.engine.cuda.epilogue import Epilogue, PlainWeight
+from specray.engine.cuda.plain_triton import multiply_plain
+from specray.engine.cuda.tiles import FREE, TileRule
+
+Multiplied: TypeAlias = PackedWeight | PlainWeight
+"""A weight that is multiplied here."""
+
+
+def _multiply(
+    rows: torch.Tensor, weight: Multiplied, out: torch.Tensor, epilogue: Epilogue, rule: TileRule
+) -> torch.Tensor:
+    if isinstance(weight, PlainWeight):
+        return multiply_plain(rows, weight, out, epilogue, rule=rule)
+    return multiply(rows, weight, out, epilogue, rule=rule)
+
+
+@dataclass(frozen=True, slots=True)
+class ProductLinear:
+    """Implements ``linear.Linear``: parts of output features, each in its own form."""
+
+    parts: tuple[Multiplied, ...]
+    bias: torch.Tensor | None
+    dtype: torch.dtype
+    """The model's data type: of rows and of outputs."""
+    rule: TileRule = FREE
+
+    @property
+    def size(self) -> int:
+        """Output features."""
+        return sum(part.size for part in self.parts)
+
+    @property
+    def num_weights(self) -> int:
+        return sum(part.num_weights for part in self.parts)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+    @property
+    def in_features(self) -> int:
+        return self.parts[0].in_features
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._into(rows, self._empty(rows, self.dtype))
+
+    def precise(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._into(rows, self._empty(rows, torch.float32))
+
+    def precise_into(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes what ``precise`` gives to ``out``."""
+        self._into(rows, out)
+
+    def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
+        return self._into(rows, self._empty(rows, self.dtype), summand)
+
+    def _empty(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(len(rows), self.size, dtype=dtype, device=rows.device)
+
+    def _into(
+        self, rows: torch.Tensor, out: torch.Tensor, summand: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        first = 0
+        for part in self.parts:
+            columns = slice(first, first + part.size)
+            epilogue = Epilogue(
+                None if self.bias is None else self.bias[columns],
+                None if summand is None else summand[:, columns],
+            )
+            _multiply(rows, part, out[:, columns], epilogue, self.rule)
+            first = columns.stop
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class ProductGate:
+    """Implements ``linear.Gate``: both layers and the activation in one product."""
+
+    both: Multiplied
+    """The gate's output features before those of up."""
+    bias: torch.Tensor | None
+    joint: Joint
+    dtype: torch.dtype
+    rule: TileRule = FREE
+
+    @property
+    def num_weights(self) -> int:
+        return self.both.num_weights
+
+    @property
+    def num_bytes(self) -> int:
+        return self.both.num_bytes
+
+    @property
+    def in_features(self) -> int:
+        return self.both.in_features
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(len(rows), self.both.size // 2, dtype=self.dtype, device=rows.device)
+        return _multiply(rows, self.both, out, Epilogue(self.bias, joint=self.joint), self.rule)

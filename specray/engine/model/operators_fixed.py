@@ -1,0 +1,73 @@
+"""The decoder's parts on CUDA whose bits of a row depend on nothing but the row. Importing it needs triton.
+
+Every product has one tile and one order of adding up for any number of rows, every norm a program for each
+row; torch's own operators choose by the number of rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from specray.engine.activation import Activation
+from specray.engine.cuda.epilogue import PlainWeight
+from specray.engine.cuda.linear import ProductGate, ProductLinear
+from specray.engine.cuda.norm_triton import RowNorm
+from specray.engine.cuda.tiles import FIXED
+from specray.engine.model.operators_torch import TorchOperators
+from specray.engine.weights.stored_weight import Weight, numbers_of
+
+if TYPE_CHECKING:
+    from specray.engine.model.decoder import Norm
+    from specray.engine.model.linear import Gate, Linear
+
+
+class FixedOperators(TorchOperators):
+    """Implements ``operators.Operators`` on CUDA, but for attention, which is chosen apart."""
+
+    def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
+        plain = PlainWeight(numbers_of(weight, self.dtype).contiguous())
+        return ProductLinear((plain,), bias, self.dtype, FIXED)
+
+    def gate(
+        self,
+        gate: Weight,
+        up: Weight,
+        gate_bias: torch.Tensor | None,
+        up_bias: torch.Tensor | None,
+        activation: Activation = Activation.SILU,
+    ) -> Gate:
+        both = torch.cat([numbers_of(weight, self.dtype) for weight in (gate, up)])
+        bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
+        return ProductGate(PlainWeight(both), bias, activation, self.dtype, FIXED)
+
+    def router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        return ProductLinear((PlainWeight(weight.contiguous()),), bias, weight.dtype, FIXED)
+
+    def norm(self, weight: torch.Tensor, eps: float) -> Norm:
+        return RowNorm(weight, eps)
+
+
+@torch.inference_mode()
+def check_rows(device: torch.device, dtype: torch.dtype) -> None:
+    """Compares products and norms with torch's, and a row's bits alone with those in a step.
+
+    Raises:
+        ArithmeticError: a number is wrong, or a bit differs.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weight, rows = (
+        torch.randn(size, generator=generator).to(device, dtype) for size in ((40, 200), (64, 200))
+    )
+    operators = FixedOperators(dtype)
+    linear, norm = operators.linear(weight, None), operators.norm(weight[0].abs(), 1e-5)
+    expected = rows.double() @ weight.double().T
+    error = float((linear.precise(rows) - expected).abs().max() / expected.abs().max())
+    if not error < 1e-5:
+        raise ArithmeticError(f"its products are off by {error:.2g}; allowed: 1e-05")
+    for part in (linear, norm):
+        whole = part(rows)
+        for num_rows in (1, 5, 33):
+            if not torch.equal(part(rows[:num_rows]), whole[:num_rows]):
+                raise ArithmeticError(f"a row's bits differ in steps of {num_rows} and of 64 rows")

@@ -1,0 +1,120 @@
+"""Runs what ``target.deterministic`` has on CUDA on CPU; started by test_products with TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+import torch
+
+from specray.engine.activation import Activation
+from specray.engine.attention.paged import make_batch
+from specray.engine.attention.triton import TritonAttend
+from specray.engine.cuda.linear import ProductGate, ProductLinear
+from specray.engine.model.decoder import RMSNorm
+from specray.engine.model.linear import PlainGate
+from specray.engine.model.operators_fixed import FixedOperators
+from specray.engine.step import HeadShape, SequenceRows
+from specray.engine.visibility import tree_visibility
+from tests.gpu.attention_checks import check_case, check_tree
+from tests.gpu.block_cases import CASES, EDGES, SOME_TREES
+
+CPU = torch.device("cpu")
+SIZE, COLUMNS = 40, 200
+BLOCK = 16
+HEADS = HeadShape(6, 2, 32)
+PART = 64
+
+
+def products() -> None:
+    """Products and norms equal torch's; a row's bits are those of it alone, in steps of 1 to 64 rows."""
+    operators = FixedOperators(torch.float32)
+    weight, up, bias = torch.randn(SIZE, COLUMNS), torch.randn(SIZE, COLUMNS), torch.randn(SIZE)
+    linear, gate = operators.linear(weight, bias), operators.gate(weight, up, None, None)
+    norm = operators.norm(torch.rand(COLUMNS), 1e-5)
+    assert isinstance(linear, ProductLinear) and isinstance(gate, ProductGate)
+    rows, summand = torch.randn(64, COLUMNS), torch.randn(64, SIZE)
+    expected = rows @ weight.T + bias
+    torch.testing.assert_close(linear(rows), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(linear.plus(rows, summand), expected + summand, atol=1e-4, rtol=1e-4)
+    plain = PlainGate(torch.cat((weight, up)), None, Activation.SILU)
+    torch.testing.assert_close(gate(rows), plain(rows), atol=1e-3, rtol=1e-4)
+    own = RMSNorm(norm.weight, 1e-5)  # type: ignore[attr-defined]
+    torch.testing.assert_close(norm(rows), own(rows), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(norm.plus(rows, rows), own.plus(rows, rows.clone()), atol=1e-5, rtol=1e-5)
+    row = rows[:1]
+    for num_rows in (2, 5, 8, 31, 32, 33, 64):
+        for place in {0, 1, num_rows // 2, num_rows - 1}:
+            step = torch.randn(num_rows, COLUMNS)
+            step[place] = row
+            for part in (linear, gate, norm):
+                assert torch.equal(part(step)[place], part(row)[0]), (part, num_rows, place)
+
+
+def cases() -> None:
+    """Attention with parts of a fixed length equals torch's operators, as the other does."""
+    attend = TritonAttend(1, fixed_part=PART)
+    for case in (*CASES, *EDGES[-10:]):
+        check_case(attend, case, CPU, torch.float32, 1e-5)
+    for tree in SOME_TREES:
+        check_tree(attend, tree, CPU)
+
+
+def attention() -> None:
+    """A row's bits are the same alone, among the rows of its chain, and beside other sequences."""
+    for length, window in ((150, None), (150, 70), (5, None)):
+        layer = torch.randn(64 * BLOCK, 2 * HEADS.num_kv_heads, HEADS.head_dim)
+        query = torch.randn(length, HEADS.num_heads, HEADS.head_dim)
+        blocks = torch.randperm(32)[: -(-length // BLOCK)].tolist()
+        last = length - 1
+
+        attended = partial(_attended, layer, window)
+        alone = attended([SequenceRows(0, 1, last, blocks)], query[last:])[0]
+        for count in {min(each, length) for each in (2, 5, 8, 64, length)}:
+            chain = SequenceRows(0, count, length - count, blocks)
+            assert torch.equal(attended([chain], query[length - count :])[-1], alone), (length, count)
+        others = list(range(33, 63))
+        beside = [SequenceRows(0, 3, 400, others), SequenceRows(3, 1, last, blocks)]
+        numbers = torch.cat((torch.randn(3, HEADS.num_heads, HEADS.head_dim), query[last:]))
+        assert torch.equal(attended(beside, numbers)[3], alone)
+
+
+def _attended(
+    layer: torch.Tensor, window: int | None, rows: list[SequenceRows], query: torch.Tensor
+) -> torch.Tensor:
+    batch = make_batch(rows, BLOCK, CPU)
+    attend = TritonAttend(64, fixed_part=PART)
+    return attend(query, layer, batch, block_size=BLOCK, scale=HEADS.scale, window=window)
+
+
+def trees() -> None:
+    """A node's bits are those of the same tokens as a chain, wherever its ancestors lie."""
+    prefix_len, parents = 59, (-1, 0, 0, 2, 1, -1, 3, 6)
+    visibility = tree_visibility(prefix_len, parents)
+    for window in (None, 20, 3):
+        prefix = torch.randn(prefix_len, HEADS.num_heads + 2 * HEADS.num_kv_heads, HEADS.head_dim)
+        nodes = torch.randn(len(parents), *prefix.shape[1:])
+        tree = SequenceRows(0, len(parents), prefix_len, range(6), visibility)
+        found = _run([prefix, nodes], tree, window)
+        for node in range(len(parents)):
+            path = [index for index in range(node + 1) if visibility[node].ancestors >> index & 1]
+            chain = SequenceRows(0, len(path), prefix_len, range(6))
+            assert torch.equal(_run([prefix, nodes[path]], chain, window)[-1], found[node])
+
+
+def _run(parts: list[torch.Tensor], rows: SequenceRows, window: int | None) -> torch.Tensor:
+    """Attention of some rows after a prefix whose keys and values are in the cache."""
+    prefix, own = parts
+    layer = torch.zeros(8 * BLOCK, 2 * HEADS.num_kv_heads, HEADS.head_dim)
+    layer[: len(prefix)] = prefix[:, HEADS.num_heads :]
+    layer[len(prefix) : len(prefix) + len(own)] = own[:, HEADS.num_heads :]
+    query = own[:, : HEADS.num_heads].contiguous()
+    return _attended(layer, window, [rows], query)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    for part in sys.argv[1:]:
+        {"products": products, "cases": cases, "attention": attention, "trees": trees}[part]()
+    print("agreed")
