@@ -31,7 +31,7 @@ class EngineBase:
         info: description of the engine, whose limits hold here; a block or two are reserved for ``check``.
         can_evict: whether idle sequences may be forgotten.
         grammars: masks for requests with a grammar.
-        runner: copies tokens, and has the states of recurrent layers; None: there is none.
+        runner: copies tokens, and has the slots for states of recurrent layers; None: there is none.
         prefix_cache: whether computed prefixes are used again; those of recurrent layers never are.
         num_check_tokens: tokens of the health check.
     """
@@ -53,8 +53,8 @@ class EngineBase:
             states.clear()
         # Where a sequence goes on from another's tokens, it would need the state after them.
         index = PrefixIndex(info.block_size) if prefix_cache and states is None else None
-        on_free = None if states is None else states.drop
-        self._allocator = BlockAllocator(info.num_blocks, info.block_size, index=index, on_free=on_free)
+        self._allocator = BlockAllocator(info.num_blocks, info.block_size, index=index)
+        self._check_slot = 0 if states is None else states.take()
         self._check_table = BlockTable(self._allocator)
         self._check_table.reserve(num_check_tokens)
         self._num_blocks = self._allocator.num_free
@@ -63,6 +63,7 @@ class EngineBase:
             max_num_seqs=info.max_num_seqs,
             can_evict=can_evict,
             copy_tokens=None if runner is None else runner.copy_tokens,
+            slots=states,
         )
 
     @property
@@ -113,7 +114,8 @@ class RunnerEngine(EngineBase):
 
     def check(self) -> None:
         """Runs a real one-token step in its own block. Raises EngineLostError for broken logits."""
-        check_logits(self._runner.run([SequenceInput((0,), 0, self._check_table.block_ids, 1)]).logits)
+        blocks, slot = self._check_table.block_ids, self._check_slot
+        check_logits(self._runner.run([SequenceInput((0,), 0, blocks, 1, state_slot=slot)]).logits)
 
     def close(self) -> None:
         """Closes the runner, and with it the other ranks of its group; idempotent."""
@@ -127,9 +129,9 @@ class RunnerEngine(EngineBase):
 
     def _back_to_state(self, sequence: EngineSequence) -> None:
         """Marks as not computed what recurrent layers have to see again."""
-        if self._states is not None:
+        if self._states is not None and sequence.state_slot is not None:
             sequence.num_computed_tokens = self._states.resume_len(
-                sequence.block_table.block_ids, sequence.num_computed_tokens
+                sequence.state_slot, sequence.num_computed_tokens
             )
 
 

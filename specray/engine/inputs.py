@@ -22,9 +22,10 @@ class SequenceInput:
     """Number of last tokens whose logits are wanted; 0 only fills the cache."""
     visibility: Sequence[Visibility] = ()
     """Visibility of each row, by ascending KV index; empty: the rows are a chain from ``start`` on."""
-    settled_len: int | None = field(default=None, compare=False)
-    """First tokens of the sequence after which it may continue: recurrent layers keep their state there;
-    None: all. It is not sent to other ranks: such a model has one."""
+    state_slot: int = 0
+    """Slot of the sequence's states in recurrent layers."""
+    num_open: int = 0
+    """Last tokens that the sequence may lose again: recurrent layers keep a state before them."""
 
     @property
     def end(self) -> int:

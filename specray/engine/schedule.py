@@ -10,7 +10,7 @@ import torch
 
 from specray.draft_tokens import MAX_DRAFT_NODES
 from specray.engine.cache.sequences import EngineSequence, UnknownSequenceError
-from specray.engine.cache.states import StateCache
+from specray.engine.cache.state_slots import STATE_UNIT, StateSlots
 from specray.engine.inputs import Moves, SequenceInput
 from specray.engine.step import ForwardOutput
 from specray.engine.visibility import MAX_TREE_ROWS, Visibility, branch_visibility, tree_visibility
@@ -23,8 +23,8 @@ class Runner(Protocol):
     """The part of ``runner.ModelRunner`` that an engine uses."""
 
     @property
-    def states(self) -> StateCache | None:
-        """What recurrent layers have seen of each sequence; None: the model has no such layers."""
+    def states(self) -> StateSlots | None:
+        """Slots of what recurrent layers have seen of sequences; None: the model has no such layers."""
         ...
 
     @property
@@ -79,8 +79,8 @@ class CatchUp:
     """Rows after the sequence's tokens that never count as computed; nodes of the tree, if it is one."""
     extra_visibility: Sequence[Visibility] = ()
     """Visibility of the extra rows, where they are not in ``parents``. Empty: they follow each other."""
-    settled_len: int | None = None
-    """First tokens of the sequence after which it may continue; None: all committed ones."""
+    num_open: int = 0
+    """Last rows that the sequence may lose again."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -280,12 +280,20 @@ def _plan_steps(work: Iterable[CatchUp | BranchStep], budget: int) -> Iterator[l
         start, end = sequence.num_computed_tokens, len(token_ids)
         assert end - start >= item.num_logits, (start, end, item.num_logits)
         visibility, first = item.visibility(), start
-        settled_len = sequence.num_tokens if item.settled_len is None else item.settled_len
+        settled = end - item.num_open
         while start < end:
             if left == 0:
                 yield inputs
                 inputs, left = [], budget
             stop = min(end, start + left)
+            if sequence.state_slot is not None and stop < end:
+                stop = _stop(start, stop, settled)
+                if stop == start:
+                    if left < budget:
+                        left = 0
+                        continue
+                    # More than a step may hold, or a unit: they must not be parted.
+                    stop = end if start >= settled else min(settled, start + left)
             # Of the wanted rows [end - num_logits, end), those below stop that no earlier piece gave.
             num_logits = max(0, stop - max(start, end - item.num_logits))
             inputs.append(
@@ -295,9 +303,20 @@ def _plan_steps(work: Iterable[CatchUp | BranchStep], budget: int) -> Iterator[l
                     sequence.block_table.block_ids,
                     num_logits,
                     visibility[start - first : stop - first],
-                    settled_len,
+                    sequence.state_slot or 0,
+                    max(0, stop - max(start, settled)),
                 )
             )
-            left -= stop - start
+            left = max(0, left - (stop - start))
             start = stop
     yield inputs
+
+
+def _stop(start: int, stop: int, settled: int) -> int:
+    """Where a step that would end behind ``stop`` tokens ends for recurrent layers.
+
+    Open rows stay in one step, and others end at a multiple of ``STATE_UNIT``, where cuts keep every bit.
+    Returns ``start`` where nothing is left.
+    """
+    stop = min(stop, settled)
+    return max(start, stop // STATE_UNIT * STATE_UNIT) if stop < settled else stop

@@ -16,6 +16,12 @@ from specray.engine.visibility import Visibility
 Slots = slice | torch.Tensor
 """Slots of the cache: a slice, or an int64 tensor ``[num_tokens]``."""
 
+SLOT, BASE, NUM_KEPT, SETTLED, FIRST_ROW, NUM_OPEN = range(6)
+"""Columns of a step's table for recurrent layers: of each sequence its slot, tokens in the state, records
+that are put into it first, tokens before its open rows, the first of these rows, and their number."""
+NUM_COLUMNS = 6
+"""Number of these columns."""
+
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
@@ -49,6 +55,37 @@ class LayerShape:
 
 
 @dataclass(frozen=True, slots=True)
+class StateShape:
+    """What a recurrent layer keeps of a sequence: float32 states by head, and inputs of its convolution."""
+
+    num_heads: int
+    """Heads, ``[key_dim, value_dim]`` each; 0: the layer is a convolution alone."""
+    num_key_heads: int
+    """Heads of keys, each shared by as many heads as another."""
+    key_dim: int
+    value_dim: int
+    gate_dim: int
+    """Numbers by which a head forgets: 1, or one for each of a key's."""
+    num_channels: int
+    num_taps: int
+    """Inputs that an output of the convolution is made of."""
+
+    @property
+    def num_state_numbers(self) -> int:
+        return self.num_heads * self.key_dim * self.value_dim
+
+    @property
+    def num_record_numbers(self) -> int:
+        """Numbers of one open row besides its input of the convolution."""
+        return self.num_heads * (self.value_dim + self.gate_dim) + self.num_key_heads * self.key_dim
+
+    def num_bytes(self, max_open: int, item_bytes: int) -> int:
+        """Bytes of a sequence; ``item_bytes`` of a number of the model's type."""
+        numbers = self.num_state_numbers + max_open * self.num_record_numbers
+        return 4 * numbers + item_bytes * self.num_channels * (self.num_taps - 1 + max_open)
+
+
+@dataclass(frozen=True, slots=True)
 class CacheShape:
     """What a model keeps per token on this rank."""
 
@@ -59,7 +96,13 @@ class CacheShape:
     unlike: tuple[LayerShape, ...] = ()
     """Shape of each layer, where layers differ, or keys and values do; empty: all are alike."""
     state_bytes: int = 0
-    """Bytes of what recurrent layers keep of a sequence, whatever its length; 0: there are none."""
+    """Bytes of what the library's recurrent layers keep of a sequence; 0: there are none."""
+    states: tuple[StateShape, ...] = ()
+    """What each recurrent layer of the decoder keeps of a sequence."""
+
+    @property
+    def has_states(self) -> bool:
+        return bool(self.states or self.state_bytes)
 
     @classmethod
     def of_layers(cls, layers: Sequence[LayerShape]) -> CacheShape:
@@ -93,6 +136,11 @@ class KVCache(Protocol):
     @property
     def values(self) -> Sequence[torch.Tensor]: ...
 
+    @property
+    def states(self) -> object:
+        """What recurrent layers have seen of sequences."""
+        ...
+
     def write(self, layer: int, slots: Slots, keys_values: torch.Tensor) -> None: ...
 
 
@@ -107,12 +155,15 @@ class SequenceRows:
     block_ids: Sequence[int]
     visibility: Sequence[Visibility] = ()
     """Visibility of each row, KV indices ascending; empty: a chain from ``start`` on."""
-    settled_len: int | None = None
-    """Prefix length from which the sequence may continue; None: all of it."""
+    state_slot: int = 0
+    """Slot of the sequence's states in recurrent layers."""
+    num_open: int = 0
+    """Last rows that the sequence may lose again."""
 
     @property
-    def num_settled(self) -> int:
-        return self.end if self.settled_len is None else self.settled_len
+    def settled(self) -> int:
+        """Tokens after which the sequence may go on with others."""
+        return self.end - self.num_open
 
     @property
     def end(self) -> int:

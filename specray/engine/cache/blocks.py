@@ -15,11 +15,13 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from specray.engine.cache.prefix import PrefixIndex
+from specray.engine.cache.state_pool import StatePool
+from specray.engine.cache.state_slots import MAX_OPEN_ROWS
 from specray.engine.cache.states import StateCache
 from specray.engine.cpu.huge_pages import HUGE_PAGE
 from specray.engine.step import CacheShape, LayerShape
@@ -45,7 +47,6 @@ class BlockAllocator:
         num_blocks: blocks in the cache, >= 1.
         block_size: tokens per block, >= 1.
         index: what blocks hold; None: nothing is used again.
-        on_free: receives blocks that nobody owns any more.
     """
 
     def __init__(
@@ -54,13 +55,11 @@ class BlockAllocator:
         block_size: int,
         *,
         index: PrefixIndex | None = None,
-        on_free: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         assert num_blocks >= 1 and block_size >= 1, (num_blocks, block_size)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.index = index
-        self._on_free = on_free
         self._blank = list(range(num_blocks - 1, -1, -1))
         # Free blocks that hold something, least recently used first.
         self._waiting: OrderedDict[int, None] = OrderedDict()
@@ -118,8 +117,6 @@ class BlockAllocator:
         self._blank.extend(
             block_id for block_id in ids if not self._num_owners[block_id] and not self._is_known(block_id)
         )
-        if self._on_free is not None:
-            self._on_free([block_id for block_id in ids if not self._num_owners[block_id]])
 
     def check_integrity(self, tables: Iterable[BlockTable] | None = None) -> None:
         """Recomputes everything from scratch.
@@ -214,6 +211,10 @@ class BlockCache:
     ``[num_kv_heads, 1, num_slots, head_dim]``. Consecutive slots are consecutive in memory, so
     the tokens of a sequence whose blocks are consecutive are one view.
     On CPU the allocation is virtual until it is written, or populated.
+
+    Args:
+        num_state_slots: sequences whose states recurrent layers keep at once.
+        max_open: most rows that a sequence of a model with such layers may lose again.
     """
 
     def __init__(
@@ -224,11 +225,17 @@ class BlockCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        num_state_slots: int = 1,
+        max_open: int = MAX_OPEN_ROWS,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.states = StateCache()
+        self.states: StateCache | StatePool = StateCache(num_state_slots, max_open)
         """What recurrent layers have seen of sequences; of a model without them there is nothing."""
+        if shape.states:
+            self.states = StatePool(
+                shape.states, num_slots=num_state_slots, max_open=max_open, dtype=dtype, device=device
+            )
         num_slots = num_blocks * block_size
         sizes = [(num_slots, *_slot_shape(layer)) for layer in shape.layers]
         # Zeros, not garbage: a masked slot has weight 0, and 0 times a stray NaN would still be NaN.

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
 from specray.engine.cache.reuse import CopyTokens, SequencePrefix
+from specray.engine.cache.state_slots import StateSlots
 from specray.engine.sampling.state import CommittedTokens, SamplingState
 from specray.errors import OutOfBlocksError, OverloadedError, ProtocolError, SpecrayError
 from specray.prefix_keys import UNIT_TOKENS
@@ -49,6 +50,8 @@ class EngineSequence:
     """First tokens that a drafter on the target has caught up with."""
     prefix: SequencePrefix | None = None
     """Known units that others may use; None: there is no prefix cache."""
+    state_slot: int | None = None
+    """Slot of its states in recurrent layers; None: the model has none."""
     committed: CommittedTokens | None = None
     """The committed tokens, where the sequence holds other tokens; None: it holds those."""
     _state: SamplingState = field(init=False)
@@ -155,6 +158,7 @@ class SequenceTable:
         max_num_seqs: most requests held at once.
         can_evict: a draft may forget sequences that have long been idle; a target never does.
         copy_tokens: copies K/V between blocks, at once; needed with an index.
+        slots: for the states of recurrent layers; None: the model has none.
     """
 
     def __init__(
@@ -164,7 +168,9 @@ class SequenceTable:
         max_num_seqs: int,
         can_evict: bool = False,
         copy_tokens: CopyTokens | None = None,
+        slots: StateSlots | None = None,
     ) -> None:
+        self._slots = slots
         self.num_queried_tokens = 0
         """Committed tokens looked up in the prefix cache since the start."""
         self.num_cached_tokens = 0
@@ -222,6 +228,8 @@ class SequenceTable:
         token_ids = self._reuse(sequence, base_len, token_ids, num_extra_tokens, max_new_tokens)
         num_reserved = base_len + len(token_ids) + num_extra_tokens
         self._reserve(sequence, num_reserved)
+        if self._slots is not None and sequence.state_slot is None:
+            sequence.state_slot = self._slots.take()
         self.sequences[request_id] = sequence
         self.sequences.move_to_end(request_id)
         if sampling is not None:
@@ -310,8 +318,11 @@ class SequenceTable:
         """Forgets requests and frees their blocks; unknown ids are ignored."""
         for request_id in request_ids:
             sequence = self.sequences.pop(request_id, None)
-            if sequence is not None:
-                sequence.release()
+            if sequence is None:
+                continue
+            sequence.release()
+            if self._slots is not None and sequence.state_slot is not None:
+                self._slots.give(sequence.state_slot)
 
     def check_integrity(self, reserved: Sequence[BlockTable] = ()) -> None:
         """Recomputes the ownership of all blocks from scratch.
@@ -331,6 +342,8 @@ class SequenceTable:
             if sequence.prefix is not None:
                 sequence.prefix.check_integrity(sequence.token_ids, sequence.num_computed_tokens)
         assert len(self.sequences) <= self._max_num_seqs, len(self.sequences)
+        slots = [sequence.state_slot for sequence in sequences if sequence.state_slot is not None]
+        assert len(set(slots)) == len(slots), f"sequences share a slot: {sorted(slots)}"
         self._allocator.check_integrity([*reserved, *(sequence.block_table for sequence in sequences)])
 
     def check_moves(self, sources: Sequence[int], destinations: Sequence[int]) -> None:

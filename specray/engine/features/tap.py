@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from specray.engine.attention.sdpa import sequence_slots
-from specray.engine.cache.states import StateCache
+from specray.engine.cache.state_slots import StateSlots
 from specray.engine.features.base import FeatureStore, Fuser
 from specray.engine.inputs import Moves, SequenceInput
 from specray.engine.schedule import Runner
@@ -34,7 +34,7 @@ class FeatureTap:
         self.store = store
 
     @property
-    def states(self) -> StateCache | None:
+    def states(self) -> StateSlots | None:
         return self._runner.states
 
     @property

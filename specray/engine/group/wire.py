@@ -1,10 +1,10 @@
 """What the leader of a group says to the other ranks, as integers.
 
-A step is encoded per sequence: start, num_logits, num_tokens, base, num_shared, num_new, num_masks, then
-tokens, new blocks and masks (three integers each). Both sides remember the block tables of the step before:
-``base`` is one more than the index of the table there whose first ``num_shared`` blocks begin this one; 0:
-none. So a decode step says no more of a long sequence than of a short one. A copy is: first, num_tokens,
-num_blocks, sources, destinations.
+A step is encoded per sequence: start, num_logits, num_tokens, base, num_shared, num_new, num_masks,
+state_slot, num_open, then tokens, new blocks and masks (three integers each). Both sides remember the block
+tables of the step before: ``base`` is one more than the index of the table there whose first ``num_shared``
+blocks begin this one; 0: none. So a decode step says no more of a long sequence than of a short one. A copy
+is: first, num_tokens, num_blocks, sources, destinations.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from specray.engine.inputs import CopyInput, SequenceInput
 from specray.engine.visibility import Visibility
 
-_HEADER_LEN = 7
+_HEADER_LEN = 9
 
 
 class SentTables:
@@ -39,6 +39,8 @@ class SentTables:
                 num_shared,
                 len(new),
                 len(item.visibility),
+                item.state_slot,
+                item.num_open,
             )
             encoded += item.token_ids
             encoded += new
@@ -53,9 +55,8 @@ class SentTables:
         tables: list[list[int]] = []
         at = 0
         while at < len(encoded):
-            start, num_logits, num_tokens, base, num_shared, num_new, num_masks = encoded[
-                at : at + _HEADER_LEN
-            ]
+            header = encoded[at : at + _HEADER_LEN]
+            start, num_logits, num_tokens, base, num_shared, num_new, num_masks, *states = header
             tokens_at = at + _HEADER_LEN
             blocks_at = tokens_at + num_tokens
             rows_at = blocks_at + num_new
@@ -66,7 +67,9 @@ class SentTables:
                 Visibility.from_signed(*encoded[row : row + 3]) for row in range(rows_at, at, 3)
             )
             inputs.append(
-                SequenceInput(encoded[tokens_at:blocks_at], start, tables[-1], num_logits, visibility)
+                SequenceInput(
+                    encoded[tokens_at:blocks_at], start, tables[-1], num_logits, visibility, *states
+                )
             )
         self._remember(tables)
         return inputs

@@ -1,12 +1,14 @@
 """The decoder written for speed: Llama and its kin over the block cache.
 
-RMS norm, rotary positions, grouped attention with optional biases and q/k norms, a gated MLP or several.
+RMS norm, rotary positions, grouped attention with optional biases and q/k norms, a gated MLP or several;
+layers that keep a state in the place of attention.
 Everything that a layer needs is prepared once (see ``lowering``); a forward is a straight line of few, large
 operators, because at one row a draft's step is 0.2 ms and each operator costs 1 to 10 us besides its work.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -14,6 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from specray.engine.attention.base import Attention, HeadNorm
+from specray.engine.cache.state_pool import StatePool
+from specray.engine.model.layers.delta import Mixer
 from specray.engine.model.layers.expert_hits import ExpertHits
 from specray.engine.model.layers.experts import ExpertLayer
 from specray.engine.model.layers.normed import NormedProjection, NormedQueries
@@ -82,12 +86,31 @@ class WideRMSNorm(RMSNorm):
         return F.rms_norm(rows.float(), self.weight.shape, self.weight, self.eps).to(rows.dtype)
 
 
+class RowGate(Protocol):
+    """``attended * sigmoid(linear(rows))``, of rows of the residual stream and what is attended to."""
+
+    def __call__(self, rows: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The contents of ``attended`` are lost."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SigmoidGate:
+    """Implements :class:`RowGate` with torch's operators."""
+
+    linear: Linear
+
+    def __call__(self, rows: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        return attended.mul_(self.linear(rows).sigmoid_())
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """One decoder layer's weights on this rank."""
 
     input_norm: Norm
     qkv: Linear | NormedQueries
+    """Queries, keys and values; of a recurrent layer all that its mixer takes."""
     head_norm: HeadNorm | None
     output: Projection
     post_attention_norm: Norm
@@ -96,6 +119,12 @@ class DecoderLayer:
     window: int | None
     sinks: torch.Tensor | None = None
     """Score of each query head's sink, ``[num_heads]``, float32; None: there are none."""
+    output_gate: RowGate | None = None
+    """Gate of what is attended to; None: there is none."""
+    mixer: Mixer | None = None
+    """What a recurrent layer does in the place of attention; None: it attends."""
+    place: int = 0
+    """Place of its keys and values among those of all layers that attend; of its state, among all states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +162,14 @@ class DecoderForward:
     @property
     def can_be_captured(self) -> bool:
         """Whether a forward of one shape always runs the same operators."""
+        if self.is_recurrent:
+            return False
         return not any(isinstance(layer.gate, ExpertLayer | WithSharedMlp) for layer in self.layers)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Some layers keep states."""
+        return any(layer.mixer is not None for layer in self.layers)
 
     def linears(self) -> list[Weights]:
         """Linear layers of this rank, without those of groups and experts, in the forward's order."""
@@ -145,7 +181,12 @@ class DecoderForward:
         return [kind for kind in (*kinds, self.head) if isinstance(kind, Weights)]
 
     def __call__(self, step: Step) -> ForwardOutput:
-        return self.decode(self.embedding(step.token_ids), step)
+        with self.stepping(step):
+            return self.decode(self.embedding(step.token_ids), step)
+
+    def stepping(self, step: Step) -> AbstractContextManager[None]:
+        """What the states need around a forward."""
+        return states_of(step).step(step.attention.rows) if self.is_recurrent else nullcontext()
 
     def decode(self, hidden: torch.Tensor, step: Step) -> ForwardOutput:
         """Computes the output from the embedded tokens, ``[num_rows, hidden_size]``."""
@@ -157,8 +198,14 @@ class DecoderForward:
             if features is not None and index in self.feature_layers:
                 is_safe = self.keeps_residuals or self.residual_scale != 1.0
                 features[index] = _scaled(hidden if is_safe else hidden.clone(), self.residual_scale)
-            qkv = layer.qkv(layer.input_norm(hidden))
-            attended = attention.attend(index, qkv, layer.head_norm, layer.window, layer.sinks)
+            rows = layer.input_norm(hidden)
+            qkv = layer.qkv(rows)
+            if layer.mixer is not None:
+                attended = layer.mixer(qkv, states_of(step), layer.place)
+            else:
+                attended = attention.attend(layer.place, qkv, layer.head_norm, layer.window, layer.sinks)
+            if layer.output_gate is not None:
+                attended = layer.output_gate(rows, attended)
             if index == last and is_cut and step.logit_rows is not None:
                 # Nothing after the last attention is needed of rows whose logits nobody wants.
                 attended, hidden = attended[step.logit_rows], hidden[step.logit_rows]
@@ -173,6 +220,13 @@ class DecoderForward:
             if step.logit_rows is not None:
                 normed = normed[step.logit_rows]
         return ForwardOutput(_logits(self.head, normed, step.logits), features)
+
+
+def states_of(step: Step) -> StatePool:
+    """The states of recurrent layers beside the step's keys and values."""
+    states = step.attention.cache.states
+    assert isinstance(states, StatePool), "the decoder's recurrent layers have a pool"
+    return states
 
 
 def _logits(head: OutputHead, rows: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

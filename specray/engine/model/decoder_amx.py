@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import cast
 
@@ -41,6 +42,12 @@ class AmxDecoderForward:
     final_norm: FusedRMSNorm
     head: TiledLinear
     attention: CpuAttention
+
+    is_recurrent = False
+
+    def stepping(self, step: Step) -> AbstractContextManager[None]:
+        """Nothing is needed around a forward."""
+        return nullcontext()
 
     def __call__(self, step: Step) -> ForwardOutput:
         return self.decode(self.embedding(step.token_ids), step)
@@ -84,7 +91,7 @@ def packed(forward: DecoderForward) -> AmxDecoderForward | None:
     assert isinstance(attention, CpuAttention), "attention is a kernel"
     if not attention.kernel.can_be_packed or forward.feature_layers:
         return None
-    if any(layer.sinks is not None for layer in forward.layers):
+    if forward.is_recurrent or any(layer.sinks is not None for layer in forward.layers):
         return None
     layers = tuple(
         _AmxLayer(

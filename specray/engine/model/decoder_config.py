@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from specray.engine.activation import Activation
 from specray.engine.model.layers.expert_config import Experts
+from specray.engine.model.layers.recurrent_config import RecurrentLayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,10 @@ class DecoderConfig:
     experts: Experts | None = None
     has_sinks: bool = False
     """Each query head has a score that takes weight and has no value."""
+    has_output_gate: bool = False
+    """Behind each head's rows of the query weight are as many that gate what the head attends to."""
+    recurrent: RecurrentLayers | None = None
+    """Layers that keep a state in the place of attention; None: there are none."""
 
     @property
     def moe_intermediate_size(self) -> int | None:
@@ -140,6 +145,12 @@ class DecoderConfig:
         return tuple(own.get(layer, self.rope) for layer in range(self.num_hidden_layers))
 
     @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Layers that attend, each of which keeps keys and values."""
+        layers = range(self.num_hidden_layers)
+        return tuple(layer for layer in layers if self.recurrent is None or not self.recurrent.layers[layer])
+
+    @property
     def num_logits(self) -> int:
         return self.draft_vocab_size or self.vocab_size
 
@@ -156,11 +167,15 @@ class DecoderConfig:
 
     def _layer_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}
-        for name, (rows, columns, has_bias) in {**self._attention(), **self._mlp(layer)}.items():
+        attends = layer in self.attention_layers
+        if self.recurrent is not None and not attends:
+            shapes |= self.recurrent.weight_shapes(self.hidden_size)
+        attention = self._attention() if attends else {}
+        for name, (rows, columns, has_bias) in {**attention, **self._mlp(layer)}.items():
             shapes[f"{name}.weight"] = (rows, columns)
             if has_bias:
                 shapes[f"{name}.bias"] = (rows,)
-        if self.has_head_norm:
+        if self.has_head_norm and attends:
             shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (self.head_dim,)
         if self.has_whole_norm:
             shapes["self_attn.q_norm.weight"] = (self.num_attention_heads * self.head_dim,)
@@ -184,7 +199,7 @@ class DecoderConfig:
         if self.has_joined_weights:
             return {"self_attn.qkv_proj": (query + 2 * key, hidden, has_bias), **output}
         return {
-            "self_attn.q_proj": (query, hidden, has_bias),
+            "self_attn.q_proj": (query * (1 + self.has_output_gate), hidden, has_bias),
             "self_attn.k_proj": (key, hidden, has_bias),
             "self_attn.v_proj": (key, hidden, has_bias),
             **output,
@@ -236,6 +251,9 @@ MODEL_TYPES = frozenset(
         "minimax_m2",
         "olmoe",
         "qwen2_moe",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_next",
         "solar_open",
     }
 )

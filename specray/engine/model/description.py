@@ -193,7 +193,9 @@ def _describe_with(library: Any, args: ModelArgs, directory: Path | None) -> Mod
 
 
 def _shared_fields(decoder: DecoderConfig) -> dict[str, int | None]:
-    return {name: getattr(decoder, name) for name in _SHARED_FIELDS}
+    fields = {name: getattr(decoder, name) for name in _SHARED_FIELDS}
+    recurrent = decoder.recurrent
+    return fields if recurrent is None else {**fields, recurrent.shared_field: recurrent.num_shared}
 
 
 def _adapter(args: ModelArgs, described: ModelDescription) -> Adapter | None:

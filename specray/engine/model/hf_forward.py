@@ -21,6 +21,7 @@ from specray.engine.attention.latent import from_latent, keep_latents, keeps_lat
 from specray.engine.attention.scores import ScoreRule
 from specray.engine.attention.sdpa import SdpaStep
 from specray.engine.cache.blocks import BlockCache
+from specray.engine.cache.states import StateCache
 from specray.engine.model.checks.messages import first_line
 from specray.engine.model.checks.modalities import quiet_library
 from specray.engine.model.checks.refusals import has_recurrent_layers
@@ -147,7 +148,14 @@ class HfForward:
         """
         device, dtype = self.model.device, self.model.dtype
         num_tokens = len(_CHECKED_TOKENS)
-        cache = BlockCache(self.cache_shape, num_blocks=2, block_size=num_tokens, dtype=dtype, device=device)
+        cache = BlockCache(
+            self.cache_shape,
+            num_blocks=2,
+            block_size=num_tokens,
+            dtype=dtype,
+            device=device,
+            num_state_slots=2,
+        )
         error = 0.0
         for steps in (_CHUNKS,) if self._recurrent is None else (_SHORT_CHUNKS, _SINGLE_ROWS):
             logits = torch.cat([self._checked_step(cache, step) for step in steps])
@@ -162,14 +170,16 @@ class HfForward:
                 f"{error:.2g} of their deviation (allowed: {allowed}); it keeps more than keys and values, "
                 "or attends in its own way"
             )
-        return 0 if self._recurrent is None else cache.states.bytes_of(0)
+        states = cache.states
+        assert isinstance(states, StateCache), "the library's layers have states alone"
+        return 0 if self._recurrent is None else states.bytes_of(0)
 
     def _checked_step(self, cache: BlockCache, parts: _Parts) -> torch.Tensor:
         rows: list[SequenceRows] = []
         token_ids: list[int] = []
         positions: list[int] = []
         for sequence, first, last in parts:
-            rows.append(SequenceRows(len(token_ids), last - first, first, [sequence]))
+            rows.append(SequenceRows(len(token_ids), last - first, first, [sequence], state_slot=sequence))
             token_ids += _CHECKED_TOKENS[first:last]
             positions += range(first, last)
         tokens, places = (torch.tensor(each, device=self.model.device) for each in (token_ids, positions))

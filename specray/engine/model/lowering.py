@@ -29,6 +29,7 @@ from specray.engine.model.decoder_config import (
 from specray.engine.model.layers.expert_hits import count_hits
 from specray.engine.model.layers.expert_lowering import lower_experts
 from specray.engine.model.layers.experts import ExpertLayer, Sum
+from specray.engine.model.layers.mixer_lowering import lower_mixer, rows_of
 from specray.engine.model.layers.normed import NormedProjection, NormedQueries, Unnormed
 from specray.engine.model.layers.shared_mlp import WithSharedMlp
 from specray.engine.model.layers.vocabulary import (
@@ -45,7 +46,7 @@ from specray.engine.weights.stored_weight import StoredWeight, Weight, alike, jo
 if TYPE_CHECKING:
     from specray.engine.group.parallel import ParallelContext
     from specray.engine.model.checkpoint.source import WeightSource
-    from specray.engine.model.decoder import Embedding, Norm, OutputHead
+    from specray.engine.model.decoder import Embedding, Norm, OutputHead, RowGate
     from specray.engine.model.linear import Gate, Linear
     from specray.engine.model.operators import Operators
 
@@ -96,13 +97,16 @@ def lower(
         _lower_layer(index, config, shape, taken, operators) for index in range(config.num_hidden_layers)
     ]
     layers, expert_hits = count_hits(lowered, config.experts, device)
+    states = tuple(layer.mixer.shape for layer in layers if layer.mixer is not None)
     return DecoderForward(
         embedding=embedding,
         layers=layers,
         final_norm=_norm(FINAL_NORM, config, taken, operators, factor=config.logit_scale),
         head=head,
         attention=attention,
-        cache_shape=CacheShape(len(layers), shape.num_kv_heads, shape.head_dim),
+        cache_shape=CacheShape(
+            len(config.attention_layers), shape.num_kv_heads, shape.head_dim, states=states
+        ),
         feature_layers=feature_layers,
         expert_hits=expert_hits,
         residual_scale=config.residual_scale,
@@ -133,9 +137,6 @@ def _lower_layer(
     index: int, config: DecoderConfig, shape: HeadShape, taken: RankWeights, operators: Operators
 ) -> DecoderLayer:
     prefix, is_sandwich = layer_prefix(index), config.has_sandwich_norms
-    num_queries = config.num_attention_heads * config.head_dim
-    output = _projection(f"{prefix}self_attn.o_proj", num_queries, config.has_output_bias, taken, operators)
-    gate, down = _mlp(index, config, taken, operators)
 
     def norm(name: str) -> Norm:
         return _norm(f"{prefix}{name}.weight", config, taken, operators)
@@ -143,6 +144,25 @@ def _lower_layer(
     def input_norm(name: str) -> Norm:
         return norm(name) if config.has_input_norms else Unnormed()
 
+    if config.recurrent is not None and config.recurrent.layers[index]:
+        mixing = lower_mixer(prefix, config, config.recurrent, taken, operators)
+        output = _projection(f"{prefix}{mixing.output}", mixing.num_outputs, False, taken, operators)
+        gate, down = _mlp(index, config, taken, operators)
+        return DecoderLayer(
+            input_norm=norm(INPUT_NORM),
+            qkv=mixing.linear,
+            head_norm=None,
+            output=output,
+            post_attention_norm=norm(ATTENTION_NORM),
+            gate=gate,
+            down=down,
+            window=None,
+            mixer=mixing.mixer,
+            place=sum(config.recurrent.layers[:index]),
+        )
+    num_queries = config.num_attention_heads * config.head_dim
+    output = _projection(f"{prefix}self_attn.o_proj", num_queries, config.has_output_bias, taken, operators)
+    gate, down = _mlp(index, config, taken, operators)
     sinks = None
     if config.has_sinks:
         sinks = taken.share(f"{prefix}{SINKS}", config.num_attention_heads, dim=0).float().clone()
@@ -156,6 +176,8 @@ def _lower_layer(
         down=NormedProjection(down, norm(MLP_OUTPUT_NORM)) if is_sandwich else down,
         window=config.windows[index],
         sinks=sinks,
+        output_gate=_output_gate(f"{prefix}self_attn.", config, taken, operators),
+        place=config.attention_layers.index(index),
     )
 
 
@@ -193,12 +215,18 @@ def _qkv(
         taken.part(num_queries, dim=0, first=firsts[0]),
         *(taken.key_heads(config, first) for first in firsts[1:]),
     ]
+    if config.has_output_gate:
+        parts[0] = taken.part(2 * num_queries, dim=0)
     weights: list[Weight] = [
         taken.weight(f"{name}.weight", part) for name, part in zip(names, parts, strict=True)
     ]
     biases = []
     if config.has_qkv_bias:
         biases = [taken.weights.take(f"{name}.bias", part) for name, part in zip(names, parts, strict=True)]
+    if config.has_output_gate:
+        index = _alternate(weights[0].shape[0], config.head_dim, 0)
+        weights[0] = rows_of(weights[0], index)
+        biases[:1] = (bias[index.to(bias.device)] for bias in biases[:1])
     if order is not None:
         weights[:2] = (_reordered(weight, order) for weight in weights[:2])
         biases[:2] = (_reordered_numbers(bias, order) for bias in biases[:2])
@@ -211,6 +239,27 @@ def _qkv(
     ]
     query, key = norms if order is None else [_reordered_numbers(norm, order) for norm in norms]
     return NormedQueries(linear, (query, key), config.rms_norm_eps, taken.parallel)
+
+
+def _output_gate(
+    prefix: str, config: DecoderConfig, taken: RankWeights, operators: Operators
+) -> RowGate | None:
+    """The gate whose rows lie behind those of each head's queries."""
+    if not config.has_output_gate:
+        return None
+    num_queries = config.num_attention_heads * config.head_dim
+    part = taken.part(2 * num_queries, dim=0)
+    both = taken.weight(f"{prefix}q_proj.weight", part)
+    index = _alternate(both.shape[0], config.head_dim, 1)
+    bias = None
+    if config.has_qkv_bias:
+        bias = taken.weights.take(f"{prefix}q_proj.bias", part)[index]
+    return operators.row_gate(_linear(rows_of(both, index), bias, operators), len(index))
+
+
+def _alternate(num_rows: int, size: int, place: int) -> torch.Tensor:
+    """Indices of every other run of ``size`` rows: the first ones, or the second."""
+    return torch.arange(num_rows).view(-1, 2, size)[:, place].reshape(-1)
 
 
 def _linear(weight: Weight, bias: torch.Tensor | None, operators: Operators) -> Linear:

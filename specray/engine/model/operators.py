@@ -15,7 +15,8 @@ import torch
 from specray.engine.activation import Activation
 from specray.engine.attention.base import Attention
 from specray.engine.attention.paged import AttendPaged, PagedAttention, StoreRows
-from specray.engine.model.decoder import Norm
+from specray.engine.model.decoder import Norm, RowGate
+from specray.engine.model.layers.delta import GatedDelta, Mixer
 from specray.engine.model.layers.experts import LayerGroup
 from specray.engine.model.linear import Gate, Linear, Weights
 from specray.engine.model.operators_torch import TorchOperators, by_layer
@@ -60,6 +61,14 @@ class Operators(Protocol):
         """Layers that it has made, of one kind and shape, as one; None: only one after the other."""
         ...
 
+    def row_gate(self, linear: Linear, size: int) -> RowGate:
+        """Makes a gate of what is attended to, of a layer that it has made, with ``size`` outputs."""
+        ...
+
+    def gated_delta(self, mixer: GatedDelta) -> Mixer:
+        """Makes what computes a recurrent layer as this one does."""
+        ...
+
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
         """A norm with this weight, which is float32 or in the model's data type."""
         ...
@@ -80,6 +89,7 @@ class PagedOperators:
     def __init__(self, others: Operators, dtype: torch.dtype, attend: AttendPaged, store: StoreRows) -> None:
         self.linear, self.gate, self.norm = others.linear, others.gate, others.norm
         self.router, self.group = others.router, others.group
+        self.row_gate, self.gated_delta = others.row_gate, others.gated_delta
         self._dtype = dtype
         self._attend = attend
         self._store = store

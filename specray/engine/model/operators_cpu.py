@@ -5,25 +5,126 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from specray.engine.activation import Activation
 from specray.engine.attention.cpu import CpuAttention
+from specray.engine.cache.state_pool import StatePool, StateRows
+from specray.engine.cpu import delta as fields
 from specray.engine.cpu.attention.kernel import attention_kernel
 from specray.engine.cpu.gemm.grouped import group
 from specray.engine.cpu.gemm.linear import TiledGate, TiledLinear, can_tile
 from specray.engine.cpu.norm import FusedRMSNorm
+from specray.engine.cpu.row_gate import NUM_ARGS, gate_kernel
 from specray.engine.cpu.thread_pool import ThreadPool
 from specray.engine.model.operators_torch import TorchOperators
 from specray.engine.weights.stored_weight import Weight, numbers_of
 
 if TYPE_CHECKING:
     from specray.engine.attention.base import Attention
-    from specray.engine.model.decoder import Norm
+    from specray.engine.model.decoder import Norm, RowGate
+    from specray.engine.model.layers.delta import GatedDelta, Mixer
     from specray.engine.model.layers.experts import LayerGroup
     from specray.engine.model.linear import Gate, Linear, Weights
     from specray.engine.model.rotary import RotaryTables
     from specray.engine.step import HeadShape
+
+
+_PARTS_PER_THREAD = 4
+"""Parts of a kernel over states per thread: few since each has heads of its own."""
+_MIN_SHARED_SIZE = 65_536
+"""Numbers from which on a second thread pays off."""
+
+
+class KernelDelta:
+    """Implements ``layers.delta.Mixer``; prompts' rows are torch's, chunk by chunk."""
+
+    def __init__(self, mixer: GatedDelta, dtype: torch.dtype, thread_pool: ThreadPool) -> None:
+        self.shape = mixer.shape
+        self._mixer = mixer
+        self._thread_pool = thread_pool
+        shape = mixer.shape
+        number_format = str(dtype).removeprefix("torch.")
+        sizes = shape.key_dim, shape.value_dim, shape.num_taps, shape.num_heads // shape.num_key_heads
+        self._kernel = fields.delta_kernel(number_format, *sizes)
+        self._args = np.zeros(fields.NUM_ARGS, dtype=np.int64)
+        tensors = mixer.taps, mixer.decay_rates, mixer.decay_bias, mixer.norm
+        self._args[[fields.TAPS, fields.RATES, fields.BIAS, fields.NORM]] = [
+            tensor.data_ptr() for tensor in tensors
+        ]
+        self._args[[fields.HEADS, fields.KEY_HEADS]] = shape.num_heads, shape.num_key_heads
+        self._args.view(np.float32)[[2 * fields.EPS, 2 * fields.RATE_SCALE]] = mixer.eps, mixer.rate_scale
+        self._args_address = self._args.ctypes.data
+        self._scratch = torch.empty(0)
+
+    def __call__(self, projected: torch.Tensor, pool: StatePool, place: int) -> torch.Tensor:
+        """Not thread-safe."""
+        shape, layer, args = self.shape, pool.layers[place], self._args
+        assert projected.is_contiguous(), "rows follow each other"
+        size = shape.num_heads * shape.value_dim
+        out = self._thread_pool.empty((len(projected), size), projected.dtype)
+        for item in pool.rows:
+            if item.settled > item.start:
+                rows = slice(item.first_row, item.first_row + item.settled - item.start)
+                settled = StateRows(
+                    item.slot, item.base, item.start, item.settled, item.settled, item.first_row
+                )
+                out[rows] = self._mixer.run(projected[rows], layer, settled)
+        scratch_size = fields.scratch_size(shape, pool.max_open)
+        if not len(self._scratch):
+            # Recorded kernels go on using it.
+            self._scratch = torch.zeros(self._thread_pool.size * scratch_size)
+        tensors = (
+            projected,
+            out,
+            layer.states,
+            layer.updates,
+            layer.decays,
+            layer.keys,
+            layer.inputs,
+            pool.table,
+        )
+        args[
+            [
+                fields.ROWS,
+                fields.OUT,
+                fields.STATES,
+                fields.UPDATES,
+                fields.DECAYS,
+                fields.KEYS,
+                fields.INPUTS,
+                fields.TABLE,
+            ]
+        ] = [tensor.data_ptr() for tensor in tensors]
+        args[fields.NUM_SEQUENCES], args[fields.MAX_OPEN] = pool.num_slots, pool.max_open
+        args[fields.SCRATCH], args[fields.SCRATCH_SIZE] = self._scratch.data_ptr(), scratch_size
+        num_threads = self._thread_pool.size
+        num_parts = 1 if num_threads == 1 else _PARTS_PER_THREAD * num_threads
+        self._thread_pool.run(self._kernel, self._args_address, num_parts)
+        return out
+
+
+class KernelRowGate:
+    """Implements ``decoder.RowGate``."""
+
+    def __init__(self, linear: Linear, dtype: torch.dtype, thread_pool: ThreadPool, size: int) -> None:
+        self.linear = linear
+        self._thread_pool = thread_pool
+        lanes = next(lanes for lanes in (16, 8, 4, 2, 1) if size % lanes == 0)
+        self._kernel = gate_kernel(str(dtype).removeprefix("torch."), lanes)
+        self._args = np.zeros(NUM_ARGS, dtype=np.int64)
+
+    def __call__(self, rows: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Not thread-safe."""
+        gates = self.linear(rows)
+        assert gates.is_contiguous() and attended.is_contiguous(), "rows follow each other"
+        self._args[:] = gates.data_ptr(), attended.data_ptr(), attended.numel()
+        is_shared = attended.numel() >= _MIN_SHARED_SIZE
+        self._thread_pool.run(
+            self._kernel, self._args.ctypes.data, self._thread_pool.size if is_shared else 1
+        )
+        return attended
 
 
 class KernelOperators(TorchOperators):
@@ -63,6 +164,12 @@ class KernelOperators(TorchOperators):
 
     def group(self, layers: Sequence[Weights]) -> LayerGroup | None:
         return group(layers)
+
+    def row_gate(self, linear: Linear, size: int) -> RowGate:
+        return KernelRowGate(linear, self.dtype, self.thread_pool, size)
+
+    def gated_delta(self, mixer: GatedDelta) -> Mixer:
+        return KernelDelta(mixer, self.dtype, self.thread_pool)
 
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
         return FusedRMSNorm(weight, eps, self.thread_pool, self.dtype)

@@ -9,7 +9,8 @@ import torch
 from specray.engine.activation import Activation
 from specray.engine.attention.base import Attention, LayeredAttention, Rotary
 from specray.engine.attention.sdpa import PlainAttention
-from specray.engine.model.decoder import Norm, RMSNorm, WideRMSNorm
+from specray.engine.model.decoder import Norm, RMSNorm, RowGate, SigmoidGate, WideRMSNorm
+from specray.engine.model.layers.delta import GatedDelta, Mixer
 from specray.engine.model.layers.experts import LayerGroup
 from specray.engine.model.linear import Gate, Linear, Weights, make_gate, make_linear
 from specray.engine.model.rotary import RotaryTables
@@ -50,6 +51,12 @@ class TorchOperators:
 
     def group(self, layers: Sequence[Weights]) -> LayerGroup | None:
         return None
+
+    def row_gate(self, linear: Linear, size: int) -> RowGate:
+        return SigmoidGate(linear)
+
+    def gated_delta(self, mixer: GatedDelta) -> Mixer:
+        return mixer
 
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
         return RMSNorm(weight, eps) if weight.dtype == self.dtype else WideRMSNorm(weight, eps)

@@ -35,7 +35,7 @@ class RotaryTables:
 
 def tables_of_layers(config: DecoderConfig, max_model_len: int, device: torch.device) -> RotaryTables:
     """The tables of a model, each once."""
-    ropes = config.ropes
+    ropes = [config.ropes[layer] for layer in config.attention_layers]
     kinds = list(dict.fromkeys(ropes))
     made = (_tables(rope, config, max_model_len, device) for rope in kinds)
     return RotaryTables(tuple(made), tuple(kinds.index(rope) for rope in ropes))

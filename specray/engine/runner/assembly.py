@@ -14,6 +14,7 @@ from specray.checkpoint_digest import checkpoint_digest
 from specray.config import DraftConfig, EngineConfig, TargetConfig
 from specray.engine.attention.select import DEFAULT_BLOCK_SIZE, Backend, Model
 from specray.engine.cache.blocks import BlockCache, bytes_per_token
+from specray.engine.cache.state_slots import MAX_OPEN_ROWS
 from specray.engine.cache.states import STATES_PER_SEQUENCE
 from specray.engine.cuda.tiles import FIXED, FREE
 from specray.engine.device import (
@@ -88,10 +89,8 @@ def build_runner(
     backend = _attention_backend(config, loaded, parallel)
     with naming(lambda: _too_large(loaded)):
         forward = _build_forward(config, loaded, parallel, backend, feature_layers)
-    if forward.cache_shape.state_bytes and (parallel is not None or role == "draft"):
-        raise ConfigError(
-            f"model {loaded.name!r} has recurrent layers; allowed: as a target, with tensor_parallel_size 1"
-        )
+    if forward.cache_shape.has_states and role == "draft":
+        raise ConfigError(f"model {loaded.name!r} has recurrent layers; allowed: as a target")
     block_size = _block_size(config, loaded, backend)
     provisional = _info(config, loaded, forward, block_size, 0, tensor_parallel_size, backend)
     left = determinism.with_parts(drafter_memory, config, loaded, parallel, backend)
@@ -100,7 +99,9 @@ def build_runner(
     info = replace(provisional, num_blocks=num_blocks)
     with naming(lambda: f"cache_memory_gib is {config.cache_memory_gib}; lower it"):
         # The last block is for rows of captured forwards that belong to nobody.
-        cache = _cache(loaded, forward.cache_shape, num_blocks + (backend is not None), block_size)
+        cache = _cache(
+            loaded, forward.cache_shape, num_blocks + (backend is not None), block_size, config.max_num_seqs
+        )
     if parallel is not None:
         parallel.sums_in_order = determinism.is_fixed(config, device)
         parallel.start(group_choices(info))
@@ -241,7 +242,7 @@ def cache_bytes_for(
 ) -> int:
     memory = CudaMemory(info.device) if info.device.type == "cuda" else None
     peak_step = partial(run_peak_step, config, info, forward)
-    # While a step runs, a sequence has a state more than those that are kept.
+    # While a step runs, a sequence of the library's layers has a state more than those that are kept.
     states = config.max_num_seqs * forward.cache_shape.state_bytes
     reserved = drafter_memory.weight_bytes + drafter_memory.step_bytes + states
     found = cache_bytes(config, memory, info.vocab_size, peak_step, reserved)
@@ -249,10 +250,11 @@ def cache_bytes_for(
     return found if parallel is None or memory is None else parallel.least(found)
 
 
-def _state_bytes(config: EngineConfig, shape: CacheShape, cache_bytes: int) -> int:
+def _state_bytes(config: EngineConfig, shape: CacheShape, dtype: torch.dtype, cache_bytes: int) -> int:
     """Bytes of all states of recurrent layers. Raises ConfigError where they leave the cache no room."""
     # Who builds an engine has added one sequence to those of the setting, for its check.
-    found = config.max_num_seqs * STATES_PER_SEQUENCE * shape.state_bytes
+    own = sum(each.num_bytes(MAX_OPEN_ROWS, dtype.itemsize) for each in shape.states)
+    found = config.max_num_seqs * (own + STATES_PER_SEQUENCE * shape.state_bytes)
     if found > cache_bytes:
         raise ConfigError(
             f"cache_memory_gib is {config.cache_memory_gib}, {cache_bytes / 2**30:.3f} GiB; the states of "
@@ -268,7 +270,13 @@ def run_peak_step(config: EngineConfig, info: RunnerInfo, forward: Forward) -> N
     lengths = [min(longest, num_rows - start) for start in range(0, num_rows, longest)]
     per_sequence = -(-longest // info.block_size)
     inputs = [
-        SequenceInput([0] * length, 0, range(index * per_sequence, (index + 1) * per_sequence), length)
+        SequenceInput(
+            [0] * length,
+            0,
+            range(index * per_sequence, (index + 1) * per_sequence),
+            length,
+            state_slot=index,
+        )
         for index, length in enumerate(lengths)
     ]
     cache = BlockCache(
@@ -277,6 +285,7 @@ def run_peak_step(config: EngineConfig, info: RunnerInfo, forward: Forward) -> N
         block_size=info.block_size,
         dtype=info.dtype,
         device=info.device,
+        num_state_slots=len(lengths),
     )
     ModelRunner(forward, cache, info).run(inputs)
 
@@ -354,9 +363,16 @@ def _operators(config: EngineConfig, loaded: LoadedModel, backend: Backend | Non
     return replace(made, layers=PagedOperators(made.layers, loaded.dtype, backend.attend, backend.store))
 
 
-def _cache(loaded: LoadedModel, shape: CacheShape, num_blocks: int, block_size: int) -> BlockCache:
+def _cache(
+    loaded: LoadedModel, shape: CacheShape, num_blocks: int, block_size: int, num_state_slots: int
+) -> BlockCache:
     cache = BlockCache(
-        shape, num_blocks=num_blocks, block_size=block_size, dtype=loaded.dtype, device=loaded.device
+        shape,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        dtype=loaded.dtype,
+        device=loaded.device,
+        num_state_slots=num_state_slots,
     )
     cache.take_large_pages(min(available_memory() // _POPULATED_SHARE, _MOST_POPULATED_BYTES))
     return cache
@@ -373,7 +389,7 @@ def _num_blocks(
     per_token = drafter_memory.bytes_per_token + bytes_per_token(shape, loaded.dtype)
     per_block = block_size * per_token
     per_sequence = -(-loaded.max_model_len // block_size)
-    state_bytes = _state_bytes(config, shape, num_bytes)
+    state_bytes = _state_bytes(config, shape, loaded.dtype, num_bytes)
     affordable = (num_bytes - state_bytes) // per_block
     if affordable < per_sequence:
         needed = per_sequence * per_block / 2**30

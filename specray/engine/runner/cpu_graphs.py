@@ -21,10 +21,11 @@ from specray.engine.cpu.gemm.rows import HEIGHT
 from specray.engine.cpu.graph import CpuGraph
 from specray.engine.cpu.memory_pool import MemoryPool
 from specray.engine.cpu.norm import FusedRMSNorm
-from specray.engine.model.decoder import DecoderForward
+from specray.engine.model.decoder import DecoderForward, states_of
 from specray.engine.model.decoder_amx import AmxDecoderForward, packed
 from specray.engine.model.layers.normed import NormedProjection
 from specray.engine.model.layers.vocabulary import ScaledEmbedding, TableEmbedding
+from specray.engine.model.operators_cpu import KernelDelta, KernelRowGate
 from specray.engine.step import CacheShape, Forward, ForwardOutput, KVCache, Step
 
 _MAX_ROWS = 320
@@ -95,15 +96,24 @@ class CpuGraphForward:
         return self._forward.cache_shape
 
     def __call__(self, step: Step) -> ForwardOutput:
+        with self._forward.stepping(step):
+            return self._run(step)
+
+    def _run_plain(self, step: Step) -> ForwardOutput:
+        return self._forward.decode(self._forward.embedding(step.token_ids), step)
+
+    def _run(self, step: Step) -> ForwardOutput:
         num_rows, self._last = len(step.token_ids), None
         if num_rows > _MAX_ROWS or isinstance(step.logit_rows, torch.Tensor):
-            return self._forward(step)
+            return self._run_plain(step)
+        if self._forward.is_recurrent and states_of(step).has_settled_rows:
+            return self._run_plain(step)
         first = 0 if step.logit_rows is None else step.logit_rows.start
         shape = self._shape(num_rows, first)
         captured = self._graphs.get(shape)
         if captured is None or captured.cache is not step.attention.cache:
             if not self._is_due(shape):
-                return self._forward(step)
+                return self._run_plain(step)
             captured = self._capture(shape, step)
         else:
             self._graphs.move_to_end(shape)
@@ -127,6 +137,8 @@ class CpuGraphForward:
             The output, there until the next step; None where ``run`` has to plan it.
         """
         before, self._last = self._last, None
+        if self._forward.is_recurrent:
+            return None
         captured = self._graphs.get(self._shape(len(kept), 0))
         if before is None or captured is None or captured.cache is not before.cache:
             return None
@@ -188,6 +200,12 @@ def with_cpu_graphs(forward: Forward) -> CpuGraphForward | None:
     for layer in forward.layers:
         norms += [layer.input_norm, layer.post_attention_norm]
         linears += [layer.qkv, layer.gate]
+        if layer.mixer is not None and not isinstance(layer.mixer, KernelDelta):
+            return None
+        if layer.output_gate is not None:
+            if not isinstance(layer.output_gate, KernelRowGate):
+                return None
+            linears.append(layer.output_gate.linear)
         for projection in (layer.output, layer.down):
             if isinstance(projection, NormedProjection):
                 linears.append(projection.linear)

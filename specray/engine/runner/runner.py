@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from specray.engine.attention.sdpa import sequence_slots
 from specray.engine.cache.blocks import BlockCache
-from specray.engine.cache.states import StateCache
+from specray.engine.cache.state_slots import StateSlots
 from specray.engine.device import use_device
 from specray.engine.group.parallel import NO_MOVES, ParallelContext
 from specray.engine.inputs import CopyInput, Moves, SequenceInput
@@ -99,8 +99,8 @@ class ModelRunner:
         self._forward: Forward = self.cpu_graphs or forward
 
     @property
-    def states(self) -> StateCache | None:
-        return self.cache.states if self.forward.cache_shape.state_bytes else None
+    def states(self) -> StateSlots | None:
+        return self.cache.states if self.forward.cache_shape.has_states else None
 
     @property
     def is_group(self) -> bool:
@@ -339,7 +339,14 @@ def shard_drawer(parallel: ParallelContext, head: GatheredHead, device: torch.de
 
 
 def _single_rows(item: SequenceInput) -> SequenceRows:
-    return SequenceRows(0, len(item.token_ids), item.start, item.block_ids, settled_len=item.settled_len)
+    return SequenceRows(
+        0,
+        len(item.token_ids),
+        item.start,
+        item.block_ids,
+        state_slot=item.state_slot,
+        num_open=item.num_open,
+    )
 
 
 def _token_ids(inputs: Sequence[SequenceInput]) -> list[int]:
@@ -356,7 +363,9 @@ def _sequence_rows(inputs: Sequence[SequenceInput]) -> list[SequenceRows]:
         if item.visibility:
             assert len(item.visibility) == count, item
             start = min(row.position for row in item.visibility)
-        rows.append(SequenceRows(first, count, start, item.block_ids, item.visibility, item.settled_len))
+        rows.append(
+            SequenceRows(first, count, start, item.block_ids, item.visibility, item.state_slot, item.num_open)
+        )
         first += count
     return rows
 

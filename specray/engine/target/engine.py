@@ -140,6 +140,8 @@ class TargetEngine(RunnerEngine):
     def _admit(self, index: int, item: VerifyItem) -> Scheduled:
         """Gives the sequence its tokens and its room; raises before anything changed."""
         draft = item.draft if item.draft.is_chain else self._cut_tree(item)
+        if self._states is not None:
+            draft = draft.first(self._states.max_open - 1)
         num_drafts = len(draft.token_ids)
         length = item.base_len + len(item.token_ids) + num_drafts
         check_length(item.base_len, length - num_drafts, self._info.max_model_len)

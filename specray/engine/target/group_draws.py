@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from specray.engine.cache.states import StateCache
+from specray.engine.cache.state_slots import StateSlots
 from specray.engine.inputs import Moves, SequenceInput
 from specray.engine.runner.runner import ModelRunner
 from specray.engine.sampling.device.rows import row_settings
@@ -68,7 +68,7 @@ class _Drawing:
         self.token_ids: list[int] = []
 
     @property
-    def states(self) -> StateCache | None:
+    def states(self) -> StateSlots | None:
         return self._runner.states
 
     @property

@@ -79,7 +79,7 @@ class Scheduled:
             self.num_logits + self.num_window_rows,
             self.parents,
             () if self.window is None else self.window.token_ids,
-            settled_len=self.sequence.num_tokens - 1 if goes_back else None,
+            num_open=1 if goes_back else self.num_sampled,
         )
 
     @property

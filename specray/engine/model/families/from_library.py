@@ -22,31 +22,36 @@ from specray.engine.model.decoder_config import (
     RopeFormula,
     RopeTable,
 )
+from specray.engine.model.families.hybrids import DELTA, delta_switches, has_delta_heads
 from specray.engine.model.families.mixtures import can_route, experts_of
 
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 _GRANITE_MIXTURES = frozenset({"granitemoe", "granitemoe_swa", "granitemoeshared"})
-_WITH_ATTENTION_BIAS = _GRANITE_MIXTURES | {
-    "llama",
-    "qwen3",
-    "qwen3_moe",
-    "gemma3_text",
-    "smollm3",
-    "granite",
-    "gpt_oss",
-    "aria_text",
-    "dots1",
-    "flex_olmo",
-    "flint",
-    "hy_v3",
-    "mellum",
-    "olmoe",
-}
+_WITH_ATTENTION_BIAS = (
+    _GRANITE_MIXTURES
+    | DELTA
+    | {
+        "llama",
+        "qwen3",
+        "qwen3_moe",
+        "gemma3_text",
+        "smollm3",
+        "granite",
+        "gpt_oss",
+        "aria_text",
+        "dots1",
+        "flex_olmo",
+        "flint",
+        "hy_v3",
+        "mellum",
+        "olmoe",
+    }
+)
 """Types in which ``attention_bias`` means all projections."""
 _QKV_BIAS = {"glm4_moe": "attention_bias", "solar_open": "attention_bias", "qwen2_moe": "qkv_bias"}
 """Fields that mean the projections before attention alone."""
 _WITH_MLP_BIAS = frozenset({"llama", "smollm3", "granite", "aria_text", "hy_v3"})
-_WITH_HEAD_NORM = frozenset(
+_WITH_HEAD_NORM = DELTA | frozenset(
     {
         "qwen3",
         "qwen3_moe",
@@ -60,23 +65,27 @@ _WITH_HEAD_NORM = frozenset(
     }
 )
 _WITH_WHOLE_NORM = frozenset({"flex_olmo", "minimax_m2", "olmoe"})
-_PARTLY_ROTATED = frozenset({"phi3", "glm4_moe", "minimax_m2"})
+_PARTLY_ROTATED = DELTA | {"phi3", "glm4_moe", "minimax_m2"}
 """Types that may rotate a part of each head."""
 _ROTATED_IN_WINDOWS = frozenset({"exaone_moe", "flint", "kolibri1"})
 """Types whose layers without a window have no rotary embeddings."""
 _ROPE_BY_KIND = frozenset({"gemma3_text", "mellum"})
-_WITHOUT_WINDOWS = _GRANITE_MIXTURES - {"granitemoe_swa"} | {
-    "llama",
-    "granite",
-    "aria_text",
-    "ernie4_5_moe",
-    "flex_olmo",
-    "glm4_moe",
-    "hy_v3",
-    "minimax_m2",
-    "olmoe",
-    "solar_open",
-}
+_WITHOUT_WINDOWS = (
+    (_GRANITE_MIXTURES - {"granitemoe_swa"})
+    | DELTA
+    | {
+        "llama",
+        "granite",
+        "aria_text",
+        "ernie4_5_moe",
+        "flex_olmo",
+        "glm4_moe",
+        "hy_v3",
+        "minimax_m2",
+        "olmoe",
+        "solar_open",
+    }
+)
 
 
 def can_lower(config: Any) -> bool:
@@ -92,6 +101,10 @@ def can_lower(config: Any) -> bool:
     ):
         return False
     kinds = set(getattr(config, "layer_types", None) or ())
+    if config.model_type in DELTA:
+        if not has_delta_heads(config):
+            return False
+        kinds.discard("linear_attention")
     if kinds - {"full_attention", "sliding_attention"}:
         return False
     if "sliding_attention" in kinds and config.sliding_window == 0:
@@ -174,6 +187,7 @@ def _granite(config: Any) -> dict[str, Any]:
 
 
 _SWITCHES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    **dict.fromkeys(DELTA, delta_switches),
     "gemma3_text": _gemma3,
     "granite": _granite,
     **dict.fromkeys(("granitemoe", "granitemoeshared"), _granite),

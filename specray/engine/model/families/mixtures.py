@@ -108,6 +108,12 @@ def _qwen2_moe(config: Any) -> Experts:
     return _experts(config, _softmax(config), layers=_at_steps(config), shared=shared)
 
 
+def _qwen3_5_moe(config: Any) -> Experts:
+    routing = Routing(config.num_experts_per_tok, is_normed=True, is_rounded=True)
+    shared = SharedMlp(config.shared_expert_intermediate_size, has_gate=True)
+    return _experts(config, routing, shared=shared)
+
+
 def _qwen3_moe(config: Any) -> Experts | None:
     if not config.num_experts:
         return None
@@ -243,6 +249,8 @@ _READERS: dict[str, Callable[[Any], Experts | None]] = {
     "mixtral": _mixtral,
     "olmoe": _olmoe,
     "qwen2_moe": _qwen2_moe,
+    "qwen3_5_moe_text": _qwen3_5_moe,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_next": _qwen2_moe,
     "solar_open": _solar_open,
 }

@@ -19,7 +19,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from specray.engine.cache.blocks import BlockCache
-from specray.engine.cache.states import LayerState, State
+from specray.engine.cache.states import LayerState, State, StateCache
 from specray.engine.step import AttentionStep, SequenceRows
 from specray.errors import ConfigError
 
@@ -132,7 +132,8 @@ class RecurrentLayers:
         assert isinstance(cache, BlockCache), "states are kept beside blocks"
         assert not any(rows.visibility for rows in step.rows), "recurrent layers see chains alone"
         states = cache.states
-        sequences = [_RecurrentSequence(rows, states.begin(rows)) for rows in step.rows]
+        assert isinstance(states, StateCache), "the library's layers have states alone"
+        sequences = [_RecurrentSequence(rows, states.state_before(rows)) for rows in step.rows]
         self._batches = _batches(sequences)
         try:
             yield
@@ -174,7 +175,7 @@ def _batches(sequences: Sequence[_RecurrentSequence]) -> list[list[_RowRun]]:
     for sequence in sequences:
         rows = sequence.rows
         end = rows.first_row + rows.num_rows
-        middle = rows.first_row + rows.num_settled - rows.start
+        middle = rows.first_row + rows.settled - rows.start
         if not rows.first_row < middle < end:
             middle = end
         head = _RowRun(sequence, rows.first_row, middle, rows.start)

@@ -23,7 +23,8 @@ from specray.engine.weights.stored_weight import StoredWeight, Weight, join, num
 
 if TYPE_CHECKING:
     from specray.engine.attention.base import Attention
-    from specray.engine.model.decoder import Embedding, Norm
+    from specray.engine.model.decoder import Embedding, Norm, RowGate
+    from specray.engine.model.layers.delta import GatedDelta, Mixer
     from specray.engine.model.layers.experts import LayerGroup
     from specray.engine.model.linear import Gate, Linear, Weights
     from specray.engine.model.operators import Operators
@@ -125,6 +126,12 @@ class CodeOperators:
 
     def router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return self._others.router(weight, bias)
+
+    def row_gate(self, linear: Linear, size: int) -> RowGate:
+        return self._others.row_gate(linear, size)
+
+    def gated_delta(self, mixer: GatedDelta) -> Mixer:
+        return self._others.gated_delta(mixer)
 
     def group(self, layers: Sequence[Weights]) -> LayerGroup | None:
         return self._others.group(layers)

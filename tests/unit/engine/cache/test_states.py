@@ -5,76 +5,56 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specray.engine.cache.blocks import BlockAllocator, BlockTable
 from specray.engine.cache.states import LayerState, State, StateCache
 from specray.engine.step import SequenceRows
 
-BLOCK = 7
+SLOT = 1
 
 
 def state(value: float) -> State:
     return {0: LayerState({0: torch.tensor([[float(value)]])}, {0: torch.tensor([[float(value)] * 2])})}
 
 
-def run(
-    states: StateCache, start: int, end: int, *, settled_len: int | None = None, block: int = BLOCK
-) -> float | None:
+def run(states: StateCache, start: int, end: int, *, num_open: int = 0) -> float | None:
     """A step that keeps states worth their length; the value of the state that it went on from."""
-    rows = SequenceRows(0, end - start, start, [block], settled_len=settled_len)
-    before = states.begin(rows)
-    lengths = {end, min(max(start + 1, rows.num_settled), end)}
-    states.keep(rows, {length: state(length) for length in lengths})
+    rows = SequenceRows(0, end - start, start, [0], (), SLOT, num_open)
+    before = states.state_before(rows)
+    states.keep(rows, {length: state(length) for length in {end, max(start + 1, rows.settled)}})
     return None if before is None else float(before[0].conv[0])
 
 
+def lengths_of(states: StateCache) -> list[int]:
+    return sorted({states.resume_len(SLOT, length) for length in range(40)} - {0})
+
+
 def test_a_chunk_goes_on_from_the_last() -> None:
-    states = StateCache()
+    states = StateCache(2, 8)
     assert run(states, 0, 10) is None
     assert run(states, 10, 30) == 10
-    assert states.resume_len([BLOCK], 30) == 30
+    assert states.resume_len(SLOT, 30) == 30
 
 
-def test_refused_tokens_lead_back_to_the_settled_ones() -> None:
-    states = StateCache()
+def test_refused_tokens_lead_back_to_those_before_the_open_ones() -> None:
+    states = StateCache(2, 8)
     run(states, 0, 10)
-    run(states, 10, 15, settled_len=11)
-    assert states.lengths(BLOCK) == [10, 11, 15]
-    assert [states.resume_len([BLOCK], length) for length in (15, 14, 11, 10, 9)] == [15, 11, 11, 10, 0]
-    assert run(states, 11, 18, settled_len=14) == 11
-    assert states.lengths(BLOCK) == [11, 14, 18]
+    run(states, 10, 15, num_open=4)
+    assert lengths_of(states) == [11, 15]
+    assert [states.resume_len(SLOT, length) for length in (15, 14, 11, 10)] == [15, 11, 11, 0]
+    assert run(states, 11, 18, num_open=4) == 11
+    assert lengths_of(states) == [14, 18]
 
 
-def test_settled_tokens_outlive_a_step_that_is_cut_behind_them() -> None:
-    """The rows of one Verify may take two forwards."""
-    states = StateCache()
-    run(states, 0, 10)
-    run(states, 10, 13, settled_len=11)
-    run(states, 13, 15, settled_len=11)
-    assert states.resume_len([BLOCK], 14) == 11
-
-
-def test_a_sequence_that_begins_anew_forgets_what_its_block_held() -> None:
-    states = StateCache()
+def test_a_sequence_that_begins_anew_forgets_what_its_slot_held() -> None:
+    states = StateCache(2, 8)
     run(states, 0, 10)
     assert run(states, 0, 4) is None
-    assert states.lengths(BLOCK) == [4]
-
-
-def test_states_go_with_the_first_block() -> None:
-    states = StateCache()
-    allocator = BlockAllocator(4, 8, on_free=states.drop)
-    table = BlockTable(allocator)
-    table.reserve(20)
-    first, *_, last = table.block_ids
-    run(states, 0, 20, block=first)
-    table.truncate(10)
-    assert last not in table.block_ids and states.lengths(first) == [20]
-    table.release()
-    assert len(states) == 0
+    assert lengths_of(states) == [4]
+    states.forget(SLOT)
+    assert lengths_of(states) == []
 
 
 def test_no_state_where_one_is_needed_is_a_bug() -> None:
-    states = StateCache()
+    states = StateCache(2, 8)
     run(states, 0, 10)
     with pytest.raises(AssertionError, match="no state is kept behind 9 tokens"):
         run(states, 9, 12)

@@ -34,18 +34,18 @@ class Sums(torch.nn.Module):
 def make_layer() -> tuple[Sums, RecurrentLayers, BlockCache]:
     module, device = Sums(), torch.device("cpu")
     shape = CacheShape(1, 1, 1)
-    cache = BlockCache(shape, num_blocks=4, block_size=16, dtype=torch.float32, device=device)
+    cache = BlockCache(
+        shape, num_blocks=4, block_size=16, dtype=torch.float32, device=device, num_state_slots=4
+    )
     return module, RecurrentLayers([module]), cache
 
 
 def run(module: Sums, layers: RecurrentLayers, cache: BlockCache, *parts: tuple[Any, ...]) -> list[float]:
-    """Rows of some sequences: of each its block, its start, its values, and how many tokens are settled."""
+    """Rows of some sequences: of each its block, its start, its values, and how many of them are open."""
     rows: list[SequenceRows] = []
     values: list[float] = []
-    for block, start, new, *settled in parts:
-        rows.append(
-            SequenceRows(len(values), len(new), start, [block], settled_len=settled[0] if settled else None)
-        )
+    for block, start, new, *num_open in parts:
+        rows.append(SequenceRows(len(values), len(new), start, [block], (), block, *num_open))
         values += new
     hidden = torch.tensor(values)[None, :, None]
     with layers.over(AttentionStep(tuple(rows), cache)):
@@ -78,9 +78,9 @@ def test_rows_behind_refused_ones_go_on_from_the_settled_ones() -> None:
     module, layers, cache = make_layer()
     run(module, layers, cache, (0, 0, [1.0, 1.0]))
     module.shapes.clear()
-    assert run(module, layers, cache, (0, 2, [1.0, 50.0, 50.0], 3)) == [3, 53, 103]
+    assert run(module, layers, cache, (0, 2, [1.0, 50.0, 50.0], 2)) == [3, 53, 103]
     assert module.shapes == [(1, 1), (1, 2)]
-    assert cache.states.lengths(0) == [2, 3, 5]
+    assert [cache.states.resume_len(0, length) for length in (2, 3, 4, 5)] == [0, 3, 3, 5]
     assert run(module, layers, cache, (0, 3, [1.0])) == [4]
 
 

@@ -1,0 +1,87 @@
+"""Layers of the gated delta rule (Qwen3-Next, Qwen3.5) between their projections, with torch's operators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from specray.engine.cache.state_pool import LayerStates, StatePool, StateRows
+from specray.engine.model.layers.convolution import convolve
+from specray.engine.model.layers.recurrences import HeadRows, recur
+from specray.engine.step import StateShape
+
+_NORM_EPS = 1e-6
+"""Number under the root of a query's or key's norm, as the published models have it."""
+
+
+class Mixer(Protocol):
+    """What lies between a recurrent layer's input and output projection."""
+
+    @property
+    def shape(self) -> StateShape: ...
+
+    def __call__(self, projected: torch.Tensor, pool: StatePool, place: int) -> torch.Tensor:
+        """Runs the rows of the pool's step through layer ``place`` of the pool."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDelta:
+    """Implements :class:`Mixer`.
+
+    Rows are ``[queries | keys | values | z | b | a]``: all heads' queries, keys and values, which are
+    convolved; a gate of each output; and of each head what gives its rate of learning and its decay.
+    """
+
+    shape: StateShape
+    taps: torch.Tensor  # [num_taps, num_channels], float32
+    decay_rates: torch.Tensor  # [num_heads], float32: A, above 0
+    decay_bias: torch.Tensor  # [num_heads], float32
+    norm: torch.Tensor  # [value_dim], float32
+    eps: float
+    rate_scale: float = 1.0
+    """Largest rate of learning; with 2, a state may change its sign."""
+
+    def __call__(self, projected: torch.Tensor, pool: StatePool, place: int) -> torch.Tensor:
+        shape, layer = self.shape, pool.layers[place]
+        out = projected.new_empty(len(projected), shape.num_heads * shape.value_dim)
+        for item in pool.rows:
+            rows = slice(item.first_row, item.first_row + item.end - item.start)
+            out[rows] = self.run(projected[rows], layer, item)
+        return out
+
+    def run(self, projected: torch.Tensor, layer: LayerStates, item: StateRows) -> torch.Tensor:
+        """The rows of one sequence."""
+        shape = self.shape
+        heads = self.heads(projected, layer, item)
+        out = torch.empty_like(heads.values)
+        recur(heads, layer, item, out)
+        z = projected[:, shape.num_channels :][:, : shape.num_heads * shape.value_dim]
+        normed = F.rms_norm(out, self.norm.shape, self.norm, self.eps).flatten(1)
+        return (normed * F.silu(z.float())).to(projected.dtype)
+
+    def heads(self, projected: torch.Tensor, layer: LayerStates, item: StateRows) -> HeadRows:
+        shape, num_rows = self.shape, len(projected)
+        num_keys, num_values = shape.num_key_heads * shape.key_dim, shape.num_heads * shape.value_dim
+        sizes = [shape.num_channels, num_values, shape.num_heads, shape.num_heads]
+        mixed, _, b, a = torch.split(projected, sizes, -1)
+        mixed = F.silu(convolve(mixed, self.taps, None, layer, item))
+        queries, keys, values = torch.split(mixed, [num_keys, num_keys, num_values], -1)
+        queries, keys = (
+            _normed(each.view(num_rows, shape.num_key_heads, shape.key_dim)) for each in (queries, keys)
+        )
+        log_decays = -self.decay_rates * F.softplus(a.float() + self.decay_bias)
+        return HeadRows(
+            queries * shape.key_dim**-0.5,
+            keys,
+            values.view(num_rows, shape.num_heads, shape.value_dim),
+            log_decays[..., None],
+            b.float().sigmoid() * self.rate_scale,
+        )
+
+
+def _normed(rows: torch.Tensor) -> torch.Tensor:
+    return rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + _NORM_EPS)

@@ -1,0 +1,99 @@
+"""The kernel of open rows computes what torch's operators do, and plain decoding's bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specray.engine.cache.state_pool import StatePool
+from specray.engine.cpu.thread_pool import ThreadPool
+from specray.engine.model.layers.delta import GatedDelta, Mixer
+from specray.engine.model.operators_cpu import KernelDelta
+from specray.engine.step import SequenceRows, StateShape
+
+CPU = torch.device("cpu")
+SHAPES = [
+    StateShape(4, 2, 8, 12, 1, 2 * 16 + 48, 4),
+    StateShape(4, 4, 32, 64, 1, 2 * 128 + 256, 3),
+    # Channels that are no multiple of a vector.
+    StateShape(3, 1, 10, 6, 1, 2 * 10 + 18, 2),
+]
+
+
+def make_mixer(shape: StateShape) -> GatedDelta:
+    torch.manual_seed(0)
+    heads = shape.num_heads
+    return GatedDelta(
+        shape,
+        torch.randn(shape.num_taps, shape.num_channels),
+        torch.rand(heads) + 0.1,
+        torch.randn(heads),
+        torch.rand(shape.value_dim),
+        1e-6,
+        2.0,
+    )
+
+
+def make_pool(shape: StateShape, dtype: torch.dtype) -> StatePool:
+    """Whose memory holds NaN."""
+    pool = StatePool([shape, shape], num_slots=3, max_open=8, dtype=dtype, device=CPU)
+    pool.layers[1].fill(float("nan"))
+    return pool
+
+
+def projected(shape: StateShape, num_rows: int, seed: int) -> torch.Tensor:
+    width = shape.num_channels + shape.num_heads * (shape.value_dim + 2)
+    return torch.randn(num_rows, width, generator=torch.Generator().manual_seed(seed))
+
+
+def run(mixer: Mixer, pool: StatePool, rows: torch.Tensor, *parts: tuple[int, int, int, int]) -> torch.Tensor:
+    """Parts: of each sequence its slot, its start, and numbers of rows and of open ones."""
+    first, sequences = 0, []
+    for slot, start, count, num_open in parts:
+        sequences.append(SequenceRows(first, count, start, [0], (), slot, num_open))
+        first += count
+    with pool.step(sequences):
+        return mixer(rows, pool, 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    list(zip(SHAPES, (torch.float32, torch.bfloat16, torch.bfloat16), strict=True)),
+    ids=["8x12", "32x64", "10x6"],
+)
+def test_kernel_and_operators_agree(shape: StateShape, dtype: torch.dtype) -> None:
+    """Prompts of one token and of several, verifies of which nothing, some and all stays, side by side."""
+    mixer = make_mixer(shape)
+    kernel = KernelDelta(mixer, dtype, ThreadPool(2))
+    pools = make_pool(shape, dtype), make_pool(shape, dtype)
+    steps = [
+        [(0, 0, 1, 1), (2, 0, 70, 4)],
+        [(0, 1, 3, 3), (2, 66, 5, 5), (1, 0, 2, 2)],
+        [(1, 1, 8, 8), (0, 2, 1, 1), (2, 71, 8, 8)],
+        [(2, 72, 1, 1), (1, 9, 8, 8), (0, 3, 20, 1)],
+    ]
+    for seed, parts in enumerate(steps):
+        rows = projected(shape, sum(count for _, _, count, _ in parts), seed).to(dtype)
+        found, expected = (
+            run(each, pool, rows, *parts) for each, pool in zip((kernel, mixer), pools, strict=True)
+        )
+        tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("num_open", range(1, 9))
+def test_whatever_is_refused_others_have_plain_decodings_bits(num_open: int) -> None:
+    """Beside another sequence, whose rows need not be as many."""
+    shape = SHAPES[1]
+    kernel = KernelDelta(make_mixer(shape), torch.bfloat16, ThreadPool(1))
+    right, wrong = (projected(shape, 80, seed).bfloat16() for seed in (1, 2))
+    plain = make_pool(shape, torch.bfloat16)
+    output = torch.cat([run(kernel, plain, right[row : row + 1], (0, row, 1, 1)) for row in range(40)])
+    for num_kept in range(num_open + 1):
+        pool, at = make_pool(shape, torch.bfloat16), 0
+        for round_id in range(4):
+            rows = torch.cat((wrong[:2], right[at : at + num_kept], wrong[num_kept:num_open]))
+            found = run(kernel, pool, rows, (1, 2 * round_id, 2, 2), (2, at, num_open, num_open))[2:]
+            assert torch.equal(found[:num_kept], output[at : at + num_kept])
+            at += num_kept
+        assert torch.equal(run(kernel, pool, right[at : at + 1], (2, at, 1, 1)), output[at : at + 1])
