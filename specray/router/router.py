@@ -25,6 +25,7 @@ from specray.interfaces import (
 )
 from specray.requests import GenerateRequest, OutputChunk, RouterLoad, ServiceInfo
 from specray.router.admission.checks import check_request
+from specray.router.admission.load import LoadTeller
 from specray.router.admission.opening import SessionOpener
 from specray.router.admission.queue import AdmissionQueue
 from specray.router.admission.sessions import Sessions
@@ -120,6 +121,7 @@ class Router:
         )
         self._later = Later()
         self.sessions = Sessions(self._queue, self.metrics, self._release, self._later, tracer)
+        self._load = LoadTeller(self.sessions, self.controller.cost_model)
         self._target = TargetRenewal(
             verifier,
             inbox=inbox,
@@ -136,7 +138,6 @@ class Router:
         self._loop: asyncio.Task[None] | None = None
         self._broken: Exception | None = None
         self._is_draining = False
-        self._num_loads = 0
         self._readiness = Readiness(self.complete, self._clock, config.verify_timeout_s)
 
     # Life
@@ -152,6 +153,7 @@ class Router:
         link = await self._target.connect()
         self._info = link.info
         self.sessions.set_limit(link.info.max_num_seqs)
+        self._load.num_cache_tokens = link.info.num_blocks * link.info.block_size
         leases = self._leases = self._make_leases(link.info)
         model = ModelProposer(
             leases,
@@ -308,19 +310,7 @@ class Router:
 
     def routing_load(self) -> RouterLoad:
         """How busy this router is, for those who choose between routers."""
-        self._num_loads += 1
-        sessions, cost_model, info = self.sessions, self.controller.cost_model, self._info
-        num_running = max(1, len(sessions.running))
-        times = cost_model.target
-        return RouterLoad(
-            number=self._num_loads,
-            num_waiting_tokens=sessions.num_waiting_tokens,
-            num_running=len(sessions),
-            num_places=sessions.limit,
-            prefill_tokens_per_s=times.num_prompt_rows / times.prompts_s if times.prompts_s else 0.0,
-            step_s=cost_model.verify_s(num_running, num_running) or 0.0,
-            num_cache_tokens=0 if info is None else info.num_blocks * info.block_size,
-        )
+        return self._load.say()
 
     # Requests
 
@@ -338,7 +328,7 @@ class Router:
             raise InvalidRequestError(f"request_id {request.request_id!r} is in use", field="request_id")
         now = self._clock.monotonic()
         delivery.checkpoint = info.checkpoint
-        delivery.say_load = self.routing_load
+        delivery.say_load = self._load.say
         live = LiveSession(
             self._opener.open(request, vocab_size=info.vocab_size),
             delivery,
