@@ -27,3 +27,8 @@ class Clamp:
 
 Joint: TypeAlias = Activation | Clamp
 """How gate and up become one number: the activation of the gate times up, or that of gpt-oss."""
+
+
+def joint_name(joint: Joint) -> str:
+    """What the name of a compiled kernel says of it."""
+    return joint.value if isinstance(joint, Activation) else f"clamp-{joint.gain:g}-{joint.limit:g}"

@@ -8,7 +8,7 @@ import torch
 
 from specray.engine.activation import Activation, Clamp
 from specray.engine.cuda.align import align
-from specray.engine.cuda.align_triton import align_pairs
+from specray.engine.cuda.align_triton import align_pairs, count_hits
 from specray.engine.cuda.grouped_triton import GroupedProduct, TritonExperts
 from tests.gpu.expert_cases import CASES, check_alignment, routing
 
@@ -18,6 +18,9 @@ def alignments() -> None:
         chosen = routing(case)
         for make in (align, align_pairs):
             check_alignment(make(chosen, case.num_experts, case.tile_rows), chosen, case)
+        hits = torch.zeros(1, dtype=torch.int32)
+        count_hits(chosen, case.num_experts, hits)
+        assert int(hits) == len(chosen.unique()), case
 
 
 def random(*shape: int, seed: int) -> torch.Tensor:

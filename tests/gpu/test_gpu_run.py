@@ -106,6 +106,18 @@ def test_whole_run_on_a_cpu_gives_equal_tokens_and_every_figure(
     assert "| enumerate K=2 | 1 |" in text and "greedy: 2 of 2." in text
 
 
+@pytest.mark.slow
+def test_a_mixture_on_a_cpu_gives_equal_tokens(tmp_path: Path, run_here: Callable[..., None]) -> None:
+    sizes = ("--num-prompts", "2", "--max-tokens", "8", "--num-repeats", "1", "--k", "2")
+    options = ("--shape", "tiny-moe", "--device", "cpu", "--dtype", "float32", *sizes, "--stage", "pair")
+    run_here(*options, "--report", str(tmp_path))
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["failures"] == []
+    results = report["shapes"]["tiny-moe"]
+    assert sorted(results) == ["checkpoint", "pair float32"]
+    assert [entry["num_equal"] for entry in results["pair float32"]["agreements"]] == [2, 2, 2, 2]
+
+
 def test_sampling_on_a_cpu_needs_no_model_and_gives_every_figure(tmp_path: Path) -> None:
     """As users run it: the stage is a process."""
     options = ("--stage", "sampling", "--shape", "tiny", "--device", "cpu")
@@ -124,7 +136,7 @@ def test_sampling_on_a_cpu_needs_no_model_and_gives_every_figure(tmp_path: Path)
 def test_attention_and_proposals_on_a_cpu_give_every_figure(
     tmp_path: Path, run_here: Callable[..., None]
 ) -> None:
-    stages = ("--stage", "attention", "--stage", "proposals")
+    stages = ("--stage", "attention", "--stage", "experts", "--stage", "proposals")
     run_here(*stages, "--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--report", str(tmp_path))
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["failures"], report["shapes"]) == ([], {})
@@ -132,6 +144,11 @@ def test_attention_and_proposals_on_a_cpu_give_every_figure(
     assert attention["kernels"]["gather"] == "equal" and "triton" in attention["kernels"]
     measured = {(time["num_sequences"], time["num_rows"], time["is_tree"]) for time in attention["times"]}
     assert measured == {(n, *rows) for n in (1, 2) for rows in ((1, False), (3, False), (7, True))}
+    experts = report["experts"]["times"]
+    assert [(time["format"], time["num_rows"], time["num_hit"]) for time in experts] == [
+        ("float32", 1, 2.0),
+        ("float32", 3, 5.0),
+    ]
     captures = report["proposals"]["captures"]
     assert captures["num_captured"] == captures["num_shapes"] == 6 * 8 + 3 * 6 * 2
     proposals = report["proposals"]["times"]
@@ -163,6 +180,7 @@ def test_without_a_device_the_message_says_so_and_the_report_has_it(tmp_path: Pa
         ("sampling", {"is_tiny": True}),
         ("attention", {"is_tiny": True}),
         ("products", {"is_tiny": True}),
+        ("experts", {"is_tiny": True}),
         ("proposals", {"path": EMBEDDED, "dtype": "float32", "is_tiny": True}),
         ("models", {"size": "tiny", "directory": "unused"}),
     ],
@@ -183,6 +201,7 @@ def test_a_stage_that_takes_too_long_is_ended_and_the_report_is_written(tmp_path
             "sampling: sampling",
             "attention: attention",
             "products: products",
+            "experts: experts",
             "proposals: proposals",
             "tiny checkpoint: models",
         )
@@ -215,7 +234,7 @@ def test_default_options_measure_everything_on_one_device(monkeypatch: pytest.Mo
     monkeypatch.setattr(runs, "measure_gpu", measure)
     assert run(["bench", "gpu", "--report", "x"]) == 0
     (plan,) = plans
-    first = ("sampling", "attention", "products", "proposals", "forwards", "determinism")
+    first = ("sampling", "attention", "products", "experts", "proposals", "forwards", "determinism")
     assert plan.stages == (*first, "pair", "transformers")
     assert (plan.shapes, plan.device, plan.draft_device) == (("1b", "8b"), "cuda", "cuda")
 

@@ -76,12 +76,14 @@ def _parts(report: Report) -> Iterator[str]:
     options = report["options"]
     yield "# specray on an accelerator"
     yield f"`{json.dumps(options)}`"
-    for name, parts in (
-        ("sampling", _sampling),
-        ("attention", _attention),
-        ("products", _products),
-        ("proposals", _proposals),
-    ):
+    once = {
+        "sampling": _sampling,
+        "attention": _attention,
+        "products": _products,
+        "experts": _experts,
+        "proposals": _proposals,
+    }
+    for name, parts in once.items():
         if name in report:
             yield from parts(report[name])
     for shape, results in report["shapes"].items():
@@ -170,6 +172,30 @@ def _determinism(determinism: Row) -> Iterator[str]:
         "equal on": lambda time: f"{time['on_equal']} of {time['width']}",
     }
     yield _table(columns, determinism["times"])
+
+
+def _experts(experts: Row) -> Iterator[str]:
+    sizes = experts["sizes"]
+    yield "## Experts"
+    yield (
+        f"{sizes['num_layers']} layers of {sizes['num_experts']} experts, {sizes['num_chosen']} for a row, "
+        f"of {sizes['hidden_size']} x {sizes['intermediate_size']}, with `{experts['operators']}`; "
+        "beside them one after the other, and one dense product of one row."
+    )
+    ones = {time["format"]: time for time in reversed(experts["times"])}
+    columns: dict[str, Column] = {
+        "format": "format",
+        "rows": "num_rows",
+        "experts hit": ("num_hit", 1),
+        "of one row's": lambda time: number(time["num_hit"] / ones[time["format"]]["num_hit"]),
+        "ms": ("ms", 3),
+        "times one row": lambda time: number(time["ms"] / ones[time["format"]]["ms"]),
+        "in turn ms": ("in_turn_ms", 3),
+        "GB/s": ("gb_per_s", 1),
+        "dense GB/s": ("dense_gb_per_s", 1),
+        "of dense": "share",
+    }
+    yield _table(columns, experts["times"])
 
 
 def _left_out(states: Mapping[str, str], usual: str) -> Iterator[str]:

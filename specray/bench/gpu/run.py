@@ -20,7 +20,7 @@ from specray.config import EMBEDDED
 
 _MAX_ERROR_CHARS = 1500
 
-_ONCE = ("sampling", "attention", "products")
+_ONCE = ("sampling", "attention", "products", "experts")
 """Stages that need no model, and are measured once, whatever the shape of the target."""
 
 
@@ -130,7 +130,7 @@ class _StageRun:
 
     def all(self) -> None:
         plan = self._plan
-        is_tiny = plan.shapes == ("tiny",)
+        is_tiny = all(shape.startswith("tiny") for shape in plan.shapes)
         for name in _ONCE:
             self._stage(name, name, device=plan.device, is_tiny=is_tiny)
         drafting = {"device": plan.draft_device, "dtype": plan.dtype}
@@ -162,16 +162,18 @@ class _StageRun:
         if made is None:
             return
         common = {"shape": shape, "path": made["path"], "device": device}
-        is_tiny = shape == "tiny"
-        self._stage("forwards", "forwards", **common, dtype=plan.dtype, is_tiny=is_tiny)
-        self._stage("determinism", "determinism", **common, dtype=plan.dtype, is_tiny=is_tiny)
+        is_tiny = shape.startswith("tiny")
+        # The linear layers alone are no bound of a mixture; its experts have a stage of their own.
+        if not shape.endswith("moe"):
+            self._stage("forwards", "forwards", **common, dtype=plan.dtype, is_tiny=is_tiny)
+            self._stage("determinism", "determinism", **common, dtype=plan.dtype, is_tiny=is_tiny)
         if shape == "1b":
             drafting = {**common, "device": plan.draft_device, "dtype": plan.dtype}
             self._stage("proposals", "proposals", **drafting, is_tiny=False)
         load = {"num_prompts": plan.num_prompts, "max_tokens": plan.max_tokens}
         drafted = {"draft_device": plan.draft_device}
-        # Weights of 8b in float32 would fill a GPU twice over.
-        if plan.dtype != "float32" and shape != "8b":
+        # Weights of these in float32 would fill a GPU twice over.
+        if plan.dtype != "float32" and shape not in ("8b", "moe"):
             once = {**load, "max_tokens": min(plan.max_tokens, 64), "num_repeats": 1}
             exact = {**common, **once, "dtype": "float32"}
             self._stage("pair float32", "pair", **exact, **drafted, ks=plan.ks[-1:], with_auto=False)

@@ -82,6 +82,16 @@ def determinism(path: str, device: str, dtype: str, is_tiny: bool) -> dict[str, 
     return measure(TargetConfig.model_validate(values), TINY if is_tiny else DeterminismLoad())
 
 
+def experts(device: str, is_tiny: bool) -> dict[str, Any]:
+    """Times experts alone in this process."""
+    import torch
+
+    from specray.bench.gpu.experts import LARGE, TINY, ExpertLoad, measure
+
+    workload = TINY if is_tiny else LARGE if device == "cuda" else ExpertLoad()
+    return measure(torch.device(device), workload)
+
+
 def proposals(path: str, device: str, dtype: str, is_tiny: bool) -> dict[str, Any]:
     """Times the proposals of a draft in this process."""
     from specray.bench.gpu.proposals import LARGE, TINY, ProposalLoad, measure
@@ -129,7 +139,9 @@ def _engine(path: str, device: str, dtype: str) -> dict[str, Any]:
 
 _STAGES: Final[dict[str, Callable[..., dict[str, Any]]]] = {
     stage.__name__: stage
-    for stage in (models, sampling, attention, products, proposals, forwards, determinism, pair, peer)
+    for stage in (
+        *(models, sampling, attention, products, experts, proposals, forwards, determinism, pair, peer),
+    )
 }
 
 

@@ -18,11 +18,13 @@ Device = Literal["cuda", "cpu"]
 
 
 class GpuShape(StrEnum):
-    """Sizes of the target; ``tiny`` is the embedded one itself."""
+    """Sizes of the target; ``tiny`` is the embedded one itself, ``moe`` is 1b and experts."""
 
     TINY = "tiny"
+    TINY_MOE = "tiny-moe"
     B1 = "1b"
     B8 = "8b"
+    MOE = "moe"
 
 
 class GpuStage(StrEnum):
@@ -31,6 +33,7 @@ class GpuStage(StrEnum):
     SAMPLING = "sampling"
     ATTENTION = "attention"
     PRODUCTS = "products"
+    EXPERTS = "experts"
     PROPOSALS = "proposals"
     FORWARDS = "forwards"
     DETERMINISM = "determinism"

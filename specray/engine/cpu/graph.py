@@ -60,4 +60,8 @@ class CpuGraph:
     def run(self, attention: AttentionCall) -> None:
         """Replays all jobs on what the input tensor now holds. Not thread-safe."""
         self._jobs[self._attention_rows, 2] = attention.retarget(self._attention_args)
+        self.run_again()
+
+    def run_again(self) -> None:
+        """Replays all jobs with the last arguments of attention, if there is any."""
         self._thread_pool.run_all(self._jobs_address, len(self._jobs))

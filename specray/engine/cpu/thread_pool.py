@@ -25,7 +25,6 @@ from llvmlite import ir
 from numba import carray
 from numba.core import cgutils, types
 from numba.extending import intrinsic
-from numpy.typing import NDArray
 
 from specray.engine.cpu.compiled import CompiledFunction
 from specray.engine.cpu.simd import intrinsic_of, kernel
@@ -50,7 +49,8 @@ APART = 4096
 """Minimum distance in bytes between memory that two threads write often. A core prefetches up to the end of
 an OS page and takes lines from the core writing there; sums of 64 rows side by side cost a tenth of the
 products."""
-_MAX_PARTS = 1 << 15
+MAX_PARTS = 1 << 15
+"""Parts of a job, fewer than."""
 _LAST_JOB = 0x7FFF_FFFF
 _SPINS = 4_000
 """Polls of the word before a helper sleeps: about 50 us, longer than the interpreter needs between
@@ -131,7 +131,7 @@ class ThreadPool:
             for part in range(num_parts):
                 kernel.call(args_address, part, num_parts, 0)
             return
-        assert num_parts < _MAX_PARTS, num_parts
+        assert num_parts < MAX_PARTS, num_parts
         self._num_jobs = (self._num_jobs + 1) & _LAST_JOB
         self._lead(self._control, kernel.address, args_address, self._num_jobs << 32 | num_parts << 16)
 
@@ -143,19 +143,6 @@ class ThreadPool:
         """
         self._lead_all(self._control, jobs_address, num_jobs, self._num_jobs)
         self._num_jobs = (self._num_jobs + num_jobs) & _LAST_JOB
-
-    def run_beside(self, kernel: Kernel, args: NDArray[np.int64], num_parts: int) -> None:
-        """Runs several jobs of one kernel as one, so that no thread waits between them. Not recorded.
-
-        Args:
-            args: ``[num_jobs, kernel.num_args]``, the arguments of each; at least one job.
-            num_parts: most parts of each job; of very many jobs each has fewer, and one thread wants none.
-        """
-        assert self.recorder is None, "the arguments are gone when it returns"
-        most = 1 if self.size == 1 else (_MAX_PARTS - 1) // len(args)
-        num_parts = max(1, min(num_parts, most))
-        several = np.array([kernel.address, args.ctypes.data, args.strides[0], num_parts], dtype=np.int64)
-        self.run(_several_kernel(), several.ctypes.data, num_parts * len(args))
 
     def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Returns a tensor for jobs to write to, from the recorder while one is set."""
@@ -226,7 +213,9 @@ def _pause(builder: Any, control: Any) -> None:
 
 
 @intrinsic
-def _call(context: Any, function: Any, args: Any, part: Any, num_parts: Any, thread: Any) -> Any:
+def call_kernel(context: Any, function: Any, args: Any, part: Any, num_parts: Any, thread: Any) -> Any:
+    """Runs one part of a kernel, by its address; for kernels."""
+
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [_INT64] * 4)
         builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
@@ -259,7 +248,7 @@ def _take_parts(control: int, thread: int) -> int:
             return taken
         function, args = _load_function(control), _load_args(control)
         if _swap_word(control, word, word + 1):
-            _call(function, args, part, num_parts, thread)
+            call_kernel(function, args, part, num_parts, thread)
             taken += 1
             if thread:
                 _add_done(control, 1)
@@ -303,23 +292,12 @@ def _lead_all_function() -> CompiledFunction:
             function, args, num_parts = jobs[index, 0], jobs[index, 1], jobs[index, 2]
             if num_parts == 1 or control == 0:
                 for part in range(num_parts):
-                    _call(function, args, part, num_parts, 0)
+                    call_kernel(function, args, part, num_parts, 0)
             else:
                 number = (number + 1) & _LAST_JOB
                 _lead(control, function, args, number << 32 | num_parts << 16)
 
     return CompiledFunction("lead_all", _SIGNATURE, _PROTOTYPE, lambda: lead_all)
-
-
-@functools.cache
-def _several_kernel() -> Kernel:
-    def several(address: int, part: int, num_parts: int, thread: int) -> None:
-        """Arguments: the jobs' kernel, address of the first's arguments, bytes to the next's, parts."""
-        args = carray(as_pointer(address), (4,), np.int64)
-        job, part_of_job = divmod(part, args[3])
-        _call(args[0], args[1] + job * args[2], part_of_job, args[3], thread)
-
-    return Kernel("several", 4, lambda: several)
 
 
 @functools.cache
@@ -336,7 +314,7 @@ def beside_kernel(num_jobs: int, num_args: int) -> Kernel:
         for index in range(num_jobs):
             parts = jobs[index, 1]
             if part < parts:
-                _call(jobs[index, 0], address + 8 * (index * each + 2), part, parts, thread)
+                call_kernel(jobs[index, 0], address + 8 * (index * each + 2), part, parts, thread)
                 return
             part -= parts
 

@@ -59,6 +59,25 @@ def _align(
         first_places += tl.sum(is_own, 0)
 
 
+@triton.jit
+def _count_hits(chosen, hits, num_pairs, EXPERTS: tl.constexpr, AT_ONCE: tl.constexpr):
+    numbers = tl.arange(0, EXPERTS)
+    is_hit = tl.zeros([EXPERTS], tl.int32)
+    for first in range(0, num_pairs, AT_ONCE):
+        some = first + tl.arange(0, AT_ONCE)
+        own = tl.load(chosen + some, mask=some < num_pairs, other=EXPERTS).to(tl.int32)
+        is_hit = tl.maximum(is_hit, tl.max((own[:, None] == numbers[None, :]).to(tl.int32), 0))
+    tl.store(hits, tl.sum(is_hit, 0))
+
+
+def count_hits(chosen: torch.Tensor, num_experts: int, hits: torch.Tensor) -> None:
+    """Writes how many distinct experts are chosen to ``hits``, int32 ``[1]``."""
+    experts = triton.next_power_of_2(num_experts)
+    _count_hits[(1,)](
+        chosen.contiguous(), hits, chosen.numel(), EXPERTS=experts, AT_ONCE=_PAIRS_AT_ONCE, num_warps=4
+    )
+
+
 def align_pairs(chosen: torch.Tensor, num_experts: int, tile_rows: int) -> Alignment:
     """An ``align.Align``; places of tiles that are not used are undefined in ``pairs``, too."""
     num_pairs = chosen.numel()

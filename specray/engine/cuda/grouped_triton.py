@@ -15,7 +15,7 @@ import triton.language as tl
 
 from specray.engine.activation import Activation, Clamp, Joint
 from specray.engine.cuda.align import Alignment
-from specray.engine.cuda.align_triton import align_pairs
+from specray.engine.cuda.align_triton import align_pairs, count_hits
 
 TILE_ROWS = 16
 """Rows of a tile: the fewest that the matrix unit takes. Most experts of a small step have one or two."""
@@ -195,7 +195,7 @@ def add_up(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TritonExperts:
-    """Implements ``layers.experts.RoutedExperts``: kernels whose shapes do not depend on the routing."""
+    """Implements ``layers.experts.ExpertMlps``: kernels whose shapes do not depend on the routing."""
 
     gate: GroupedProduct
     down: GroupedProduct
@@ -204,7 +204,15 @@ class TritonExperts:
     def can_be_captured(self) -> bool:
         return True
 
-    def __call__(self, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self,
+        rows: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        hits: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if hits is not None:
+            count_hits(chosen, len(self.gate.weight), hits)
         if len(rows) == 0:
             return torch.empty_like(rows)
         tile_rows = TILE_ROWS if len(rows) <= _PROMPT_ROWS else _PROMPT_TILE_ROWS

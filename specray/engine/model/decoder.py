@@ -8,6 +8,7 @@ operators, because at one row a draft's step is 0.2 ms and each operator costs 1
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -22,7 +23,7 @@ from specray.engine.model.layers.expert_hits import ExpertHits
 from specray.engine.model.layers.experts import ExpertLayer
 from specray.engine.model.layers.normed import NormedProjection, NormedQueries
 from specray.engine.model.layers.shared_mlp import WithSharedMlp
-from specray.engine.model.linear import Gate, Linear, Weights
+from specray.engine.model.linear import Linear, Weights
 from specray.engine.step import CacheShape, ForwardOutput, Step
 
 
@@ -114,7 +115,8 @@ class DecoderLayer:
     head_norm: HeadNorm | None
     output: Projection
     post_attention_norm: Norm
-    gate: Gate | ExpertLayer | WithSharedMlp
+    gate: Callable[[torch.Tensor], torch.Tensor]
+    """A ``linear.Gate``, or a layer of experts in its place."""
     down: Projection
     window: int | None
     sinks: torch.Tensor | None = None
@@ -164,7 +166,8 @@ class DecoderForward:
         """Whether a forward of one shape always runs the same operators."""
         if self.is_recurrent:
             return False
-        return not any(isinstance(layer.gate, ExpertLayer | WithSharedMlp) for layer in self.layers)
+        gates = (layer.gate for layer in self.layers)
+        return all(gate.can_be_captured for gate in gates if isinstance(gate, ExpertLayer | WithSharedMlp))
 
     @property
     def is_recurrent(self) -> bool:

@@ -7,18 +7,19 @@ Nothing of numba is imported where it is not used.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from specray.engine.activation import Activation
+from specray.engine.activation import Activation, Joint
 from specray.engine.attention.base import Attention
 from specray.engine.attention.paged import AttendPaged, PagedAttention, StoreRows
 from specray.engine.model.decoder import Norm, RowGate
 from specray.engine.model.layers.delta import GatedDelta, Mixer
-from specray.engine.model.layers.experts import LayerGroup
-from specray.engine.model.linear import Gate, Linear, Weights
+from specray.engine.model.layers.experts import ExpertLayer, ExpertMlp
+from specray.engine.model.layers.routing import Router
+from specray.engine.model.linear import Gate, Linear
 from specray.engine.model.operators_torch import TorchOperators, by_layer
 from specray.engine.step import HeadShape
 from specray.engine.weights.stored_weight import Weight
@@ -48,17 +49,19 @@ class Operators(Protocol):
         up: Weight,
         gate_bias: torch.Tensor | None,
         up_bias: torch.Tensor | None,
-        activation: Activation = Activation.SILU,
+        joint: Joint = Activation.SILU,
     ) -> Gate:
         """Makes a gated pair: both weights are stored, or both are tensors."""
         ...
 
-    def router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def router(
+        self, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
         """Makes the layer whose numbers choose experts: it is not quantised."""
         ...
 
-    def group(self, layers: Sequence[Weights]) -> LayerGroup | None:
-        """Layers that it has made, of one kind and shape, as one; None: only one after the other."""
+    def experts(self, router: Router, experts: Sequence[ExpertMlp]) -> ExpertLayer:
+        """Makes a layer of experts from a router and MLPs of one shape, whose layers it has made."""
         ...
 
     def row_gate(self, linear: Linear, size: int) -> RowGate:
@@ -88,7 +91,7 @@ class PagedOperators:
 
     def __init__(self, others: Operators, dtype: torch.dtype, attend: AttendPaged, store: StoreRows) -> None:
         self.linear, self.gate, self.norm = others.linear, others.gate, others.norm
-        self.router, self.group = others.router, others.group
+        self.router, self.experts = others.router, others.experts
         self.row_gate, self.gated_delta = others.row_gate, others.gated_delta
         self._dtype = dtype
         self._attend = attend

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from specray.engine.activation import Activation
+from specray.engine.activation import Activation, Joint
 from specray.engine.attention.cpu import CpuAttention
 from specray.engine.cache.state_pool import StatePool, StateRows
 from specray.engine.cpu import delta as fields
 from specray.engine.cpu.attention.kernel import attention_kernel
-from specray.engine.cpu.gemm.grouped import group
+from specray.engine.cpu.experts.choose import Choice, choose
+from specray.engine.cpu.experts.grouped import Group, GroupableLayer, KernelExperts
+from specray.engine.cpu.experts.plan import add_rows
 from specray.engine.cpu.gemm.linear import TiledGate, TiledLinear, can_tile
+from specray.engine.cpu.gemm.quantized.linear import QuantizedGate, QuantizedLinear
 from specray.engine.cpu.norm import FusedRMSNorm
 from specray.engine.cpu.row_gate import NUM_ARGS, gate_kernel
 from specray.engine.cpu.thread_pool import ThreadPool
+from specray.engine.model.layers.expert_config import Groups, Score
+from specray.engine.model.layers.experts import ExpertLayer, ExpertMlp
+from specray.engine.model.layers.routing import Router
 from specray.engine.model.operators_torch import TorchOperators
 from specray.engine.weights.stored_weight import Weight, numbers_of
 
@@ -25,8 +32,7 @@ if TYPE_CHECKING:
     from specray.engine.attention.base import Attention
     from specray.engine.model.decoder import Norm, RowGate
     from specray.engine.model.layers.delta import GatedDelta, Mixer
-    from specray.engine.model.layers.experts import LayerGroup
-    from specray.engine.model.linear import Gate, Linear, Weights
+    from specray.engine.model.linear import Gate, Linear
     from specray.engine.model.rotary import RotaryTables
     from specray.engine.step import HeadShape
 
@@ -151,19 +157,30 @@ class KernelOperators(TorchOperators):
         up: Weight,
         gate_bias: torch.Tensor | None,
         up_bias: torch.Tensor | None,
-        activation: Activation = Activation.SILU,
+        joint: Joint = Activation.SILU,
     ) -> Gate:
         both = numbers_of(gate, self.dtype), numbers_of(up, self.dtype)
         if can_tile(both[0]):
-            return TiledGate(*both, gate_bias, up_bias, self.thread_pool, activation)
-        return super().gate(*both, gate_bias, up_bias, activation)
+            return TiledGate(*both, gate_bias, up_bias, self.thread_pool, joint)
+        return super().gate(*both, gate_bias, up_bias, joint)
 
-    def router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def router(
+        self, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        if weight.dtype == torch.float32 and self.dtype == torch.bfloat16:
+            short = weight.bfloat16()
+            if can_tile(short) and torch.equal(short.float(), weight):
+                return WideRouterLinear(TiledLinear(short, bias, self.thread_pool))
         # Not what a class of quantised layers makes of ``linear``.
         return KernelOperators.linear(self, weight, bias)
 
-    def group(self, layers: Sequence[Weights]) -> LayerGroup | None:
-        return group(layers)
+    def experts(self, router: Router, experts: Sequence[ExpertMlp]) -> ExpertLayer:
+        gates, downs = (_groupable([getattr(each, name) for each in experts]) for name in ("gate", "down"))
+        if gates is None or downs is None:
+            return super().experts(router, experts)
+        groups = Group(gates, self.thread_pool), Group(downs, self.thread_pool)
+        chooses = KernelRouter.of(router, self.thread_pool, self.dtype) or router
+        return ExpertLayer(chooses, KernelExperts(*groups, self.thread_pool))
 
     def row_gate(self, linear: Linear, size: int) -> RowGate:
         return KernelRowGate(linear, self.dtype, self.thread_pool, size)
@@ -188,3 +205,78 @@ class KernelOperators(TorchOperators):
             shape.scale,
             layers,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRouter:
+    """Does what a ``routing.Router`` does, in kernels alone."""
+
+    linear: TiledLinear | WideRouterLinear
+    how: Choice
+    choice_bias: torch.Tensor | None
+    thread_pool: ThreadPool
+
+    @classmethod
+    def of(cls, router: Router, thread_pool: ThreadPool, dtype: torch.dtype) -> KernelRouter | None:
+        """None: the router's linear layer is no kernel for rows of the model's ``dtype``."""
+        routing, bias = router.routing, router.choice_bias
+        linear = router.linear
+        if not isinstance(linear, TiledLinear | WideRouterLinear):
+            return None
+        if isinstance(linear, TiledLinear) and (linear.weight.dtype != dtype or not linear.has_whole_blocks):
+            return None
+        groups = routing.groups or Groups(1, 1, 1)
+        how = Choice(
+            num_chosen=routing.num_chosen,
+            has_sigmoid=routing.score is Score.SIGMOID,
+            is_scored_last=routing.chooses_by_product,
+            num_groups=groups.number,
+            num_kept=groups.num_kept,
+            num_summed=groups.num_summed,
+            is_normed=routing.is_normed,
+            is_rounded=routing.is_rounded and dtype == torch.bfloat16,
+            epsilon=routing.epsilon,
+            floor=routing.floor,
+            scale=routing.scale,
+        )
+        return cls(linear, how, None if bias is None else bias.float().contiguous(), thread_pool)
+
+    def __call__(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return choose(self.linear(rows), self.choice_bias, self.how, self.thread_pool)
+
+
+@dataclass(frozen=True, slots=True)
+class WideRouterLinear:
+    """Products of bfloat16 rows, or of these in float32, with a float32 weight that bfloat16 holds."""
+
+    linear: TiledLinear
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.linear.precise(rows if rows.dtype == torch.bfloat16 else rows.bfloat16())
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSharedMlp:
+    """Does what a ``shared_mlp.WithSharedMlp`` does, in kernels alone."""
+
+    experts: ExpertLayer
+    shared: ExpertMlp
+    gate: TiledLinear | None
+    thread_pool: ThreadPool
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        shared, gate = self.shared(rows), None if self.gate is None else self.gate(rows)
+        return add_rows(shared, self.experts(rows), self.thread_pool, gate)
+
+
+def _groupable(layers: Sequence[object]) -> list[GroupableLayer] | None:
+    """Layers of one kind, whose kernels one job can run; None: they are not that."""
+    if all(isinstance(layer, TiledLinear | TiledGate) and layer.has_whole_blocks for layer in layers):
+        return [layer.product for layer in layers if isinstance(layer, TiledLinear | TiledGate)]
+    quantized: list[GroupableLayer] = []
+    for layer in layers:
+        job = layer.plain if isinstance(layer, QuantizedLinear) else getattr(layer, "gated", None)
+        if not isinstance(layer, QuantizedLinear | QuantizedGate) or job is None or not job.is_groupable:
+            return None
+        quantized.append(job)
+    return quantized

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specray.engine.activation import Activation
+from specray.engine.activation import Activation, Joint
 from specray.engine.cuda.epilogue import PlainWeight
 from specray.engine.cuda.linear import ProductGate, ProductLinear
 from specray.engine.cuda.norm_triton import RowNorm
@@ -36,11 +36,11 @@ class FixedOperators(TorchOperators):
         up: Weight,
         gate_bias: torch.Tensor | None,
         up_bias: torch.Tensor | None,
-        activation: Activation = Activation.SILU,
+        joint: Joint = Activation.SILU,
     ) -> Gate:
         both = torch.cat([numbers_of(weight, self.dtype) for weight in (gate, up)])
         bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
-        return ProductGate(PlainWeight(both), bias, activation, self.dtype, FIXED)
+        return ProductGate(PlainWeight(both), bias, joint, self.dtype, FIXED)
 
     def router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return ProductLinear((PlainWeight(weight.contiguous()),), bias, weight.dtype, FIXED)

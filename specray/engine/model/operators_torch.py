@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from specray.engine.activation import Activation
+from specray.engine.activation import Activation, Clamp, Joint
 from specray.engine.attention.base import Attention, LayeredAttention, Rotary
 from specray.engine.attention.sdpa import PlainAttention
 from specray.engine.model.decoder import Norm, RMSNorm, RowGate, SigmoidGate, WideRMSNorm
 from specray.engine.model.layers.delta import GatedDelta, Mixer
-from specray.engine.model.layers.experts import LayerGroup
-from specray.engine.model.linear import Gate, Linear, Weights, make_gate, make_linear
+from specray.engine.model.layers.experts import ClampedGate, ExpertLayer, ExpertMlp, ExpertsInTurn
+from specray.engine.model.layers.routing import Router
+from specray.engine.model.linear import Gate, Linear, make_gate, make_linear
 from specray.engine.model.rotary import RotaryTables
 from specray.engine.step import HeadShape
 from specray.engine.weights.stored_weight import Weight, numbers_of
@@ -38,19 +39,24 @@ class TorchOperators:
         up: Weight,
         gate_bias: torch.Tensor | None,
         up_bias: torch.Tensor | None,
-        activation: Activation = Activation.SILU,
+        joint: Joint = Activation.SILU,
     ) -> Gate:
         both = numbers_of(gate, self.dtype), numbers_of(up, self.dtype)
         dtype = both[0].dtype
         if gate_bias is not None and up_bias is not None:
             gate_bias, up_bias = gate_bias.to(dtype), up_bias.to(dtype)
-        return make_gate(*both, gate_bias, up_bias, activation)
+        if isinstance(joint, Clamp):
+            bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
+            return ClampedGate(make_linear(torch.cat(both), bias), joint)
+        return make_gate(*both, gate_bias, up_bias, joint)
 
-    def router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def router(
+        self, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
         return make_linear(weight, bias)
 
-    def group(self, layers: Sequence[Weights]) -> LayerGroup | None:
-        return None
+    def experts(self, router: Router, experts: Sequence[ExpertMlp]) -> ExpertLayer:
+        return ExpertLayer(router, ExpertsInTurn(experts))
 
     def row_gate(self, linear: Linear, size: int) -> RowGate:
         return SigmoidGate(linear)

@@ -6,6 +6,7 @@ is one here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +14,11 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from specray.engine.activation import Activation
-from specray.engine.model.linear import PlainGate
+from specray.engine.activation import Activation, Clamp, Joint
+from specray.engine.cuda.grouped_triton import GroupedProduct, TritonExperts
+from specray.engine.model.layers.experts import ClampedGate, ExpertLayer, ExpertMlp
+from specray.engine.model.layers.routing import Router
+from specray.engine.model.linear import Gate, PlainGate, PlainLinear
 from specray.engine.model.operators_torch import TorchOperators
 from specray.engine.weights.stored_weight import Weight, numbers_of
 
@@ -59,11 +63,40 @@ class TritonOperators(TorchOperators):
         up: Weight,
         gate_bias: torch.Tensor | None,
         up_bias: torch.Tensor | None,
-        activation: Activation = Activation.SILU,
-    ) -> TritonGate:
+        joint: Joint = Activation.SILU,
+    ) -> Gate:
+        if isinstance(joint, Clamp):
+            return super().gate(gate, up, gate_bias, up_bias, joint)
         bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
         both = [numbers_of(weight, self.dtype) for weight in (gate, up)]
-        return TritonGate(torch.cat(both), bias, activation)
+        return TritonGate(torch.cat(both), bias, joint)
+
+    def experts(self, router: Router, experts: Sequence[ExpertMlp]) -> ExpertLayer:
+        joint, both = _joined([expert.gate for expert in experts])
+        down = [expert.down for expert in experts if isinstance(expert.down, PlainLinear)]
+        if joint is None or len(down) < len(experts):
+            return super().experts(router, experts)
+        return ExpertLayer(router, TritonExperts(_stacked(both, joint), _stacked(down, None)))
+
+
+def _joined(gates: Sequence[Gate]) -> tuple[Joint | None, list[PlainLinear | PlainGate]]:
+    """How plain gates join, and what holds their weights; None: some are of another kind."""
+    joint: Joint | None = None
+    both: list[PlainLinear | PlainGate] = []
+    for gate in gates:
+        if isinstance(gate, PlainGate):
+            joint, held = gate.activation, gate
+            both.append(held)
+        elif isinstance(gate, ClampedGate) and isinstance(gate.both, PlainLinear):
+            joint = gate.clamp
+            both.append(gate.both)
+    return (joint if len(both) == len(gates) else None), both
+
+
+def _stacked(layers: Sequence[PlainLinear | PlainGate], joint: Joint | None) -> GroupedProduct:
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    bias = torch.stack(biases) if biases else None
+    return GroupedProduct(torch.stack([layer.weight for layer in layers]), bias, joint)
 
 
 @torch.inference_mode()

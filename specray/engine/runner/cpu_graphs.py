@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from specray.engine.attention.cpu import CpuAttention, CpuAttentionStep
+from specray.engine.cpu.experts.grouped import KernelExperts
+from specray.engine.cpu.experts.plan import RowSum
 from specray.engine.cpu.gemm.linear import TiledGate, TiledLinear
 from specray.engine.cpu.gemm.quantized.embedding import BlockEmbedding, QuantizedEmbedding
 from specray.engine.cpu.gemm.quantized.linear import QuantizedGate, QuantizedLinear
@@ -21,11 +23,13 @@ from specray.engine.cpu.gemm.rows import HEIGHT
 from specray.engine.cpu.graph import CpuGraph
 from specray.engine.cpu.memory_pool import MemoryPool
 from specray.engine.cpu.norm import FusedRMSNorm
-from specray.engine.model.decoder import DecoderForward, states_of
+from specray.engine.model.decoder import DecoderForward, DecoderLayer, states_of
 from specray.engine.model.decoder_amx import AmxDecoderForward, packed
+from specray.engine.model.layers.experts import ExpertLayer, Sum
 from specray.engine.model.layers.normed import NormedProjection
+from specray.engine.model.layers.shared_mlp import WithSharedMlp
 from specray.engine.model.layers.vocabulary import ScaledEmbedding, TableEmbedding
-from specray.engine.model.operators_cpu import KernelDelta, KernelRowGate
+from specray.engine.model.operators_cpu import KernelDelta, KernelRouter, KernelRowGate, KernelSharedMlp
 from specray.engine.step import CacheShape, Forward, ForwardOutput, KVCache, Step
 
 _MAX_ROWS = 320
@@ -39,6 +43,8 @@ _FURTHER_ROWS = HEIGHT // 2
 _LOGIT_ROWS = 8
 """Multiple to which few logit rows are padded; what follows attention is a small part."""
 
+KERNEL_LINEARS = TiledLinear, TiledGate, QuantizedLinear, QuantizedGate
+"""Linear layers that one kernel computes."""
 _Shape = tuple[int, int]
 """Number of rows, and number of last rows that get logits."""
 
@@ -195,8 +201,10 @@ def with_cpu_graphs(forward: Forward) -> CpuGraphForward | None:
     """The forward with its shapes captured, if it is made of kernels alone; else None."""
     if not isinstance(forward, DecoderForward) or not isinstance(forward.attention, CpuAttention):
         return None
+    attention = forward.attention
     norms: list[object] = [forward.final_norm]
     linears: list[object] = [forward.head]
+    forward = replace(forward, layers=tuple(_with_kernels(layer) for layer in forward.layers))
     for layer in forward.layers:
         norms += [layer.input_norm, layer.post_attention_norm]
         linears += [layer.qkv, layer.gate]
@@ -212,9 +220,8 @@ def with_cpu_graphs(forward: Forward) -> CpuGraphForward | None:
                 norms.append(projection.norm)
             else:
                 linears.append(projection)
-    kinds = TiledLinear | TiledGate | QuantizedLinear | QuantizedGate
     is_kernels = all(isinstance(norm, FusedRMSNorm) for norm in norms) and all(
-        isinstance(linear, kinds) and getattr(linear, "has_whole_blocks", True) for linear in linears
+        _is_one_kernel(linear) or _is_captured(linear) for linear in linears
     )
     if forward.feature_layers and (forward.residual_scale, forward.logit_scale) != (1.0, 1.0):
         # Features are multiplied by torch.
@@ -223,9 +230,38 @@ def with_cpu_graphs(forward: Forward) -> CpuGraphForward | None:
     if not is_kernels or not isinstance(forward.embedding, embeddings):
         return None
     # Kernels write to tensors of their own; those of features stay until the next graph runs.
-    attention, embedding = forward.attention, forward.embedding
+    embedding = forward.embedding
     forward = replace(forward, keeps_residuals=True)
     # Packed rows are not normed on their way to the residual stream.
     is_normed = any(isinstance(layer.output, NormedProjection) for layer in forward.layers)
     is_tiled = not is_normed and all(isinstance(linear, TiledLinear | TiledGate) for linear in linears)
     return CpuGraphForward((packed(forward) if is_tiled else None) or forward, attention, embedding)
+
+
+def _is_one_kernel(linear: object) -> bool:
+    """Whether a linear layer is, without padding by torch."""
+    return isinstance(linear, KERNEL_LINEARS) and getattr(linear, "has_whole_blocks", True)
+
+
+def _with_kernels(layer: DecoderLayer) -> DecoderLayer:
+    """The layer with a kernel in the place of torch's sum of its experts and the residual stream."""
+    gate = layer.gate
+    routed = gate.experts if isinstance(gate, WithSharedMlp) else gate
+    if not isinstance(routed, ExpertLayer) or not isinstance(routed.experts, KernelExperts):
+        return layer
+    pool = routed.experts.thread_pool
+    if isinstance(gate, WithSharedMlp) and isinstance(gate.gate, TiledLinear | None):
+        layer = replace(layer, gate=KernelSharedMlp(routed, gate.shared, gate.gate, pool))
+    if isinstance(layer.down, Sum) and layer.down.parallel is None:
+        layer = replace(layer, down=RowSum(pool))
+    return layer
+
+
+def _is_captured(kind: object) -> bool:
+    """Whether experts, and what adds them to the residual stream, are kernels."""
+    if isinstance(kind, KernelSharedMlp):
+        parts = kind.shared.gate, kind.shared.down
+        return _is_captured(kind.experts) and all(_is_one_kernel(part) for part in parts)
+    if isinstance(kind, ExpertLayer):
+        return kind.can_be_captured and isinstance(kind.router, KernelRouter)
+    return isinstance(kind, RowSum) or (isinstance(kind, Sum) and kind.parallel is None)

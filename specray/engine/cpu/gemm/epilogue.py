@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from specray.engine.activation import Activation
+from specray.engine.activation import Activation, Clamp, Joint
 from specray.engine.cpu.gemm.rows import HEIGHT
 from specray.engine.cpu.gemm.vector import PANEL
 from specray.engine.cpu.simd import kernel, vectors
@@ -25,7 +25,7 @@ PLAIN, PLUS, GATED = range(3)
 them."""
 
 
-def epilogue_kernel(activation: Activation = Activation.SILU) -> Any:
+def epilogue_kernel(joint: Joint = Activation.SILU) -> Any:
     """Makes ``(epilogue, first, last)``, which finishes those of a panel's rows that exist.
 
     An epilogue is: the kind; whether output and summand are float32 (else bfloat16); addresses of sums
@@ -34,7 +34,7 @@ def epilogue_kernel(activation: Activation = Activation.SILU) -> Any:
     numbers of rows and features.
 
     Args:
-        activation: of gates.
+        joint: of gates.
     """
     single, half = vectors(PANEL, "float32"), vectors(PANEL, "bfloat16")
     one, one_half = vectors(1, "float32"), vectors(1, "bfloat16")
@@ -45,11 +45,18 @@ def epilogue_kernel(activation: Activation = Activation.SILU) -> Any:
     load_half, store_half, load_one, store_one = half.load, half.store, one.load, one.store
     load_one_half, store_one_half, add_one = one_half.load, one_half.store, one.add
     zero, unit, lowest = np.float32(0.0), np.float32(1.0), np.float32(-87.0)
-    has_tanh = activation is Activation.GELU_TANH
+    has_tanh, has_clamp = joint is Activation.GELU_TANH, isinstance(joint, Clamp)
+    gain, limit = (np.float32(x) for x in ((joint.gain, joint.limit) if isinstance(joint, Clamp) else (1, 1)))
 
     @kernel(forceinline=True)
     def gated(gate: Any, value: Any) -> Any:
         exponent = gate
+        if has_clamp:
+            # The smaller of two numbers is the negative of the larger of theirs.
+            none = splat(zero)
+            gate = sub(none, larger(sub(none, gate), splat(-limit)))
+            value = sub(none, larger(sub(none, larger(value, splat(-limit))), splat(-limit)))
+            value, exponent = add(value, splat(unit)), mul(gate, splat(gain))
         if has_tanh:
             # (1 + tanh(u)) / 2 is 1 / (1 + exp(-2u)).
             cubic = add(mul(mul(gate, gate), splat(_CUBIC)), splat(_LINEAR))

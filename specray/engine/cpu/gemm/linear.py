@@ -10,7 +10,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from specray.engine.activation import Activation
+from specray.engine.activation import Activation, Joint
+from specray.engine.cpu.experts.grouped import ArgPlaces, Prepared
 from specray.engine.cpu.gemm import amx, product, vector
 from specray.engine.cpu.gemm.epilogue import GATED, PLAIN, PLUS
 from specray.engine.cpu.gemm.rows import HEIGHT, FlatRows, PackedRows, pack
@@ -80,7 +81,7 @@ class TiledProduct:
 
     __slots__ = (
         "_args_address", "_has_amx", "_has_float_rows", "_sums_width", "args", "bias", "kernel",
-        "num_parts", "size", "thread_pool", "weight",
+        "num_panels", "num_parts", "num_weights", "size", "thread_pool", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -90,18 +91,19 @@ class TiledProduct:
         size: int,
         kind: int,
         thread_pool: ThreadPool,
-        activation: Activation = Activation.SILU,
+        joint: Joint = Activation.SILU,
     ) -> None:
         self.weight, self.bias, self.size, self.thread_pool = weight, bias, size, thread_pool
-        self.num_parts = min(-(-size // PANEL), _PARTS_PER_THREAD * thread_pool.size)
-        if weight.numel() < MIN_SHARED_WEIGHTS:
+        self.num_panels, self.num_weights = -(-size // PANEL), weight.numel()
+        self.num_parts = min(self.num_panels, _PARTS_PER_THREAD * thread_pool.size)
+        if self.num_weights < MIN_SHARED_WEIGHTS:
             self.num_parts = 1
         # Checked in every process: cached code needs the system's permission for AMX too.
         isa = fastest_isa()
         assert isa is not None, "can_tile was asked"
         is_float = weight.dtype == torch.float32
         self._has_amx, self._has_float_rows = isa is Isa.AMX and not is_float, isa.has_float_rows or is_float
-        self.kernel = product.linear_kernel(isa, activation, str(weight.dtype).removeprefix("torch."))
+        self.kernel = product.linear_kernel(isa, joint, str(weight.dtype).removeprefix("torch."))
         self._sums_width = (2 if kind == GATED else 1) * PANEL
         self.args = np.zeros(product.NUM_ARGS, dtype=np.int64)
         self.args[[product.WEIGHT, product.NUM_BLOCKS, product.SIZE, product.KIND]] = (
@@ -142,9 +144,19 @@ class TiledProduct:
         return out
 
     @property
-    def max_flat_rows(self) -> int | None:
-        """Flat rows that can be multiplied as they are; None: any number."""
-        return amx.MAX_ROWS if self._has_amx else None
+    def places(self) -> ArgPlaces:
+        """See ``experts.grouped.GroupableLayer``, which this implements."""
+        layer, rows = (product.WEIGHT, product.BIAS), (product.ROWS, product.OUT, product.OUT)
+        return ArgPlaces(product.NUM_ARGS, product.NUM_ROWS, layer, rows)
+
+    def prepare_group(self, rows: torch.Tensor, most: int) -> Prepared:
+        assert rows.is_contiguous(), "rows must follow each other"
+        # More flat rows than these need packing, which depends on their number.
+        at_once = min(most, amx.MAX_ROWS) if self._has_amx else most
+        out = self.thread_pool.empty((len(rows), self.size), rows.dtype)
+        scratch = self.prepare(FlatRows(rows[:at_once]), FlatRows(out[:at_once]), None)
+        steps = rows.shape[1] * rows.itemsize, self.size * out.itemsize, 0
+        return Prepared(out, steps, (scratch,), at_once)
 
     def _multiply(
         self, rows: FlatRows | PackedRows, out: FlatRows | PackedRows, summand: FlatRows | PackedRows | None
@@ -234,7 +246,7 @@ class TiledLinear:
 
 
 class TiledGate:
-    """Computes ``activation(gate(x)) * up(x)`` for rows of the weights' type; implements ``linear.Gate``."""
+    """Computes a gate and up, joined, for rows of the weights' type; implements ``linear.Gate``."""
 
     __slots__ = ("bias", "has_whole_blocks", "in_features", "num_bytes", "num_weights", "product", "weight")
 
@@ -245,7 +257,7 @@ class TiledGate:
         gate_bias: torch.Tensor | None,
         up_bias: torch.Tensor | None,
         thread_pool: ThreadPool,
-        activation: Activation = Activation.SILU,
+        joint: Joint = Activation.SILU,
     ) -> None:
         self.in_features = gate.shape[1]
         self.has_whole_blocks = self.in_features % BLOCK == 0
@@ -253,7 +265,7 @@ class TiledGate:
         # A gate panel, then the up panel of the same features.
         self.weight = _panels(gate, up)
         self.bias = torch.stack([_padded(bias, len(gate)) for bias in (gate_bias, up_bias)], dim=1)
-        self.product = TiledProduct(self.weight, self.bias, gate.shape[0], GATED, thread_pool, activation)
+        self.product = TiledProduct(self.weight, self.bias, gate.shape[0], GATED, thread_pool, joint)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return self.product.run(rows, self.weight.dtype)

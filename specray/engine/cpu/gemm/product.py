@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from specray.engine.activation import Activation
+from specray.engine.activation import Activation, Joint, joint_name
 from specray.engine.cpu.gemm import amx, vector
 from specray.engine.cpu.gemm.epilogue import GATED, epilogue_kernel
 from specray.engine.cpu.gemm.rows import HEIGHT, row_place
@@ -57,8 +57,8 @@ NUM_ARGS = 22
 
 
 @functools.cache
-def linear_kernel(isa: Isa, activation: Activation, dtype: str = "bfloat16") -> Kernel:
-    """The kernel for a processor, with the activation of gated layers; takes ``NUM_ARGS`` arguments.
+def linear_kernel(isa: Isa, joint: Joint, dtype: str = "bfloat16") -> Kernel:
+    """The kernel for a processor, with what joins gated layers; takes ``NUM_ARGS`` arguments.
 
     Args:
         dtype: of weights and rows, ``bfloat16`` or ``float32``.
@@ -68,23 +68,23 @@ def linear_kernel(isa: Isa, activation: Activation, dtype: str = "bfloat16") -> 
         made = functools.partial(
             _make_linear,
             functools.partial(vector.multiply_kernel, shape),
-            activation,
+            joint,
             has_tiles=False,
             has_float_rows=True,
             item_size=4,
         )
-        return Kernel(f"linear-float32-{shape.max_rows}-{activation}", NUM_ARGS, made)
+        return Kernel(f"linear-float32-{shape.max_rows}-{joint_name(joint)}", NUM_ARGS, made)
     makers: dict[Isa, Callable[[Any], Any]] = {
         Isa.AMX: amx.multiply_kernel,
         Isa.AVX512_BF16: functools.partial(vector.multiply_kernel, vector.AVX512_BF16),
         Isa.AVX512_FMA: functools.partial(vector.multiply_kernel, vector.AVX512_FMA),
         Isa.AVX2_FMA: functools.partial(vector.multiply_kernel, vector.AVX2_FMA),
     }
-    name = f"linear-{isa}" if activation is Activation.SILU else f"linear-{isa}-{activation}"
+    name = f"linear-{isa}" if joint is Activation.SILU else f"linear-{isa}-{joint_name(joint)}"
     made = functools.partial(
         _make_linear,
         makers[isa],
-        activation,
+        joint,
         has_tiles=isa is Isa.AMX,
         has_float_rows=isa.has_float_rows,
         item_size=2,
@@ -94,14 +94,14 @@ def linear_kernel(isa: Isa, activation: Activation, dtype: str = "bfloat16") -> 
 
 def _make_linear(
     make_multiply: Callable[[Any], Any],
-    activation: Activation,
+    joint: Joint,
     *,
     has_tiles: bool,
     has_float_rows: bool,
     item_size: int,
 ) -> Any:
     weight_block = block_bytes(item_size)
-    finish = epilogue_kernel(activation)
+    finish = epilogue_kernel(joint)
     begin, multiply, finish_all = make_multiply(finish)
     load_row = vectors(BLOCK, "bfloat16" if item_size == 2 else "float32").load
     store = vectors(BLOCK, "float32").store

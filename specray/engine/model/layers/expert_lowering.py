@@ -24,10 +24,10 @@ from specray.engine.model.layers.expert_config import (
     Stacked,
     expert_prefix,
 )
-from specray.engine.model.layers.experts import ClampedGate, ExpertGroup, ExpertLayer, ExpertMlp
+from specray.engine.model.layers.experts import ExpertLayer, ExpertMlp
 from specray.engine.model.layers.routing import Router
 from specray.engine.model.layers.shared_mlp import WithSharedMlp
-from specray.engine.weights.stored_weight import StoredWeight, Weight, alike, join
+from specray.engine.weights.stored_weight import StoredWeight, Weight, alike
 
 if TYPE_CHECKING:
     from specray.engine.activation import Activation
@@ -50,7 +50,7 @@ def lower_experts(
         )
 
     router = _router(prefix, experts, taken, operators)
-    layer = _layer(router, [lowered(number) for number in range(experts.num_experts)], experts, operators)
+    layer = operators.experts(router, [lowered(number) for number in range(experts.num_experts)])
     shared = experts.shared
     if shared is None:
         return layer
@@ -78,13 +78,6 @@ def _router(prefix: str, experts: Experts, taken: RankWeights, operators: Operat
     return Router(operators.router(whole(f"{ROUTER}.weight"), bias), routing, choice_bias)
 
 
-def _layer(router: Router, lowered: list[ExpertMlp], experts: Experts, operators: Operators) -> ExpertLayer:
-    gates = [expert.gate.both if isinstance(expert.gate, ClampedGate) else expert.gate for expert in lowered]
-    gate, down = operators.group(gates), operators.group([expert.down for expert in lowered])
-    group = None if gate is None or down is None else ExpertGroup(gate, down, experts.clamp)
-    return ExpertLayer(router, lowered, group)
-
-
 @dataclass(frozen=True, slots=True)
 class _Parts:
     """This rank's weights and biases of an MLP."""
@@ -110,10 +103,7 @@ class _MlpMaker:
         down = self.operators.linear(parts.down, _like(parts.down_bias, parts.down))
         gate, up = alike([parts.gate, parts.up])
         gate_bias, up_bias = _like(parts.gate_bias, gate), _like(parts.up_bias, up)
-        if clamp is None:
-            return ExpertMlp(self.operators.gate(gate, up, gate_bias, up_bias, self.activation), down)
-        bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
-        return ExpertMlp(ClampedGate(self.operators.linear(join([gate, up]), bias), clamp), down)
+        return ExpertMlp(self.operators.gate(gate, up, gate_bias, up_bias, clamp or self.activation), down)
 
     def apart(self, prefix: str, size: int, *, has_bias: bool, is_joined: bool = False) -> _Parts:
         """The parts of an MLP whose layers have weights of their own, or whose gate and up have one."""

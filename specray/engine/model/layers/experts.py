@@ -1,127 +1,141 @@
 """Several MLPs in the place of one: a router chooses some for each row.
 
-Rows are sorted by expert, so that each expert multiplies all of its rows at once; on CPU all experts that are
-hit do so in one job. Which are hit is known on the host: such a forward cannot be captured.
+Where there are kernels for it, the shapes of what runs do not depend on the choice, and nothing waits for it
+on the host: such a layer is captured with the forward that it is part of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from specray.engine.activation import Clamp
     from specray.engine.group.parallel import ParallelContext
-    from specray.engine.model.layers.routing import Router
     from specray.engine.model.linear import Gate, Linear
 
 
 @dataclass(frozen=True, slots=True)
 class ClampedGate:
-    """``clamp(gate) * sigmoid(gain * clamp(gate)) * (clamp(up) + 1)`` of two linear layers, as in gpt-oss."""
+    """Implements ``linear.Gate``: two linear layers joined as :class:`Clamp` says, by torch's operators."""
 
     both: Linear
     """The gate's outputs before those of up."""
     clamp: Clamp
 
+    @property
+    def num_weights(self) -> int:
+        return self.both.num_weights
+
+    @property
+    def num_bytes(self) -> int:
+        return self.both.num_bytes
+
+    @property
+    def in_features(self) -> int:
+        return self.both.in_features
+
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return clamped(self.both(rows), self.clamp)
-
-
-def clamped(both: torch.Tensor, clamp: Clamp) -> torch.Tensor:
-    """What follows the linear layers of a :class:`ClampedGate`."""
-    gate, up = both.chunk(2, -1)
-    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
-    return gate * torch.sigmoid(gate * clamp.gain) * (up + 1.0)
+        gate, up = self.both(rows).chunk(2, -1)
+        gate, up = gate.clamp(max=self.clamp.limit), up.clamp(-self.clamp.limit, self.clamp.limit)
+        return gate * torch.sigmoid(gate * self.clamp.gain) * (up + 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertMlp:
     """A gated MLP."""
 
-    gate: Gate | ClampedGate
+    gate: Gate
     down: Linear
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return self.down(self.gate(rows))
 
 
-class LayerGroup(Protocol):
-    """Linear layers of one shape, of which each multiplies rows of its own."""
+class ExpertMlps(Protocol):
+    """The MLPs of a layer on this rank."""
 
-    def takes(self, counts: NDArray[np.int64]) -> bool:
-        """Whether that many rows of layers can be multiplied at once."""
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a call runs the same operators whatever the choice."""
         ...
 
     def __call__(
-        self, rows: torch.Tensor, layers: NDArray[np.int64], counts: NDArray[np.int64]
+        self,
+        rows: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        hits: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Multiplies the first ``counts[0]`` rows by layer ``layers[0]``, the next by the next, ..."""
+        """The weighted sum of each row's experts; a row's does not depend on the others.
+
+        Args:
+            rows: ``[num_rows, hidden_size]``.
+            chosen: int64 ``[num_rows, num_chosen]``, each row's distinct.
+            weights: float32, of the same shape.
+            hits: receives the number of distinct experts among ``chosen``, ``[1]``, int32.
+
+        Returns:
+            ``[num_rows, hidden_size]``, in the rows' type, summed in float32 in the order of choice.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertGroup:
-    """All experts of a layer as one; the numbers are those of each by itself."""
+class ExpertsInTurn:
+    """Implements :class:`ExpertMlps` where there are no kernels for them: one after the other."""
 
-    gate: LayerGroup
-    down: LayerGroup
-    clamp: Clamp | None
-    """Bounds of the gate's numbers, where it is a :class:`ClampedGate`; None: there are none."""
+    experts: Sequence[ExpertMlp]
+
+    @property
+    def can_be_captured(self) -> bool:
+        return False
 
     def __call__(
-        self, rows: torch.Tensor, experts: NDArray[np.int64], counts: NDArray[np.int64]
+        self,
+        rows: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        hits: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Sends the first ``counts[0]`` rows through expert ``experts[0]``, the next through the next, ..."""
-        gated = self.gate(rows, experts, counts)
-        return self.down(gated if self.clamp is None else clamped(gated, self.clamp), experts, counts)
+        num_rows, num_chosen = chosen.shape
+        order = chosen.reshape(-1).argsort(stable=True)
+        # Of row i's j-th expert, at i * num_chosen + j.
+        sources = rows[order // num_chosen]
+        counts = torch.bincount(chosen.reshape(-1), minlength=len(self.experts)).tolist()
+        if hits is not None:
+            hits.fill_(sum(count > 0 for count in counts))
+        outputs = torch.empty(num_rows * num_chosen, rows.shape[1], dtype=rows.dtype, device=rows.device)
+        first = 0
+        for expert, count in zip(self.experts, counts, strict=True):
+            if count:
+                outputs[order[first : first + count]] = expert(sources[first : first + count])
+                first += count
+        weighted = outputs.view(num_rows, num_chosen, rows.shape[1]).float() * weights[..., None]
+        return weighted.sum(1).to(rows.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayer:
-    """The MLPs of a layer on this rank, in the place of ``decoder.DecoderLayer.gate``."""
+    """The MLPs of a layer on this rank and their router, in the place of ``decoder.DecoderLayer.gate``."""
 
-    router: Router
-    experts: Sequence[ExpertMlp]
-    group: ExpertGroup | None = None
-    """All of them as one; None: there are no kernels for that here."""
+    router: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    """What ``routing.Router`` does."""
+    experts: ExpertMlps
     hits: torch.Tensor | None = None
     """Receives the number of experts that a forward's rows hit, ``[1]``, int32; None: nobody counts."""
 
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a call runs the same operators whatever the choice."""
+        return self.experts.can_be_captured
+
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """The weighted sum of each row's experts, ``[num_rows, hidden_size]``."""
-        chosen, weights = self.router(rows)
-        num_rows, num_chosen = chosen.shape
-        order = chosen.view(-1).argsort(stable=True)
-        # Of row i's j-th expert, at i * num_chosen + j.
-        sources = order // num_chosen
-        counts = torch.bincount(chosen.view(-1), minlength=len(self.experts)).tolist()
-        outputs = self._outputs(rows[sources], np.array(counts))
-        ordered = torch.empty_like(outputs)
-        ordered[order] = outputs
-        # One row's sum has one order, whatever rows are next to it.
-        weighted = ordered.view(num_rows, num_chosen, rows.shape[1]).float() * weights[..., None]
-        return weighted.sum(1).to(rows.dtype)
-
-    def _outputs(self, rows: torch.Tensor, counts: NDArray[np.int64]) -> torch.Tensor:
-        """Each row through its expert; ``counts``: rows of each expert, in the order of ``rows``."""
-        [hit] = counts.nonzero()
-        if self.hits is not None:
-            self.hits.fill_(len(hit))
-        if self.group is not None and len(hit) and self.group.gate.takes(counts):
-            return self.group(rows, hit, counts[hit])
-        outputs = torch.empty_like(rows)
-        first = 0
-        for expert in hit.tolist():
-            run = slice(first, first + int(counts[expert]))
-            outputs[run] = self.experts[expert](rows[run])
-            first = run.stop
-        return outputs
+        return self.experts(rows, *self.router(rows), self.hits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,11 @@ class WithSharedMlp:
     None: there is no factor.
     """
 
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a call runs the same operators whatever the choice."""
+        return self.experts.can_be_captured
+
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """The sum of both, ``[num_rows, hidden_size]``."""
         shared = self.shared(rows)

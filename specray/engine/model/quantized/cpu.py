@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specray.engine.activation import Activation
+from specray.engine.activation import Activation, Joint
 from specray.engine.cpu.gemm.quantized.check import check_kernels, check_part
 from specray.engine.cpu.gemm.quantized.embedding import BlockEmbedding, QuantizedEmbedding, StoredEmbedding
 from specray.engine.cpu.gemm.quantized.layout import Layout
@@ -47,10 +47,10 @@ class QuantizedKernelOperators(KernelOperators):
         up: Weight,
         gate_bias: torch.Tensor | None,
         up_bias: torch.Tensor | None,
-        activation: Activation = Activation.SILU,
+        joint: Joint = Activation.SILU,
     ) -> Gate:
         both = self._quantized(gate), self._quantized(up)
-        return QuantizedGate(*both, gate_bias, up_bias, self.thread_pool, self.dtype, activation)
+        return QuantizedGate(*both, gate_bias, up_bias, self.thread_pool, self.dtype, joint)
 
     def embedding(self, table: Weight, head: Linear | None) -> Embedding:
         """A table of look-ups in this format: the head's own weights where it has the same."""
@@ -93,19 +93,19 @@ class StoredKernelOperators(KernelOperators):
         up: Weight,
         gate_bias: torch.Tensor | None,
         up_bias: torch.Tensor | None,
-        activation: Activation = Activation.SILU,
+        joint: Joint = Activation.SILU,
     ) -> Gate:
         if isinstance(gate, StoredWeight) and isinstance(up, StoredWeight):
             is_one = len(gate.parts) == len(up.parts) == 1
             if is_one and can_pack(gate) and can_pack(up):
                 both = gate.parts[0], up.parts[0]
-                made = QuantizedGate(*both, gate_bias, up_bias, self.thread_pool, self.dtype, activation)
+                made = QuantizedGate(*both, gate_bias, up_bias, self.thread_pool, self.dtype, joint)
                 self._check(both, made.panels)
                 return made
         numbers = [
             weight.values(self.dtype) if isinstance(weight, StoredWeight) else weight for weight in (gate, up)
         ]
-        return super().gate(numbers[0], numbers[1], gate_bias, up_bias, activation)
+        return super().gate(numbers[0], numbers[1], gate_bias, up_bias, joint)
 
     def embedding(self, table: StoredWeight, head: Linear | None) -> Embedding:
         """Look-ups in the file's rows, whether a head shares them or not."""

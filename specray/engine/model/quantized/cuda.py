@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from specray.engine.activation import Activation
+from specray.engine.activation import Activation, Clamp, Joint
 from specray.engine.cuda.codes.check import check_product
 from specray.engine.cuda.codes.layout import CodeLayout
 from specray.engine.cuda.codes.look_up_triton import CodeEmbedding
 from specray.engine.cuda.codes.packed import Packable, PackedWeight, can_pack, pack
 from specray.engine.cuda.linear import ProductGate, ProductLinear
 from specray.engine.cuda.tiles import FREE, TileRule
+from specray.engine.model.layers.experts import ClampedGate, ExpertLayer, ExpertMlp
 from specray.engine.model.layers.vocabulary import TableEmbedding
 from specray.engine.model.linear import activated
 from specray.engine.weights.quantization import Quantization
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from specray.engine.attention.base import Attention
     from specray.engine.model.decoder import Embedding, Norm, RowGate
     from specray.engine.model.layers.delta import GatedDelta, Mixer
-    from specray.engine.model.layers.experts import LayerGroup
-    from specray.engine.model.linear import Gate, Linear, Weights
+    from specray.engine.model.layers.routing import Router
+    from specray.engine.model.linear import Gate, Linear
     from specray.engine.model.operators import Operators
     from specray.engine.model.rotary import RotaryTables
     from specray.engine.step import HeadShape
@@ -100,18 +101,20 @@ class CodeOperators:
         up: Weight,
         gate_bias: torch.Tensor | None,
         up_bias: torch.Tensor | None,
-        activation: Activation = Activation.SILU,
+        joint: Joint = Activation.SILU,
     ) -> Gate:
         is_plain = isinstance(gate, torch.Tensor) and self._format is Quantization.NONE
         parts = None if is_plain else self._parts(join((gate, up)))
         if parts is None:
             both = self._numbers(gate), self._numbers(up)
-            return self._others.gate(*both, gate_bias, up_bias, activation)
+            return self._others.gate(*both, gate_bias, up_bias, joint)
         bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
         packed = self._packed(parts)
         if len(packed) == 1:
-            return ProductGate(packed[0], bias, activation, self._dtype, self._rule)
-        return PartedGate(ProductLinear(packed, bias, self._dtype, self._rule), activation)
+            return ProductGate(packed[0], bias, joint, self._dtype, self._rule)
+        if isinstance(joint, Clamp):
+            return ClampedGate(ProductLinear(packed, bias, self._dtype, self._rule), joint)
+        return PartedGate(ProductLinear(packed, bias, self._dtype, self._rule), joint)
 
     def embedding(self, table: Weight, head: Linear | None) -> Embedding:
         """Look-ups in a table of this format, which a head of the same weight shares."""
@@ -124,7 +127,9 @@ class CodeOperators:
             return TableEmbedding(self._numbers(table))
         return CodeEmbedding(self._packed(parts)[0], self._dtype)
 
-    def router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def router(
+        self, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
         return self._others.router(weight, bias)
 
     def row_gate(self, linear: Linear, size: int) -> RowGate:
@@ -133,8 +138,8 @@ class CodeOperators:
     def gated_delta(self, mixer: GatedDelta) -> Mixer:
         return self._others.gated_delta(mixer)
 
-    def group(self, layers: Sequence[Weights]) -> LayerGroup | None:
-        return self._others.group(layers)
+    def experts(self, router: Router, experts: Sequence[ExpertMlp]) -> ExpertLayer:
+        return self._others.experts(router, experts)
 
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
         return self._others.norm(weight, eps)

@@ -17,7 +17,8 @@ from specray.engine.runner.runner import ModelRunner
 from specray.engine.visibility import branch_visibility
 from specray.types import SamplingParams, Verdict
 from tests.unit.engine.harness import Session, verify
-from tests.unit.engine.model.checkpoints import write_checkpoint
+from tests.unit.engine.model.checkpoints import write_checkpoint, write_family
+from tests.unit.engine.model.zoo import GROUPED, Family
 from tests.unit.engine.runners import cpu_runner, eager, target_over
 
 pytest.importorskip("numba")
@@ -113,6 +114,35 @@ def test_every_shape_of_gemma3(tmp_path: Path) -> None:
     """With norms that add, and tables of each layer's own."""
     sizes = {"vocab_size": 400, "head_dim": 64, "intermediate_size": 64, "max_position_embeddings": 64}
     path = write_checkpoint(tmp_path, "gemma3", **sizes)
+    runner = cpu_runner(path, dtype="bfloat16", max_num_seqs=4, block_size=8)
+    assert runner.cpu_graphs is not None
+    check_every_shape(runner)
+
+
+@pytest.mark.parametrize("changes", [{}, {"quantization": "int4"}])
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_every_shape_of_experts(tmp_path: Path, changes: dict[str, str], num_threads: int) -> None:
+    """Which experts a replay computes is what its own rows choose."""
+    sizes = {"vocab_size": 400, "moe_intermediate_size": 64, "intermediate_size": 64}
+    path = write_checkpoint(tmp_path, "qwen3_moe", **sizes)
+    runner = cpu_runner(
+        path, dtype="bfloat16", max_num_seqs=4, block_size=8, num_threads=num_threads, **changes
+    )
+    assert runner.cpu_graphs is not None
+    check_every_shape(runner)
+    assert runner.cpu_graphs.shapes
+
+
+def test_every_shape_of_experts_beside_a_shared_mlp(tmp_path: Path) -> None:
+    """With a gate of its own."""
+    sizes = {
+        "vocab_size": 400,
+        "moe_intermediate_size": 32,
+        "intermediate_size": 64,
+        "num_experts_per_tok": 2,
+    }
+    shared = {"num_experts": 4, "shared_expert_intermediate_size": 32}
+    path = write_family(tmp_path, Family("qwen2_moe", {**GROUPED, **sizes, **shared}))
     runner = cpu_runner(path, dtype="bfloat16", max_num_seqs=4, block_size=8)
     assert runner.cpu_graphs is not None
     check_every_shape(runner)

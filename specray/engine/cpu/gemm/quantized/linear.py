@@ -14,8 +14,10 @@ import llvmlite.binding
 import numpy as np
 import torch
 from numba import carray
+from numpy.typing import NDArray
 
-from specray.engine.activation import Activation
+from specray.engine.activation import Activation, Joint, joint_name
+from specray.engine.cpu.experts.grouped import ArgPlaces, Prepared
 from specray.engine.cpu.gemm.epilogue import GATED, PLAIN, PLUS, epilogue_kernel
 from specray.engine.cpu.gemm.quantized.integer_rows import BLOCK_BYTES, FACTOR_BYTES, integer_rows
 from specray.engine.cpu.gemm.quantized.layout import Layout
@@ -57,8 +59,9 @@ _AHEAD = 8192
     _SIZE,
     _STEP,
     _KIND,
-) = range(16)
-_NUM_ARGS = 16
+    _ALL_ROWS,
+) = range(17)
+_NUM_ARGS = 17
 
 
 def has_kernels() -> bool:
@@ -84,7 +87,7 @@ class _Job:
         kind: int,
         *,
         gate: Panels | None = None,
-        activation: Activation = Activation.SILU,
+        joint: Joint = Activation.SILU,
         first: int = 0,
         step: int | None = None,
     ) -> None:
@@ -94,7 +97,7 @@ class _Job:
             weight.size * weight.in_features,
         )
         self._kept = weight, gate, bias
-        self.kernel = _linear_kernel((gate or weight).layout, weight.layout, activation, fastest_registers())
+        self.kernel = _linear_kernel((gate or weight).layout, weight.layout, joint, fastest_registers())
         self.args = np.zeros(_NUM_ARGS, dtype=np.int64)
         self.args[[_WEIGHT, _BIAS]] = weight.data.data_ptr(), bias.data_ptr()
         self.args[_GATE] = 0 if gate is None else gate.data.data_ptr()
@@ -107,10 +110,10 @@ class _Job:
 class _Layer:
     """Jobs that write side by side to one output, from the same integer rows."""
 
-    __slots__ = ("_args", "_jobs", "_kernel", "_num_layers", "_num_parts", "_size", "_thread_pool")
+    __slots__ = ("_args", "_dtype", "_jobs", "_kernel", "_num_layers", "_num_parts", "_size", "_thread_pool")
 
-    def __init__(self, jobs: Sequence[_Job], kind: int, thread_pool: ThreadPool) -> None:
-        self._jobs, self._thread_pool = jobs, thread_pool
+    def __init__(self, jobs: Sequence[_Job], kind: int, thread_pool: ThreadPool, dtype: torch.dtype) -> None:
+        self._jobs, self._thread_pool, self._dtype = jobs, thread_pool, dtype
         self._num_layers = 2 if kind == GATED else 1
         self._size = int(jobs[0].args[_STEP])
         self._num_parts = _num_parts(jobs, self._num_layers, thread_pool.size)
@@ -126,25 +129,66 @@ class _Layer:
         self, rows: torch.Tensor, dtype: torch.dtype, summand: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Multiplies rows, bfloat16 or float32; a summand has the output's type. Not thread-safe."""
-        assert rows.is_contiguous(), "rows must follow each other"
         assert summand is None or (summand.is_contiguous() and summand.dtype == dtype), "as the output"
-        out = self._thread_pool.empty((len(rows), self._size), dtype)
         if len(rows) == 0:
-            return out
+            return self._thread_pool.empty((0, self._size), dtype)
+        out, kept, _ = self._prepare(rows, dtype, summand)
+        for job, own in zip(self._jobs[1:], self._args[1:, -_NUM_ARGS:], strict=True):
+            own[_OUT] += job.first * dtype.itemsize
+            own[_SUMMAND] += job.first * dtype.itemsize
+        self._thread_pool.run(self._kernel, self._args.ctypes.data, sum(self._num_parts))
+        del kept
+        return out
+
+    def _prepare(
+        self, rows: torch.Tensor, dtype: torch.dtype, summand: torch.Tensor | None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], int]:
+        """Sets the arguments for some rows; gives outputs, memory to keep, and integer rows of each row."""
+        assert rows.is_contiguous(), "rows must follow each other"
+        out = self._thread_pool.empty((len(rows), self._size), dtype)
         integers = integer_rows(rows, self._thread_pool)
         scratch_size = min(integers.num_rows, _ROWS_AT_ONCE) * self._num_layers * PANEL * 4 + APART
         scratch = self._thread_pool.empty(self._thread_pool.size * scratch_size, torch.uint8)
         addresses = out.data_ptr(), dtype == torch.float32, 0 if summand is None else summand.data_ptr()
-        args = self._args[:, -_NUM_ARGS:]
+        args, each = self._args[:, -_NUM_ARGS:], integers.num_rows // len(rows)
         args[:, : _ROWS_EACH + 1] = (
             *(integers.integers.data_ptr(), integers.factors.data_ptr(), integers.num_rows),
-            *(*addresses, scratch.data_ptr(), scratch_size, integers.num_rows // len(rows)),
+            *(*addresses, scratch.data_ptr(), scratch_size, each),
         )
-        for job, own in zip(self._jobs[1:], args[1:], strict=True):
-            own[_OUT] += job.first * dtype.itemsize
-            own[_SUMMAND] += job.first * dtype.itemsize
-        self._thread_pool.run(self._kernel, self._args.ctypes.data, sum(self._num_parts))
-        return out
+        args[:, _ALL_ROWS] = integers.num_rows
+        return out, (integers.integers, integers.factors, scratch), each
+
+    @property
+    def is_groupable(self) -> bool:
+        """Whether one kernel multiplies the whole layer: see ``experts.grouped.GroupableLayer``."""
+        return len(self._jobs) == 1
+
+    @property
+    def places(self) -> ArgPlaces:
+        layer, rows = (_WEIGHT, _BIAS, _GATE), (_INTEGERS, _FACTORS, _OUT)
+        return ArgPlaces(_NUM_ARGS, _NUM_ROWS, layer, rows)
+
+    @property
+    def kernel(self) -> Kernel:
+        return self._jobs[0].kernel
+
+    @property
+    def args(self) -> NDArray[np.int64]:
+        args: NDArray[np.int64] = self._args[0]
+        return args
+
+    @property
+    def num_panels(self) -> int:
+        return self._jobs[0].num_panels
+
+    @property
+    def num_weights(self) -> int:
+        return self._jobs[0].num_weights * self._num_layers
+
+    def prepare_group(self, rows: torch.Tensor, most: int) -> Prepared:
+        out, kept, each = self._prepare(rows, self._dtype, None)
+        steps = each * BLOCK_BYTES, each * FACTOR_BYTES, self._size * out.itemsize
+        return Prepared(out, steps, kept, most, each)
 
 
 def _num_parts(jobs: Sequence[_Job], num_layers: int, num_threads: int) -> list[int]:
@@ -163,7 +207,7 @@ class QuantizedLinear:
         weight: quantised, or as a file stores it: parts in layouts of their own.
     """
 
-    __slots__ = ("_dtype", "_plain", "_plus", "in_features", "num_bytes", "num_weights", "panels")
+    __slots__ = ("_dtype", "_plus", "in_features", "num_bytes", "num_weights", "panels", "plain")
 
     def __init__(
         self,
@@ -183,29 +227,30 @@ class QuantizedLinear:
         padded = [_padded(part, size) for part, size in zip(biases, sizes, strict=True)]
         firsts = accumulate(sizes, initial=0)
         places = list(zip(self.panels, padded, firsts, strict=False))
-        self._plain, self._plus = (
+        self.plain, self._plus = (
             _Layer(
                 [_Job(part, numbers, kind, first=first, step=sum(sizes)) for part, numbers, first in places],
                 kind,
                 thread_pool,
+                dtype,
             )
             for kind in (PLAIN, PLUS)
         )
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._plain.run(rows, self._dtype)
+        return self.plain.run(rows, self._dtype)
 
     def precise(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._plain.run(rows, torch.float32)
+        return self.plain.run(rows, torch.float32)
 
     def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
         return self._plus.run(rows, self._dtype, summand)
 
 
 class QuantizedGate:
-    """Computes ``activation(gate(x)) * up(x)``; implements ``linear.Gate``. A stored weight has one part."""
+    """Computes a gate and up, joined; implements ``linear.Gate``. A stored weight has one part."""
 
-    __slots__ = ("_dtype", "_gated", "in_features", "num_bytes", "num_weights", "panels")
+    __slots__ = ("_dtype", "gated", "in_features", "num_bytes", "num_weights", "panels")
 
     def __init__(
         self,
@@ -215,7 +260,7 @@ class QuantizedGate:
         up_bias: torch.Tensor | None,
         thread_pool: ThreadPool,
         dtype: torch.dtype = torch.bfloat16,
-        activation: Activation = Activation.SILU,
+        joint: Joint = Activation.SILU,
     ) -> None:
         self._dtype = dtype
         self.panels = pack(gate, thread_pool), pack(up, thread_pool)
@@ -224,11 +269,11 @@ class QuantizedGate:
         self.num_weights = 2 * size * self.in_features
         self.num_bytes = gate_panels.data.nbytes + panels.data.nbytes
         bias = torch.stack([_padded(bias, size) for bias in (gate_bias, up_bias)], dim=1)
-        job = _Job(panels, bias, GATED, gate=gate_panels, activation=activation)
-        self._gated = _Layer([job], GATED, thread_pool)
+        job = _Job(panels, bias, GATED, gate=gate_panels, joint=joint)
+        self.gated = _Layer([job], GATED, thread_pool, dtype)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._gated.run(rows, self._dtype)
+        return self.gated.run(rows, self._dtype)
 
 
 def _padded(bias: torch.Tensor | None, size: int) -> torch.Tensor:
@@ -240,16 +285,16 @@ def _padded(bias: torch.Tensor | None, size: int) -> torch.Tensor:
 
 
 @functools.cache
-def _linear_kernel(gate: Layout, weight: Layout, activation: Activation, registers: Registers) -> Kernel:
+def _linear_kernel(gate: Layout, weight: Layout, joint: Joint, registers: Registers) -> Kernel:
     """A kernel of layers, and of gates in these layouts; a layer has its own as that of the gate."""
     names = [weight.name] if gate == weight else [gate.name, weight.name]
-    names += [] if activation is Activation.SILU else [activation.value]
-    make = functools.partial(_make_linear, gate, weight, activation, registers)
+    names += [] if joint is Activation.SILU else [joint_name(joint)]
+    make = functools.partial(_make_linear, gate, weight, joint, registers)
     return Kernel("-".join(("linear", registers.name, *names)), _NUM_ARGS, make)
 
 
-def _make_linear(gate_layout: Layout, layout: Layout, activation: Activation, registers: Registers) -> Any:
-    finish, multiply = epilogue_kernel(activation), make_multiply(layout, registers)
+def _make_linear(gate_layout: Layout, layout: Layout, joint: Joint, registers: Registers) -> Any:
+    finish, multiply = epilogue_kernel(joint), make_multiply(layout, registers)
     multiply_gate = multiply if gate_layout == layout else make_multiply(gate_layout, registers)
     line = vectors(PANEL, "float32")
     load, store, add = line.load, line.store, line.add
@@ -277,6 +322,7 @@ def _make_linear(gate_layout: Layout, layout: Layout, activation: Activation, re
     def linear(address: int, part: int, num_parts: int, thread: int) -> None:
         args = carray(as_pointer(address), (_NUM_ARGS,), np.int64)
         num_rows, num_groups, each = args[_NUM_ROWS], args[_NUM_GROUPS], args[_ROWS_EACH]
+        all_rows = args[_ALL_ROWS]
         num_panels = (args[_SIZE] + PANEL - 1) // PANEL
         sums = args[_SCRATCH] + thread * args[_SCRATCH_SIZE]
         gate = min(num_rows, _ROWS_AT_ONCE) * PANEL * 4 if args[_KIND] == GATED else 0
@@ -286,8 +332,8 @@ def _make_linear(gate_layout: Layout, layout: Layout, activation: Activation, re
                 integers = args[_INTEGERS] + first * BLOCK_BYTES
                 factors = args[_FACTORS] + first * FACTOR_BYTES
                 if gate:
-                    multiply_gate(integers, factors, num_rows, args[_GATE], panel, sums, count, num_groups)
-                multiply(integers, factors, num_rows, args[_WEIGHT], panel, sums + gate, count, num_groups)
+                    multiply_gate(integers, factors, all_rows, args[_GATE], panel, sums, count, num_groups)
+                multiply(integers, factors, all_rows, args[_WEIGHT], panel, sums + gate, count, num_groups)
                 if each == 2:
                     merge(sums, count // 2)
                     if gate:

@@ -177,7 +177,7 @@ def test_a_kernel_that_computes_something_else_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(
         QuantizedLinear,
         "precise",
-        lambda self, rows: self._plain.run(rows, torch.float32) * wrong,
+        lambda self, rows: self.plain.run(rows, torch.float32) * wrong,
     )
     check_kernels.cache_clear()
     with pytest.raises(
