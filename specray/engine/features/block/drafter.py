@@ -211,8 +211,8 @@ class BlockDrafter:
             del logits
             self._drawn_from = depth, self._hidden[:, :0]
             count = max(1, min(self._num_depths - depth, HEAD_ROWS // len(self._hidden)))
-            rows = self._hidden[:, depth : depth + count]
-            logits = self._logits(rows.reshape(-1, rows.shape[-1])).view(len(rows), rows.shape[1], -1)
+            rows = self._hidden[:, depth : depth + count].contiguous()
+            logits = self._logits(rows.flatten(0, 1)).view(len(rows), rows.shape[1], -1)
             self._drawn_from = first, logits = depth, logits
         return logits[:, depth - first]
 

@@ -268,7 +268,9 @@ def test_what_ranks_choose_is_all_that_places_their_tokens(tmp_path: Path) -> No
         "block_size": 4,
         "num_blocks": 2 * info.max_model_len // 4,
         "dtype": "float32",
+        "checkpoint": info.checkpoint,
     }
+    assert len(info.checkpoint) == 64
 
 
 def test_a_rank_that_never_comes(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specray.config import EngineConfig
-from specray.engine.runner import assembly
+from specray.engine.runner import assembly, determinism
 from specray.engine.runner.cuda_graphs import MAX_ROWS
 from specray.engine.runner.memory import DrafterMemory, Usage, cache_bytes
 from specray.engine.step import CacheShape
@@ -142,7 +142,7 @@ def test_the_largest_step_has_all_rows_and_their_logits(
 def test_attention_is_tried_before_any_weight_is_read(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that writes beyond its buffers must have nothing there that it can spoil."""
     order: list[str] = []
-    choose, lower = assembly.choose_backend, assembly.lower
+    choose, lower = determinism.choose_backend, assembly.lower
 
     def chosen(*arguments: object) -> object:
         order.append("attention")
@@ -152,7 +152,7 @@ def test_attention_is_tried_before_any_weight_is_read(llama: Path, monkeypatch: 
         order.append("weights")
         return lower(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(assembly, "choose_backend", chosen)
+    monkeypatch.setattr(determinism, "choose_backend", chosen)
     monkeypatch.setattr(assembly, "lower", lowered)
     assembly.build_runner(config_of(llama, attention="gather"), role="target")
     assert order == ["attention", "weights"]
