@@ -154,6 +154,8 @@ class FakeTarget(_FakeEngine):
         self._scripted: dict[str, list[Mapping[str, Any]]] = {}
         self._known: set[tuple[int, ...]] | None = set() if prefix_cache else None
         self.num_rows = 0
+        self._accepted: dict[str, tuple[int, int]] = {}
+        """Of each sequence the tokens before its last draft tokens, and how many of these were kept."""
         self.lookaheads: list[LookaheadBudget] = []
         """Budgets of the items that asked it to look ahead."""
 
@@ -164,7 +166,10 @@ class FakeTarget(_FakeEngine):
 
     def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
         cut = [self._cut(item) for item in items]
-        rows = sum(len(item.token_ids) + len(item.draft.token_ids) - cached for item, cached in cut)
+        rows = sum(
+            len(item.token_ids) + len(item.draft.token_ids) - cached - self._num_confirmed(item)
+            for item, cached in cut
+        )
         if rows > self._info.max_num_batched_tokens or len(items) > self._info.max_num_seqs:
             raise ProtocolError(f"a step of {len(items)} items and {rows} rows is over the limits")
         budgets = [item.lookahead for item in items if item.lookahead is not None]
@@ -180,6 +185,11 @@ class FakeTarget(_FakeEngine):
 
     def check(self) -> None:
         self.model.next_token([0], 0)
+
+    def _num_confirmed(self, item: VerifyItem) -> int:
+        """Tokens of the item that were computed as draft tokens of the step before."""
+        base_len, num_accepted = self._accepted.get(item.request_id, (-1, 0))
+        return num_accepted if item.base_len == base_len else 0
 
     def _cut(self, item: VerifyItem) -> tuple[VerifyItem, int]:
         """Returns the part of the item that this step computes, and the number of its cached tokens."""
@@ -225,6 +235,7 @@ class FakeTarget(_FakeEngine):
         if sequence.sampling.num_logprobs is not None:
             logprobs = tuple(TokenLogprobs(token, -float(token)) for token in drawn)
         num_accepted, next_token_id = len(drawn) - 1, drawn[-1]
+        self._accepted[item.request_id] = len(sequence.tokens), num_accepted
         next_draft = NO_DRAFT
         if self._drafter is not None:
             known, most = [*sequence.tokens, *drawn], item.num_next_draft_tokens

