@@ -73,13 +73,16 @@ def measure(device: torch.device, workload: ExpertLoad) -> dict[str, Any]:
         operators = cuda_operators(dtype, device)
     else:
         operators = TorchOperators(dtype) if is_tiny else cpu_operators(dtype, workload.num_threads)
-    makers = {str(dtype).removeprefix("torch."): partial(_plain, operators, dtype, device, workload)}
-    if device.type == "cpu" and not is_tiny:
-        makers["int4"] = partial(_nibbles, operators, workload)
+    makers = {
+        str(dtype).removeprefix("torch."): (operators, partial(_plain, operators, dtype, device, workload))
+    }
+    if not is_tiny:
+        stored = _stored_operators(operators, dtype, device)
+        makers["int4"] = stored, partial(_nibbles, stored, workload)
     dense = _dense(operators, dtype, device, workload)
     times: list[ExpertTime] = []
-    for name, make in makers.items():
-        times += _measure_format(name, make, operators, device, workload, dense)
+    for name, (maker, make) in makers.items():
+        times += _measure_format(name, make, maker, device, workload, dense)
     return {
         "sizes": asdict(workload),
         "operators": type(operators).__name__,
@@ -173,15 +176,25 @@ def _plain(operators: Operators, dtype: torch.dtype, device: torch.device, workl
     return ExpertMlp(operators.gate(gate, up, None, None), operators.linear(down, None))
 
 
-def _nibbles(operators: Operators, workload: ExpertLoad) -> ExpertMlp:
-    """In the layout of int4 on a CPU; zeros cost as much as other numbers, and nothing to make."""
+def _stored_operators(operators: Operators, dtype: torch.dtype, device: torch.device) -> Operators:
+    """What keeps weights in a file's own bits."""
+    if device.type == "cuda":
+        from specray.engine.model.quantized.cuda import CodeOperators
+
+        return CodeOperators(operators, dtype, device)
     from specray.engine.model.operators_cpu import KernelOperators
     from specray.engine.model.quantized.cpu import StoredKernelOperators
+
+    assert isinstance(operators, KernelOperators), "those of a CPU"
+    return StoredKernelOperators(operators)
+
+
+def _nibbles(operators: Operators, workload: ExpertLoad) -> ExpertMlp:
+    """In the layout of int4; zeros cost as much as other numbers, and nothing to make."""
     from specray.engine.weights.block_type import BlockType
     from specray.engine.weights.block_weight import BlockWeight
     from specray.engine.weights.stored_weight import StoredWeight
 
-    assert isinstance(operators, KernelOperators), "those of a CPU"
     kind = BlockType.Q4_1
     gate, up, down = (
         StoredWeight(
@@ -196,8 +209,7 @@ def _nibbles(operators: Operators, workload: ExpertLoad) -> ExpertMlp:
         )
         for size, columns in _shapes(workload)
     )
-    stored = StoredKernelOperators(operators)
-    return ExpertMlp(stored.gate(gate, up, None, None), stored.linear(down, None))
+    return ExpertMlp(operators.gate(gate, up, None, None), operators.linear(down, None))
 
 
 def _shapes(workload: ExpertLoad) -> list[tuple[int, int]]:

@@ -49,6 +49,9 @@ class TileRule:
 FREE, FIXED = TileRule(), TileRule(is_fixed=True)
 """The fastest tile for each number of rows, and one for all of them."""
 
+GROUPED = Tile(16, 32, 4)
+"""The tile of experts in codes, in every step: most experts of a small one have a row or two."""
+
 
 def units_at_once(num_units: int) -> int:
     """Units of a step of the loop: of the layer alone, so that every row is summed in one order."""

@@ -9,6 +9,7 @@ from specray.engine.attention.select import Backend, Model, choose_backend, fixe
 from specray.engine.group.parallel import ParallelContext
 from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.layers.experts import ExpertLayer
+from specray.engine.model.layers.shared_mlp import WithSharedMlp
 from specray.engine.model.linear import PlainGate, PlainLinear
 from specray.engine.model.loader import DecoderSource, LoadedModel
 from specray.engine.model.lowering import head_shape
@@ -89,7 +90,7 @@ def _why_not_on_a_gpu(config: EngineConfig, forward: DecoderForward, backend: Ba
     """There what has the property is slower, and is taken where it is asked for."""
     if not is_wanted(config):
         return "target.deterministic is 'off'"
-    if any(isinstance(layer.gate, ExpertLayer) for layer in forward.layers):
+    if any(isinstance(layer.gate, ExpertLayer | WithSharedMlp) for layer in forward.layers):
         return "the model has experts, whose tiles depend on the rows on CUDA"
     if backend is None or not backend.fixed_part:
         return f"attention is {config.attention!r}, whose parts depend on the step"

@@ -6,13 +6,10 @@ import sys
 
 import torch
 
-from specray.engine.activation import Activation, Clamp
-from specray.engine.cuda.align_triton import align_pairs
+from specray.engine.activation import Activation
 from specray.engine.cuda.codes.check import check_product
 from specray.engine.cuda.codes.look_up_triton import CodeEmbedding, look_up
-from specray.engine.cuda.codes.packed import pack, stack
-from specray.engine.cuda.codes.product_triton import multiply
-from specray.engine.cuda.epilogue import Epilogue
+from specray.engine.cuda.codes.packed import pack
 from specray.engine.cuda.linear import ProductGate, ProductLinear
 from specray.engine.cuda.tiles import FIXED
 from specray.engine.model.operators_torch import TorchOperators
@@ -58,31 +55,6 @@ def rows() -> None:
                 step = others[:num_rows].clone()
                 step[place] = row
                 assert torch.equal(linear(step)[place], alone[0]), (name, num_rows, place)
-
-
-def experts() -> None:
-    """Pairs of rows and experts: an expert of 17 pairs, one of none, and tiles that are not used."""
-    weights = [random_blocks(BlockType.Q4_K, ROWS, COLUMNS, seed) for seed in range(3)]
-    chosen = torch.tensor([[0, 2]] * 9 + [[2, 0]] * 8)
-    flat, num_pairs = chosen.view(-1), chosen.numel()
-    tiles = align_pairs(chosen, len(weights), 16)
-    packed = stack([pack(weight, CPU) for weight in weights])
-    rows, bias = torch.randn(len(chosen), COLUMNS), torch.randn(3, ROWS)
-    meant = torch.stack([weight.values() for weight in weights]).double()
-    products = torch.einsum("pi,poi->po", rows.double().repeat_interleave(2, 0), meant[flat]) + bias[flat]
-    # The largest float16 scales make numbers of a million.
-    out = multiply(rows, packed, torch.zeros(num_pairs, ROWS), Epilogue(bias), tiles=tiles)
-    _close(out, products)
-    half = ROWS // 2
-    gate, up = products[:, :half].clamp(max=7.0), products[:, half:].clamp(-7.0, 7.0)
-    clamped = multiply(
-        rows,
-        packed,
-        torch.zeros(num_pairs, half),
-        Epilogue(bias, joint=Clamp(limit=7.0, gain=1.702)),
-        tiles=tiles,
-    )
-    _close(clamped, gate * torch.sigmoid(gate * 1.702) * (up + 1.0))
 
 
 def layers() -> None:
@@ -153,7 +125,6 @@ if __name__ == "__main__":
             "values": values,
             "products": products,
             "rows": rows,
-            "experts": experts,
             "layers": layers,
             "wrong": wrong,
         }[part]()

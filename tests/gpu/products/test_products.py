@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", ["values", "products", "rows", "experts", "layers", "wrong"])
+
+@pytest.mark.parametrize("part", ["values", "products", "rows", "layers", "wrong"])
 def test_kernels_of_codes_in_the_interpreter(part: str) -> None:
     """In a process of its own: whether kernels are interpreted is decided when triton is imported."""
     # The interpreter of 3.6 does not know numpy 2.4.
@@ -19,7 +20,14 @@ def test_kernels_of_codes_in_the_interpreter(part: str) -> None:
     _agrees("products_interpreted", part)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "format", ["q4_k", "mxfp4", "int4", "fp8", "nvfp4", "int8 anew", "int4 anew", "others"]
+)
+def test_experts_in_codes_as_one_in_the_interpreter(format: str) -> None:
+    pytest.importorskip("triton", minversion="3.9")
+    _agrees("experts_interpreted", format)
+
+
 @pytest.mark.parametrize("part", ["products", "cases", "attention", "trees"])
 def test_what_is_the_same_in_every_step_in_the_interpreter(part: str) -> None:
     pytest.importorskip("triton", minversion="3.9")
@@ -32,7 +40,7 @@ def _agrees(module: str, part: str) -> None:
         cwd=Path(__file__).resolve().parents[3],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=390,
         check=False,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
     )

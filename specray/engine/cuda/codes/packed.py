@@ -106,9 +106,15 @@ def pack(part: Packable, device: torch.device) -> PackedWeight:
     return _pack(part, device)
 
 
-def stack(weights: Sequence[PackedWeight]) -> PackedWeight:
-    """One weight of those of experts, which have the same layout, shape and order."""
+def stack(weights: Sequence[PackedWeight]) -> PackedWeight | None:
+    """One weight of those of experts; None: they differ in layout or shape, or have orders."""
+    weights = _alike(weights)
     first = weights[0]
+    if any(
+        (each.layout, each.codes.shape) != (first.layout, first.codes.shape) or each.order is not None
+        for each in weights
+    ):
+        return None
 
     def together(tensors: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
         found = [each for each in tensors if each is not None]
@@ -122,9 +128,28 @@ def stack(weights: Sequence[PackedWeight]) -> PackedWeight:
         together(each.numbers for each in weights),
         together(each.zeros for each in weights),
         together(each.outer for each in weights),
-        first.order,
+        None,
         first.in_features,
     )
+
+
+def _alike(weights: Sequence[PackedWeight]) -> Sequence[PackedWeight]:
+    """The same values; float32 numbers and zero points are in all weights where they are in one."""
+    number_bytes = max(each.layout.number_bytes for each in weights)
+    has_zeros = any(each.layout.has_zeros for each in weights)
+    made = []
+    for weight in weights:
+        layout, numbers, zeros = weight.layout, weight.numbers, weight.zeros
+        if numbers is not None and number_bytes > layout.number_bytes:
+            numbers = numbers.float()
+        if has_zeros and zeros is None:
+            shape = weight.num_units // layout.run, weight.size
+            zeros = torch.full(shape, layout.offset, dtype=torch.int8, device=weight.codes.device)
+            layout = replace(layout, offset=0, has_zeros=True)
+        made.append(
+            replace(weight, layout=replace(layout, number_bytes=number_bytes), numbers=numbers, zeros=zeros)
+        )
+    return made
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from specray.engine.cuda.codes.packed import PackedWeight
 from specray.engine.cuda.codes.unit_triton import constants_of, load_codes, load_scales, pointers_of
 from specray.engine.cuda.epilogue import NO_EPILOGUE, Epilogue
 from specray.engine.cuda.grouped_triton import joined
-from specray.engine.cuda.tiles import FREE, TileRule, units_at_once
+from specray.engine.cuda.tiles import FREE, GROUPED, TileRule, units_at_once
 
 
 @triton.jit
@@ -184,19 +184,18 @@ def multiply(
         rows: float16, bfloat16 or float32 ``[num_rows, in_features]``, numbers of a row side by side.
         weight: of one layer, or with ``tiles`` of all experts.
         out: ``[num_rows, size]`` or ``[num_pairs, size]``, numbers of a row side by side.
-        tiles: pair ``i`` has row ``i // (num_pairs / num_rows)``; None: every row has the one weight.
+        tiles: of ``GROUPED.rows`` rows; pair ``i`` has row ``i // (num_pairs / num_rows)``; None: every row
+            has the one weight.
     """
     num_out, size = out.shape
     if num_out == 0:
         return out
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    tile, step = rule.tile(num_out, size), units_at_once(weight.num_units)
-    tile_rows = tile.rows if tiles is None else tiles.tile_rows
-    num_tiles = triton.cdiv(num_out, tile_rows) if tiles is None else tiles.experts.shape[0]
-    columns = tile.columns if tiles is None else min(tile.columns, 32)
+    tile = rule.tile(num_out, size) if tiles is None else GROUPED
+    num_tiles = triton.cdiv(num_out, tile.rows) if tiles is None else tiles.num_tiles
     summand, joint = epilogue.summand, epilogue.joint
     clamp = joint if isinstance(joint, Clamp) else None
-    _product[(num_tiles, triton.cdiv(size, columns))](
+    _product[(num_tiles, triton.cdiv(size, tile.columns))](
         rows,
         out,
         rows if epilogue.bias is None else epilogue.bias,
@@ -221,9 +220,9 @@ def multiply(
         GAIN=0.0 if clamp is None else clamp.gain,
         LIMIT=0.0 if clamp is None else clamp.limit,
         **constants_of(weight),
-        ROWS=tile_rows,
-        COLUMNS=columns,
-        STEP=step,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        STEP=units_at_once(weight.num_units),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

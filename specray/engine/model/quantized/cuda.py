@@ -10,6 +10,7 @@ import torch
 
 from specray.engine.activation import Activation, Clamp, Joint
 from specray.engine.cuda.codes.check import check_product
+from specray.engine.cuda.codes.experts import CodeExperts
 from specray.engine.cuda.codes.layout import CodeLayout
 from specray.engine.cuda.codes.look_up_triton import CodeEmbedding
 from specray.engine.cuda.codes.packed import Packable, PackedWeight, can_pack, pack
@@ -139,7 +140,8 @@ class CodeOperators:
         return self._others.gated_delta(mixer)
 
     def experts(self, router: Router, experts: Sequence[ExpertMlp]) -> ExpertLayer:
-        return self._others.experts(router, experts)
+        made = CodeExperts.of([each.gate for each in experts], [each.down for each in experts])
+        return self._others.experts(router, experts) if made is None else ExpertLayer(router, made)
 
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
         return self._others.norm(weight, eps)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,10 +13,14 @@ from specray.engine.attention.paged import attend_gathered, store_rows
 from specray.engine.attention.select import Backend, Model, fixed_part
 from specray.engine.cuda.tiles import FIXED, FREE
 from specray.engine.group.parallel import ParallelContext
+from specray.engine.model.description import ModelArgs
+from specray.engine.model.loader import load_model
 from specray.engine.model.operators import cuda_operators
-from specray.engine.runner.determinism import chosen_backend, is_fixed
+from specray.engine.runner.determinism import chosen_backend, is_fixed, why_not
 from specray.engine.step import HeadShape
 from specray.errors import ConfigError
+from tests.unit.engine.model.checkpoints import write_checkpoint
+from tests.unit.engine.runners import cpu_runner
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 HEADS = HeadShape(32, 8, 128)
@@ -64,6 +71,15 @@ def test_a_device_without_the_kernels_is_refused_by_the_name_of_the_setting() ->
         chosen_backend(config, Model(HEADS, torch.bfloat16, CUDA))
     with pytest.raises(ConfigError, match=r"'on', whose products do not work here: .*; allowed here: 'off'"):
         cuda_operators(torch.bfloat16, CUDA, is_fixed=True)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "granitemoeshared"])
+def test_a_mixture_is_refused_with_a_shared_mlp_and_without(tmp_path: Path, family: str) -> None:
+    path = write_checkpoint(tmp_path, family)
+    config = TargetConfig.model_validate({"deterministic": "on"})
+    loaded = load_model(ModelArgs(str(path), role="target"), dtype=torch.float32, device=CPU)
+    reason = why_not(config, replace(loaded, device=CUDA), cpu_runner(path).forward, None)
+    assert reason == "the model has experts, whose tiles depend on the rows on CUDA"
 
 
 class ThreeRanks(ParallelContext):
