@@ -21,12 +21,16 @@ Ranks = list[BaseProcess]
 
 
 @contextmanager
-def running_ranks(target: Callable[..., None], *args: Any) -> Iterator[tuple[Ranks, Queue[Any]]]:
-    """Two processes, which meet in a queue, and the queue of their answers."""
+def running_ranks(
+    target: Callable[..., None], *args: Any, num_ranks: int = 2
+) -> Iterator[tuple[Ranks, Queue[Any]]]:
+    """Processes, which meet in a queue, and the queue of their answers."""
     context = preloaded_context()
     meeting: Queue[str] = context.Queue()
     answers: Queue[Any] = context.Queue()
-    ranks: Ranks = [context.Process(target=target, args=(r, meeting, answers, *args)) for r in range(2)]
+    ranks: Ranks = [
+        context.Process(target=target, args=(rank, meeting, answers, *args)) for rank in range(num_ranks)
+    ]
     for process in ranks:
         process.start()
     try:
@@ -37,9 +41,11 @@ def running_ranks(target: Callable[..., None], *args: Any) -> Iterator[tuple[Ran
             process.join(DEADLINE_S)
 
 
-def answers_of_ranks(target: Callable[..., None], *args: Any, count: int = 1) -> list[Any]:
-    """That many answers of two ranks, both of which end without a failure."""
-    with running_ranks(target, *args) as (ranks, answers):
+def answers_of_ranks(
+    target: Callable[..., None], *args: Any, count: int = 1, num_ranks: int = 2
+) -> list[Any]:
+    """That many answers of the ranks, all of which end without a failure."""
+    with running_ranks(target, *args, num_ranks=num_ranks) as (ranks, answers):
         received = [answers.get(timeout=DEADLINE_S) for _ in range(count)]
         end_well(ranks)
     return received
@@ -51,14 +57,15 @@ def end_well(ranks: Ranks) -> None:
     assert [process.exitcode for process in ranks] == [0] * len(ranks)
 
 
-def join(rank: int, meeting: Queue[str], **options: Any) -> ParallelContext:
-    """Rank 0 opens the store and says where; the other comes. Options are fields of ``GroupArgs``."""
+def join(rank: int, meeting: Queue[str], *, world_size: int = 2, **options: Any) -> ParallelContext:
+    """Rank 0 opens the store and says where; the others come. Options are fields of ``GroupArgs``."""
     torch.set_num_threads(1)
-    args = GroupArgs(rank, 2, "cpu", start_timeout_s=DEADLINE_S, **options)
+    args = GroupArgs(rank, world_size, "cpu", start_timeout_s=DEADLINE_S, **options)
     if rank > 0:
         return ParallelContext.join(args, meeting.get(timeout=DEADLINE_S))
     store = GroupStore("127.0.0.1", timeout_s=DEADLINE_S)
-    meeting.put(store.address)
+    for _ in range(world_size - 1):
+        meeting.put(store.address)
     return ParallelContext.join(args, store)
 
 
