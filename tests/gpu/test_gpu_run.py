@@ -145,10 +145,9 @@ def test_attention_and_proposals_on_a_cpu_give_every_figure(
     measured = {(time["num_sequences"], time["num_rows"], time["is_tree"]) for time in attention["times"]}
     assert measured == {(n, *rows) for n in (1, 2) for rows in ((1, False), (3, False), (7, True))}
     experts = report["experts"]["times"]
-    assert [(time["format"], time["num_rows"], time["num_hit"]) for time in experts] == [
-        ("float32", 1, 2.0),
-        ("float32", 3, 5.0),
-    ]
+    assert [(time["format"], time["num_rows"]) for time in experts] == [("float32", 1), ("float32", 3)]
+    # Two are chosen for each row; rows share some of them by chance.
+    assert experts[0]["num_hit"] == 2.0 and 2.0 <= experts[1]["num_hit"] <= 6.0
     captures = report["proposals"]["captures"]
     assert captures["num_captured"] == captures["num_shapes"] == 6 * 8 + 3 * 6 * 2
     proposals = report["proposals"]["times"]

@@ -10,7 +10,7 @@ from specray.engine.group.wire import SentTables, decode_copy, encode_copy
 from specray.engine.inputs import CopyInput, SequenceInput
 from specray.engine.visibility import Visibility
 
-HEADER_LEN = 7
+HEADER_LEN = 9
 
 
 def row(block_ids: list[int], num_tokens: int = 1) -> SequenceInput:
@@ -23,6 +23,7 @@ def test_a_step_survives_the_wire() -> None:
         SequenceInput([1, 2, 3], 7, [4, 0], 2),
         SequenceInput([7, 8], 0, [3, 2], 2, branches),
         SequenceInput([9], 0, [1], 0),
+        SequenceInput([5, 6], 64, [8], 2, state_slot=3, num_open=1),
     ]
     assert SentTables().decode(SentTables().encode(inputs)) == inputs
     assert SentTables().decode([]) == []

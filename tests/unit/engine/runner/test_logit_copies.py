@@ -96,7 +96,7 @@ def test_logits_of_several_forwards_are_all_kept(plain: ModelRunner) -> None:
         for index, length in enumerate((6, 9, 3)):
             sequence = EngineSequence.__new__(EngineSequence)
             sequence.token_ids = [(5 * index + place) % 90 + 2 for place in range(length)]
-            sequence.num_computed_tokens, sequence.num_tokens = 0, length
+            sequence.num_computed_tokens, sequence.num_tokens, sequence.state_slot = 0, length, None
             first = 4 * index
             sequence.block_table = type("Table", (), {"block_ids": list(range(first, first + 3))})  # type: ignore[assignment]
             items.append(CatchUp(sequence, length - 1))
