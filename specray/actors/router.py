@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Coroutine
+from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from specray.actors.drafts.deployment import DraftReplica
 from specray.actors.drafts.source import ServeDrafterSource
 from specray.actors.live import LiveReplica
 from specray.actors.node import keep_serve_on_loopback
-from specray.actors.routing import routes_by_prefix, stats_of
+from specray.actors.routing import routes_by_prefix
 from specray.actors.stream_sinks import StreamSinks
 from specray.actors.targets.group import TargetGroup
 from specray.actors.targets.source import TargetSource
@@ -127,7 +128,7 @@ class RouterReplica:
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """How busy this router is, for ``routing.PrefixRequestRouter``; nothing where it has no choice."""
-        return stats_of(self._router.routing_load()) if self._is_chosen else {}
+        return asdict(self._router.routing_load()) if self._is_chosen else {}
 
     async def check_health(self) -> None:
         """Cheap liveness check. Raises EngineLostError when the target is lost for good; Serve replaces both.

@@ -6,7 +6,6 @@ its own. It copies this module by value into its processes: what they share is i
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any, Final
 
 from ray.serve.config import RequestRouterConfig
@@ -52,8 +51,13 @@ class PrefixRequestRouter(RequestRouter):
         self._tell()
 
     def _tell(self) -> None:
-        replicas = self.curr_replicas.values()
-        self._shared.on_routers({each.replica_id.unique_id: load_of(each.routing_stats) for each in replicas})
+        # Without a figure yet the statistics are empty.
+        self._shared.on_routers(
+            {
+                each.replica_id.unique_id: RouterLoad(**each.routing_stats) if each.routing_stats else None
+                for each in self.curr_replicas.values()
+            }
+        )
 
 
 def routes_by_prefix(config: Config) -> bool:
@@ -72,13 +76,3 @@ def router_choice(config: Config) -> dict[str, Any]:
         "request_routing_stats_period_s": STATS_PERIOD_S,
     }
     return {"request_router_config": RequestRouterConfig(**values)}
-
-
-def stats_of(load: RouterLoad) -> dict[str, Any]:
-    """What a replica tells Serve of its load."""
-    return asdict(load)
-
-
-def load_of(stats: dict[str, Any]) -> RouterLoad | None:
-    """What a replica has told Serve; None: nothing yet."""
-    return RouterLoad(**stats) if stats else None

@@ -155,7 +155,7 @@ class FakeTarget(_FakeEngine):
         self._known: set[tuple[int, ...]] | None = set() if prefix_cache else None
         self.num_rows = 0
         self._accepted: dict[str, tuple[int, int]] = {}
-        """Of each sequence the tokens before its last draft tokens, and how many of these were kept."""
+        """Numbers by sequence: tokens before its last draft tokens, and how many of those were kept."""
         self.lookaheads: list[LookaheadBudget] = []
         """Budgets of the items that asked it to look ahead."""
 

@@ -28,7 +28,7 @@ class PrefixMap:
     def __init__(self, max_units: int = MAX_UNITS) -> None:
         self._max_units = max_units
         self._uses: dict[str, dict[int, int]] = {}
-        """Of each Router its units and their last use, the oldest first."""
+        """Units of each Router and their last use, the oldest first."""
         self._capacities: dict[str, int] = {}
         self._num_uses = 0
 

@@ -150,7 +150,7 @@ class IngressReplica:
         return self._tokenizer.named_ends() or "no token"
 
     async def metrics_text(self, node_id: str = "") -> str:
-        """As ``RouterReplica.metrics_text``."""
+        """This replica's metrics; none if it is not on the node with that id. Empty: on any."""
         if not is_on_node(node_id):
             return ""
         return with_labels(self._observer.metrics.text())

@@ -132,7 +132,7 @@ class DraftReplica:
         )
 
     async def metrics_text(self, node_id: str = "") -> str:
-        """As ``RouterReplica.metrics_text``."""
+        """This replica's metrics; none if it is not on the node with that id. Empty: on any."""
         if not is_on_node(node_id):
             return ""
         group = self._group

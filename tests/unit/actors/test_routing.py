@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specray.actors.client import ServeRouterClient
-from specray.actors.routing import load_of, router_choice, routes_by_prefix, stats_of
+from specray.actors.routing import router_choice, routes_by_prefix
 from specray.config import parse_config
 from specray.errors import OverloadedError
 from specray.requests import FinishReason, GenerateRequest, OutputChunk, RouterLoad
@@ -34,11 +34,6 @@ def test_somebody_chooses_only_where_there_may_be_several_routers(router: Any, c
     config = parse_config({"router": router})
     assert routes_by_prefix(config) is chosen
     assert bool(router_choice(config)) is chosen
-
-
-def test_what_a_router_tells_serve_is_what_arrives() -> None:
-    assert load_of(stats_of(LOAD)) == LOAD
-    assert load_of({}) is None
 
 
 def test_older_figures_of_a_router_do_not_replace_newer_ones() -> None:

@@ -25,7 +25,7 @@ class CodeExperts:
     """
 
     gate: PackedWeight
-    """Of all experts, gate's output features before those of up."""
+    """Weights of all experts, the gate's output features before those of up."""
     down: PackedWeight
     gate_bias: torch.Tensor | None
     """``[num_experts, 2 * size]``."""

@@ -77,17 +77,17 @@ def _after_dense(config: Any) -> tuple[bool, ...]:
 
 
 def _shared(config: Any, number: int | None) -> SharedMlp | None:
-    """So many shared experts as one MLP."""
+    """Shared experts, so many, as one MLP."""
     return SharedMlp(number * config.moe_intermediate_size) if number else None
 
 
 def _softmax(config: Any) -> Routing:
-    """As of Qwen's and AllenAI's."""
+    """Routing of Qwen's and AllenAI's mixtures."""
     return Routing(config.num_experts_per_tok, is_normed=bool(config.norm_topk_prob), is_rounded=True)
 
 
 def _grouped(config: Any) -> Routing:
-    """As of DeepSeek-V3."""
+    """Routing of DeepSeek-V3."""
     groups = None
     if config.n_group not in (None, 1):
         groups = Groups(config.n_group, config.topk_group, _NUM_SUMMED)

@@ -88,7 +88,7 @@ class _Parts:
     gate_bias: torch.Tensor | None
     up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
-    """Of the first rank alone: the ranks' results are summed."""
+    """The bias on the first rank alone: the ranks' results are summed."""
 
 
 @dataclass(frozen=True, slots=True)

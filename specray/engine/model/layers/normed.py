@@ -56,7 +56,7 @@ class NormedQueries:
 
     linear: Rows
     weights: tuple[torch.Tensor, torch.Tensor]
-    """Of this rank's queries, ``[num_heads * head_dim]``, and of its keys."""
+    """Weights of this rank's queries, ``[num_heads * head_dim]``, and of its keys."""
     eps: float
     parallel: ParallelContext | None
 

@@ -34,7 +34,7 @@ class DeltaLayers:
         return self.num_key_heads
 
     def state_shape(self, num_ranks: int) -> StateShape:
-        """Of the heads of one rank."""
+        """What a layer keeps of a sequence, for the heads of one rank."""
         # A start looks at configurations before torch is imported.
         from specray.engine.step import StateShape
 
