@@ -113,6 +113,15 @@ class EngineInfo:
     lacks_outcomes: bool = False
     """Draft: it prepares no outcomes of a round while the target verifies."""
 
+    adapters: tuple[bytes, ...] = ()
+    """Digests of the adapters that are loaded now, 32 bytes each."""
+    adapter_names: tuple[str, ...] = ()
+    """Of each, the name of its folder (target), or of the adapter that it drafts for (draft)."""
+    max_adapters: int = 0
+    """Most adapters that are loaded at a time; 0: the engine knows none, and would compute the base."""
+    max_adapter_rank: int = 0
+    """Most rank of an adapter; 0: the engine knows none."""
+
     def shares_with(self, other: EngineInfo) -> bool:
         """Both compute on the same cores or device, as far as is known."""
         return not set(self.hardware).isdisjoint(other.hardware)

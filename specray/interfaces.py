@@ -73,6 +73,25 @@ class Verifier(EngineConnection[TargetReplies], Protocol):
         ...
 
 
+@runtime_checkable
+class AdapterLoader(Protocol):
+    """What a connection to a target whose engine is a ``SyncAdapterEngine`` has besides."""
+
+    async def load_adapter(self, folder: str, digest: bytes = b"", *, is_pinned: bool = False) -> bytes:
+        """As ``SyncAdapterEngine.load_adapter``.
+
+        Raises:
+            InvalidRequestError: it can never be loaded, or the engine knows no adapters.
+            OverloadedError: all that are loaded are in use or pinned.
+            EngineLostError: the connection is gone.
+        """
+        ...
+
+    async def unload_adapter(self, digest: bytes) -> None:
+        """As ``SyncAdapterEngine.unload_adapter``. Raises EngineLostError."""
+        ...
+
+
 class DrafterSource(Protocol):
     """The place where the router leases a draft: with Ray a Serve handle, without Ray a fixed address."""
 
@@ -175,6 +194,34 @@ class SyncTargetEngine(SyncEngine, Protocol):
 
     def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:
         """One ragged forward. Bad items answer ItemFailed or UnknownSequence; never raises for them."""
+        ...
+
+
+@runtime_checkable
+class SyncAdapterEngine(Protocol):
+    """A target's engine that loads adapters while it serves, between two steps.
+
+    It lists them in ``info`` (``adapters``, ``adapter_names``, ``max_adapters``, ``max_adapter_rank``). A
+    sequence whose adapter is not loaded is answered with ``ItemFailed(is_retriable=True, field="adapter")``;
+    an adapter stays as long as a sequence uses it.
+    """
+
+    def load_adapter(self, folder: str, digest: bytes = b"", *, is_pinned: bool = False) -> bytes:
+        """Loads an adapter on all ranks, where it is not loaded; returns the digest of its bytes.
+
+        Args:
+            folder: name of its folder in ``target.adapters.directory``.
+            digest: what its bytes must be, 32 bytes; empty: whatever they are.
+            is_pinned: it leaves only when it is unloaded.
+
+        Raises:
+            ConfigError: it can never be loaded, or has other bytes; nothing has changed.
+            OverloadedError: all that are loaded are in use or pinned; nothing has changed.
+        """
+        ...
+
+    def unload_adapter(self, digest: bytes) -> None:
+        """Lets an adapter leave memory, once no sequence uses it; an unknown one is ignored."""
         ...
 
 

@@ -156,6 +156,11 @@ class RequestOptions:
     cache_salt: str = declare(
         "Only requests with an equal one share computed prefixes.", Range(0, 256), default=""
     )
+    adapter: str = declare(
+        "Name of the adapter that changes the model's weights; empty: the one that model names, if any.",
+        Range(0, 64),
+        default="",
+    )
     prompt_cache_key: str = declare(
         "Requests with an equal one go to the same router where several would answer equally soon.",
         Range(0, 256),

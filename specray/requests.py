@@ -81,6 +81,20 @@ class TextOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterRef:
+    """An adapter as a request names it. Other bytes under the same name are another adapter."""
+
+    name: str
+    """Name for people."""
+    digest: bytes
+    """Digest of its bytes, 32 bytes."""
+    folder: str
+    """Name of its folder in ``target.adapters.directory``."""
+    is_pinned: bool = False
+    """It leaves the engine's memory only when it is told to."""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """Ingress to router: one prompt, one output. ``n`` and lists of prompts are several of these."""
 
@@ -109,6 +123,8 @@ class GenerateRequest:
     """Times that the caller wants; None: none."""
     session: str = ""
     """What ties requests together where routers are equal otherwise; empty: nothing."""
+    adapter: AdapterRef | None = None
+    """The adapter whose digest is ``sampling.adapter``; None: the base."""
 
     @property
     def tenant(self) -> str:
@@ -118,7 +134,7 @@ class GenerateRequest:
     @property
     def prefix_root(self) -> bytes:
         """What stands before the first unit of the prompt, see ``prefix_keys``."""
-        return root_key(self.sampling.cache_salt)
+        return root_key(self.sampling.cache_salt, adapter=self.sampling.adapter)
 
 
 @dataclass(frozen=True, slots=True)

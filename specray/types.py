@@ -25,6 +25,9 @@ from specray.feature_rows import FeatureRows
 MAX_SPECULATIVE_TOKENS: Final = 32
 """Largest K: most draft tokens per round that a configuration or a request may ask for."""
 
+ADAPTER: Final = "adapter"
+"""Name of the field that says which adapter a request wants."""
+
 
 class Verification(enum.StrEnum):
     """How draft tokens are accepted; the target's output distribution is exactly preserved."""
@@ -115,6 +118,8 @@ class SamplingParams:
     """Token sequences that the output must not contain: the last token of one is impossible after the
     others, unless that would leave no token at all."""
     cache_salt: str = ""
+    adapter: bytes = b""
+    """Digest of the adapter that changes the model's weights, 32 bytes; empty: the base."""
 
     @property
     def is_greedy(self) -> bool:
@@ -259,7 +264,13 @@ class ItemFailed:
     is_invalid: bool = False
     """True: by its caller's mistake, such as a grammar that cannot be enforced; never retriable."""
     field: str = ""
-    """Name of the request's field that is wrong; only with ``is_invalid``. Empty: none in particular."""
+    """Name of the request's field that is wrong, with ``is_invalid``; empty: none in particular. Where it is
+    retriable, ``ADAPTER``: the item's adapter is not loaded."""
+
+    @property
+    def lacks_adapter(self) -> bool:
+        """Whether the item may be served once its adapter is loaded."""
+        return self.is_retriable and self.field == ADAPTER
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Configuration of a service, with one module per part."""
 
 from specray.config.access import AuthConfig, KeyConfig, KeySpeculationConfig, RpcConfig, TlsConfig
+from specray.config.adapters import AdaptersConfig
 from specray.config.endpoints import (
     ChatConfig,
     GrpcConfig,
@@ -36,6 +37,7 @@ __all__ = [
     "NO_CHECKPOINTS",
     "RANK_OPTIONS",
     "REMOTE_FEATURES",
+    "AdaptersConfig",
     "AuthConfig",
     "ChatConfig",
     "Config",

@@ -12,11 +12,13 @@ import grpc
 from grpc import aio
 
 from specray.engine_info import PROTOCOL_VERSION, EngineInfo
-from specray.errors import ConfigError, EngineLostError, ProtocolError
+from specray.errors import ConfigError, EngineLostError, InvalidRequestError, OverloadedError, ProtocolError
 from specray.rpc.channel import Address, ChannelOptions, open_channel, parse_peer
-from specray.rpc.codec.values import decode_info
-from specray.rpc.role import DRAFT, TARGET, EngineService, ItemT, RepliesT
+from specray.rpc.codec.values import decode_info, parse
+from specray.rpc.pb import target_pb2
+from specray.rpc.role import DRAFT, LOAD_ADAPTER, TARGET, UNLOAD_ADAPTER, EngineService, ItemT, RepliesT
 from specray.rpc.security import Metadata, PeerSecurity
+from specray.rpc.status import error_of
 from specray.types import DraftReplies, SpeculateItem, TargetReplies, VerifyItem
 
 BytesStream = aio.StreamStreamCall[bytes, bytes]
@@ -223,6 +225,32 @@ class GrpcVerifier(GrpcConnection[VerifyItem, TargetReplies]):
 
     async def verify(self, items: Sequence[VerifyItem], released: Sequence[str] = ()) -> None:
         await self.send(items, released)
+
+    async def load_adapter(
+        self, folder: str, digest: bytes = b"", *, is_pinned: bool = False, timeout_s: float = 120.0
+    ) -> bytes:
+        request = target_pb2.LoadAdapterRequest(folder=folder, digest=digest, is_pinned=is_pinned)
+        data = await self._call(LOAD_ADAPTER, request.SerializeToString(), timeout_s=timeout_s)
+        return parse(target_pb2.LoadAdapterResponse, data).digest
+
+    async def unload_adapter(self, digest: bytes, *, timeout_s: float = 30.0) -> None:
+        request = target_pb2.UnloadAdapterRequest(digest=digest)
+        await self._call(UNLOAD_ADAPTER, request.SerializeToString(), timeout_s=timeout_s)
+
+    async def _call(self, name: str, data: bytes, *, timeout_s: float) -> bytes:
+        """The answer of a call beside the stream. Raises what the engine's method raises, EngineLostError."""
+        self._raise_if_lost()
+        call: aio.UnaryUnaryMultiCallable[bytes, bytes]
+        call = self._channel.unary_unary(f"/{self.role.service}/{name}", None, None)
+        peer = _name(self.role, self._address)
+        async with calling(peer, timeout_s, f"no answer to {name} within"):
+            try:
+                return await call(data, timeout=timeout_s, metadata=self._security.metadata())
+            except aio.AioRpcError as error:
+                refusal = error_of(error)
+                if isinstance(refusal, (InvalidRequestError, OverloadedError)):
+                    raise refusal from None
+                raise
 
 
 async def _open_stream(

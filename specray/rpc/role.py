@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Final, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 from specray.engine_info import EngineInfo
-from specray.interfaces import SyncDraftEngine, SyncTargetEngine
+from specray.errors import ConfigError, InvalidRequestError
+from specray.interfaces import SyncAdapterEngine, SyncDraftEngine, SyncTargetEngine
 from specray.rpc.codec import draft as draft_codec
 from specray.rpc.codec import target as target_codec
-from specray.rpc.codec.values import InfoMessage, RequestBatch
+from specray.rpc.codec.values import InfoMessage, RequestBatch, parse
 from specray.rpc.pb import draft_pb2, target_pb2
-from specray.types import DraftReplies, SpeculateItem, TargetReplies, VerifyItem
+from specray.types import ADAPTER, DraftReplies, SpeculateItem, TargetReplies, VerifyItem
 
 RoleName = Literal["draft", "target"]
 
@@ -55,6 +57,8 @@ class EngineService(Generic[ItemT, RepliesT]):
     """Maximum tokens that the engine computes for an item."""
     drain_notice: RepliesT | None
     """Message that asks a router to lease another engine; None: there is no other."""
+    calls: Mapping[str, Callable[[SyncAdapterEngine, bytes], bytes]] = field(default_factory=dict)
+    """Methods of one message each way, by name: they run between two engine calls."""
 
     @property
     def stream_path(self) -> str:
@@ -77,6 +81,8 @@ class BoundEngine(Generic[ItemT, RepliesT]):
     """Last call, which releases what is outside the process, such as the other ranks."""
     advance: Callable[[], bool] = lambda: False
     """Does work that is expected but not asked for yet; returns whether there was any."""
+    adapters: SyncAdapterEngine | None = None
+    """What loads adapters; None: the engine knows none."""
 
 
 @runtime_checkable
@@ -96,7 +102,10 @@ def bind_draft(engine: SyncDraftEngine) -> BoundEngine[SpeculateItem, DraftRepli
 
 def bind_target(engine: SyncTargetEngine) -> BoundEngine[VerifyItem, TargetReplies]:
     close = partial(_close, engine)
-    return BoundEngine(lambda: engine.info, engine.verify, engine.release, engine.check, close)
+    adapters = engine if isinstance(engine, SyncAdapterEngine) else None
+    return BoundEngine(
+        lambda: engine.info, engine.verify, engine.release, engine.check, close, adapters=adapters
+    )
 
 
 def _num_draft_tokens(item: SpeculateItem) -> int:
@@ -111,6 +120,23 @@ def _num_draft_tokens(item: SpeculateItem) -> int:
 def _num_verified_tokens(item: VerifyItem) -> int:
     return len(item.token_ids) + len(item.draft.token_ids)
 
+
+def _load_adapter(engine: SyncAdapterEngine, data: bytes) -> bytes:
+    request = parse(target_pb2.LoadAdapterRequest, data)
+    try:
+        digest = engine.load_adapter(request.folder, request.digest, is_pinned=request.is_pinned)
+    except ConfigError as error:
+        raise InvalidRequestError(str(error), field=ADAPTER) from None
+    return target_pb2.LoadAdapterResponse(digest=digest).SerializeToString()
+
+
+def _unload_adapter(engine: SyncAdapterEngine, data: bytes) -> bytes:
+    engine.unload_adapter(parse(target_pb2.UnloadAdapterRequest, data).digest)
+    return target_pb2.UnloadAdapterResponse().SerializeToString()
+
+
+LOAD_ADAPTER: Final = "LoadAdapter"
+UNLOAD_ADAPTER: Final = "UnloadAdapter"
 
 DRAFT: Final[EngineService[SpeculateItem, DraftReplies]] = EngineService(
     name="draft",
@@ -143,4 +169,5 @@ TARGET: Final[EngineService[VerifyItem, TargetReplies]] = EngineService(
     no_replies=TargetReplies((), 0),
     num_tokens=_num_verified_tokens,
     drain_notice=None,
+    calls=MappingProxyType({LOAD_ADAPTER: _load_adapter, UNLOAD_ADAPTER: _unload_adapter}),
 )

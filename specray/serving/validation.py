@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from specray.errors import InvalidRequestError, ModelNotFoundError, shown
 from specray.request_options import Option, Range, RequestOptions, declare, declared_options
-from specray.requests import TextOptions
+from specray.requests import AdapterRef, TextOptions
 from specray.types import DraftKind, Verification
 
 _MOST_TOKENS: Final = (1 << 31) - 1
@@ -57,6 +57,8 @@ class GenerationOptions(RequestOptions):
     """Token ids of ``prediction``, from ``calls.option_texts``."""
     grammar_field: str = "grammar"
     """Name of the field that holds the grammar, for error messages."""
+    adapter_ref: AdapterRef | None = None
+    """What ``adapter``, or the model's name, stands for; None: the base."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """Token ids of ``bad_words``, from ``calls.bad_words``."""
     shown_token_ids: frozenset[int] = frozenset()

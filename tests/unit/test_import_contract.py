@@ -27,6 +27,8 @@ VOCABULARY = {
     "json_files",
     "prefix_keys",
     "checkpoint_digest",
+    "adapter_folders",
+    "adapter_slots",
 }
 SEAMS = VOCABULARY | {"interfaces", "config", "environment", "telemetry", "gguf"}
 SERVICE = {"engine", "rpc", "router", "routing", "drafting", "grammar", "tokenization", "demo"}
@@ -42,6 +44,8 @@ ALLOWED: dict[str, set[str]] = {
     "json_files": {"errors"},
     "prefix_keys": set(),
     "checkpoint_digest": {"errors"},
+    "adapter_folders": {"errors"},
+    "adapter_slots": {"errors"},
     "gguf": {"errors"},
     "config": VOCABULARY,
     "environment": VOCABULARY | {"config"},

@@ -24,9 +24,9 @@ from specray.types import (
 )
 
 _SAMPLING: Final = tuple(
-    each.name for each in fields(SamplingParams) if type(each.default) in (int, float, str)
+    each.name for each in fields(SamplingParams) if type(each.default) in (int, float, str, bytes)
 )
-"""Fields that are a number or a text, and never absent."""
+"""Fields that are a number, a text or bytes, and never absent."""
 _GRAMMAR_KINDS: Final = {
     GrammarKind.JSON_SCHEMA: types_pb2.GRAMMAR_KIND_JSON_SCHEMA,
     GrammarKind.LARK: types_pb2.GRAMMAR_KIND_LARK,
@@ -37,7 +37,8 @@ _FAILED: Final = tuple(each.name for each in fields(ItemFailed))
 _GRAMMAR_STATS: Final = tuple(each.name for each in fields(GrammarStats))
 _STEP_TIME: Final = tuple(each.name for each in fields(StepTime))
 _EXPERTS: Final = tuple(each.name for each in fields(RoutedExperts))
-_INFO_MESSAGES: Final = ("step_times", "experts", "grammar", "hardware")
+_INFO_LISTS: Final = ("hardware", "adapters", "adapter_names")
+_INFO_MESSAGES: Final = ("step_times", "experts", "grammar", *_INFO_LISTS)
 """Fields that are messages of their own, or repeated."""
 _INFO: Final = tuple(each.name for each in fields(EngineInfo) if each.name not in _INFO_MESSAGES)
 ItemT = TypeVar("ItemT")
@@ -232,7 +233,8 @@ def encode_info(message_type: InfoMessage, info: EngineInfo) -> bytes:
         set_fields(out.step_times.add(), step_time, _STEP_TIME)
     if info.experts is not None:
         set_fields(out.experts, info.experts, _EXPERTS)
-    out.hardware.extend(info.hardware)
+    for name in _INFO_LISTS:
+        getattr(out, name).extend(getattr(info, name))
     return message.SerializeToString()
 
 
@@ -246,8 +248,12 @@ def decode_info(message_type: InfoMessage, data: bytes) -> EngineInfo:
         step_times=tuple(StepTime(**get_fields(entry, _STEP_TIME)) for entry in message.info.step_times),
         experts=_decode_experts(message.info.experts) if message.info.HasField("experts") else None,
         grammar=GrammarStats(**get_fields(message.info.grammar, _GRAMMAR_STATS)),
-        hardware=tuple(message.info.hardware),
+        **_get_lists(message.info),
     )
+
+
+def _get_lists(info: types_pb2.EngineInfo) -> dict[str, Any]:
+    return {name: tuple(getattr(info, name)) for name in _INFO_LISTS}
 
 
 def _decode_experts(experts: types_pb2.RoutedExperts) -> RoutedExperts:

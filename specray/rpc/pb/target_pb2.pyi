@@ -126,3 +126,29 @@ class GetTargetInfoResponse(_message.Message):
     INFO_FIELD_NUMBER: _ClassVar[int]
     info: _types_pb2.EngineInfo
     def __init__(self, info: _Optional[_Union[_types_pb2.EngineInfo, _Mapping]] = ...) -> None: ...
+
+class LoadAdapterRequest(_message.Message):
+    __slots__ = ("folder", "digest", "is_pinned")
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    IS_PINNED_FIELD_NUMBER: _ClassVar[int]
+    folder: str
+    digest: bytes
+    is_pinned: bool
+    def __init__(self, folder: _Optional[str] = ..., digest: _Optional[bytes] = ..., is_pinned: _Optional[bool] = ...) -> None: ...
+
+class LoadAdapterResponse(_message.Message):
+    __slots__ = ("digest",)
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    def __init__(self, digest: _Optional[bytes] = ...) -> None: ...
+
+class UnloadAdapterRequest(_message.Message):
+    __slots__ = ("digest",)
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    def __init__(self, digest: _Optional[bytes] = ...) -> None: ...
+
+class UnloadAdapterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -45,6 +45,16 @@ class TargetServiceStub:
                 request_serializer=specray_dot_v1_dot_target__pb2.GetTargetInfoRequest.SerializeToString,
                 response_deserializer=specray_dot_v1_dot_target__pb2.GetTargetInfoResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/specray.v1.TargetService/LoadAdapter',
+                request_serializer=specray_dot_v1_dot_target__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=specray_dot_v1_dot_target__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/specray.v1.TargetService/UnloadAdapter',
+                request_serializer=specray_dot_v1_dot_target__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=specray_dot_v1_dot_target__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class TargetServiceServicer:
@@ -64,6 +74,21 @@ class TargetServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Loads an adapter, where it is not loaded. INVALID_ARGUMENT: it can never be loaded; RESOURCE_EXHAUSTED: all
+        that are loaded are in use or pinned.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Lets an adapter leave memory, once no sequence uses it; an unknown one is ignored.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TargetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -76,6 +101,16 @@ def add_TargetServiceServicer_to_server(servicer, server):
                     servicer.GetTargetInfo,
                     request_deserializer=specray_dot_v1_dot_target__pb2.GetTargetInfoRequest.FromString,
                     response_serializer=specray_dot_v1_dot_target__pb2.GetTargetInfoResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=specray_dot_v1_dot_target__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=specray_dot_v1_dot_target__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=specray_dot_v1_dot_target__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=specray_dot_v1_dot_target__pb2.UnloadAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -133,6 +168,60 @@ class TargetService:
             '/specray.v1.TargetService/GetTargetInfo',
             specray_dot_v1_dot_target__pb2.GetTargetInfoRequest.SerializeToString,
             specray_dot_v1_dot_target__pb2.GetTargetInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/specray.v1.TargetService/LoadAdapter',
+            specray_dot_v1_dot_target__pb2.LoadAdapterRequest.SerializeToString,
+            specray_dot_v1_dot_target__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/specray.v1.TargetService/UnloadAdapter',
+            specray_dot_v1_dot_target__pb2.UnloadAdapterRequest.SerializeToString,
+            specray_dot_v1_dot_target__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -14,10 +14,11 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic
 
 from specray.engine_info import EngineInfo
-from specray.errors import EngineLostError, SpecrayError
+from specray.errors import EngineLostError, InvalidRequestError, SpecrayError
 from specray.rpc.codec.values import RequestBatch
 from specray.rpc.role import BoundEngine, EngineService, ItemT, RepliesT
 from specray.rpc.workers.batch_runner import BatchRunner, ReplySink, StreamReplies
@@ -25,6 +26,14 @@ from specray.rpc.workers.busy import BusyMeter
 from specray.rpc.workers.item_queue import ItemQueue
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call that is neither items nor a check."""
+
+    work: Callable[[], bytes]
+    done: asyncio.Future[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +66,7 @@ class EngineHost(Generic[ItemT, RepliesT]):
         self._queue: ItemQueue[ItemT, RepliesT] = ItemQueue(role.num_tokens)
         self._ended: list[ReplySink[RepliesT]] = []
         self._checks: deque[_Check] = deque()
+        self._calls: deque[_Call] = deque()
         self._num_turns = 0
         self._budget = 0
         self._busy = BusyMeter()
@@ -105,13 +115,33 @@ class EngineHost(Generic[ItemT, RepliesT]):
         self._schedule()
         await done
 
+    async def call(self, method: str, data: bytes) -> bytes:
+        """Runs one of the role's ``calls`` between two engine calls; returns its answer.
+
+        Raises:
+            InvalidRequestError: the engine knows no adapters; or what the method raises for its message.
+            EngineLostError: the engine is broken or does not run.
+        """
+        if self._broken is not None or self._engine is None:
+            raise self._broken or EngineLostError(f"the {self._role.name} engine does not run")
+        if (adapters := self._engine.adapters) is None or self.info().max_adapters == 0:
+            raise InvalidRequestError(f"this {self._role.name} knows no adapters; set target.adapters")
+        done: asyncio.Future[bytes] = self._loop.create_future()
+        self._calls.append(_Call(partial(self._role.calls[method], adapters, data), done))
+        self._schedule()
+        return await done
+
     def stop(self) -> None:
         """Closes the engine and drops waiting requests; idempotent."""
         engine, self._engine, self._runner = self._engine, None, None
         for check in self._checks:
             if not check.done.done():
                 check.done.set_exception(EngineLostError(f"the {self._role.name} engine was stopped"))
+        for call in self._calls:
+            if not call.done.done():
+                call.done.set_exception(EngineLostError(f"the {self._role.name} engine was stopped"))
         self._checks.clear()
+        self._calls.clear()
         self._queue.clear()
         if engine is not None:
             self._guard(engine.close)
@@ -131,12 +161,14 @@ class EngineHost(Generic[ItemT, RepliesT]):
             self._guard(self._take_turn, self._runner)
         else:
             self._queue.clear()
+        if self._calls:
+            self._answer(self._calls.popleft())
         self._num_turns += 1
         while self._checks and (not self._queue or self._checks[0].due_turn <= self._num_turns):
             self._check(self._checks.popleft().done)
         self._busy.end()
         # In both cases the stream writers were woken before, so their replies are sent first.
-        if self._queue or self._checks:
+        if self._queue or self._checks or self._calls:
             self._schedule()
         else:
             self._loop.call_soon(self._advance)
@@ -182,6 +214,21 @@ class EngineHost(Generic[ItemT, RepliesT]):
             done.set_exception(self._broken)
         else:
             done.set_result(None)
+
+    def _answer(self, call: _Call) -> None:
+        if call.done.done():
+            return
+        try:
+            if self._broken is not None:
+                raise self._broken
+            call.done.set_result(call.work())
+        except SpecrayError as error:
+            call.done.set_exception(error)
+        except Exception as error:
+            # The engine's ranks may differ now.
+            self._break(error)
+            assert self._broken is not None
+            call.done.set_exception(self._broken)
 
     def _break(self, error: Exception) -> None:
         if self._broken is None:

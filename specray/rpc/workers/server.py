@@ -7,13 +7,14 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, cast
 
 import grpc
 from grpc import aio
 
 from specray.engine_info import EngineInfo
-from specray.errors import ConfigError, EngineLostError
+from specray.errors import ConfigError, EngineLostError, SpecrayError
 from specray.interfaces import SyncDraftEngine, SyncTargetEngine
 from specray.rpc.channel import ChannelOptions, bind, check_can_listen, parse_address
 from specray.rpc.codec.values import encode_info
@@ -29,6 +30,7 @@ from specray.rpc.role import (
     bind_draft,
     bind_target,
 )
+from specray.rpc.status import status_of
 from specray.rpc.workers.busy import BusyMeter
 from specray.rpc.workers.engine_host import EngineHost
 from specray.rpc.workers.router_stream import Ending, RouterStream
@@ -175,6 +177,10 @@ class EngineServer(Generic[ItemT, RepliesT]):
             {
                 self._role.stream_method: grpc.stream_stream_rpc_method_handler(self._serve_stream),
                 self._role.info_method: grpc.unary_unary_rpc_method_handler(self._serve_info),
+                **{
+                    name: grpc.unary_unary_rpc_method_handler(partial(self._serve_call, name))
+                    for name in self._role.calls
+                },
             },
         )
 
@@ -184,6 +190,16 @@ class EngineServer(Generic[ItemT, RepliesT]):
         if info is None:
             await context.abort(STOPPING.code, STOPPING.details)
         return encode_info(self._role.info_message, info)
+
+    async def _serve_call(self, name: str, data: bytes, context: aio.ServicerContext[Any, Any]) -> bytes:
+        await self._options.security.admit(context)
+        try:
+            if self._host is None:
+                raise EngineLostError(STOPPING.details)
+            return await self._host.call(name, data)
+        except SpecrayError as error:
+            status = status_of(error)
+            await context.abort(status.code, status.details, status.metadata)
 
     async def _serve_stream(self, _: object, context: aio.ServicerContext[Any, Any]) -> None:
         await self._options.security.admit(context)

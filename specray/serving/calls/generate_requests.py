@@ -11,7 +11,7 @@ from typing import Final
 from specray.request_options import OPTIONS
 from specray.requests import GenerateRequest, ServiceLevel, SpeculationParams
 from specray.serving.validation import GenerationOptions, Limits, check_options, check_prompts
-from specray.types import SamplingParams
+from specray.types import ADAPTER, SamplingParams
 
 _UINT64: Final = (1 << 64) - 1
 # Below these, float32 on the way to the engine or in its softmax would make them zero or infinite; the
@@ -24,8 +24,10 @@ _ADJUSTED: Final[Mapping[str, Callable[[float], float]]] = MappingProxyType(
     }
 )
 """Functions, by the option's name, from a value that may be asked for to the value that engines get."""
-_SHARED: Final = tuple(each.name for each in fields(SamplingParams) if each.name in OPTIONS)
-"""Names of options that engines get under the same name."""
+_SHARED: Final = tuple(
+    each.name for each in fields(SamplingParams) if each.name in OPTIONS and each.name != ADAPTER
+)
+"""Names of options that engines get under the same name and as they are."""
 
 
 def truncated(
@@ -108,6 +110,7 @@ def _generate_request(
         text=options.text,
         level=_level(options),
         session=options.prompt_cache_key,
+        adapter=options.adapter_ref,
     )
 
 
@@ -133,6 +136,7 @@ def _sampling_params(
         "num_prompt_logprobs": options.prompt_logprobs,
         "verification": options.verification or limits.verification,
         "bad_words": options.bad_word_ids,
+        "adapter": b"" if options.adapter_ref is None else options.adapter_ref.digest,
     }
     return SamplingParams(**values)
 

@@ -28,7 +28,8 @@ from specray.types import SamplingParams, Verification
 LIMITS = Limits(model_name="toy", vocab_size=64, max_model_len=512, eos_token_ids=(3,))
 PROMPT = (5, 6, 7, 8)
 # A grammar forbids min_tokens: its tests are http/test_structured_output.py and rpc/test_codec.py.
-NAMES = [field.name for field in fields(SamplingParams) if field.name != "grammar"]
+# The Ingress knows which digest an adapter's name stands for.
+NAMES = [field.name for field in fields(SamplingParams) if field.name not in ("grammar", "adapter")]
 DEFAULTS = {field.name: field.default for field in fields(SamplingParams) if field.name in NAMES}
 
 
