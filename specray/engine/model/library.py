@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,24 @@ class LibraryConfig:
 
     def has_decoder(self, forward: str) -> bool:
         """Whether the decoder runs it; ``forward`` is the setting."""
-        return forward != "hf" and self.whole is self.text and can_lower(self.text)
+        if forward == "hf" or not can_lower(self.text):
+            return False
+        # The library's multimodal models leave out what their text part's own model does to its logits.
+        return not self.is_multimodal or getattr(self.text, "logits_scaling", 1) == 1
+
+    @property
+    def is_multimodal(self) -> bool:
+        return self.whole is not self.text
+
+    @property
+    def _is_tied(self) -> bool:
+        """Whether the head may be the embedding: one of both parts says so, and the files say otherwise."""
+        return any(bool(getattr(part, "tie_word_embeddings", False)) for part in (self.whole, self.text))
+
+    def decoder_config(self, max_model_len: int) -> DecoderConfig:
+        """The decoder's, where it runs the model. KeyError, TypeError, ValueError: senseless values."""
+        config = decoder_config_of(self.text, max_model_len=max_model_len)
+        return replace(config, tie_word_embeddings=self._is_tied)
 
     def can_be_shared(self, forward: str) -> bool:
         """Whether several ranks can compute it together; ``forward`` as of :meth:`has_decoder`."""
@@ -231,7 +248,7 @@ def check_served(
         raise ConfigError(f"model {path!r}: {refusal}")
     if config.has_decoder(forward):
         try:
-            decoder = decoder_config_of(config.text, max_model_len=max_model_len)
+            decoder = config.decoder_config(max_model_len)
         except (KeyError, TypeError, ValueError) as error:  # Of rotary embeddings, as the library's model.
             raise ConfigError(f"model {path!r} cannot be loaded: {one_line(error)}") from None
         refusal = window_refusal(config.text, decoder.windows, max_model_len=max_model_len)

@@ -23,7 +23,7 @@ from specray.engine.model.checkpoint.headers import read_headers
 from specray.engine.model.checkpoint.layer_formats import StoredFormat
 from specray.engine.model.checkpoint.location import find_weights
 from specray.engine.model.checkpoint.mxfp4_weights import Mxfp4Weights
-from specray.engine.model.checkpoint.names import as_stored, decoder_name, decoder_names
+from specray.engine.model.checkpoint.names import as_stored, decoder_names
 from specray.engine.model.checkpoint.safetensors_files import SafetensorsWeights
 from specray.engine.model.checkpoint.source import NamedWeights, WeightSource
 from specray.engine.model.checkpoint.stored_format import MXFP4
@@ -191,12 +191,15 @@ def _decoder_source(
             entry=entry,
             has_own_bits=formats.has_own_bits,
         )
-    config = match_names(weights, config)
+    config = match_names(weights, config, text_alone=library is not None and library.is_multimodal)
     expected = config.weight_shapes()
     if EMBEDDING not in weights.shapes:
         # Either would do where both are tied.
         expected[HEAD] = expected[EMBEDDING]
     found, head = weights.shapes, described.head
+    if config.tie_word_embeddings:
+        # A copy of the embedding.
+        found = {name: shape for name, shape in found.items() if name != HEAD}
     if config.draft_vocab_size is not None:
         found = trimmed_shapes(found)
         head = stored_head(
@@ -259,14 +262,17 @@ def _weights(
     )
 
 
-def match_names(weights: NamedWeights, config: DecoderConfig) -> DecoderConfig:
+def match_names(weights: NamedWeights, config: DecoderConfig, *, text_alone: bool = False) -> DecoderConfig:
     """Gives the files' tensors the names that the decoder knows, as the library does.
+
+    Args:
+        text_alone: as of ``names.decoder_names``.
 
     Returns:
         The configuration, corrected where it says that the head is tied and the files say that it is not.
     """
-    config = as_stored(config, map(decoder_name, weights.shapes))
-    names = decoder_names(weights.shapes, [*config.weight_shapes(), HEAD])
+    names = decoder_names(weights.shapes, text_alone=text_alone)
+    config = as_stored(config, {name: weights.shapes[stored] for name, stored in names.items()})
     if config.tie_word_embeddings and EMBEDDING not in names and HEAD in names:
         names[EMBEDDING] = names.pop(HEAD)
     weights.rename(names)

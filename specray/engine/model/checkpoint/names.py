@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from specray.engine.model.layers.expert_config import GATE_UP, Stacked
+from specray.engine.model.checks.weights import PREDICTOR
+from specray.engine.model.decoder_config import HEAD, DecoderConfig, layer_prefix
+from specray.engine.model.layers.expert_config import DOWN, Stacked
 
-if TYPE_CHECKING:
-    from specray.engine.model.decoder_config import DecoderConfig
-
+_TEXT_PARTS = ("embed_tokens", "layers", "norm")
 _BASE_PREFIX = "model."
+_LAYERS = re.compile(r"(.*?)layers\.\d+\.")
+_HEAD = re.compile(r"(?:\w+\.)*lm_head\.weight$")
 _IN_LAYERS = re.compile(r"(^|\.)layers\.\d+\.")
 _ALIASES = tuple(
     (re.compile(pattern), name)
@@ -57,16 +59,18 @@ def decoder_name(name: str) -> str:
     return name
 
 
-def decoder_names(names: Iterable[str], known: Iterable[str]) -> dict[str, str]:
+def decoder_names(names: Iterable[str], *, text_alone: bool = False) -> dict[str, str]:
     """The names of files by those of the decoder.
 
+    All of a language model's names begin alike, whatever it is a part of: as those of most layers do that
+    have a final norm beside them. Files of a model without its head may lack that.
+
     Args:
-        known: the decoder's own. Files of a model without its head lack the prefix of all names; others have
-            it before the head.
+        text_alone: leave out what is of no language model, such as the parts of a multimodal one.
     """
-    stored, own = list(names), set(known)
+    stored = list(names)
     has_output_norms = any(_OWN_OUTPUT_NORM.search(name) for name in stored)
-    found = {}
+    root, found = _text_root(stored), {}
     for first in stored:
         name = decoder_name(first)
         for pattern, other in _OUTPUT_NORMS if has_output_norms else ():
@@ -74,25 +78,39 @@ def decoder_names(names: Iterable[str], known: Iterable[str]) -> dict[str, str]:
             if renamed != name:
                 name = renamed
                 break
-        found[_prefixed(name, own)] = first
+        if PREDICTOR.search(name):
+            found[name] = first
+        elif _HEAD.match(name) is not None and not _IN_LAYERS.search(name):
+            found[HEAD] = first
+        elif name.startswith(tuple(f"{root}{part}." for part in _TEXT_PARTS)):
+            found[f"{_BASE_PREFIX}{name.removeprefix(root)}"] = first
+        elif not text_alone:
+            found[name] = first
     return found
 
 
-def _prefixed(name: str, known: set[str]) -> str:
-    without = name.removeprefix(_BASE_PREFIX)
-    if without != name and without in known:
-        return without
-    return f"{_BASE_PREFIX}{name}" if f"{_BASE_PREFIX}{name}" in known else name
+def _text_root(names: Iterable[str]) -> str:
+    """What the names of a language model's layers begin with."""
+    stored = set(names)
+    layers = (_LAYERS.match(name) for name in stored if not PREDICTOR.search(name))
+    counts = Counter(match[1] for match in layers if match is not None and f"{match[1]}norm.weight" in stored)
+    return max(sorted(counts), key=counts.__getitem__, default=_BASE_PREFIX)
 
 
-def as_stored(config: DecoderConfig, names: Iterable[str]) -> DecoderConfig:
+def as_stored(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> DecoderConfig:
     """The configuration with experts stacked where the files have them so, or apart where they have not.
 
     Args:
-        names: of the files' weights, as :func:`decoder_name` gives them.
+        shapes: of the files' weights, by the names that :func:`decoder_names` gives them.
     """
     experts = config.experts
-    is_stacked = any(name.endswith(GATE_UP) for name in names)
-    if experts is None or is_stacked == (experts.stacked is not None):
+    layers = tuple(map(layer_prefix, range(config.num_hidden_layers)))
+    joined = [shapes[name] for name in shapes if name.endswith(DOWN) and name.startswith(layers)]
+    if experts is None or bool(joined) == (experts.stacked is not None):
         return config
-    return replace(config, experts=replace(experts, stacked=Stacked() if is_stacked else None))
+    stacked = None
+    if joined:
+        # Qwen3-VL's files have them turned, whatever the configuration says.
+        size = experts.intermediate_size
+        stacked = Stacked(size != config.hidden_size and joined[0][1:] == (size, config.hidden_size))
+    return replace(config, experts=replace(experts, stacked=stacked))

@@ -25,7 +25,8 @@ _OTHER_MODALITY = re.compile(
     r"(^|\.)(vision\w*|visual|vit|image\w*|img\w*|audio\w*|speech\w*|embed_vision|embed_audio|multi_modal_projector"
     r"|mm_projector|patch_merger|video\w*)\."
 )
-_PREDICTOR = re.compile(r"(^|\.)(mtp\w*|nextn\w*|eagle\w*)\.")
+PREDICTOR = re.compile(r"(^|\.)(mtp\w*|nextn\w*|eagle\w*)\.")
+"""Names of layers that predict further tokens (MTP), which no other layers have."""
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 
 
@@ -107,7 +108,7 @@ def _is_harmless(name: str, config: Any) -> bool:
 
 def _is_predictor(name: str, config: Any) -> bool:
     """True for a tensor of a layer after the last one, which predicts further tokens (MTP)."""
-    if _PREDICTOR.search(name):
+    if PREDICTOR.search(name):
         return True
     count = getattr(config, "num_nextn_predict_layers", None) or getattr(
         config, "mtp_num_hidden_layers", None

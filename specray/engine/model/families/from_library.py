@@ -69,6 +69,14 @@ _PARTLY_ROTATED = DELTA | {"phi3", "glm4_moe", "minimax_m2"}
 """Types that may rotate a part of each head."""
 _ROTATED_IN_WINDOWS = frozenset({"exaone_moe", "flint", "kolibri1"})
 """Types whose layers without a window have no rotary embeddings."""
+_TEXT_PARTS = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+"""Text parts of multimodal models that compute what another type does: a text's positions are the same on all
+of their axes."""
 _ROPE_BY_KIND = frozenset({"gemma3_text", "mellum"})
 _WITHOUT_WINDOWS = (
     (_GRANITE_MIXTURES - {"granitemoe_swa"})
@@ -90,6 +98,7 @@ _WITHOUT_WINDOWS = (
 
 def can_lower(config: Any) -> bool:
     """Whether the decoder computes what a text configuration describes."""
+    config = _as_own_type(config)
     if (
         config.is_heterogeneous
         or config.model_type not in MODEL_TYPES
@@ -128,6 +137,7 @@ def can_lower(config: Any) -> bool:
 
 def decoder_config_of(config: Any, *, max_model_len: int) -> DecoderConfig:
     """The decoder's configuration, from one that it covers. Raises ValueError for senseless values."""
+    config = _as_own_type(config)
     model_type, num_heads = config.model_type, config.num_attention_heads
     has_bias = model_type in _WITH_ATTENTION_BIAS and bool(config.attention_bias)
     head_dim = _head_dim(config)
@@ -150,7 +160,7 @@ def decoder_config_of(config: Any, *, max_model_len: int) -> DecoderConfig:
         head_dim=head_dim,
         rms_norm_eps=config.rms_norm_eps,
         max_position_embeddings=config.max_position_embeddings,
-        tie_word_embeddings=bool(config.tie_word_embeddings),
+        tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
         has_qkv_bias=has_bias or _has_qkv_bias(config),
         has_output_bias=has_bias,
         has_mlp_bias=model_type in _WITH_MLP_BIAS and bool(config.mlp_bias),
@@ -165,6 +175,16 @@ def decoder_config_of(config: Any, *, max_model_len: int) -> DecoderConfig:
         experts=experts_of(config),
         **switches,
     )
+
+
+def _as_own_type(config: Any) -> Any:
+    """The configuration, as one of the type that computes the same."""
+    own = _TEXT_PARTS.get(config.model_type)
+    if own is None:
+        return config
+    changed = copy(config)
+    changed.model_type = own
+    return changed
 
 
 def _gemma3(config: Any) -> dict[str, Any]:
@@ -239,9 +259,9 @@ def _draft_vocab_size(config: Any) -> int | None:
 
 def _windows(config: Any) -> tuple[int | None, ...]:
     num_layers: int = config.num_hidden_layers
-    if config.model_type in _WITHOUT_WINDOWS:
+    window: int | None = getattr(config, "sliding_window", None)
+    if config.model_type in _WITHOUT_WINDOWS or not hasattr(config, "sliding_window"):
         return (None,) * num_layers
-    window: int | None = config.sliding_window
     if config.model_type in ("mistral", "mixtral", "phi3", "qwen3_moe"):
         return (window,) * num_layers
     if config.model_type == "smollm3" and not config.use_sliding_window:

@@ -83,7 +83,8 @@ def _shared(config: Any, number: int | None) -> SharedMlp | None:
 
 def _softmax(config: Any) -> Routing:
     """Routing of Qwen's and AllenAI's mixtures."""
-    return Routing(config.num_experts_per_tok, is_normed=bool(config.norm_topk_prob), is_rounded=True)
+    is_normed = bool(getattr(config, "norm_topk_prob", True))
+    return Routing(config.num_experts_per_tok, is_normed=is_normed, is_rounded=True)
 
 
 def _grouped(config: Any) -> Routing:

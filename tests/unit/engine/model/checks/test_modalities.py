@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ from specray.engine.cache.blocks import BlockAllocator, BlockTable
 from specray.engine.inputs import SequenceInput
 from specray.engine.model.checks.modalities import drop_other_parts
 from specray.engine.model.description import ModelArgs, describe
+from specray.engine.runner.runner import ModelRunner
 from specray.errors import ConfigError
 from tests.unit.engine.model.checkpoints import (
     changing_tensors,
@@ -48,39 +51,78 @@ MISTRAL = {
     "vision_tower.": "model.vision_tower.",
     "multi_modal_projector.": "model.multi_modal_projector.",
 }
+OTHER_PARTS = re.compile(r"vis(ion|ual)|projector")
 QWEN = {"model.": "model.language_model.", "visual.": "model.visual."}
 
 
-@pytest.mark.parametrize(
-    ("name", "published", "newer"),
-    [
-        # As of Mistral-Small-3.1 and Qwen2.5-VL, each followed by the names of the library's modules.
-        ("mistral3", {"language_model.model", "language_model.lm_head"}, None),
-        ("mistral3", {"model.language_model", "lm_head.weight"}, MISTRAL),
-        ("qwen2_5_vl", {"model.layers", "model.embed_tokens", "model.norm", "lm_head.weight"}, None),
-        ("qwen2_5_vl", {"model.language_model", "lm_head.weight"}, QWEN),
-    ],
-)
-def test_names_of_both_layouts_are_read_and_only_the_language_model_stays(
+PUBLISHED = [
+    # As of Mistral-Small-3.1 and Qwen2.5-VL, each followed by the names of the library's modules.
+    ("mistral3", {"language_model.model", "language_model.lm_head"}, None),
+    ("mistral3", {"model.language_model", "lm_head.weight"}, MISTRAL),
+    ("qwen2_5_vl", {"model.layers", "model.embed_tokens", "model.norm", "lm_head.weight"}, None),
+    ("qwen2_5_vl", {"model.language_model", "lm_head.weight"}, QWEN),
+    # As of Qwen3.5.
+    ("qwen3_5-multimodal", {"model.language_model", "lm_head.weight", "mtp.fc"}, {}),
+]
+
+
+def logits_of(runner: ModelRunner) -> torch.Tensor:
+    table = BlockTable(BlockAllocator(runner.info.num_blocks, runner.info.block_size))
+    table.reserve(len(PROMPT))
+    return runner.run([SequenceInput(PROMPT, 0, table.block_ids, len(PROMPT))]).logits
+
+
+@pytest.mark.parametrize(("name", "published", "newer"), PUBLISHED)
+def test_the_decoder_serves_the_text_part_and_reads_no_other(
     name: str, published: set[str], newer: dict[str, str] | None, tmp_path: Path
 ) -> None:
     write_family(tmp_path, FAMILIES[name])
     expected = reference_logits(reference_model(tmp_path), PROMPT)
     rename(tmp_path, newer or {})
+    with changing_tensors(tmp_path) as tensors:
+        if "mtp.fc" in published:
+            tensors["mtp.fc.weight"] = torch.full((32, 64), torch.nan)
+        for other in [name for name in tensors if OTHER_PARTS.search(name)]:
+            tensors[other].fill_(torch.nan)
     assert starts(tmp_path) >= published
     runner = cpu_runner(tmp_path, max_num_seqs=1)
-    table = BlockTable(BlockAllocator(runner.info.num_blocks, runner.info.block_size))
-    table.reserve(len(PROMPT))
-    logits = runner.run([SequenceInput(PROMPT, 0, table.block_ids, len(PROMPT))]).logits
-    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=0)
+    assert runner.forward.name == "decoder"
+    torch.testing.assert_close(logits_of(runner), expected, atol=2e-5, rtol=0)
+
+
+def test_forward_hf_keeps_the_language_model_alone(tmp_path: Path) -> None:
+    write_family(tmp_path, FAMILIES["qwen2_5_vl"])
+    expected = reference_logits(reference_model(tmp_path), PROMPT)
+    runner = cpu_runner(tmp_path, max_num_seqs=1, forward="hf")
+    torch.testing.assert_close(logits_of(runner), expected, atol=2e-5, rtol=0)
     forward: Any = runner.forward
     assert [name for name, _ in forward.model.base_model.named_children()] == ["language_model"]
+
+
+def test_stacked_experts_are_turned_where_the_files_have_them_so(tmp_path: Path) -> None:
+    """As Qwen3-VL's are published."""
+    write_family(tmp_path, FAMILIES["qwen3_vl_moe"])
+    expected = reference_logits(reference_model(tmp_path), PROMPT)
+    with changing_tensors(tmp_path) as tensors:
+        for name in [name for name in tensors if "mlp.experts." in name]:
+            tensors[name] = tensors[name].transpose(1, 2).contiguous()
+    torch.testing.assert_close(logits_of(cpu_runner(tmp_path, max_num_seqs=1)), expected, atol=2e-5, rtol=0)
+
+
+def test_a_text_part_that_scales_its_logits_is_left_to_the_library(tmp_path: Path) -> None:
+    """Whose multimodal models do not scale them."""
+    own = FAMILIES["llava"]
+    values = {**own.values, "model_type": "granite", "logits_scaling": 4.0, "attention_multiplier": 0.3}
+    write_family(tmp_path, replace(own, values=values))
+    runner = cpu_runner(tmp_path, max_num_seqs=1)
+    assert runner.forward.name == "hf"
+    expected = reference_logits(reference_model(tmp_path), PROMPT)
+    torch.testing.assert_close(logits_of(runner), expected, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
     ("name", "model_type"),
     [
-        ("qwen3_vl", "qwen3_vl_text"),
         ("gemma4", "gemma4_text"),
         # Two ranks of it start, and compute something else.
         ("gemma3n", "gemma3n_text"),
