@@ -26,6 +26,8 @@ class ModelSummary:
     """Token ids of the model: those of its tokenizer, and maybe more, which pad its weights."""
     vocabulary: ModelVocabulary
     has_recurrent_layers: bool = False
+    is_library: bool = False
+    """Forward hf runs it."""
 
 
 def check_model(config: EngineConfig, role: str) -> ModelSummary:
@@ -56,7 +58,13 @@ def check_model(config: EngineConfig, role: str) -> ModelSummary:
         ) from None
     _check_stored_ids(path, described)
     vocabulary = tokenizer_vocabulary(path, described.directory)
-    return ModelSummary(path, described.vocab_size, vocabulary, described.has_recurrent_layers)
+    return ModelSummary(
+        path,
+        described.vocab_size,
+        vocabulary,
+        described.has_recurrent_layers,
+        is_library=described.decoder is None,
+    )
 
 
 def _check_stored_ids(path: str, described: ModelDescription) -> None:
@@ -89,19 +97,24 @@ def _check_drafter(target: EngineConfig) -> None:
         raise ConfigError(f"target.drafter is {path!r}; allowed: a directory with config.json and tensors")
 
 
-def check_chains(config: Config) -> None:
+def check_chains(config: Config, *, is_library: bool) -> None:
     """Raises ConfigError for what is not served with a target that has recurrent layers.
 
     Their state is one for all tokens before, so rows of two branches cannot go on from it side by side: they
-    verify chains alone. Drafters that read features are not served with them.
+    verify chains alone. Those of forward hf compute some accepted rows again in the next round, and what
+    drafters read of these comes too late.
+
+    Args:
+        is_library: forward hf runs the target.
     """
     problem = None
     if config.speculation.tree != "off":
         problem = f"speculation.tree is {config.speculation.tree!r}", "verify chains alone; allowed: 'off'"
-    elif config.target.drafter is not None:
+    elif config.target.drafter is not None and is_library:
         problem = (
             f"target.drafter is {config.target.drafter!r}",
-            "are served without a drafter; allowed: none (draft.model may be a model, 'ngram' or 'suffix')",
+            "forward hf runs without a drafter; allowed: none (draft.model may be a model, 'ngram' or "
+            "'suffix')",
         )
     elif config.draft.enabled and config.draft.model == DraftKind.LOOKAHEAD:
         problem = "draft.model is 'lookahead'", "verify chains alone; allowed: a model, 'ngram' or 'suffix'"
@@ -118,8 +131,9 @@ def check_models(config: Config) -> None:
         ConfigError: as :func:`check_pair` and :func:`check_chains`.
     """
     has_checkpoint = config.draft.has_model and not config.draft.reads_features
-    if check_pair(config.target, config.draft if has_checkpoint else None).has_recurrent_layers:
-        check_chains(config)
+    target = check_pair(config.target, config.draft if has_checkpoint else None)
+    if target.has_recurrent_layers:
+        check_chains(config, is_library=target.is_library)
 
 
 def check_pair(target: EngineConfig, draft: EngineConfig | None) -> ModelSummary:

@@ -34,14 +34,10 @@ class _Context(NamedTuple):
 
 
 class SdpaStep:
-    """The attention of one step, sequence by sequence. Layers share what does not depend on them.
+    """The attention of one step, sequence by sequence. Layers share what does not depend on them."""
 
-    Args:
-        first_index: KV index before which nothing is seen.
-    """
-
-    def __init__(self, step: AttentionStep, *, first_index: int = 0) -> None:
-        self._first_index = first_index
+    def __init__(self, step: AttentionStep) -> None:
+        self._first_index = step.first_index
         self.rows = step.rows
         self.cache = step.cache
         self._contexts: dict[tuple[int, int | None, int], _Context] = {}

@@ -17,6 +17,7 @@ from specray.engine.features.eagle.layout import EagleLayout, is_eagle, read_eag
 from specray.engine.features.files import DrafterFiles
 from specray.engine.features.medusa import MedusaDrafter, MedusaLayout, is_medusa, read_medusa
 from specray.engine.features.mtp.drafter import MtpDrafter
+from specray.engine.features.mtp.in_turn import MtpInTurn
 from specray.engine.features.mtp.layout import MtpLayout, read_mtp
 from specray.engine.model.description import ModelArgs
 from specray.errors import ConfigError
@@ -83,7 +84,7 @@ def load_drafter(layout: Layout, parts: TargetParts) -> FeatureDrafter:
     if isinstance(layout, BlockLayout):
         return BlockDrafter(layout, parts)
     if isinstance(layout, MtpLayout):
-        return MtpDrafter(layout, parts)
+        return MtpDrafter(layout, parts) if layout.num_layers == 1 else MtpInTurn(layout, parts)
     return MedusaDrafter(layout, parts)
 
 

@@ -78,8 +78,8 @@ class _LayerRows:
 class _CachedAttention:
     """Attends over the block cache."""
 
-    def __init__(self, step: AttentionStep, places: Mapping[int, int], first_index: int = 0) -> None:
-        self._step = SdpaStep(step, first_index=first_index)
+    def __init__(self, step: AttentionStep, places: Mapping[int, int]) -> None:
+        self._step = SdpaStep(step)
         self._places = places
         """Place in the cache of each layer that keeps keys and values."""
 
@@ -204,19 +204,6 @@ class HfForward:
                 output_hidden_states=self._tap.is_wanted,
             )
         return ForwardOutput(output.logits[0].float(), self._tap.take(output.hidden_states))
-
-    def decode(
-        self, embedded: torch.Tensor, positions: torch.Tensor, step: AttentionStep, *, first_index: int
-    ) -> torch.Tensor:
-        """Final norm's ``[num_rows, hidden_size]`` of embedded rows, which see KV from ``first_index`` on."""
-        output = self.model.base_model(
-            inputs_embeds=embedded[None],
-            position_ids=positions[None],
-            use_cache=False,
-            attention_step=_CachedAttention(step, self._places, first_index),
-        )
-        rows: torch.Tensor = output.last_hidden_state[0]
-        return rows
 
 
 @torch.inference_mode()

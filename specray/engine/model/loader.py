@@ -20,7 +20,6 @@ from specray.engine.cuda.codes.layout import held_bytes
 from specray.engine.model.checkpoint.adapter import AdaptedWeights
 from specray.engine.model.checkpoint.gguf_weights import GgufWeights
 from specray.engine.model.checkpoint.headers import read_headers
-from specray.engine.model.checkpoint.layer_formats import StoredFormat
 from specray.engine.model.checkpoint.location import find_weights
 from specray.engine.model.checkpoint.mxfp4_weights import Mxfp4Weights
 from specray.engine.model.checkpoint.names import as_stored, decoder_names
@@ -172,25 +171,10 @@ def _decoder_source(
 ) -> DecoderSource:
     library = described.library
     entry = None if library is None else library.weights_entry
-    directory = None if described.directory is None else find_weights(path, described.directory, entry)
-    if directory is None:
-        raise ConfigError(f"model {path!r} cannot be loaded: its safetensors files are not on the hub")
-    weights: NamedWeights
-    if (file := gguf_weights(directory)) is not None:
-        weights = GgufWeights(
-            path, file, config, dtype=dtype, device=device, has_own_bits=formats.has_own_bits
-        )
-        config = weights.decoder_config(config)
-    else:
-        weights = _weights(
-            path,
-            directory,
-            described.stored,
-            dtype=dtype,
-            device=device,
-            entry=entry,
-            has_own_bits=formats.has_own_bits,
-        )
+    directory = _directory(path, described)
+    weights, config = open_weights(
+        path, described, config, dtype=dtype, device=device, has_own_bits=formats.has_own_bits
+    )
     config = match_names(weights, config, text_alone=library is not None and library.is_multimodal)
     expected = config.weight_shapes()
     if EMBEDDING not in weights.shapes:
@@ -226,30 +210,36 @@ def _decoder_source(
     )
 
 
-def _held_bytes(format: str, num_bytes: int, device: torch.device) -> int:
-    """Bytes that a weight takes on the device, which has ``num_bytes`` in its file."""
-    if device.type == "cpu" or format not in set(BlockType):
-        return num_bytes
-    return held_bytes(BlockType(format), num_bytes)
-
-
-def _weights(
+def open_weights(
     path: str,
-    directory: Path,
-    stored: StoredFormat | None,
+    described: ModelDescription,
+    config: DecoderConfig,
     *,
     dtype: torch.dtype,
     device: torch.device,
-    entry: str | None,
     has_own_bits: bool,
-) -> NamedWeights:
+) -> tuple[NamedWeights, DecoderConfig]:
+    """Finds a checkpoint's weights, under the names that its files have.
+
+    Returns:
+        The weights, and the configuration in terms of which the files' numbers are.
+
+    Raises:
+        ConfigError: they are not on the hub, a file is missing or damaged, or its tensors do not fit the
+            checkpoint's format.
+    """
+    directory = _directory(path, described)
+    if (file := gguf_weights(directory)) is not None:
+        weights = GgufWeights(path, file, config, dtype=dtype, device=device, has_own_bits=has_own_bits)
+        return weights, weights.decoder_config(config)
+    entry, stored = None if described.library is None else described.library.weights_entry, described.stored
     check_tensors(path, read_headers(directory), stored)
     if stored is None:
-        return SafetensorsWeights(path, directory, dtype=dtype, device=device, entry=entry)
+        return SafetensorsWeights(path, directory, dtype=dtype, device=device, entry=entry), config
     if stored.method == MXFP4:
         return Mxfp4Weights(
             path, directory, dtype=dtype, device=device, entry=entry, has_own_bits=has_own_bits
-        )
+        ), config
     return StoredWeights(
         path,
         directory,
@@ -259,7 +249,22 @@ def _weights(
         entry=entry,
         has_own_bits=has_own_bits,
         holds_all=device.type != "cpu",
-    )
+    ), config
+
+
+def _directory(path: str, described: ModelDescription) -> Path:
+    entry = None if described.library is None else described.library.weights_entry
+    directory = None if described.directory is None else find_weights(path, described.directory, entry)
+    if directory is None:
+        raise ConfigError(f"model {path!r} cannot be loaded: its safetensors files are not on the hub")
+    return directory
+
+
+def _held_bytes(format: str, num_bytes: int, device: torch.device) -> int:
+    """Bytes that a weight takes on the device, which has ``num_bytes`` in its file."""
+    if device.type == "cpu" or format not in set(BlockType):
+        return num_bytes
+    return held_bytes(BlockType(format), num_bytes)
 
 
 def match_names(weights: NamedWeights, config: DecoderConfig, *, text_alone: bool = False) -> DecoderConfig:

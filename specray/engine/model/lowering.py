@@ -94,14 +94,14 @@ def lower(
     operators = operators.layers
     attention = operators.attention(tables_of_layers(config, max_model_len, device), shape)
     lowered = [
-        _lower_layer(index, config, shape, taken, operators) for index in range(config.num_hidden_layers)
+        lower_layer(index, config, shape, taken, operators) for index in range(config.num_hidden_layers)
     ]
     layers, expert_hits = count_hits(lowered, config.experts, device)
     states = tuple(layer.mixer.shape for layer in layers if layer.mixer is not None)
     return DecoderForward(
         embedding=embedding,
         layers=layers,
-        final_norm=_norm(FINAL_NORM, config, taken, operators, factor=config.logit_scale),
+        final_norm=lower_norm(FINAL_NORM, config, taken, operators, factor=config.logit_scale),
         head=head,
         attention=attention,
         cache_shape=CacheShape(
@@ -133,13 +133,14 @@ class ReducedLinear:
         return self(rows).add_(summand)
 
 
-def _lower_layer(
+def lower_layer(
     index: int, config: DecoderConfig, shape: HeadShape, taken: RankWeights, operators: Operators
 ) -> DecoderLayer:
+    """Builds one layer; ``shape`` is what :func:`head_shape` says. Raises ConfigError as :func:`lower`."""
     prefix, is_sandwich = layer_prefix(index), config.has_sandwich_norms
 
     def norm(name: str) -> Norm:
-        return _norm(f"{prefix}{name}.weight", config, taken, operators)
+        return lower_norm(f"{prefix}{name}.weight", config, taken, operators)
 
     def input_norm(name: str) -> Norm:
         return norm(name) if config.has_input_norms else Unnormed()
@@ -181,10 +182,10 @@ def _lower_layer(
     )
 
 
-def _norm(
+def lower_norm(
     name: str, config: DecoderConfig, taken: RankWeights, operators: Operators, *, factor: float = 1.0
 ) -> Norm:
-    """A norm over the hidden size, and a factor of what it gives.
+    """A norm over the hidden size, and a factor of what it gives. Raises ConfigError as :func:`lower`.
 
     Everything in the residual stream is divided by its scale (see ``_embedding_scale``), which a norm undoes
     but for the number that keeps it from dividing by zero.

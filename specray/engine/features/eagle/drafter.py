@@ -137,7 +137,7 @@ class EagleDrafter(ChainedDrafter):
         positions: torch.Tensor,
     ) -> torch.Tensor:
         embedded = self._embed(token_ids)
-        attention = SdpaStep(AttentionStep(rows, self._cache), first_index=FIRST_ENTRY)
+        attention = SdpaStep(AttentionStep(rows, self._cache, first_index=FIRST_ENTRY))
         cos, sin = self._rotary.at(positions)
         hidden = features
         if self._layout.joins_embedding_in_fc:

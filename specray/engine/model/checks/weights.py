@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _MAX_LISTED = 4
 """Tensors that a message names; of more it says how many."""
 # Tables that are computed, once saved with the weights.
-_COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|inv_freq|position_ids|masked_bias|rope\.freqs)$")
+COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|inv_freq|position_ids|masked_bias|rope\.freqs)$")
 # What a multimodal checkpoint holds besides its language model.
 _OTHER_MODALITY = re.compile(
     r"(^|\.)(vision\w*|visual|vit|image\w*|img\w*|audio\w*|speech\w*|embed_vision|embed_audio|multi_modal_projector"
@@ -101,7 +101,7 @@ def type_name(config: Any) -> str:
 
 
 def _is_harmless(name: str, config: Any) -> bool:
-    if _COMPUTED.search(name) or _OTHER_MODALITY.search(name):
+    if COMPUTED.search(name) or _OTHER_MODALITY.search(name):
         return True
     return bool(config.tie_word_embeddings) and name.endswith("lm_head.weight")
 

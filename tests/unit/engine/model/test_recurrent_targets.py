@@ -296,14 +296,17 @@ def test_what_is_no_chain_or_cannot_be_shared_is_refused_before_weights_load(
     assert str(caught.value) == message.format(path=checkpoint)
 
 
-def test_a_drafter_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_drafter_is_refused_beside_forward_hf(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    config = Config.model_validate(settings(checkpoint, target={"drafter": str(tmp_path)}))
+    target = {"drafter": str(tmp_path)}
+    check_models(Config.model_validate(settings(checkpoint, target=target)))
+    config = Config.model_validate(settings(checkpoint, target={**target, "forward": "hf"}))
     with pytest.raises(ConfigError) as caught:
         check_models(config)
     assert str(caught.value) == (
         f"target.drafter is {str(tmp_path)!r} and target.model {str(checkpoint)!r} has recurrent layers, "
-        "which are served without a drafter; allowed: none (draft.model may be a model, 'ngram' or 'suffix')"
+        "which forward hf runs without a drafter; allowed: none (draft.model may be a model, 'ngram' or "
+        "'suffix')"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.unit.engine.model.checkpoints import (
     write_checkpoint,
     write_model,
 )
+from tests.unit.engine.model.zoo import FAMILIES as ZOO
 
 NUM_LAYERS = 2
 HIDDEN = 32
@@ -36,7 +38,6 @@ class Naming:
     final_norm: str
     copies: tuple[str, ...] = ()
     is_hidden_first: bool = False
-    drops_first: bool = True
 
 
 DEEPSEEK = Naming(
@@ -56,17 +57,22 @@ QWEN = Naming(
     "mtp.pre_fc_norm_embedding",
     "mtp.pre_fc_norm_hidden",
     "mtp.norm",
-    drops_first=False,
 )
 
 FAMILIES: dict[str, tuple[str, Naming, Mapping[str, Any]]] = {
-    # Latent attention and experts, by forward hf.
-    "DeepSeek": ("deepseek_v3", DEEPSEEK, {"first_k_dense_replace": 1, "num_nextn_predict_layers": 1}),
     "GLM": ("glm4_moe", DEEPSEEK, {"first_k_dense_replace": 1, "num_nextn_predict_layers": 1}),
     "MiMo": ("qwen2", MIMO, {}),
-    "Qwen3-Next": ("qwen3", QWEN, {}),
-}
+    "Qwen": ("qwen3", QWEN, {}),
+    "Mellum": ("mellum", QWEN, {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4,
+        "sliding_window": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "layer_types": ["sliding_attention", "full_attention"], "mlp_layer_types": ["sparse", "sparse"],
+        "num_nextn_predict_layers": 1}),
+    "Qwen3-Next": ("qwen3_next", QWEN, ZOO["qwen3_next"].values),
+    "Qwen3.5": ("qwen3_5_text", QWEN, ZOO["qwen3_5"].values),
+    "Qwen3.5-MoE": ("qwen3_5_moe_text", QWEN, ZOO["qwen3_5_moe"].values),
+}  # fmt: skip
 """Model type, naming, and fields of the target's configuration."""
+HYBRIDS = ("Qwen3-Next", "Qwen3.5", "Qwen3.5-MoE")
 
 
 GLM = {
@@ -95,17 +101,29 @@ class Written:
 
 
 def write_target(
-    directory: Path, family: str, change: Callable[[Weights], object] = lambda weights: None
+    directory: Path,
+    family: str,
+    change: Callable[[Weights], object] = lambda weights: None,
+    *,
+    num_mtp_layers: int = 1,
 ) -> Written:
     """Writes a target.
 
     Args:
         change: of the files' tensors, at the end.
+        num_mtp_layers: layers behind each other; further ones are others than the first.
     """
     name, naming, values = FAMILIES[family]
+    if "num_nextn_predict_layers" in values:
+        values = {**values, "num_nextn_predict_layers": num_mtp_layers}
     single: dict[str, Any] = {"first_k_dense_replace": 0} if "first_k_dense_replace" in values else {}
+    for field in ("layer_types", "mlp_layer_types"):
+        if field in values:
+            single[field] = ["full_attention" if field == "layer_types" else "sparse"]
+    if family == "Mellum":
+        single["layer_types"] = ["sliding_attention"]
     path = _write(directory / "target", name, 0, values)
-    donor = _write(directory / "donor", name, 5, {"num_hidden_layers": 1, **single})
+    donor = _write(directory / "donor", name, 5, {**values, "num_hidden_layers": 1, **single})
     torch.manual_seed(9)
     extra = {
         naming.projection: 0.3 * torch.randn(HIDDEN, 2 * HIDDEN),
@@ -126,14 +144,21 @@ def write_target(
         for part in naming.copies:
             whole = "model.embed_tokens.weight" if part == "embed_tokens" else "lm_head.weight"
             weights[named(naming, part)] = weights.get(whole, weights["model.embed_tokens.weight"]).clone()
+        for index in range(1, num_mtp_layers):
+            further = f"model.layers.{NUM_LAYERS + index}."
+            for key in [key for key in weights if key.startswith(naming.layer)]:
+                is_copy = key.endswith(("head.weight", "embed_tokens.weight"))
+                weight = weights[key] if is_copy else weights[key].roll(index, 0)
+                weights[further + key.removeprefix(naming.layer)] = weight.clone()
         change(weights)
     return Written(path, naming, extra, donor)
 
 
 def _write(directory: Path, name: str, seed: int, values: Mapping[str, Any]) -> Path:
-    if name != "glm4_moe":
+    if name in ("deepseek_v3", "qwen2", "qwen3"):
         return write_checkpoint(directory, name, seed=seed, **values)
-    return write_model(directory, AutoConfig.for_model(name, **{**HIDDEN_SIZES, **GLM, **values}), seed=seed)
+    own = GLM if name == "glm4_moe" else {}
+    return write_model(directory, AutoConfig.for_model(name, **{**HIDDEN_SIZES, **own, **values}), seed=seed)
 
 
 def named(naming: Naming, part: str) -> str:
@@ -153,16 +178,15 @@ def drafted(
         path: tokens that are drawn first, whatever is likely.
     """
     model, layer, naming = reference_model(written.path), reference_model(written.donor), written.naming
-    eps = model.config.rms_norm_eps
 
     def normed(rows: torch.Tensor, part: str) -> torch.Tensor:
-        return rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + eps) * written.extra[part]
+        norm = deepcopy(model.model.norm)
+        norm.load_state_dict({"weight": written.extra[part]})
+        return norm(rows)
 
     features = hidden_states(model, known[:-1])[NUM_LAYERS + 1]
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     embedded = table[torch.tensor(list(known[1:]))].clone()
-    if naming.drops_first:
-        embedded[0] = 0
     logits, tokens = [], []
     for _ in range(count):
         both = [normed(embedded, naming.embedding_norm), normed(features, naming.hidden_norm)]

@@ -149,7 +149,7 @@ def test_of_the_target_only_what_it_lacks_is_read(
     read, take = set[str](), SafetensorsWeights.raw
 
     def noted(weights: SafetensorsWeights, name: str, *arguments: Any) -> Any:
-        read.add(name)
+        read.add(weights._names[name])
         return take(weights, name, *arguments)
 
     monkeypatch.setattr(SafetensorsWeights, "raw", noted)
