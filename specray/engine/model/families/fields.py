@@ -75,17 +75,17 @@ class ConfigFields:
                 continue
             if name not in _WITHOUT_EFFECT or not _WITHOUT_EFFECT[name](value):
                 raise NotUnderstoodError(name)
-        self._values = {**defaults, **values}
+        self.values = {**defaults, **values}
 
     def size(self, name: str) -> int:
         """A whole number above zero."""
-        value = self._values[name]
+        value = self.values[name]
         if type(value) is not int or value < 1:
             raise NotUnderstoodError(name)
         return value
 
     def size_or_none(self, name: str) -> int | None:
-        return None if self._values[name] is None else self.size(name)
+        return None if self.values[name] is None else self.size(name)
 
     def window(self, name: str) -> int | None:
         """Tokens that a layer attends to; of one alone the library's cache keeps another."""
@@ -96,13 +96,13 @@ class ConfigFields:
 
     def flag(self, name: str) -> bool:
         """True or False; False for a type that has no such field."""
-        value = self._values.get(name, False)
+        value = self.values.get(name, False)
         if type(value) is not bool:
             raise NotUnderstoodError(name)
         return value
 
     def value(self, name: str) -> Any:
-        return self._values.get(name)
+        return self.values.get(name)
 
 
 def rope_formula(given: Mapping[str, Any], max_position_embeddings: int) -> RopeFormula:

@@ -226,6 +226,68 @@ def test_a_file_with_every_field_of_the_library_is_read_without_it(model_type: s
     assert_same_model(parsed, read_by_library(values, directory))
 
 
+MIXTURES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
+
+
+@pytest.mark.parametrize("model_type", MIXTURES)
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_mixture_is_read_as_the_library_reads_it(model_type: str, is_whole: bool, directory: Path) -> None:
+    """With its own defaults, and with every field that the library writes."""
+    values: dict[str, Any] = {"model_type": model_type, "num_hidden_layers": 3}
+    if is_whole:
+        values = json.loads(json.dumps(AutoConfig.for_model(model_type, **SMALL).to_dict()))
+    parsed = read_decoder_config(values)
+    assert parsed is not None and parsed.experts is not None
+    assert parsed == decoder_config_of(read_by_library(values, directory), max_model_len=MAX_MODEL_LEN)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("mixtral", {"num_local_experts": 6, "head_dim": 16, "sliding_window": 7}),
+        ("mixtral", {"rope_theta": 5_000.0, "router_aux_loss_coef": 0.02, "draft_vocab_size": 9}),
+        (
+            "olmoe",
+            {"attention_bias": True, "norm_topk_prob": True, "num_experts_per_tok": 3},
+        ),
+        (
+            "qwen2_moe",
+            {"mlp_only_layers": [1], "qkv_bias": False, "sliding_window": 0},
+        ),
+        ("qwen2_moe", {"decoder_sparse_step": 2, "shared_expert_intermediate_size": 16}),
+        ("qwen2_moe", {"decoder_sparse_step": 4}),
+        ("qwen3_moe", {"head_dim": 128, "max_window_layers": 48, "attention_bias": True}),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 7, "mlp_only_layers": []}),
+    ],
+)
+def test_fields_of_mixtures(model_type: str, fields: dict[str, Any], directory: Path) -> None:
+    values = {"model_type": model_type, **SMALL, **fields}
+    expected = decoder_config_of(read_by_library(values, directory), max_model_len=MAX_MODEL_LEN)
+    assert read_decoder_config(values) == expected
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("olmoe", {"clip_qkv": 8.0}),
+        ("mixtral", {"num_key_value_heads": None}),
+        ("mixtral", {"num_experts": 4}),
+        ("mixtral", {"num_experts_per_tok": 9}),
+        ("qwen2_moe", {"use_sliding_window": True}),
+        ("qwen2_moe", {"layer_types": ["sliding_attention"] * 3}),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 0}),
+        ("qwen3_moe", {"num_experts": 0}),
+        ("qwen3_moe", {"mlp_only_layers": 1}),
+        ("qwen3_moe", {"decoder_sparse_step": 0}),
+        ("qwen3_moe", {"norm_topk_prob": 1}),
+        ("qwen3_moe", {"quantization_config": {"bits": 4}}),
+    ],
+)
+def test_mixtures_that_are_left_to_the_library(model_type: str, fields: dict[str, Any]) -> None:
+    assert read_decoder_config({"model_type": model_type, **SMALL, **fields}) is None
+
+
 def test_the_draft_of_the_default_model_is_read_without_the_library() -> None:
     values = json.loads((smollm2_draft_path() / "config.json").read_text())
     # It is completed by what this names, and has it no more.
