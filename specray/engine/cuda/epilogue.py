@@ -29,15 +29,19 @@ NO_EPILOGUE = Epilogue()
 class PlainWeight:
     """A weight of numbers."""
 
-    numbers: torch.Tensor  # [size, in_features], numbers of a row side by side
+    numbers: torch.Tensor  # [size, in_features], or one of each expert; numbers of a row side by side
 
     @property
     def size(self) -> int:
-        return self.numbers.shape[0]
+        return self.numbers.shape[-2]
 
     @property
     def in_features(self) -> int:
-        return self.numbers.shape[1]
+        return self.numbers.shape[-1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.numbers.device
 
     @property
     def num_weights(self) -> int:
@@ -46,3 +50,14 @@ class PlainWeight:
     @property
     def num_bytes(self) -> int:
         return self.numbers.nbytes
+
+    def is_like(self, other: object) -> bool:
+        """Whether both can be one weight of experts."""
+        return isinstance(other, PlainWeight) and (self.numbers.shape, self.numbers.dtype) == (
+            other.numbers.shape,
+            other.numbers.dtype,
+        )
+
+    def select(self, rows: slice) -> PlainWeight:
+        """Some output features."""
+        return PlainWeight(self.numbers[rows])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
 from specray.engine.activation import Joint
-from specray.engine.cuda.codes.packed import PackedWeight
+from specray.engine.cuda.align import Alignment
+from specray.engine.cuda.codes.packed import PackedWeight, stack_packed
 from specray.engine.cuda.codes.product_triton import multiply
 from specray.engine.cuda.epilogue import Epilogue, PlainWeight
 from specray.engine.cuda.plain_triton import multiply_plain
@@ -18,12 +20,26 @@ Multiplied: TypeAlias = PackedWeight | PlainWeight
 """A weight that is multiplied here."""
 
 
-def _multiply(
-    rows: torch.Tensor, weight: Multiplied, out: torch.Tensor, epilogue: Epilogue, rule: TileRule
+def multiply_any(
+    rows: torch.Tensor,
+    weight: Multiplied,
+    out: torch.Tensor,
+    epilogue: Epilogue,
+    rule: TileRule = FREE,
+    tiles: Alignment | None = None,
 ) -> torch.Tensor:
+    """What ``multiply_plain`` does, or ``multiply``, as the weight needs it."""
     if isinstance(weight, PlainWeight):
-        return multiply_plain(rows, weight, out, epilogue, rule=rule)
-    return multiply(rows, weight, out, epilogue, rule=rule)
+        return multiply_plain(rows, weight, out, epilogue, tiles=tiles, rule=rule)
+    return multiply(rows, weight, out, epilogue, tiles=tiles, rule=rule)
+
+
+def stack(weights: Sequence[Multiplied]) -> Multiplied:
+    """One weight of those of experts that are alike."""
+    packed = [each for each in weights if isinstance(each, PackedWeight)]
+    if packed:
+        return stack_packed(packed)
+    return PlainWeight(torch.stack([each.numbers for each in weights if isinstance(each, PlainWeight)]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +95,7 @@ class ProductLinear:
                 None if self.bias is None else self.bias[columns],
                 None if summand is None else summand[:, columns],
             )
-            _multiply(rows, part, out[:, columns], epilogue, self.rule)
+            multiply_any(rows, part, out[:, columns], epilogue, self.rule)
             first = columns.stop
         return out
 
@@ -109,4 +125,4 @@ class ProductGate:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         out = torch.empty(len(rows), self.both.size // 2, dtype=self.dtype, device=rows.device)
-        return _multiply(rows, self.both, out, Epilogue(self.bias, joint=self.joint), self.rule)
+        return multiply_any(rows, self.both, out, Epilogue(self.bias, joint=self.joint), self.rule)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 _MANY_FEATURES = 8192
 """Output features from which on wider tiles still give every multiprocessor some programs."""
+_PROMPT_ROWS = 512
+"""Rows of a step up to which tiles of experts are small; longer ones are prompts, which products bind."""
 _STEPS = (4, 2, 1)
 """Units of 32 input features at once; the first that divides a layer's."""
 
@@ -45,12 +47,28 @@ class TileRule:
             return Tile(64, 32, 4)
         return Tile(128, 64, 8, 3)
 
+    def grouped_rows(self, num_rows: int) -> int:
+        """Rows of a tile of experts in a step of ``num_rows``."""
+        is_small = self.is_fixed or num_rows <= _PROMPT_ROWS
+        return (_GROUPED if is_small else _GROUPED_PROMPT).rows
+
 
 FREE, FIXED = TileRule(), TileRule(is_fixed=True)
 """The fastest tile for each number of rows, and one for all of them."""
 
-GROUPED = Tile(16, 32, 4)
-"""The tile of experts in codes, in every step: most experts of a small one have a row or two."""
+_GROUPED, _GROUPED_PROMPT = Tile(16, 32, 4), Tile(64, 64, 4, 3)
+"""Tiles of experts. 16 rows are the fewest that the matrix unit takes; most experts of a small step have one
+or two."""
+
+
+def grouped_tile(num_rows: int) -> Tile:
+    """The tile of experts with that many rows."""
+    return _GROUPED if num_rows == _GROUPED.rows else _GROUPED_PROMPT
+
+
+def depth_of(in_features: int, item_size: int) -> int:
+    """Input features of plain weights at once: of the layer alone, so that every row has one order."""
+    return min(256 // item_size, max(16, 1 << (in_features - 1).bit_length()))
 
 
 def units_at_once(num_units: int) -> int:

@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 import torch
 import torch.nn.functional as F
 
-from specray.engine.activation import Activation
+from specray.engine.activation import Activation, Clamp, Joint
 
 
 @runtime_checkable
@@ -112,32 +112,37 @@ class WideLinear(PlainLinear):
 
 
 @dataclass(frozen=True, slots=True)
-class PlainGate:
-    """Both weights in one: on CUDA, and on processors without kernels of ours."""
+class JoinedGate:
+    """Both layers as one, joined by torch's operators."""
 
-    weight: torch.Tensor  # [2 * out_features, in_features]
-    bias: torch.Tensor | None
-    activation: Activation = Activation.SILU
+    both: Linear
+    """The gate's outputs before those of up."""
+    joint: Joint = Activation.SILU
 
     @property
     def num_weights(self) -> int:
-        return self.weight.numel()
+        return self.both.num_weights
 
     @property
     def num_bytes(self) -> int:
-        return self.weight.numel() * self.weight.itemsize
+        return self.both.num_bytes
 
     @property
     def in_features(self) -> int:
-        return self.weight.shape[1]
+        return self.both.in_features
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        gate, up = F.linear(rows, self.weight, self.bias).chunk(2, -1)
-        return activated(gate, self.activation).mul_(up)
+        return joined(self.both(rows), self.joint)
 
 
-def activated(gate: torch.Tensor, activation: Activation) -> torch.Tensor:
-    return F.silu(gate) if activation is Activation.SILU else F.gelu(gate, approximate="tanh")
+def joined(both: torch.Tensor, joint: Joint) -> torch.Tensor:
+    """The outputs of gate and up, ``[num_rows, 2 * size]``, as ``[num_rows, size]``."""
+    gate, up = both.chunk(2, -1)
+    if isinstance(joint, Clamp):
+        gate, up = gate.clamp(max=joint.limit), up.clamp(-joint.limit, joint.limit)
+        return gate * torch.sigmoid(gate * joint.gain) * (up + 1.0)
+    activated = F.silu(gate) if joint is Activation.SILU else F.gelu(gate, approximate="tanh")
+    return activated.mul_(up)
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
@@ -174,8 +179,8 @@ def make_gate(
     up: torch.Tensor,
     gate_bias: torch.Tensor | None,
     up_bias: torch.Tensor | None,
-    activation: Activation = Activation.SILU,
+    joint: Joint = Activation.SILU,
 ) -> Gate:
     """Torch's form of a gated pair, a copy: the caller should drop its own references to the weights."""
     bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
-    return PlainGate(torch.cat((gate, up)), bias, activation)
+    return JoinedGate(PlainLinear(torch.cat((gate, up)), bias), joint)

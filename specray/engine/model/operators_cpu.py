@@ -175,12 +175,14 @@ class KernelOperators(TorchOperators):
         return KernelOperators.linear(self, weight, bias)
 
     def experts(self, router: Router, experts: Sequence[ExpertMlp]) -> ExpertLayer:
-        gates, downs = (_groupable([getattr(each, name) for each in experts]) for name in ("gate", "down"))
+        gates = _groupable([each.gate for each in experts])
+        downs = _groupable([each.down for each in experts])
         if gates is None or downs is None:
             return super().experts(router, experts)
         groups = Group(gates, self.thread_pool), Group(downs, self.thread_pool)
         chooses = KernelRouter.of(router, self.thread_pool, self.dtype) or router
-        return ExpertLayer(chooses, KernelExperts(*groups, self.thread_pool))
+        hidden_size = experts[0].gate.in_features
+        return ExpertLayer(chooses, KernelExperts(*groups, hidden_size, self.thread_pool))
 
     def row_gate(self, linear: Linear, size: int) -> RowGate:
         return KernelRowGate(linear, self.dtype, self.thread_pool, size)
@@ -270,13 +272,13 @@ class KernelSharedMlp:
 
 
 def _groupable(layers: Sequence[object]) -> list[GroupableLayer] | None:
-    """Layers of one kind, whose kernels one job can run; None: they are not that."""
-    if all(isinstance(layer, TiledLinear | TiledGate) and layer.has_whole_blocks for layer in layers):
-        return [layer.product for layer in layers if isinstance(layer, TiledLinear | TiledGate)]
-    quantized: list[GroupableLayer] = []
+    """Layers whose kernels jobs can run; None: some are torch's."""
+    found: list[GroupableLayer] = []
     for layer in layers:
-        job = layer.plain if isinstance(layer, QuantizedLinear) else getattr(layer, "gated", None)
-        if not isinstance(layer, QuantizedLinear | QuantizedGate) or job is None or not job.is_groupable:
-            return None
-        quantized.append(job)
-    return quantized
+        if isinstance(layer, TiledLinear | TiledGate):
+            found.append(layer.product)
+        elif isinstance(layer, QuantizedGate):
+            found.append(layer.gated)
+        elif isinstance(layer, QuantizedLinear) and layer.plain.is_groupable:
+            found.append(layer.plain)
+    return found if len(found) == len(layers) else None

@@ -12,14 +12,19 @@ import torch
 
 from specray.engine.activation import Activation, Joint
 from specray.engine.cuda.epilogue import PlainWeight
+from specray.engine.cuda.experts_triton import TritonExperts
 from specray.engine.cuda.linear import ProductGate, ProductLinear
 from specray.engine.cuda.norm_triton import RowNorm
 from specray.engine.cuda.tiles import FIXED
+from specray.engine.model.layers.experts import ExpertLayer, ExpertMlp
 from specray.engine.model.operators_torch import TorchOperators
 from specray.engine.weights.stored_weight import Weight, numbers_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from specray.engine.model.decoder import Norm
+    from specray.engine.model.layers.routing import Router
     from specray.engine.model.linear import Gate, Linear
 
 
@@ -44,6 +49,10 @@ class FixedOperators(TorchOperators):
 
     def router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return ProductLinear((PlainWeight(weight.contiguous()),), bias, weight.dtype, FIXED)
+
+    def experts(self, router: Router, experts: Sequence[ExpertMlp]) -> ExpertLayer:
+        made = TritonExperts.of(experts, FIXED)
+        return super().experts(router, experts) if made is None else ExpertLayer(router, made)
 
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
         return RowNorm(weight, eps)

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from specray.engine.activation import Activation, Clamp, Joint
+from specray.engine.activation import Activation, Joint
 from specray.engine.attention.base import Attention, LayeredAttention, Rotary
 from specray.engine.attention.sdpa import PlainAttention
 from specray.engine.model.decoder import Norm, RMSNorm, RowGate, SigmoidGate, WideRMSNorm
 from specray.engine.model.layers.delta import GatedDelta, Mixer
-from specray.engine.model.layers.experts import ClampedGate, ExpertLayer, ExpertMlp, ExpertsInTurn
+from specray.engine.model.layers.experts import ExpertLayer, ExpertMlp, ExpertsInTurn
 from specray.engine.model.layers.routing import Router
 from specray.engine.model.linear import Gate, Linear, make_gate, make_linear
 from specray.engine.model.rotary import RotaryTables
@@ -45,9 +45,6 @@ class TorchOperators:
         dtype = both[0].dtype
         if gate_bias is not None and up_bias is not None:
             gate_bias, up_bias = gate_bias.to(dtype), up_bias.to(dtype)
-        if isinstance(joint, Clamp):
-            bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
-            return ClampedGate(make_linear(torch.cat(both), bias), joint)
         return make_gate(*both, gate_bias, up_bias, joint)
 
     def router(

@@ -7,18 +7,16 @@ is one here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from specray.engine.activation import Activation, Clamp, Joint
-from specray.engine.cuda.grouped_triton import GroupedProduct, TritonExperts
-from specray.engine.model.layers.experts import ClampedGate, ExpertLayer, ExpertMlp
+from specray.engine.cuda.experts_triton import TritonExperts
+from specray.engine.model.layers.experts import ExpertLayer, ExpertMlp
 from specray.engine.model.layers.routing import Router
-from specray.engine.model.linear import Gate, PlainGate, PlainLinear
+from specray.engine.model.linear import Gate, JoinedGate, PlainLinear
 from specray.engine.model.operators_torch import TorchOperators
 from specray.engine.weights.stored_weight import Weight, numbers_of
 
@@ -40,16 +38,17 @@ def _activate(both, out, size, HAS_TANH: tl.constexpr, COLUMNS: tl.constexpr):
     tl.store(out + row * size + column, product.to(out.dtype.element_ty), mask=is_column)
 
 
-@dataclass(frozen=True, slots=True)
-class TritonGate(PlainGate):
+class TritonGate(JoinedGate):
     """A gated pair whose activation is one kernel."""
 
+    __slots__ = ()
+
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        both = F.linear(rows, self.weight, self.bias)
+        both = self.both(rows)
         num_rows, size = both.shape[0], both.shape[1] // 2
         out = torch.empty(num_rows, size, dtype=both.dtype, device=both.device)
         _activate[(num_rows, triton.cdiv(size, _COLUMNS))](
-            both, out, size, HAS_TANH=self.activation is Activation.GELU_TANH, COLUMNS=_COLUMNS
+            both, out, size, HAS_TANH=self.joint is Activation.GELU_TANH, COLUMNS=_COLUMNS
         )
         return out
 
@@ -69,34 +68,11 @@ class TritonOperators(TorchOperators):
             return super().gate(gate, up, gate_bias, up_bias, joint)
         bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
         both = [numbers_of(weight, self.dtype) for weight in (gate, up)]
-        return TritonGate(torch.cat(both), bias, joint)
+        return TritonGate(PlainLinear(torch.cat(both), bias), joint)
 
     def experts(self, router: Router, experts: Sequence[ExpertMlp]) -> ExpertLayer:
-        joint, both = _joined([expert.gate for expert in experts])
-        down = [expert.down for expert in experts if isinstance(expert.down, PlainLinear)]
-        if joint is None or len(down) < len(experts):
-            return super().experts(router, experts)
-        return ExpertLayer(router, TritonExperts(_stacked(both, joint), _stacked(down, None)))
-
-
-def _joined(gates: Sequence[Gate]) -> tuple[Joint | None, list[PlainLinear | PlainGate]]:
-    """How plain gates join, and what holds their weights; None: some are of another kind."""
-    joint: Joint | None = None
-    both: list[PlainLinear | PlainGate] = []
-    for gate in gates:
-        if isinstance(gate, PlainGate):
-            joint, held = gate.activation, gate
-            both.append(held)
-        elif isinstance(gate, ClampedGate) and isinstance(gate.both, PlainLinear):
-            joint = gate.clamp
-            both.append(gate.both)
-    return (joint if len(both) == len(gates) else None), both
-
-
-def _stacked(layers: Sequence[PlainLinear | PlainGate], joint: Joint | None) -> GroupedProduct:
-    biases = [layer.bias for layer in layers if layer.bias is not None]
-    bias = torch.stack(biases) if biases else None
-    return GroupedProduct(torch.stack([layer.weight for layer in layers]), bias, joint)
+        made = TritonExperts.of(experts)
+        return super().experts(router, experts) if made is None else ExpertLayer(router, made)
 
 
 @torch.inference_mode()
@@ -109,7 +85,8 @@ def check_gate(device: torch.device, dtype: torch.dtype) -> None:
     )
     tolerance = 1e-3 if dtype == torch.float32 else 2e-2
     for activation in Activation:
-        output, expected = (kind(weight, None, activation)(rows).float() for kind in (TritonGate, PlainGate))
+        both = PlainLinear(weight, None)
+        output, expected = (kind(both, activation)(rows).float() for kind in (TritonGate, JoinedGate))
         error = float(((output - expected).abs() / (1.0 + expected.abs())).max())
         if not error < tolerance:
             raise ArithmeticError(f"its numbers are off by {error:.2g}; allowed: {tolerance}")

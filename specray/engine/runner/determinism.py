@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from specray.config import EngineConfig, TargetConfig
@@ -10,7 +12,7 @@ from specray.engine.group.parallel import ParallelContext
 from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.layers.experts import ExpertLayer
 from specray.engine.model.layers.shared_mlp import WithSharedMlp
-from specray.engine.model.linear import PlainGate, PlainLinear
+from specray.engine.model.linear import PlainLinear, Weights
 from specray.engine.model.loader import DecoderSource, LoadedModel
 from specray.engine.model.lowering import head_shape
 from specray.engine.runner.memory import DrafterMemory
@@ -42,9 +44,11 @@ def why_not(
         return _why_not_on_a_gpu(config, forward, backend)
     if not instruction_set(loaded):
         return "this processor has none of the instruction sets of our kernels, or numba is missing"
-    for linear in forward.linears():
-        if isinstance(linear, (PlainLinear, PlainGate)):
-            return f"a layer of {linear.in_features} inputs runs with torch's operators"
+    for linear in _linears(forward):
+        if isinstance(linear, PlainLinear):
+            return _torch_reason(linear)
+    if any(not each.experts.is_fixed for each in _mixtures(forward)):
+        return "its experts run with torch's operators"
     if backend is not None:
         return f"attention is {config.attention!r}, which runs with torch's operators on CPU"
     return None
@@ -90,15 +94,40 @@ def _why_not_on_a_gpu(config: EngineConfig, forward: DecoderForward, backend: Ba
     """There what has the property is slower, and is taken where it is asked for."""
     if not is_wanted(config):
         return "target.deterministic is 'off'"
-    if any(isinstance(layer.gate, ExpertLayer | WithSharedMlp) for layer in forward.layers):
-        return "the model has experts, whose tiles depend on the rows on CUDA"
     if backend is None or not backend.fixed_part:
         return f"attention is {config.attention!r}, whose parts depend on the step"
-    for linear in forward.linears():
+    for linear in _linears(forward):
         rule = getattr(linear, "rule", None)
         if rule is None or not rule.is_fixed:
-            return f"a layer of {linear.in_features} inputs runs with torch's operators"
+            return _torch_reason(linear)
+    if any(not each.experts.is_fixed for each in _mixtures(forward)):
+        return "its experts run with torch's operators"
     return None
+
+
+def _mixtures(forward: DecoderForward) -> Iterator[ExpertLayer]:
+    for layer in forward.layers:
+        if isinstance(layer.gate, ExpertLayer):
+            yield layer.gate
+        elif isinstance(layer.gate, WithSharedMlp):
+            yield layer.gate.experts
+
+
+def _linears(forward: DecoderForward) -> Iterator[object]:
+    """All linear layers but those of experts that are chosen, whatever is around them."""
+    kinds: list[object] = [*forward.linears(), *(each.router for each in _mixtures(forward))]
+    for layer in forward.layers:
+        if isinstance(layer.gate, WithSharedMlp):
+            kinds += [layer.gate.shared.gate, layer.gate.shared.down, layer.gate.gate]
+    for kind in kinds:
+        # A router, and a gate that torch joins, have a layer.
+        inner = getattr(kind, "linear", getattr(kind, "both", None))
+        if kind is not None:
+            yield inner if isinstance(inner, Weights) else kind
+
+
+def _torch_reason(linear: object) -> str:
+    return f"a layer of {getattr(linear, 'in_features', 0)} inputs runs with torch's operators"
 
 
 def check(config: EngineConfig, loaded: LoadedModel, reason: str | None) -> None:

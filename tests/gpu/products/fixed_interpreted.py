@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import sys
+import tempfile
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
+from specray.config import TargetConfig
 from specray.engine.activation import Activation
-from specray.engine.attention.paged import make_batch
+from specray.engine.attention.paged import attend_gathered, make_batch, store_rows
+from specray.engine.attention.select import Backend
 from specray.engine.attention.triton import TritonAttend
+from specray.engine.cuda.experts_triton import TritonExperts
 from specray.engine.cuda.linear import ProductGate, ProductLinear
+from specray.engine.cuda.tiles import FREE
 from specray.engine.model.decoder import RMSNorm
-from specray.engine.model.linear import PlainGate
+from specray.engine.model.description import ModelArgs
+from specray.engine.model.layers.experts import ExpertLayer
+from specray.engine.model.layers.shared_mlp import WithSharedMlp
+from specray.engine.model.linear import JoinedGate, PlainLinear
+from specray.engine.model.loader import DecoderSource, load_model
+from specray.engine.model.lowering import lower
 from specray.engine.model.operators_fixed import FixedOperators
+from specray.engine.model.quantized.operator_set import OperatorSet
+from specray.engine.runner.determinism import why_not
 from specray.engine.step import HeadShape, SequenceRows
 from specray.engine.visibility import tree_visibility
 from tests.gpu.attention_checks import check_case, check_tree
 from tests.gpu.block_cases import CASES, EDGES, SOME_TREES
+from tests.unit.engine.model.checkpoints import write_checkpoint
 
 CPU = torch.device("cpu")
 SIZE, COLUMNS = 40, 200
@@ -37,7 +52,7 @@ def products() -> None:
     expected = rows @ weight.T + bias
     torch.testing.assert_close(linear(rows), expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(linear.plus(rows, summand), expected + summand, atol=1e-4, rtol=1e-4)
-    plain = PlainGate(torch.cat((weight, up)), None, Activation.SILU)
+    plain = JoinedGate(PlainLinear(torch.cat((weight, up)), None), Activation.SILU)
     torch.testing.assert_close(gate(rows), plain(rows), atol=1e-3, rtol=1e-4)
     own = RMSNorm(norm.weight, 1e-5)  # type: ignore[attr-defined]
     torch.testing.assert_close(norm(rows), own(rows), atol=1e-5, rtol=1e-5)
@@ -102,6 +117,37 @@ def trees() -> None:
             assert torch.equal(_run([prefix, nodes[path]], chain, window)[-1], found[node])
 
 
+def mixtures() -> None:
+    """A mixture is not refused, and its layers give a row the same bits in any step, routing included."""
+    config = TargetConfig.model_validate({"deterministic": "on"})
+    backend = Backend("triton", attend_gathered, store_rows, BLOCK, fixed_part=PART)
+    for family in ("mixtral", "granitemoeshared", "qwen2_moe"):
+        with tempfile.TemporaryDirectory() as directory:
+            path = write_checkpoint(Path(directory), family)
+            loaded = load_model(ModelArgs(str(path), role="target"), dtype=torch.float32, device=CPU)
+            assert isinstance(loaded.source, DecoderSource)
+            operators = FixedOperators(torch.float32)
+            forward = lower(
+                loaded.source.config,
+                loaded.source.weights,
+                OperatorSet(operators, operators),
+                max_model_len=64,
+            )
+        on_cuda = replace(loaded, device=torch.device("cuda"))
+        assert why_not(config, on_cuda, forward, backend) is None
+        layer = next(each for each in forward.layers if isinstance(each.gate, ExpertLayer | WithSharedMlp))
+        rows = torch.randn(33, loaded.source.config.hidden_size)
+        most = layer.gate(rows)
+        for some in (slice(1), slice(4, 6), slice(32, 33), slice(20)):
+            assert torch.equal(layer.gate(rows[some]), most[some]), (family, some)
+        routed = layer.gate.experts if isinstance(layer.gate, WithSharedMlp) else layer.gate
+        assert isinstance(routed.experts, TritonExperts)
+        free = replace(routed, experts=replace(routed.experts, rule=FREE))
+        others = replace(forward, layers=(replace(layer, gate=free),))
+        reason = "its experts run with torch's operators"
+        assert why_not(config, on_cuda, others, backend) == reason
+
+
 def _run(parts: list[torch.Tensor], rows: SequenceRows, window: int | None) -> torch.Tensor:
     """Attention of some rows after a prefix whose keys and values are in the cache."""
     prefix, own = parts
@@ -116,5 +162,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.manual_seed(0)
     for part in sys.argv[1:]:
-        {"products": products, "cases": cases, "attention": attention, "trees": trees}[part]()
+        {"products": products, "cases": cases, "attention": attention, "trees": trees, "mixtures": mixtures}[
+            part
+        ]()
     print("agreed")

@@ -12,8 +12,9 @@ from specray.engine.cuda.codes.look_up_triton import CodeEmbedding, look_up
 from specray.engine.cuda.codes.packed import pack
 from specray.engine.cuda.linear import ProductGate, ProductLinear
 from specray.engine.cuda.tiles import FIXED
+from specray.engine.model.linear import JoinedGate
 from specray.engine.model.operators_torch import TorchOperators
-from specray.engine.model.quantized.cuda import CodeOperators, PartedGate
+from specray.engine.model.quantized.cuda import CodeOperators
 from specray.engine.weights.block_type import BlockType
 from specray.engine.weights.quantization import Quantization
 from specray.engine.weights.quantized_weight import QuantizedWeight
@@ -81,7 +82,7 @@ def layers() -> None:
         (Activation.SILU, torch.nn.functional.silu),
         (Activation.GELU_TANH, lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
     ):
-        for up, kind in ((up_weight, ProductGate), (up_of_blocks, PartedGate)):
+        for up, kind in ((up_weight, ProductGate), (up_of_blocks, JoinedGate)):
             gate = operators.gate(gate_weight, up, None, None, activation)
             assert isinstance(gate, kind)
             both = (rows.double() @ each.values().double().T for each in (gate_weight, up))

@@ -28,7 +28,7 @@ def test_experts_in_codes_as_one_in_the_interpreter(format: str) -> None:
     _agrees("experts_interpreted", format)
 
 
-@pytest.mark.parametrize("part", ["products", "cases", "attention", "trees"])
+@pytest.mark.parametrize("part", ["products", "cases", "attention", "trees", "mixtures"])
 def test_what_is_the_same_in_every_step_in_the_interpreter(part: str) -> None:
     pytest.importorskip("triton", minversion="3.9")
     _agrees("fixed_interpreted", part)
@@ -42,7 +42,13 @@ def _agrees(module: str, part: str) -> None:
         text=True,
         timeout=390,
         check=False,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        # Of newer processors, products of numpy add up a row by its place in the tile.
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": "1",
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_CORETYPE": "Nehalem",
+        },
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["agreed"]

@@ -8,16 +8,17 @@ can hold the job, and threads share the experts that are hit.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numba import carray
 from numpy.typing import NDArray
 
-from specray.engine.cpu.experts.plan import Plan, add_up, spread
+from specray.engine.cpu.experts.plan import LINE, Plan, add_up, spread
 from specray.engine.cpu.simd import kernel
 from specray.engine.cpu.thread_pool import APART, MAX_PARTS, Kernel, ThreadPool, as_pointer, call_kernel
 
@@ -64,8 +65,12 @@ class GroupableLayer(Protocol):
     @property
     def num_weights(self) -> int: ...
 
-    def prepare_group(self, rows: torch.Tensor, most: int) -> Prepared:
-        """Sets ``args`` as if for an expert with the first ``most`` of all pairs' rows."""
+    def prepare_group(self, rows: torch.Tensor, most: int, out: torch.Tensor) -> Prepared:
+        """Sets ``args`` as if for an expert with the first ``most`` of all pairs' rows.
+
+        Args:
+            out: ``[num_pairs, whole panels]``.
+        """
         ...
 
 
@@ -73,8 +78,6 @@ class GroupableLayer(Protocol):
 class Prepared:
     """What a step of a group works with."""
 
-    out: torch.Tensor
-    """``[num_pairs, size]``."""
     steps: tuple[int, int, int]
     """Bytes from a row to the next of each of ``ArgPlaces.rows``; 0: where one is there twice."""
     kept: Sequence[torch.Tensor]
@@ -85,57 +88,73 @@ class Prepared:
     """Rows of the kernel for each row."""
 
 
+class _Kind:
+    """Experts whose layers are made of one kind of kernel.
+
+    Args:
+        layers: by the number of the expert.
+    """
+
+    def __init__(self, layers: Mapping[int, GroupableLayer], num_experts: int) -> None:
+        # Its arguments are set anew in each call, of the group as of the layer itself.
+        self.layers, self.any = layers, next(iter(layers.values()))
+        places = self.any.places
+        self.table = np.zeros((num_experts, 1 + len(places.layer)), dtype=np.int64)
+        for expert, layer in layers.items():
+            self.table[expert] = layer.kernel.address, *layer.args[list(places.layer)]
+        self.kernel = _grouped_kernel(places)
+
+
 class Group:
     """A linear layer, or a gated pair, of every expert.
 
     Args:
-        layers: of one kind and shape; each expert's own, whose kernels may differ.
+        layers: of one shape; each expert's own. Those of one kind are one job.
     """
 
     def __init__(self, layers: Sequence[GroupableLayer], thread_pool: ThreadPool) -> None:
-        # Its arguments are set anew in each call, of the group as of the layer itself.
-        self._any, self._thread_pool, self._layers = layers[0], thread_pool, layers
-        places = self._any.places
-        self._table = np.array(
-            [[layer.kernel.address, *layer.args[list(places.layer)]] for layer in layers], dtype=np.int64
-        )
-        self._kernel = _grouped_kernel(places)
-
-    @property
-    def num_experts(self) -> int:
-        return len(self._layers)
+        self._thread_pool, self.num_experts = thread_pool, len(layers)
+        kinds: dict[ArgPlaces, dict[int, GroupableLayer]] = {}
+        for expert, layer in enumerate(layers):
+            kinds.setdefault(layer.places, {})[expert] = layer
+        self._kinds = [_Kind(each, len(layers)) for each in kinds.values()]
 
     def __call__(self, rows: torch.Tensor, plan: Plan) -> torch.Tensor:
-        """Multiplies each row by its expert; rows and outputs are ``[num_pairs, ...]``, by place.
+        """Multiplies each row by its expert.
 
         Not thread-safe.
+
+        Args:
+            rows: ``[num_pairs, in_features]``, by place; zeros fill up the last line.
+
+        Returns:
+            ``[num_pairs, size]``, by place; zeros fill up the last panel.
         """
-        pool, layer = self._thread_pool, self._any
-        prepared = layer.prepare_group(rows, plan.num_rows)
+        width = self._kinds[0].any.num_panels * LINE
+        out = self._thread_pool.empty((len(rows), width), rows.dtype)
+        for kind in self._kinds:
+            self._run(kind, rows, plan, out)
+        return out
+
+    def _run(self, kind: _Kind, rows: torch.Tensor, plan: Plan, out: torch.Tensor) -> None:
+        pool, layer = self._thread_pool, kind.any
+        prepared = layer.prepare_group(rows, plan.num_rows, out)
         most_hit = min(self.num_experts, plan.num_pairs)
         parts_each = 1
         if most_hit * layer.num_weights >= MIN_SHARED_WEIGHTS and pool.size > 1:
             wanted = max(2 * pool.size, -(-_PARTS_PER_THREAD * pool.size // most_hit))
             parts_each = max(1, min(wanted, layer.num_panels, (MAX_PARTS - 1) // most_hit))
         memory = pool.empty(pool.size * APART, torch.uint8)
-        args = np.concatenate(
-            (
-                np.array(
-                    [
-                        *(plan.hits.data_ptr(), plan.num_experts, self._table.ctypes.data, parts_each),
-                        *(prepared.rows_at_once, prepared.rows_each, memory.data_ptr(), *prepared.steps),
-                    ],
-                    dtype=np.int64,
-                ),
-                layer.args,
-            )
+        head = (
+            *(plan.hits.data_ptr(), plan.num_experts, kind.table.ctypes.data, parts_each),
+            *(prepared.rows_at_once, prepared.rows_each, memory.data_ptr(), *prepared.steps),
         )
+        args = np.concatenate((np.array(head, dtype=np.int64), layer.args))
         is_alone = parts_each == 1 and most_hit * layer.num_weights < MIN_SHARED_WEIGHTS
         if is_alone:
             # One part goes through all experts: no other thread is woken for so little.
             args[_PARTS_EACH] = 0
-        pool.run(self._kernel, args.ctypes.data, 1 if is_alone else most_hit * parts_each)
-        return prepared.out
+        pool.run(kind.kernel, args.ctypes.data, 1 if is_alone else most_hit * parts_each)
 
 
 @functools.cache
@@ -158,6 +177,9 @@ def _grouped_kernel(places: ArgPlaces) -> Kernel:
             own_address = head[_MEMORY] + thread * APART
             own = carray(as_pointer(own_address), (num_args,), np.int64)
             layer = carray(as_pointer(head[_LAYERS] + 8 * num_own * expert), (num_own,), np.int64)
+            if layer[0] == 0:
+                # It is of another kind.
+                return
             for index in range(num_args):
                 own[index] = head[_HEAD + index]
             for index in range(num_own - 1):
@@ -195,10 +217,16 @@ class KernelExperts:
 
     gate: Group
     down: Group
+    hidden_size: int
     thread_pool: ThreadPool
 
     @property
     def can_be_captured(self) -> bool:
+        """Torch fills up rows that end within a line."""
+        return self.hidden_size % LINE == 0
+
+    @property
+    def is_fixed(self) -> bool:
         return True
 
     def __call__(
@@ -209,7 +237,7 @@ class KernelExperts:
         hits: torch.Tensor | None = None,
     ) -> torch.Tensor:
         plan = Plan.of(chosen, self.gate.num_experts, self.thread_pool, hits)
-        if len(rows) == 0:
-            return torch.empty_like(rows)
+        rows = F.pad(rows, (0, -self.hidden_size % LINE)) if self.hidden_size % LINE else rows
         gated = self.gate(spread(rows, plan, self.thread_pool), plan)
-        return add_up(self.down(gated, plan), weights, plan, self.thread_pool)
+        out = add_up(self.down(gated, plan), weights, plan, self.thread_pool)
+        return out if out.shape[1] == self.hidden_size else out[:, : self.hidden_size].contiguous()

@@ -149,14 +149,15 @@ class TiledProduct:
         layer, rows = (product.WEIGHT, product.BIAS), (product.ROWS, product.OUT, product.OUT)
         return ArgPlaces(product.NUM_ARGS, product.NUM_ROWS, layer, rows)
 
-    def prepare_group(self, rows: torch.Tensor, most: int) -> Prepared:
+    def prepare_group(self, rows: torch.Tensor, most: int, out: torch.Tensor) -> Prepared:
         assert rows.is_contiguous(), "rows must follow each other"
         # More flat rows than these need packing, which depends on their number.
         at_once = min(most, amx.MAX_ROWS) if self._has_amx else most
-        out = self.thread_pool.empty((len(rows), self.size), rows.dtype)
         scratch = self.prepare(FlatRows(rows[:at_once]), FlatRows(out[:at_once]), None)
-        steps = rows.shape[1] * rows.itemsize, self.size * out.itemsize, 0
-        return Prepared(out, steps, (scratch,), at_once)
+        # Features that fill up the last panel are zeros.
+        self.args[product.SIZE] = out.shape[1]
+        steps = rows.shape[1] * rows.itemsize, out.shape[1] * out.itemsize, 0
+        return Prepared(steps, (scratch,), at_once)
 
     def _multiply(
         self, rows: FlatRows | PackedRows, out: FlatRows | PackedRows, summand: FlatRows | PackedRows | None
@@ -204,7 +205,7 @@ class TiledProduct:
             sums_size,
             num_sums,
         )
-        args[product.FLOAT_ROWS] = all_sums_size
+        args[product.SIZE], args[product.FLOAT_ROWS] = self.size, all_sums_size
         return scratch
 
 

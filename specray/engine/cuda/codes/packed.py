@@ -43,7 +43,7 @@ _HALF = GROUP // 2
 class PackedWeight:
     """A weight ``[size, in_features]``, or one of each expert, in a layout.
 
-    Experts, where there are some, are the first dimension of every tensor but ``order``.
+    Experts, where there are some, are the first dimension of every tensor.
     """
 
     layout: CodeLayout
@@ -76,6 +76,38 @@ class PackedWeight:
     def num_bytes(self) -> int:
         return sum(each.nbytes for each in self._tensors() if each is not None)
 
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    def is_like(self, other: object) -> bool:
+        """Whether both can be one weight of experts: numbers and zero points can be made alike."""
+        if not isinstance(other, PackedWeight) or self.in_features != other.in_features:
+            return False
+        layouts = [replace(each.layout, number_bytes=4) for each in (self, other)]
+        if self.layout.has_zeros != other.layout.has_zeros:
+            layouts = [replace(each, offset=0, has_zeros=True) for each in layouts]
+        is_ordered = self.order is not None, other.order is not None
+        return (
+            layouts[0] == layouts[1] and self.codes.shape == other.codes.shape and len(set(is_ordered)) == 1
+        )
+
+    def select(self, rows: slice) -> PackedWeight:
+        """Some output features."""
+
+        def of(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor[..., rows]
+
+        return replace(
+            self,
+            codes=self.codes[:, rows],
+            words=of(self.words),
+            factors=of(self.factors),
+            numbers=of(self.numbers),
+            zeros=of(self.zeros),
+            outer=of(self.outer),
+        )
+
     def copy(self) -> PackedWeight:
         """The same weight in other memory."""
         copies = [None if each is None else each.clone() for each in self._tensors()]
@@ -106,15 +138,10 @@ def pack(part: Packable, device: torch.device) -> PackedWeight:
     return _pack(part, device)
 
 
-def stack(weights: Sequence[PackedWeight]) -> PackedWeight | None:
-    """One weight of those of experts; None: they differ in layout or shape, or have orders."""
+def stack_packed(weights: Sequence[PackedWeight]) -> PackedWeight:
+    """One weight of those of experts that are alike."""
     weights = _alike(weights)
     first = weights[0]
-    if any(
-        (each.layout, each.codes.shape) != (first.layout, first.codes.shape) or each.order is not None
-        for each in weights
-    ):
-        return None
 
     def together(tensors: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
         found = [each for each in tensors if each is not None]
@@ -128,7 +155,7 @@ def stack(weights: Sequence[PackedWeight]) -> PackedWeight | None:
         together(each.numbers for each in weights),
         together(each.zeros for each in weights),
         together(each.outer for each in weights),
-        None,
+        together(each.order for each in weights),
         first.in_features,
     )
 

@@ -21,8 +21,8 @@ from specray.engine.cuda.align import Alignment
 from specray.engine.cuda.codes.packed import PackedWeight
 from specray.engine.cuda.codes.unit_triton import constants_of, load_codes, load_scales, pointers_of
 from specray.engine.cuda.epilogue import NO_EPILOGUE, Epilogue
-from specray.engine.cuda.grouped_triton import joined
-from specray.engine.cuda.tiles import FREE, GROUPED, TileRule, units_at_once
+from specray.engine.cuda.epilogue_triton import joined
+from specray.engine.cuda.tiles import FREE, TileRule, grouped_tile, units_at_once
 
 
 @triton.jit
@@ -123,15 +123,16 @@ def _product(
 ):  # fmt: skip
     tile = tl.program_id(0)
     is_used = tile >= 0
+    expert = tile.to(tl.int64)
     if IS_GROUPED:
-        is_used = tile < tl.load(num_used)
+        expert = tl.load(experts + tile).to(tl.int64)
+        is_used = (tile < tl.load(num_used)) & (expert >= 0)
     if is_used:
         layers: tl.constexpr = 2 if IS_GATED else 1
         size = layers * num_columns
         row = tile * ROWS + tl.arange(0, ROWS)
         if IS_GROUPED:
             row = tl.load(pairs + row)
-            expert = tl.load(experts + tile).to(tl.int64)
             unit_bytes: tl.constexpr = 32 if BITS == 8 else 16
             num_words: tl.constexpr = BITS - 4 if BITS < 8 else 0
             codes += expert * (num_units * size * unit_bytes)
@@ -141,6 +142,8 @@ def _product(
             zeros += expert * (num_units // RUN * size)
             outer += expert * size
             bias += expert * size
+            if HAS_ORDER:
+                order += expert * (num_units * 32)
         is_row = row < num_rows
         row = row.to(tl.int64)
         row_start = (row // PAIRS_PER_ROW) * row_stride
@@ -184,14 +187,14 @@ def multiply(
         rows: float16, bfloat16 or float32 ``[num_rows, in_features]``, numbers of a row side by side.
         weight: of one layer, or with ``tiles`` of all experts.
         out: ``[num_rows, size]`` or ``[num_pairs, size]``, numbers of a row side by side.
-        tiles: of ``GROUPED.rows`` rows; pair ``i`` has row ``i // (num_pairs / num_rows)``; None: every row
-            has the one weight.
+        tiles: pair ``i`` has row ``i // (num_pairs / num_rows)``; tiles of an expert below zero are left out;
+            None: every row has the one weight.
     """
     num_out, size = out.shape
     if num_out == 0:
         return out
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    tile = rule.tile(num_out, size) if tiles is None else GROUPED
+    tile = rule.tile(num_out, size) if tiles is None else grouped_tile(tiles.tile_rows)
     num_tiles = triton.cdiv(num_out, tile.rows) if tiles is None else tiles.num_tiles
     summand, joint = epilogue.summand, epilogue.joint
     clamp = joint if isinstance(joint, Clamp) else None

@@ -13,35 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from specray.engine.activation import Clamp
     from specray.engine.group.parallel import ParallelContext
     from specray.engine.model.linear import Gate, Linear
-
-
-@dataclass(frozen=True, slots=True)
-class ClampedGate:
-    """Implements ``linear.Gate``: two linear layers joined as :class:`Clamp` says, by torch's operators."""
-
-    both: Linear
-    """The gate's outputs before those of up."""
-    clamp: Clamp
-
-    @property
-    def num_weights(self) -> int:
-        return self.both.num_weights
-
-    @property
-    def num_bytes(self) -> int:
-        return self.both.num_bytes
-
-    @property
-    def in_features(self) -> int:
-        return self.both.in_features
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        gate, up = self.both(rows).chunk(2, -1)
-        gate, up = gate.clamp(max=self.clamp.limit), up.clamp(-self.clamp.limit, self.clamp.limit)
-        return gate * torch.sigmoid(gate * self.clamp.gain) * (up + 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +36,11 @@ class ExpertMlps(Protocol):
         """Whether a call runs the same operators whatever the choice."""
         ...
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether a row's bits are the same in every step."""
+        ...
+
     def __call__(
         self,
         rows: torch.Tensor,
@@ -73,7 +51,7 @@ class ExpertMlps(Protocol):
         """The weighted sum of each row's experts; a row's does not depend on the others.
 
         Args:
-            rows: ``[num_rows, hidden_size]``.
+            rows: ``[num_rows, hidden_size]``, at least one.
             chosen: int64 ``[num_rows, num_chosen]``, each row's distinct.
             weights: float32, of the same shape.
             hits: receives the number of distinct experts among ``chosen``, ``[1]``, int32.
@@ -86,12 +64,19 @@ class ExpertMlps(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExpertsInTurn:
-    """Implements :class:`ExpertMlps` where there are no kernels for them: one after the other."""
+    """Implements :class:`ExpertMlps` with torch's operators, where there are no kernels of ours.
+
+    One expert after the other: the host waits for the choice.
+    """
 
     experts: Sequence[ExpertMlp]
 
     @property
     def can_be_captured(self) -> bool:
+        return False
+
+    @property
+    def is_fixed(self) -> bool:
         return False
 
     def __call__(
@@ -135,6 +120,10 @@ class ExpertLayer:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """The weighted sum of each row's experts, ``[num_rows, hidden_size]``."""
+        if len(rows) == 0:
+            if self.hits is not None:
+                self.hits.zero_()
+            return torch.empty_like(rows)
         return self.experts(rows, *self.router(rows), self.hits)
 
 

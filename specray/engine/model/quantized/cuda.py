@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from specray.engine.activation import Activation, Clamp, Joint
+from specray.engine.activation import Activation, Joint
 from specray.engine.cuda.codes.check import check_product
-from specray.engine.cuda.codes.experts import CodeExperts
 from specray.engine.cuda.codes.layout import CodeLayout
 from specray.engine.cuda.codes.look_up_triton import CodeEmbedding
 from specray.engine.cuda.codes.packed import Packable, PackedWeight, can_pack, pack
+from specray.engine.cuda.experts_triton import TritonExperts
 from specray.engine.cuda.linear import ProductGate, ProductLinear
 from specray.engine.cuda.tiles import FREE, TileRule
-from specray.engine.model.layers.experts import ClampedGate, ExpertLayer, ExpertMlp
+from specray.engine.model.layers.experts import ExpertLayer, ExpertMlp
 from specray.engine.model.layers.vocabulary import TableEmbedding
-from specray.engine.model.linear import activated
+from specray.engine.model.linear import JoinedGate
 from specray.engine.weights.quantization import Quantization
 from specray.engine.weights.quantized_weight import quantize
 from specray.engine.weights.stored_weight import StoredWeight, Weight, join, numbers_of
@@ -32,34 +31,6 @@ if TYPE_CHECKING:
     from specray.engine.model.operators import Operators
     from specray.engine.model.rotary import RotaryTables
     from specray.engine.step import HeadShape
-
-
-@dataclass(frozen=True, slots=True)
-class PartedGate:
-    """Implements ``linear.Gate`` where its weights are in several layouts."""
-
-    both: ProductLinear
-    activation: Activation
-
-    @property
-    def rule(self) -> TileRule:
-        return self.both.rule
-
-    @property
-    def num_weights(self) -> int:
-        return self.both.num_weights
-
-    @property
-    def num_bytes(self) -> int:
-        return self.both.num_bytes
-
-    @property
-    def in_features(self) -> int:
-        return self.both.in_features
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        gate, up = self.both(rows).chunk(2, -1)
-        return activated(gate, self.activation).mul_(up)
 
 
 class CodeOperators:
@@ -113,9 +84,7 @@ class CodeOperators:
         packed = self._packed(parts)
         if len(packed) == 1:
             return ProductGate(packed[0], bias, joint, self._dtype, self._rule)
-        if isinstance(joint, Clamp):
-            return ClampedGate(ProductLinear(packed, bias, self._dtype, self._rule), joint)
-        return PartedGate(ProductLinear(packed, bias, self._dtype, self._rule), joint)
+        return JoinedGate(ProductLinear(packed, bias, self._dtype, self._rule), joint)
 
     def embedding(self, table: Weight, head: Linear | None) -> Embedding:
         """Look-ups in a table of this format, which a head of the same weight shares."""
@@ -140,7 +109,7 @@ class CodeOperators:
         return self._others.gated_delta(mixer)
 
     def experts(self, router: Router, experts: Sequence[ExpertMlp]) -> ExpertLayer:
-        made = CodeExperts.of([each.gate for each in experts], [each.down for each in experts])
+        made = TritonExperts.of(experts, self._rule)
         return self._others.experts(router, experts) if made is None else ExpertLayer(router, made)
 
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:

@@ -13,7 +13,13 @@ from specray.engine.attention.paged import attend_gathered, store_rows
 from specray.engine.attention.select import Backend, Model, fixed_part
 from specray.engine.cuda.tiles import FIXED, FREE
 from specray.engine.group.parallel import ParallelContext
+from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.description import ModelArgs
+from specray.engine.model.layers.expert_config import Routing
+from specray.engine.model.layers.experts import ExpertLayer, ExpertsInTurn
+from specray.engine.model.layers.routing import Router
+from specray.engine.model.layers.shared_mlp import WithSharedMlp
+from specray.engine.model.linear import JoinedGate, PlainLinear
 from specray.engine.model.loader import load_model
 from specray.engine.model.operators import cuda_operators
 from specray.engine.runner.determinism import chosen_backend, is_fixed, why_not
@@ -74,12 +80,32 @@ def test_a_device_without_the_kernels_is_refused_by_the_name_of_the_setting() ->
 
 
 @pytest.mark.parametrize("family", ["mixtral", "granitemoeshared"])
-def test_a_mixture_is_refused_with_a_shared_mlp_and_without(tmp_path: Path, family: str) -> None:
+def test_a_mixture_on_a_cpu_has_the_same_bits_unless_torch_computes_some_of_it(
+    tmp_path: Path, family: str
+) -> None:
+    """With a shared MLP and without: its experts, its router and its shared MLP are all looked at."""
     path = write_checkpoint(tmp_path, family)
     config = TargetConfig.model_validate({"deterministic": "on"})
     loaded = load_model(ModelArgs(str(path), role="target"), dtype=torch.float32, device=CPU)
-    reason = why_not(config, replace(loaded, device=CUDA), cpu_runner(path).forward, None)
-    assert reason == "the model has experts, whose tiles depend on the rows on CUDA"
+    forward = cpu_runner(path).forward
+    assert isinstance(forward, DecoderForward)
+    assert why_not(config, loaded, forward, None) is None
+
+    def reason(gate: ExpertLayer | WithSharedMlp) -> str | None:
+        layers = (*forward.layers[:-1], replace(forward.layers[-1], gate=gate))
+        return why_not(config, loaded, replace(forward, layers=layers), None)
+
+    gate = forward.layers[-1].gate
+    routed = gate.experts if isinstance(gate, WithSharedMlp) else gate
+    assert isinstance(routed, ExpertLayer)
+    assert reason(replace(routed, experts=ExpertsInTurn([]))) == "its experts run with torch's operators"
+    plain = PlainLinear(torch.ones(3, 24), None)
+    by_torch = "a layer of 24 inputs runs with torch's operators"
+    assert reason(replace(routed, router=Router(plain, Routing(1)))) == by_torch
+    if isinstance(gate, WithSharedMlp):
+        assert reason(replace(gate, shared=replace(gate.shared, gate=JoinedGate(plain)))) == by_torch
+        assert reason(replace(gate, shared=replace(gate.shared, down=plain))) == by_torch
+        assert reason(replace(gate, gate=plain)) == by_torch
 
 
 class ThreeRanks(ParallelContext):

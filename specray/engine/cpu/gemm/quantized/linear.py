@@ -132,7 +132,8 @@ class _Layer:
         assert summand is None or (summand.is_contiguous() and summand.dtype == dtype), "as the output"
         if len(rows) == 0:
             return self._thread_pool.empty((0, self._size), dtype)
-        out, kept, _ = self._prepare(rows, dtype, summand)
+        out = self._thread_pool.empty((len(rows), self._size), dtype)
+        kept, _ = self._prepare(rows, out, summand)
         for job, own in zip(self._jobs[1:], self._args[1:, -_NUM_ARGS:], strict=True):
             own[_OUT] += job.first * dtype.itemsize
             own[_SUMMAND] += job.first * dtype.itemsize
@@ -141,22 +142,23 @@ class _Layer:
         return out
 
     def _prepare(
-        self, rows: torch.Tensor, dtype: torch.dtype, summand: torch.Tensor | None
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], int]:
-        """Sets the arguments for some rows; gives outputs, memory to keep, and integer rows of each row."""
+        self, rows: torch.Tensor, out: torch.Tensor, summand: torch.Tensor | None
+    ) -> tuple[tuple[torch.Tensor, ...], int]:
+        """Sets the arguments for some rows; gives memory to keep, and integer rows of each row."""
         assert rows.is_contiguous(), "rows must follow each other"
-        out = self._thread_pool.empty((len(rows), self._size), dtype)
         integers = integer_rows(rows, self._thread_pool)
         scratch_size = min(integers.num_rows, _ROWS_AT_ONCE) * self._num_layers * PANEL * 4 + APART
         scratch = self._thread_pool.empty(self._thread_pool.size * scratch_size, torch.uint8)
-        addresses = out.data_ptr(), dtype == torch.float32, 0 if summand is None else summand.data_ptr()
+        addresses = out.data_ptr(), out.dtype == torch.float32, 0 if summand is None else summand.data_ptr()
         args, each = self._args[:, -_NUM_ARGS:], integers.num_rows // len(rows)
         args[:, : _ROWS_EACH + 1] = (
             *(integers.integers.data_ptr(), integers.factors.data_ptr(), integers.num_rows),
             *(*addresses, scratch.data_ptr(), scratch_size, each),
         )
         args[:, _ALL_ROWS] = integers.num_rows
-        return out, (integers.integers, integers.factors, scratch), each
+        if self.is_groupable:
+            args[0, [_SIZE, _STEP]] = self._size
+        return (integers.integers, integers.factors, scratch), each
 
     @property
     def is_groupable(self) -> bool:
@@ -185,10 +187,12 @@ class _Layer:
     def num_weights(self) -> int:
         return self._jobs[0].num_weights * self._num_layers
 
-    def prepare_group(self, rows: torch.Tensor, most: int) -> Prepared:
-        out, kept, each = self._prepare(rows, self._dtype, None)
-        steps = each * BLOCK_BYTES, each * FACTOR_BYTES, self._size * out.itemsize
-        return Prepared(out, steps, kept, most, each)
+    def prepare_group(self, rows: torch.Tensor, most: int, out: torch.Tensor) -> Prepared:
+        kept, each = self._prepare(rows, out, None)
+        # Features that fill up the last panel are zeros.
+        self._args[0, [_SIZE, _STEP]] = out.shape[1]
+        steps = each * BLOCK_BYTES, each * FACTOR_BYTES, out.shape[1] * out.itemsize
+        return Prepared(steps, kept, most, each)
 
 
 def _num_parts(jobs: Sequence[_Job], num_layers: int, num_threads: int) -> list[int]:

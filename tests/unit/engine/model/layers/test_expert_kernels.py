@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +19,13 @@ from specray.engine.cpu.thread_pool import ThreadPool
 from specray.engine.model.layers.expert_config import Groups, Routing, Score
 from specray.engine.model.layers.experts import ExpertLayer, ExpertMlp, ExpertsInTurn
 from specray.engine.model.layers.routing import Router
+from specray.engine.model.linear import Gate, Linear, PlainLinear
 from specray.engine.model.operators import Operators
 from specray.engine.model.operators_cpu import KernelOperators, KernelRouter
 from specray.engine.model.quantized.cpu import QuantizedKernelOperators, StoredKernelOperators
 from specray.engine.weights.block_type import BlockType
 from specray.engine.weights.quantization import Quantization
-from specray.engine.weights.stored_weight import StoredWeight
+from specray.engine.weights.stored_weight import StoredWeight, Weight, numbers_of
 from tests.unit.engine.cpu.test_stored import blocks
 
 pytestmark = pytest.mark.skipif(
@@ -40,21 +42,23 @@ def weight(*shape: int, seed: int) -> torch.Tensor:
     return random(*shape, seed=seed).mul(float(shape[-1]) ** -0.5).bfloat16()
 
 
-def both_ways(make: Callable[[], Operators], joint: Joint, size: int) -> tuple[ExpertLayer, ExpertLayer]:
+def both_ways(
+    make: Callable[[], Operators], joint: Joint, size: int, hidden: int = 64
+) -> tuple[ExpertLayer, ExpertLayer]:
     """Seven experts on kernels, three for each row; sizes that are no whole panels: as one, and in turn."""
     operators = make()
     experts = []
     for n in range(0, 700, 100):
         biases = [weight(size, seed=n + 3 + i) for i in (1, 2)] if isinstance(joint, Clamp) else [None, None]
         gate, up, down = (
-            weight(*shape, seed=n + i) for i, shape in enumerate([(size, 64)] * 2 + [(64, size)])
+            weight(*shape, seed=n + i) for i, shape in enumerate([(size, hidden)] * 2 + [(hidden, size)])
         )
         experts.append(
             ExpertMlp(
-                operators.gate(gate, up, *biases, joint), operators.linear(down, weight(64, seed=n + 9))
+                operators.gate(gate, up, *biases, joint), operators.linear(down, weight(hidden, seed=n + 9))
             )
         )
-    numbers = random(7, 64, seed=98)
+    numbers = random(7, hidden, seed=98)
     # Row by row, so that the choice has the same bits at any number of rows.
     router = Router(
         lambda rows: torch.stack([row.float() @ numbers.T for row in rows]), Routing(3, is_normed=True)
@@ -186,9 +190,61 @@ def test_numbers_that_are_none_choose_distinct_experts() -> None:
     assert chosen.tolist() == [[0, 1, 2, 3]] * 2
 
 
-def test_layers_of_other_kinds_run_in_turn() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("size", "hidden"), [(24, 64), (96, 40), (24, 40)])
+def test_sizes_that_fill_no_line(size: int, hidden: int, dtype: torch.dtype) -> None:
+    """What fills them up is zeros: the rest has the bits of each expert by itself, and those of any step."""
+
+    def make() -> Operators:
+        return OfType(dtype)
+
+    for joint in (Activation.SILU, CLAMP):
+        grouped, apart = both_ways(make, joint, size, hidden)
+        assert isinstance(grouped.experts, KernelExperts)
+        assert grouped.can_be_captured == (hidden % 32 == 0)
+        rows = random(40, hidden, seed=54).to(dtype)
+        most = grouped(rows)
+        assert most.shape == rows.shape and most.is_contiguous()
+        assert torch.equal(most, apart(rows))
+        for some in (slice(7, 8), slice(5), slice(33)):
+            assert torch.equal(grouped(rows[some]), most[some]), some
+
+
+class OfType(KernelOperators):
+    """Those whose weights are numbers of the model's type."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype, 2)
+
+    def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
+        return super().linear(numbers_of(weight, self.dtype).to(self.dtype), bias)
+
+    def gate(self, gate: Weight, up: Weight, *others: Any) -> Gate:
+        both = (numbers_of(each, self.dtype).to(self.dtype) for each in (gate, up))
+        return super().gate(*both, *others)
+
+
+def test_experts_in_several_formats_are_one_job_for_each_kind() -> None:
+    """Some in codes, in two layouts, and some of plain numbers; gate and down of one expert in two kinds."""
+    plain, int4, int8 = (MAKERS["bfloat16"](2), MAKERS["int4"](2), MAKERS["int8"](2))
+    experts = []
+    for n, (first, second) in enumerate([(int4, int8), (plain, plain), (plain, int4), (int8, plain)]):
+        gate, up, down = (
+            weight(*shape, seed=10 * n + i) for i, shape in enumerate([(96, 64)] * 2 + [(64, 96)])
+        )
+        experts.append(ExpertMlp(first.gate(gate, up, None, None), second.linear(down, None)))
+    numbers = random(4, 64, seed=98)
+    router = Router(lambda rows: torch.stack([row.float() @ numbers.T for row in rows]), Routing(2))
+    grouped, apart = plain.experts(router, experts), ExpertLayer(router, ExpertsInTurn(experts))
+    assert isinstance(grouped.experts, KernelExperts)
+    rows = random(40, 64, seed=54).bfloat16()
+    for some in (slice(1), slice(5), slice(40)):
+        assert torch.equal(grouped(rows[some]), apart(rows[some]))
+
+
+def test_layers_of_torch_run_in_turn() -> None:
     operators = KernelOperators(torch.bfloat16, 1)
     gate = operators.gate(weight(24, 32, seed=1), weight(24, 32, seed=2), None, None)
-    plain = operators.linear(weight(32, 24, seed=3), None)
+    plain = PlainLinear(weight(32, 24, seed=3), None)
     router = Router(operators.router(weight(2, 32, seed=4), None), Routing(1, is_normed=True))
     assert isinstance(operators.experts(router, [ExpertMlp(gate, plain)] * 2).experts, ExpertsInTurn)
