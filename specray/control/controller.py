@@ -274,7 +274,7 @@ class Controller(DraftLength):
 
     def observe_proposal(self, stats: SessionStats, num_asked: int, num_drafts: int) -> None:
         """Takes the length of a proposal under a bound, for which ``num_asked`` tokens were asked at most."""
-        self._rates.observe_proposal(stats, num_asked, num_drafts)
+        self._rates_of(stats.adapter).observe_proposal(stats, num_asked, num_drafts)
 
     def observe_lookup(self, plan: Plan, *, is_hit: bool) -> None:
         """Takes whether a verdict was among the outcomes asked under ``plan``."""

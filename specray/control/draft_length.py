@@ -7,6 +7,7 @@ together. This is the one place where K is clamped to what a session can still u
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -36,6 +37,10 @@ PRIOR_ACCEPTANCE = 0.7
 """Acceptance per draft token before any was verified."""
 PRIOR_WEIGHT = 4.0
 """Weight of a prior, in trials."""
+FADING = 0.998
+"""Forgetting factor per round: no single session makes the rates that new ones start from."""
+MAX_ADAPTERS = 256
+"""Adapters whose rates are known at a time."""
 
 
 class ServiceRates:
@@ -56,6 +61,13 @@ class ServiceRates:
         self._continuation = _service_rate(0.95)
         self._bounded = BoundedProposalStats(_service_rate(4.0), _service_rate(3.0))
 
+    def copy(self) -> ServiceRates:
+        """Rates that start from these, as far as priors count."""
+        copied = ServiceRates(self.acceptance.value, self._tree.gain.value, self._tree.growth.value)
+        copied._continuation = _service_rate(self._continuation.value)
+        copied._bounded = self._bounded.start(PRIOR_WEIGHT, fading=FADING)
+        return copied
+
     def start_session(self, request: GenerateRequest, fixed_k: int | None) -> SessionStats:
         """Statistics of a new session; these rates are its prior.
 
@@ -70,6 +82,7 @@ class ServiceRates:
             request.request_id,
             fixed_k,
             draft_knows_acceptance=not request.sampling.draws_by_rejection,
+            adapter=request.sampling.adapter,
         )
 
     def observe_verdict(self, stats: SessionStats, num_drafts: int, num_accepted: int) -> None:
@@ -96,8 +109,7 @@ class ServiceRates:
 
 
 def _service_rate(prior: float) -> Rate:
-    # Per round: no single session makes the rates that new ones start from.
-    return Rate(prior, PRIOR_WEIGHT, fading=0.998)
+    return Rate(prior, PRIOR_WEIGHT, fading=FADING)
 
 
 DECAY = 0.05
@@ -124,6 +136,8 @@ class DraftLength:
         self._source = source
         self._observer = observer
         self._rates = ServiceRates(prior_acceptance, *PRIORS_BY_KIND[source == DraftKind.MODEL])
+        self._rates_by_adapter: OrderedDict[bytes, ServiceRates] = OrderedDict()
+        """Rates of adapters, the least recently begun one first: what one accepts says little of others."""
         self.cost_model = cost_model
         self._set(config)
 
@@ -152,7 +166,8 @@ class DraftLength:
             is_auto: a K that is fixed, unless it is 0, only bounds the K that is chosen by measurement.
         """
         fixed_k = self.fixed_k(request)
-        stats = self._rates.start_session(request, None if is_auto and fixed_k else fixed_k)
+        rates = self._rates_of(request.sampling.adapter, is_new=True)
+        stats = rates.start_session(request, None if is_auto and fixed_k else fixed_k)
         stats.max_k = fixed_k or ANY_K
         return stats
 
@@ -191,11 +206,23 @@ class DraftLength:
             stats.rounds_off += 1
             return
         stats.rounds_off = 0
-        self._rates.observe_verdict(stats, num_drafts, num_accepted)
+        self._rates_of(stats.adapter).observe_verdict(stats, num_drafts, num_accepted)
 
     def observe_tree(self, stats: SessionStats, verdict: TreeVerdict) -> None:
         """Takes a verdict on all of a tree."""
-        self._rates.observe_tree(stats, verdict)
+        self._rates_of(stats.adapter).observe_tree(stats, verdict)
+
+    def _rates_of(self, adapter: bytes, *, is_new: bool = False) -> ServiceRates:
+        """Rates of an adapter, which start from the base's; of one that is forgotten, the base's own."""
+        if not adapter:
+            return self._rates
+        rates = self._rates_by_adapter.get(adapter)
+        if is_new:
+            rates = self._rates_by_adapter[adapter] = rates or self._rates.copy()
+            self._rates_by_adapter.move_to_end(adapter)
+            if len(self._rates_by_adapter) > MAX_ADAPTERS:
+                self._rates_by_adapter.popitem(last=False)
+        return rates or self._rates
 
     # Choice
 

@@ -133,9 +133,9 @@ class _Rates:
 
     __slots__: tuple[str, ...] = ()
 
-    def start(self, weight: float) -> Self:
+    def start(self, weight: float, *, fading: float = 0.98) -> Self:
         """The statistics of a new session, with these as its prior."""
-        return type(self)(*(Rate(rate.value, weight) for rate in self._all()))
+        return type(self)(*(Rate(rate.value, weight, fading=fading) for rate in self._all()))
 
     def decay(self, share: float) -> None:
         """Forgets a share of the verdicts."""
@@ -218,6 +218,8 @@ class SessionStats:
     bounded: BoundedProposalStats
     tree: TreeStats = field(default_factory=lambda: TreeStats(Rate(PRIOR_GAIN), Rate(PRIOR_GROWTH)))
     request_id: str = ""
+    adapter: bytes = field(default=b"", kw_only=True)
+    """Digest of the session's adapter; empty: the base."""
     fixed_k: int | None = None
     """K of the configuration or the request; None: chosen by measurement."""
     max_k: int = MAX_SPECULATIVE_TOKENS

@@ -4,6 +4,7 @@ A deterministic toy language model acts as the target, guessers of chosen qualit
 between them delays, loses, duplicates and reorders replies by a seeded schedule, on a virtual clock.
 """
 
+from specray.fakes.adapters import FakeAdapterTarget, adapted
 from specray.fakes.client import FakeRouterClient
 from specray.fakes.clock import VirtualClock
 from specray.fakes.connections import (
@@ -27,6 +28,7 @@ from specray.fakes.models import (
 __all__ = [
     "AdversarialGuesser",
     "EmptyGuesser",
+    "FakeAdapterTarget",
     "FakeDraft",
     "FakeDrafterSource",
     "FakeRouterClient",
@@ -41,4 +43,5 @@ __all__ = [
     "ToyGuesser",
     "ToyModel",
     "VirtualClock",
+    "adapted",
 ]

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from specray.engine_info import EngineInfo
-from specray.errors import EngineLostError
-from specray.interfaces import Clock, Drafter, SyncDraftEngine, SyncTargetEngine
-from specray.types import DraftReplies, SpeculateItem, TargetReplies, VerifyItem
+from specray.errors import ConfigError, EngineLostError, InvalidRequestError
+from specray.interfaces import Clock, Drafter, SyncAdapterEngine, SyncDraftEngine, SyncTargetEngine
+from specray.types import ADAPTER, DraftReplies, SpeculateItem, TargetReplies, VerifyItem
 
 RepliesT = TypeVar("RepliesT", DraftReplies, TargetReplies)
 
@@ -177,6 +177,19 @@ class LocalVerifier(_Local[TargetReplies]):
     async def verify(self, items: Sequence[VerifyItem], released: Sequence[str] = ()) -> None:
         await self.release(released)
         self._wire.answer(self._target.verify(items))
+
+    async def load_adapter(self, folder: str, digest: bytes = b"", *, is_pinned: bool = False) -> bytes:
+        self._wire.check()
+        assert isinstance(self._target, SyncAdapterEngine)
+        try:
+            return self._target.load_adapter(folder, digest, is_pinned=is_pinned)
+        except ConfigError as error:
+            raise InvalidRequestError(str(error), field=ADAPTER) from None
+
+    async def unload_adapter(self, digest: bytes) -> None:
+        self._wire.check()
+        assert isinstance(self._target, SyncAdapterEngine)
+        self._target.unload_adapter(digest)
 
 
 class LocalDrafter(_Local[DraftReplies]):

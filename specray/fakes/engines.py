@@ -186,6 +186,10 @@ class FakeTarget(_FakeEngine):
     def check(self) -> None:
         self.model.next_token([0], 0)
 
+    def _model_of(self, sampling: SamplingParams) -> ToyModel:
+        """The model that writes the sequence."""
+        return self.model
+
     def _num_confirmed(self, item: VerifyItem) -> int:
         """Tokens of the item that were computed as draft tokens of the step before."""
         base_len, num_accepted = self._accepted.get(item.request_id, (-1, 0))
@@ -272,10 +276,10 @@ class FakeTarget(_FakeEngine):
 
     def _chain_draws(self, sequence: _ToySequence, draft_token_ids: Sequence[int]) -> list[int]:
         """The target's own tokens, as long as draft tokens equal them, and the next one."""
-        tokens = list(sequence.tokens)
+        tokens, model = list(sequence.tokens), self._model_of(sequence.sampling)
         drawn: list[int] = []
         for draft_token in (*draft_token_ids, None):
-            drawn.append(self.model.next_token(tokens, sequence.noise_key))
+            drawn.append(model.next_token(tokens, sequence.noise_key))
             if drawn[-1] != draft_token:
                 break
             tokens.append(drawn[-1])
@@ -287,7 +291,8 @@ class FakeTarget(_FakeEngine):
         @cache
         def own(node: int) -> int:
             kept = (draft.token_ids[each] for each in draft.path(node))
-            return self.model.next_token([*sequence.tokens, *kept], sequence.noise_key)
+            model = self._model_of(sequence.sampling)
+            return model.next_token([*sequence.tokens, *kept], sequence.noise_key)
 
         last = draft.walk(own)
         drawn = [*(draft.token_ids[node] for node in draft.path(last)), own(last)]

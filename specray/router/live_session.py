@@ -93,6 +93,11 @@ class LiveSession:
         return self.session.request.priority
 
     @property
+    def adapter(self) -> bytes:
+        """Digest of its adapter; empty: the base."""
+        return self.session.request.sampling.adapter
+
+    @property
     def num_queued_tokens(self) -> int:
         return len(self.session.committed)
 

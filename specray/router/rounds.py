@@ -71,6 +71,7 @@ class Rounds:
         controller: Controller,
         inbox: Inbox,
         settings: Settings,
+        max_adapters: int | None,
         clock: Clock,
         metrics: RouterMetrics,
         later: Later,
@@ -99,6 +100,7 @@ class Rounds:
             Budgets(controller.cost_model, max_k=lambda: controller.max_k),
             settings,
             levels=sessions.levels,
+            max_adapters=max_adapters,
             hold_until=self._alarm.set,
         )
         self._first_tokens = FirstTokens()
@@ -238,7 +240,8 @@ class Rounds:
                 if session.is_finished:
                     self.sessions.end(live, self._now)
                 elif is_taken and isinstance(reply, ItemFailed):
-                    self.sessions.preempt(live, self._now)
+                    put_back = self.sessions.lose_adapter if reply.lacks_adapter else self.sessions.preempt
+                    put_back(live, self._now)
                 return is_taken
 
     def _deliver(self, live: LiveSession, commit: Commit, forward_s: float) -> None:

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from specray import __version__
-from specray.config import RouterConfig, SpeculationConfig
+from specray.config import AdaptersConfig, RouterConfig, SpeculationConfig
 from specray.control.controller import Controller
 from specray.engine_info import EngineInfo
 from specray.errors import EngineLostError, InvalidRequestError
@@ -24,6 +24,7 @@ from specray.interfaces import (
     Verifier,
 )
 from specray.requests import GenerateRequest, OutputChunk, RouterLoad, ServiceInfo
+from specray.router.admission.adapters import AdapterRoom
 from specray.router.admission.checks import check_request
 from specray.router.admission.load import LoadTeller
 from specray.router.admission.opening import SessionOpener
@@ -73,6 +74,7 @@ class Router:
         tracer: receives traced requests when they end; None: nobody does.
         draft: what drafts for requests that do not say; without ``drafters``, MODEL is plain decoding.
         draft_on_demand: a draft is leased only when some request could use one.
+        adapters: the section of the configuration: those that the target loads; None: it loads none.
         version: of the service.
         seed: of the jitter of retries.
 
@@ -96,6 +98,7 @@ class Router:
         tracer: RequestTracer | None = None,
         draft: DraftKind = DraftKind.MODEL,
         draft_on_demand: bool = False,
+        adapters: AdaptersConfig | None = None,
         version: str = __version__,
         seed: int = 0,
     ) -> None:
@@ -120,7 +123,17 @@ class Router:
             max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens, rng=self._rng
         )
         self._later = Later()
-        self.sessions = Sessions(self._queue, self.metrics, self._release, self._later, tracer)
+        self._adapters = AdapterRoom(
+            self._clock,
+            self.metrics,
+            running=lambda: {live.adapter for live in self.sessions.running.values()},
+            waiting=lambda: {live.adapter for live in self._queue.aside},
+            pinned=() if adapters is None else adapters.pinned,
+            wake=inbox.wake,
+        )
+        self.sessions = Sessions(
+            self._queue, self.metrics, self._release, self._later, tracer, self._adapters
+        )
         self._load = LoadTeller(self.sessions, self.controller.cost_model)
         self._target = TargetRenewal(
             verifier,
@@ -132,6 +145,7 @@ class Router:
             on_found=self._on_target_found,
             on_given_up=self._on_target_given_up,
         )
+        self._max_adapters = None if adapters is None else adapters.max_per_step
         self._rounds: Rounds | None = None
         self._leases: DraftLeases | None = None
         self._info: EngineInfo | None = None
@@ -170,13 +184,14 @@ class Router:
             controller=self.controller,
             inbox=self._inbox,
             settings=self._settings,
+            max_adapters=self._max_adapters,
             clock=self._clock,
             metrics=self.metrics,
             later=self._later,
             on_target_lost=self._on_target_lost,
             trace=self._trace,
         )
-        self._rounds.connect(link)
+        self._connect(self._rounds, link)
         if leases is not None:
             try:
                 await leases.start()
@@ -229,6 +244,7 @@ class Router:
         if self._loop is not None:
             await asyncio.gather(self._loop, return_exceptions=True)
         await self._target.stop()
+        await self._adapters.stop()
         self._rounds.cancel_alarm()
         await self._rounds.proposers.model.close()
         if self._rounds.target is not None:
@@ -312,6 +328,16 @@ class Router:
         """How busy this router is, for those who choose between routers."""
         return self._load.say()
 
+    # interfaces.AdapterLoader
+
+    async def load_adapter(self, folder: str, digest: bytes = b"", *, is_pinned: bool = False) -> bytes:
+        self._require_info()
+        return await self._adapters.load(folder, digest, is_pinned=is_pinned)
+
+    async def unload_adapter(self, digest: bytes) -> None:
+        self._require_info()
+        await self._adapters.unload(digest)
+
     # Requests
 
     def _submit(self, request: GenerateRequest, delivery: Delivery) -> LiveSession:
@@ -383,6 +409,7 @@ class Router:
             rounds.settle()
 
     def _on_target_lost(self, link: TargetLink, error: Exception) -> None:
+        self._adapters.lose()
         self._target.on_lost(link, error, is_stopping=self._is_draining)
 
     def _on_target_found(self, link: TargetLink) -> None:
@@ -391,7 +418,13 @@ class Router:
             # Its files were changed while it was away: nothing that was begun may go on.
             self._fail_all(EngineLostError("another target serves now; the request may be sent again"))
             self._info = replace(self._info, checkpoint=link.info.checkpoint)
-        self._rounds.connect(link)
+        # It may know adapters where the last one did not.
+        self._info = replace(self._info, max_adapters=link.info.max_adapters)
+        self._connect(self._rounds, link)
+
+    def _connect(self, rounds: Rounds, link: TargetLink) -> None:
+        self._adapters.connect(link)
+        rounds.connect(link)
 
     def _on_target_given_up(self, error: Exception) -> None:
         self._fail_all(EngineLostError(f"the target was lost: {error}"))

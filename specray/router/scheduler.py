@@ -100,6 +100,22 @@ def form_batch(offered: Sequence[Schedulable], limits: BatchLimits) -> list[Shar
     return shares
 
 
+def of_few_adapters(ready: list[LiveSession], most: int) -> list[LiveSession]:
+    """Those of ``ready`` that make one step with at most ``most`` adapters; those without always take part.
+
+    All sessions of an adapter go together. Adapters take turns: those of which a session is longest without a
+    step go first.
+    """
+    last_step: dict[bytes, int] = {}
+    for live in ready:
+        if live.adapter:
+            last_step[live.adapter] = min(live.last_step, last_step.get(live.adapter, live.last_step))
+    if len(last_step) <= most:
+        return ready
+    chosen = {b"", *sorted(last_step, key=last_step.__getitem__)[:most]}
+    return [live for live in ready if live.adapter in chosen]
+
+
 GRACE_SHARE = 0.25
 """Share of its own step for which an idle target waits for late proposals when others could go."""
 ESTABLISHED_TOKENS = 32
@@ -110,6 +126,7 @@ class StepScheduler:
     """Chooses the sessions of the next target step.
 
     Args:
+        max_adapters: most different adapters in a step; None: any number.
         hold_until: called with the time at which an idle target that is held back is looked at again.
     """
 
@@ -121,6 +138,7 @@ class StepScheduler:
         settings: Settings,
         *,
         levels: ServiceLevels,
+        max_adapters: int | None = None,
         hold_until: Callable[[float], None],
     ) -> None:
         self._sessions = sessions
@@ -128,6 +146,7 @@ class StepScheduler:
         self._budgets = budgets
         self._settings = settings
         self._levels = levels
+        self._max_adapters = max_adapters
         self._hold_until = hold_until
 
     def schedule(
@@ -163,6 +182,8 @@ class StepScheduler:
         if not ready or (has_stragglers and self._holds_back(ready, now, idle_since_s)):
             return []
         ready = self._levels.taking_part(ready, step)
+        if self._max_adapters is not None:
+            ready = of_few_adapters(ready, self._max_adapters)
         return self._shared_out(self._levels.first_tokens_first(ready), info)
 
     def _shared_out(self, ready: Sequence[LiveSession], info: EngineInfo) -> list[tuple[LiveSession, int]]:

@@ -224,6 +224,15 @@ class RouterMetrics:
 
     def _make_engine_metrics(self) -> None:
         registry = self.registry
+        self.adapter_loads = Counter(
+            "specray_adapter_loads",
+            "Loads of adapters, by what came of them: loaded, refused, no_room or lost.",
+            ["result"],
+            registry=registry,
+        )
+        self.adapters_loaded = Gauge(
+            "specray_adapters_loaded", "Adapters in the target's memory.", registry=registry
+        )
         self._blocks_in_use = {
             "target": Gauge(
                 "specray_target_blocks_in_use",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from specray.checkpoint_digest import DIGEST_BYTES
 from specray.engine_info import EngineInfo
 from specray.errors import EngineLostError, InvalidRequestError
 from specray.request_options import OPTIONS
 from specray.requests import GenerateRequest, SpeculationParams
-from specray.types import DraftKind, SamplingParams
+from specray.types import ADAPTER, DraftKind, SamplingParams
 
 
 def check_request(
@@ -39,6 +40,7 @@ def check_request(
             f"{num_tokens} tokens do not fit the cache of {info.num_blocks * info.block_size} tokens",
             field="max_tokens",
         )
+    _check_adapter(request, info)
     _check_resumed(request, info)
     _check_prediction(request, info)
     ranged = {
@@ -62,6 +64,25 @@ def check_request(
         )
     if request.stop and not has_stop_strings:
         raise InvalidRequestError("stop strings are not supported by this service", field="stop")
+
+
+def _check_adapter(request: GenerateRequest, info: EngineInfo) -> None:
+    """Refuses an adapter where the target knows none: its answer would be the base's."""
+    ref = request.adapter
+    if (b"" if ref is None else ref.digest) != request.sampling.adapter:
+        raise InvalidRequestError("adapter and sampling name different adapters", field=ADAPTER)
+    if ref is None:
+        return
+    if len(ref.digest) != DIGEST_BYTES:
+        raise InvalidRequestError(
+            f"adapter {ref.name!r} has a digest of {len(ref.digest)} bytes; allowed: {DIGEST_BYTES}",
+            field=ADAPTER,
+        )
+    if info.max_adapters == 0:
+        raise InvalidRequestError(
+            f"adapter {ref.name!r} cannot be used: this target knows no adapters; allowed: the base",
+            field=ADAPTER,
+        )
 
 
 def _check_resumed(request: GenerateRequest, info: EngineInfo) -> None:

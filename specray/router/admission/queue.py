@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import chain, islice
 from typing import Any, Generic, NamedTuple
 
@@ -58,6 +58,8 @@ class AdmissionQueue(Generic[WaitingT]):
         self._advice = RetryAdvice(rng)
         self._entries: dict[str, WaitingT] = {}
         self._returned: OrderedDict[str, WaitingT] = OrderedDict()
+        self._aside: dict[str, WaitingT] = {}
+        """Entries whose turn has come, and which cannot run yet."""
         self.classes: dict[int, FairQueue[WaitingT]] = {}
         """Waiting entries by priority; none of the queues is empty."""
         self._num_tokens = 0
@@ -68,8 +70,19 @@ class AdmissionQueue(Generic[WaitingT]):
     def __iter__(self) -> Iterator[WaitingT]:
         """Yields entries in the order in which they are taken when nobody comes."""
         yield from self._returned.values()
+        yield from self._aside.values()
         for priority in sorted(self.classes):
             yield from self.classes[priority]
+
+    @property
+    def has_next(self) -> bool:
+        """Whether ``pop`` has an entry: some may only wait aside."""
+        return len(self._entries) > len(self._aside)
+
+    @property
+    def aside(self) -> Collection[WaitingT]:
+        """The entries that were set aside, in that order."""
+        return self._aside.values()
 
     @property
     def num_tokens(self) -> int:
@@ -102,8 +115,19 @@ class AdmissionQueue(Generic[WaitingT]):
         self._returned[entry.request_id] = entry
         self._returned.move_to_end(entry.request_id, last=False)
 
+    def set_aside(self, entry: WaitingT) -> None:
+        """Puts back an entry that cannot run yet; others go before it until ``call_back``."""
+        assert entry.request_id not in self._entries
+        self._insert(entry)
+        self._aside[entry.request_id] = entry
+
+    def call_back(self) -> None:
+        """Entries that were set aside go before all that have not had their turn, in their order."""
+        self._returned.update(self._aside)
+        self._aside.clear()
+
     def pop(self) -> WaitingT:
-        """Takes out the entry whose turn it is. The queue must not be empty."""
+        """Takes out the entry whose turn it is. There must be one (``has_next``)."""
         if self._returned:
             _, entry = self._returned.popitem(last=False)
         else:
@@ -118,7 +142,7 @@ class AdmissionQueue(Generic[WaitingT]):
         entry = self._entries.get(request_id)
         if entry is None:
             return None
-        if self._returned.pop(request_id, None) is None:
+        if (self._returned.pop(request_id, None) or self._aside.pop(request_id, None)) is None:
             self.classes[entry.priority].remove(entry)
             self._drop_if_empty(entry.priority)
         self._forget(entry)

@@ -7,8 +7,15 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from specray.errors import DeadlineExceededError, EngineLostError, OverloadedError, SpecrayError
+from specray.errors import (
+    DeadlineExceededError,
+    EngineLostError,
+    InvalidRequestError,
+    OverloadedError,
+    SpecrayError,
+)
 from specray.interfaces import RequestTracer
+from specray.router.admission.adapters import AdapterRoom
 from specray.router.admission.queue import AdmissionQueue
 from specray.router.admission.quotas import Quotas
 from specray.router.admission.service_levels import ServiceLevels, attained
@@ -33,8 +40,10 @@ class Sessions:
         release: Callable[[str], None],
         later: Later,
         tracer: RequestTracer | None = None,
+        adapters: AdapterRoom | None = None,
     ) -> None:
         self._tracer = tracer
+        self._adapters = adapters
         self.running: dict[str, LiveSession] = {}
         self.levels = ServiceLevels(self.running, on_change=metrics.service_level_yield.set)
         """Service levels of those that run."""
@@ -85,7 +94,7 @@ class Sessions:
         """Time at which ``expire`` or ``admit`` has something to do even if nothing else happens."""
         first = self._first_to_expire()
         deadline = None if first is None else first.deadline_s
-        if self._retry_at_s is None or not self.queue:
+        if self._retry_at_s is None or not self.queue.has_next:
             return deadline
         return self._retry_at_s if deadline is None else min(deadline, self._retry_at_s)
 
@@ -132,32 +141,61 @@ class Sessions:
         if self._retry_at_s is not None and now < self._retry_at_s:
             return
         self._retry_at_s = None
-        if not self.queue:
+        if self._adapters is not None and self._adapters.take_change():
+            self.queue.call_back()
+        if not self.queue.has_next:
             return
-        while self.queue and len(self.running) < self._max_running:
+        while self.queue.has_next and len(self.running) < self._max_running:
             live = self.queue.pop()
             if live.deadline_s <= now + least_s:
                 if live.admitted_s is None:
                     self._settle(live, 0)
                 self._expire(live, now)
                 continue
+            if not self._has_adapter(live, now):
+                continue
             self.running[live.request_id] = live
             if live.admitted_s is None:
                 live.admitted_s = now
                 self._quotas.let_in(live.session.request)
                 self._metrics.prompt_tokens.inc(live.session.num_prompt_tokens)
+        if self._adapters is not None and not self.queue.aside:
+            self._adapters.end_look()
         self._show()
+
+    def _has_adapter(self, live: LiveSession, now: float) -> bool:
+        """Whether its adapter is loaded; else it waits aside, or has ended."""
+        if self._adapters is None:
+            return True
+        try:
+            if self._adapters.lets_in(live.session.request):
+                return True
+            self.queue.set_aside(live)
+        except InvalidRequestError as error:
+            if live.admitted_s is None:
+                self._settle(live, 0)
+            self._fail(live, error, now)
+        return False
+
+    def lose_adapter(self, live: LiveSession, now: float) -> None:
+        """The target does not have its adapter: the session waits until it does."""
+        if self._adapters is not None:
+            self._adapters.forget(live.session.request.sampling.adapter)
+        self._put_back(live)
 
     def preempt(self, live: LiveSession, now: float) -> None:
         """The target had no room: the session gives back what it holds and goes first when others ended."""
+        self._put_back(live)
+        self._max_running = max(1, len(self.running))
+        if not self.running:
+            self._retry_at_s = now + RETRY_S
+
+    def _put_back(self, live: LiveSession) -> None:
         del self.running[live.request_id]
         self._release(live.request_id)
         live.session.lose_target()
         live.session.lose_draft()
         live.timer.stop()
-        self._max_running = max(1, len(self.running))
-        if not self.running:
-            self._retry_at_s = now + RETRY_S
         self.queue.push_front(live)
         live.num_preemptions += 1
         self._metrics.preemptions.inc()

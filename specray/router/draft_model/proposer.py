@@ -375,6 +375,8 @@ class ModelProposer:
             if self._leases is not None and live.stats.fixed_k != 0:
                 self._leases.want()
             return OFF_BY_REASON[Reason.FIXED if live.stats.fixed_k == 0 else Reason.NO_DRAFT]
+        if (ref := live.session.request.adapter) is not None:
+            live.session.draft.adapter = link.adapters.get(ref.name, b"")
         # Here and not in ``plan`` alone: with many sessions the way there counts too.
         resting = self._controller.resting_plan(live.stats, len(self._running))
         if resting is not None:

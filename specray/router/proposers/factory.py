@@ -96,7 +96,7 @@ class ProposerFactory:
         forced, _ = self._started(GRAMMAR, request, is_auto=True)
         if kind is DraftKind.FEATURES:
             return FeatureProposer(source, make_proposer(None), short, long, forced)
-        store = self._stores.of(request.speculation.tenant) if kind is DraftKind.SUFFIX else None
+        store = self._stores.of(_author(request)) if kind is DraftKind.SUFFIX else None
         return LocalProposer(
             source,
             make_proposer(kind, store),
@@ -148,3 +148,9 @@ class ProposerFactory:
             return True
         self._num_without += 1
         return self._num_without % SESSIONS_PER_EXPLORATION == 0
+
+
+def _author(request: GenerateRequest) -> str:
+    """Whose past outputs are like this one's: the tenant's, by the same adapter; empty: nobody's."""
+    tenant, adapter = request.speculation.tenant, request.sampling.adapter
+    return f"{tenant} {adapter.hex()}" if tenant and adapter else tenant

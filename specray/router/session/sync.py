@@ -12,7 +12,7 @@ A draft that was lost has none: all are asked for again, of the target, which ke
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens, LookaheadBudget
@@ -114,7 +114,10 @@ class DraftSync(EngineSync[SpeculateItem]):
 
     def __init__(self, request: GenerateRequest) -> None:
         super().__init__()
-        self._request = request
+        self._request_id = request.request_id
+        self._sampling = request.sampling
+        self.adapter = b""
+        """Digest of the draft's own adapter; empty: it works without."""
         self.features = FeatureQueue()
 
     @property
@@ -142,13 +145,13 @@ class DraftSync(EngineSync[SpeculateItem]):
         start = self.synced_len
         token_ids = tuple(committed[start:end])
         self.in_flight = SpeculateItem(
-            self._request.request_id,
+            self._request_id,
             self.round_id,
             start,
             token_ids,
             most,
             proposed.token_ids,
-            sampling=self._request.sampling if start == 0 else None,
+            sampling=replace(self._sampling, adapter=self.adapter) if start == 0 else None,
             proposed_parents=proposed.parents,
             features=self.features.sent(start + len(token_ids)),
             **asked,

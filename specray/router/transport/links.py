@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from specray.engine_info import EngineInfo
 from specray.errors import EngineLostError
-from specray.interfaces import Clock, Drafter, Verifier
+from specray.interfaces import AdapterLoader, Clock, Drafter, Verifier
 from specray.router.transport.clock import within
 from specray.types import DraftReplies, SpeculateItem, TargetReplies, VerifyItem
 
@@ -225,6 +225,8 @@ class TargetLink(Link[VerifyItem, TargetReplies]):
             lambda replies: inbox.put(TargetRepliesArrived(self, replies)),
             lambda error: inbox.put(LinkLost(self, error)),
         )
+        self.loader = verifier if isinstance(verifier, AdapterLoader) else None
+        """What loads adapters; None: the target knows none."""
 
 
 class DraftLink(Link[SpeculateItem, DraftReplies]):
@@ -244,6 +246,8 @@ class DraftLink(Link[SpeculateItem, DraftReplies]):
             lambda error: inbox.put(LinkLost(self, error)),
         )
         self._num_known_ids = drafter.info.vocab_size if is_narrower else None
+        self.adapters = dict(zip(self.info.adapter_names, self.info.adapters, strict=True))
+        """Digests of its own adapters, by the names of those that it drafts for."""
 
     def push(self, item: SpeculateItem, now: float) -> None:
         if self._num_known_ids is not None:

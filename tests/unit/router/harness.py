@@ -19,6 +19,7 @@ from specray.fakes import (
     NoisyGuesser,
     ToyModel,
     VirtualClock,
+    adapted,
 )
 from specray.interfaces import Drafter, DrafterSource, Verifier
 from specray.requests import GenerateRequest, OutputChunk, SpeculationParams
@@ -66,7 +67,7 @@ def request(
 def expected(given: GenerateRequest) -> tuple[int, ...]:
     """What the target alone writes for it, up to max_tokens."""
     seed = 0 if given.sampling.is_greedy else given.sampling.seed
-    return MODEL.generate(given.prompt_token_ids, given.max_tokens, seed)
+    return adapted(MODEL, given.sampling.adapter).generate(given.prompt_token_ids, given.max_tokens, seed)
 
 
 def router_config(**values: Any) -> RouterConfig:
@@ -143,6 +144,7 @@ async def serving(
     kind = options.pop("draft_kind", DraftKind.MODEL)
     draft_on_demand = options.pop("draft_on_demand", False)
     tracer = options.pop("tracer", None)
+    adapters = options.pop("adapters", None)
     # Most tests count what the draft model does.
     options.setdefault("fallback", "none")
     router = Router(
@@ -156,6 +158,7 @@ async def serving(
         draft=kind,
         draft_on_demand=draft_on_demand,
         tracer=tracer,
+        adapters=adapters,
     )
     await router.start()
     try:

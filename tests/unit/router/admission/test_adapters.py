@@ -1,0 +1,285 @@
+"""Adapters at the router: loads, room, turns, swaps and losses; every output is its own adapter's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from specray.config.adapters import AdaptersConfig
+from specray.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
+from specray.fakes import FakeAdapterTarget, LocalVerifier, VirtualClock
+from specray.requests import AdapterRef, GenerateRequest, Resumption, SpeculationParams
+from specray.router.scheduler import of_few_adapters
+from specray.types import VerifyItem
+from tests.unit.router.harness import MODEL, TARGET_S, Pair, expected, request, serving
+
+NAMES = ("sql", "chat", "code", "math", "poem")
+CONFIG = AdaptersConfig(directory="/adapters", max_loaded=4, max_per_step=2)
+
+
+def digest_of(text: str) -> bytes:
+    return text.encode().ljust(32, b"\1")
+
+
+def new_target(**options: Any) -> FakeAdapterTarget:
+    options.setdefault("max_per_step", CONFIG.max_per_step)
+    folders = {name: digest_of(name) for name in NAMES}
+    return FakeAdapterTarget(MODEL, folders=folders, cost=lambda rows: int(TARGET_S * 1e9), **options)
+
+
+def asking(name: str, request_id: str = "", *, version: str = "", **options: Any) -> GenerateRequest:
+    """A request for an adapter; ``version``: of its bytes."""
+    given = request(request_id or f"of-{name}", **options)
+    if not name:
+        return given
+    ref = AdapterRef(name, digest_of(version or name), name)
+    return replace(given, adapter=ref, sampling=replace(given.sampling, adapter=ref.digest))
+
+
+async def outputs(pair: Pair, requests: Sequence[GenerateRequest]) -> list[tuple[int, ...]]:
+    found = await asyncio.gather(*(pair.router.complete(each) for each in requests))
+    return [each.token_ids for each in found]
+
+
+@pytest.mark.parametrize("overlap", ["serial", "ahead"])
+@pytest.mark.parametrize("max_adapters", [1, 2, 4])
+async def test_every_request_gets_its_adapters_tokens_whatever_room_there_is(
+    clock: VirtualClock, overlap: str, max_adapters: int
+) -> None:
+    target = new_target(max_adapters=max_adapters)
+    names = ["", *NAMES] * 3
+    given = [asking(name, f"{number}", max_tokens=9) for number, name in enumerate(names)]
+    async with serving(clock, target=target, adapters=CONFIG, overlap=overlap) as pair:
+        assert await outputs(pair, given) == [expected(each) for each in given]
+        await pair.settle()
+        assert len({expected(each) for each in given}) == 1 + len(NAMES)
+        assert target.num_loads >= len(NAMES)
+        assert pair.counted("specray_adapters_loaded") == max_adapters
+        assert pair.counted("specray_adapter_loads_total", result="loaded") == target.num_loads
+
+
+async def test_speculation_changes_no_token_and_the_draft_works_without_the_adapter(
+    clock: VirtualClock,
+) -> None:
+    given = asking("sql", max_tokens=16)
+    plain = replace(given, request_id="plain", speculation=SpeculationParams(enabled=False))
+    async with serving(clock, target=new_target(), adapters=CONFIG, num_speculative_tokens=4) as pair:
+        speculate, seen = pair.draft.speculate, []
+
+        def watched(items: Any) -> Any:
+            seen.extend(items)
+            return speculate(items)
+
+        pair.draft.speculate = watched  # type: ignore[method-assign]
+        assert await outputs(pair, [given, plain]) == [expected(given)] * 2
+        assert [item.sampling.adapter for item in seen if item.sampling is not None] == [b""]
+
+
+async def test_a_draft_with_an_adapter_of_the_name_is_asked_with_it(clock: VirtualClock) -> None:
+    from tests.unit.router.harness import fake_draft
+
+    own = digest_of("the draft's own")
+    draft = fake_draft(adapters=(own,), adapter_names=("sql",))
+    speculate, seen = draft.speculate, {}
+
+    def watched(items: Any) -> Any:
+        seen.update({item.request_id: item.sampling.adapter for item in items if item.sampling is not None})
+        return speculate(items)
+
+    draft.speculate = watched  # type: ignore[method-assign]
+    given = [asking(name) for name in ("sql", "chat", "")]
+    async with serving(clock, target=new_target(), draft=draft, adapters=CONFIG) as pair:
+        assert await outputs(pair, given) == [expected(each) for each in given]
+    assert seen == {"of-sql": own, "of-chat": b"", "of-": b""}
+
+
+async def test_a_target_that_knows_no_adapters_never_answers_for_one(clock: VirtualClock) -> None:
+    async with serving(clock, adapters=CONFIG) as pair:
+        with pytest.raises(InvalidRequestError, match="'sql' cannot be used: this target knows no adapters"):
+            await pair.router.complete(asking("sql"))
+        with pytest.raises(InvalidRequestError, match="this target knows no adapters"):
+            await pair.router.load_adapter("sql")
+
+
+async def test_an_adapter_that_cannot_be_loaded_fails_those_who_wait_and_nobody_else(
+    clock: VirtualClock,
+) -> None:
+    target = new_target()
+    async with serving(clock, target=target, adapters=CONFIG) as pair:
+        wrong = [asking("nobody", f"w{number}") for number in range(3)]
+        found = await asyncio.gather(
+            *(pair.router.complete(each) for each in wrong),
+            pair.router.complete(asking("sql")),
+            return_exceptions=True,
+        )
+        sentence = (
+            "adapter 'nobody' cannot be loaded: adapter folder 'nobody' is not in the directory of adapters"
+        )
+        assert [str(each) for each in found[:3]] == [sentence] * 3
+        assert found[3].token_ids == expected(asking("sql"))  # type: ignore[union-attr]
+        await pair.settle()
+        # Once the folder is there, the same request is served.
+        target.folders["nobody"] = digest_of("nobody")
+        assert await outputs(pair, wrong) == [expected(each) for each in wrong]
+
+
+async def test_others_are_not_kept_waiting_and_each_adapter_has_its_turn(clock: VirtualClock) -> None:
+    """One adapter's requests come without end; another waits for room, and gets it."""
+    target = new_target(max_adapters=1, max_per_step=1)
+    config = AdaptersConfig(directory="/adapters", max_loaded=1, max_per_step=1)
+    async with serving(clock, target=target, adapters=config) as pair:
+        ended: list[str] = []
+
+        async def stream_of(name: str, number: int) -> None:
+            for turn in range(number):
+                one = asking(name, f"{name}-{turn}", max_tokens=8)
+                assert (await pair.router.complete(one)).token_ids == expected(one)
+                ended.append(one.request_id)
+
+        async def base() -> None:
+            assert (await pair.router.complete(asking("", max_tokens=2))).finish_reason is not None
+            ended.append("base")
+
+        busy = [asyncio.create_task(stream_of(f"{name}", 12)) for name in ("sql", "sql")[:1]]
+        await asyncio.sleep(3 * TARGET_S)
+        other = asyncio.create_task(stream_of("chat", 1))
+        await asyncio.sleep(TARGET_S)
+        await asyncio.gather(base(), other, *busy)
+        # The base waits for no adapter; chat waits for one output of sql, not for all twelve.
+        assert ended.index("base") < ended.index("chat-0") <= 3
+        await pair.settle()
+
+
+async def test_a_step_has_few_adapters_and_all_take_turns(clock: VirtualClock) -> None:
+    target = new_target(max_adapters=4)
+    steps: list[set[str]] = []
+    verify = target.verify
+
+    def watched(items: Sequence[VerifyItem]) -> Any:
+        steps.append({item.request_id.rstrip("01") for item in items})
+        return verify(items)
+
+    target.verify = watched  # type: ignore[method-assign]
+    given = [asking(name, f"{name}{number}", max_tokens=12) for name in NAMES[:4] for number in range(2)]
+    given += [asking("", "base", max_tokens=12)]
+    async with serving(clock, target=target, adapters=CONFIG, has_draft_model=False) as pair:
+        assert await outputs(pair, given) == [expected(each) for each in given]
+    full = [step for step in steps if len(step - {"base"}) == 2]
+    assert max(len(step - {"base"}) for step in steps) == 2
+    # With four adapters and two in a step, nobody misses two steps in a row while all run.
+    for name in NAMES[:4]:
+        assert all(name in first | second for first, second in pairwise(full[2:-2]))
+
+
+def test_the_adapters_longest_without_a_step_go_first_and_bring_all_their_sessions() -> None:
+    class Session:
+        def __init__(self, adapter: bytes, last_step: int) -> None:
+            self.adapter, self.last_step = adapter, last_step
+
+    a, b, c = b"a", b"b", b"c"
+    ready: list[Any] = [
+        Session(a, 7),
+        Session(b"", 7),
+        Session(b, 5),
+        Session(a, 3),
+        Session(c, 4),
+        Session(c, 6),
+    ]
+    assert of_few_adapters(ready, 3) == ready
+    assert of_few_adapters(ready, 2) == [ready[0], ready[1], *ready[3:]]
+    assert of_few_adapters(ready, 1) == [ready[0], ready[1], ready[3]]
+
+
+async def test_the_same_name_with_other_bytes_is_another_and_running_requests_keep_theirs(
+    clock: VirtualClock,
+) -> None:
+    target = new_target()
+    async with serving(clock, target=target, adapters=CONFIG) as pair:
+        old = asking("sql", "old", max_tokens=40)
+        task = asyncio.create_task(pair.router.complete(old))
+        await asyncio.sleep(8 * TARGET_S)
+        target.folders["sql"] = digest_of("sql 2")
+        assert await pair.router.load_adapter("sql") == digest_of("sql 2")
+        await pair.router.unload_adapter(digest_of("sql"))
+        new = asking("sql", "new", version="sql 2")
+        assert await outputs(pair, [new]) == [expected(new)]
+        assert not task.done()
+        assert (await task).token_ids == expected(old)
+        await pair.settle()
+        assert [each.digest for each in target.slots.loaded] == [digest_of("sql 2")]
+        with pytest.raises(InvalidRequestError, match=r"'sql' cannot be loaded: .* has other bytes now"):
+            await pair.router.complete(asking("sql", "late"))
+
+
+async def test_what_the_target_has_lost_is_loaded_again_in_the_middle_of_outputs(clock: VirtualClock) -> None:
+    """The next target knows nothing; the same tokens go on, also those that another router had begun."""
+    targets = [new_target(), new_target()]
+    made: list[LocalVerifier] = []
+
+    async def connect() -> LocalVerifier:
+        made.append(LocalVerifier(targets[len(made)], clock))
+        return made[-1]
+
+    given = [asking(name, max_tokens=30) for name in ("sql", "chat")]
+    begun = asking("code", max_tokens=12)
+    begun = replace(begun, resumed=Resumption(expected(begun)[:5], "toy-target"))
+    async with serving(clock, verifier=connect, adapters=CONFIG) as pair:
+        tasks = [asyncio.create_task(pair.router.complete(each)) for each in given]
+        await asyncio.sleep(10 * TARGET_S)
+        made[0].lose()
+        rest = await pair.router.complete(begun)
+        assert [(await task).token_ids for task in tasks] == [expected(each) for each in given]
+        assert rest.token_ids == expected(begun)[5:]
+        assert {each.digest for each in targets[1].slots.loaded} == {
+            digest_of(n) for n in ("sql", "chat", "code")
+        }
+
+
+async def test_an_adapter_that_left_behind_the_routers_back_is_loaded_and_asked_again(
+    clock: VirtualClock,
+) -> None:
+    target = new_target()
+    async with serving(clock, target=target, adapters=CONFIG) as pair:
+        await pair.router.load_adapter("sql")
+        target.unload_adapter(digest_of("sql"))
+        given = asking("sql")
+        assert await outputs(pair, [given]) == [expected(given)]
+        assert target.num_loads == 2
+
+
+async def test_pinned_adapters_stay_and_who_finds_no_room_ends_by_its_deadline(clock: VirtualClock) -> None:
+    target = new_target(max_adapters=1)
+    async with serving(clock, target=target, adapters=CONFIG) as pair:
+        await pair.router.load_adapter("sql", is_pinned=True)
+        with pytest.raises(DeadlineExceededError):
+            await pair.router.complete(replace(asking("chat"), timeout_s=2.0))
+        with pytest.raises(OverloadedError, match="1 adapters are loaded, all in use or pinned"):
+            await pair.router.load_adapter("chat")
+        given = asking("sql")
+        assert await outputs(pair, [given]) == [expected(given)]
+        await pair.router.unload_adapter(digest_of("sql"))
+        given = asking("chat", "again")
+        assert await outputs(pair, [given]) == [expected(given)]
+
+
+async def test_who_waits_for_an_adapter_can_go_away(clock: VirtualClock) -> None:
+    target = new_target(max_adapters=1)
+    async with serving(clock, target=target, adapters=CONFIG) as pair:
+        long = asking("sql", max_tokens=60)
+        running = asyncio.create_task(pair.router.complete(long))
+        await asyncio.sleep(5 * TARGET_S)
+        waiting = asyncio.create_task(pair.router.complete(asking("chat")))
+        await asyncio.sleep(5 * TARGET_S)
+        waiting.cancel()
+        await asyncio.sleep(5 * TARGET_S)
+        # Nobody needs the place any more: those of the same adapter are let in again.
+        other = asking("sql", "other", max_tokens=4)
+        assert await outputs(pair, [other]) == [expected(other)]
+        assert not running.done()
+        assert (await running).token_ids == expected(long)
+        await pair.settle()
