@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
@@ -22,6 +23,8 @@ from specray.router.output.delivery import Delivery
 from specray.router.trace import Routed, encode_trace
 from specray.router.transport.clock import SystemClock
 from specray.routing import Choice, SharedChoice
+
+logger = logging.getLogger(__name__)
 
 SERVE_ERRORS = (RayError, BackPressureError, DeploymentUnavailableError, RequestCancelledError)
 """Exceptions that a call through a Serve handle may raise besides those of the router."""
@@ -47,6 +50,7 @@ def translate(error: Exception) -> Exception:
 
 RESEND_FOR_S: Final = 5.0
 """Seconds after a router's death during which Serve may still choose it."""
+UNLOAD_TIMEOUT_S: Final = 30.0
 MAX_RESUMED: Final = 5
 """Maximum number of routers that may die under one request with tokens; it might be what kills them."""
 
@@ -249,6 +253,24 @@ class ServeRouterClient:
 
     async def check_ready(self) -> None:
         await self._call(self._handle.check_ready.remote())
+
+    async def load_adapter(self, folder: str, digest: bytes = b"", *, is_pinned: bool = False) -> bytes:
+        found: bytes = await self._call(self._handle.load_adapter.remote(folder, digest, is_pinned))
+        return found
+
+    async def unload_adapter(self, digest: bytes) -> None:
+        """Of all Routers; those that do not answer in time keep it until it gives its place."""
+
+        def unload() -> None:
+            response = self._handle.broadcast("unload_adapter", digest)
+            for answer in response.results(timeout_s=UNLOAD_TIMEOUT_S, return_exceptions=True):
+                if isinstance(answer, Exception):
+                    logger.warning("an adapter was not unloaded: %s", answer)
+
+        try:
+            await asyncio.to_thread(unload)
+        except (TimeoutError, *SERVE_ERRORS) as error:
+            logger.warning("an adapter was not unloaded everywhere: %s", error)
 
     async def metrics_text(self) -> str:
         text: str = await self._call(self._handle.metrics_text.remote())

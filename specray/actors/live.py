@@ -18,6 +18,7 @@ from ray.experimental import internal_kv
 from specray.config import Config
 from specray.config.live import LiveConfig, Values
 from specray.errors import ConfigError
+from specray.requests import AdapterRef
 
 logger = logging.getLogger(__name__)
 
@@ -92,3 +93,42 @@ def write_stored(key: str, values: Values) -> None:
 
 def forget_stored(key: str) -> None:
     internal_kv._internal_kv_del(key, namespace=_NAMESPACE)
+
+
+class AdapterNames:
+    """What adapters' names stand for, in the cluster's key-value store: each name has a key of its own.
+
+    Args:
+        store: key of the service; the names of another service are others.
+    """
+
+    def __init__(self, store: str) -> None:
+        self._prefix = f"{store}/adapters/"
+
+    async def read(self) -> dict[str, AdapterRef]:
+        return await asyncio.to_thread(self._read)
+
+    async def write(self, ref: AdapterRef) -> None:
+        values = {"digest": ref.digest.hex(), "folder": ref.folder, "is_pinned": ref.is_pinned}
+        await asyncio.to_thread(write_stored, self._prefix + ref.name, values)
+
+    async def remove(self, name: str) -> None:
+        await asyncio.to_thread(forget_stored, self._prefix + name)
+
+    def forget(self) -> None:
+        """Forgets all names. Asks Ray, and so blocks."""
+        for key in self._keys():
+            forget_stored(key)
+
+    def _keys(self) -> list[str]:
+        keys = internal_kv._internal_kv_list(self._prefix, namespace=_NAMESPACE)
+        return [key.decode() if isinstance(key, bytes) else key for key in keys]
+
+    def _read(self) -> dict[str, AdapterRef]:
+        found: dict[str, AdapterRef] = {}
+        for key in self._keys():
+            if (values := read_stored(key)) is not None:
+                name = key.removeprefix(self._prefix)
+                digest = bytes.fromhex(values["digest"])
+                found[name] = AdapterRef(name, digest, values["folder"], values["is_pinned"])
+        return found

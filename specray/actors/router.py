@@ -110,6 +110,13 @@ class RouterReplica:
     async def service_info(self) -> ServiceInfo | SpecrayError:
         return await error_as_value(self._on_loop(self._router.service_info()))
 
+    async def load_adapter(self, folder: str, digest: bytes, is_pinned: bool) -> bytes | SpecrayError:
+        load = self._router.load_adapter(folder, digest, is_pinned=is_pinned)
+        return await error_as_value(self._on_loop(load))
+
+    async def unload_adapter(self, digest: bytes) -> SpecrayError | None:
+        return await error_as_value(self._on_loop(self._router.unload_adapter(digest)))
+
     async def check_ready(self) -> SpecrayError | None:
         return await error_as_value(self._on_loop(self._router.check_ready()))
 
@@ -194,6 +201,7 @@ async def _start_router(
         tracer=tracer,
         draft=config.draft.kind_in_use,
         draft_on_demand=config.draft.scales_to_none,
+        adapters=config.target.adapters,
     )
     try:
         await router.start()

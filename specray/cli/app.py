@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from specray import __version__
+from specray.cli.adapters import app as adapters_app
 from specray.cli.advise.app import advise
 from specray.cli.bench.app import app as bench_app
 from specray.cli.ending import EXIT_FAILED, Guardian
@@ -44,6 +45,7 @@ app.command()(verify)
 app.command()(advise)
 app.add_typer(keys_app, name="keys")
 app.add_typer(models_app, name="models")
+app.add_typer(adapters_app, name="adapters")
 app.add_typer(train_app, name="train")
 app.add_typer(bench_app, name="bench")
 

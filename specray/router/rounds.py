@@ -279,6 +279,9 @@ class Rounds:
         # One call for all that is counted: keeping a call costs more than counting does.
         waited_s = self._now - (live.arrived_s if since_s is None else since_s)
         self._later.add(self._count, commit, live.round_plan, waited_s, since_s is None, overhead_s)
+        if (ref := live.session.request.adapter) is not None:
+            counted = len(commit.token_ids), commit.num_draft_tokens, commit.num_kept_tokens
+            self._later.add(self._metrics.adapters.observe, ref.name, *counted)
 
     def _count(
         self, commit: Commit, plan: Plan, waited_s: float, is_first: bool, overhead_s: float | None

@@ -316,6 +316,12 @@ class Router:
         infos = await asyncio.gather(current_info(target, self._clock), current_info(draft, self._clock))
         for role, info in zip(("target", "draft"), infos, strict=True):
             self.metrics.observe_engine(role, info)
+        if self._info is not None and self._info.max_adapters:
+            running, waiting = (
+                {ref.name for live in lives if (ref := live.session.request.adapter) is not None}
+                for lives in (self.sessions.running.values(), self._queue)
+            )
+            self.metrics.adapters.show_requests(self._info.max_adapters, running, waiting)
         return self.metrics.text()
 
     async def trace_text(self) -> str | None:

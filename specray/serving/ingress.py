@@ -20,7 +20,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from specray.actors.client import ServeRouterClient
-from specray.actors.live import LiveReplica
+from specray.actors.live import AdapterNames, LiveReplica
 from specray.actors.mailbox import Mailbox
 from specray.actors.node import keep_serve_on_loopback, listen_address
 from specray.actors.router import RouterReplica
@@ -101,7 +101,9 @@ class IngressReplica:
             choice=shared_choice(app_name) if routes_by_prefix(config) else None,
             on_choice=self._observer.metrics.observe_choice,
         )
-        self._admission = Admission.of(client, config)
+        # The names outlive this process; those of another application are others.
+        names = AdapterNames(store or f"app-{app_name}")
+        self._admission = Admission.of(client, config, store=names)
         self._tokenizer = load_tokenizer(config.target.model)
         warm_up(self._tokenizer)
         self._compiler = PreparedCompiler.of(self._tokenizer)

@@ -119,7 +119,7 @@ def _deployed(
 ) -> Iterator[None]:
     from ray import serve
 
-    from specray.actors.live import forget_stored
+    from specray.actors.live import AdapterNames, forget_stored
 
     with within(SERVE_START_S, "Ray Serve did not start", on_lost):
         serve.start(
@@ -142,6 +142,7 @@ def _deployed(
         # In a cluster that was there before, other applications stay.
         serve.delete(APP_NAME)
         forget_stored(store)
+        AdapterNames(store).forget()
 
 
 def with_own_server(config: Config) -> Config:

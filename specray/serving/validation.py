@@ -12,7 +12,7 @@ from dataclasses import field as dataclass_field
 from types import MappingProxyType
 from typing import Any, Final
 
-from specray.errors import InvalidRequestError, ModelNotFoundError, shown
+from specray.errors import InvalidRequestError, shown
 from specray.request_options import Option, Range, RequestOptions, declare, declared_options
 from specray.requests import AdapterRef, TextOptions
 from specray.types import DraftKind, Verification
@@ -105,14 +105,6 @@ def check_range(allowed: Range, field: str, value: float, *, what: str | None = 
 def out_of_range(field: str, value: object, allowed: str, *, what: str | None = None) -> InvalidRequestError:
     """Makes the error that names the field, its value (or that of ``what`` about it) and what is allowed."""
     return InvalidRequestError(f"{what or field} is {shown(value)}; allowed: {allowed}", field=field)
-
-
-def check_model(name: str | None, limits: Limits) -> None:
-    """Raises ModelNotFoundError unless the name is absent, empty or the served model's."""
-    if name and name != limits.model_name:
-        raise ModelNotFoundError(
-            f"model {shown(name)} is not served here; allowed: {limits.model_name!r}", field="model"
-        )
 
 
 def check_options(options: GenerationOptions, limits: Limits) -> None:

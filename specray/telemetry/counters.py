@@ -80,6 +80,10 @@ class LabelledCounter(_Exported):
         assert len(values) == len(self.label_names), values
         return self._counts.setdefault(values, Count())
 
+    def remove(self, *values: str) -> None:
+        """Forgets the counter with these labels, if there is one."""
+        self._counts.pop(values, None)
+
     def collect(self) -> Iterator[CounterMetricFamily]:
         family = CounterMetricFamily(self._name, self._documentation, labels=self.label_names)
         for values, count in list(self._counts.items()):

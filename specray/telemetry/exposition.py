@@ -81,6 +81,7 @@ VLLM_NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "specray_queue_depth": "vllm:num_requests_waiting",
         "specray_target_cache_usage_ratio": "vllm:kv_cache_usage_perc",
         "specray_target_cache_info": "vllm:cache_config_info",
+        "specray_adapter_requests_info": "vllm:lora_requests_info",
         "specray_preemptions_total": "vllm:num_preemptions_total",
         "specray_prefix_cache_queries_total": "vllm:prefix_cache_queries_total",
         "specray_prefix_cache_hits_total": "vllm:prefix_cache_hits_total",

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from specray.engine_info import EngineInfo
 from specray.telemetry import counters as counts
+from specray.telemetry.adapters import AdapterMetrics
 from specray.telemetry.exposition import registry_text
 from specray.types import MAX_SPECULATIVE_TOKENS
 
@@ -224,15 +225,7 @@ class RouterMetrics:
 
     def _make_engine_metrics(self) -> None:
         registry = self.registry
-        self.adapter_loads = Counter(
-            "specray_adapter_loads",
-            "Loads of adapters, by what came of them: loaded, refused, no_room or lost.",
-            ["result"],
-            registry=registry,
-        )
-        self.adapters_loaded = Gauge(
-            "specray_adapters_loaded", "Adapters in the target's memory.", registry=registry
-        )
+        self.adapters = AdapterMetrics(registry)
         self._blocks_in_use = {
             "target": Gauge(
                 "specray_target_blocks_in_use",

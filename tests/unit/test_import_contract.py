@@ -112,6 +112,7 @@ FLOORS: dict[str, list[list[str]]] = {
             "readiness",
             "ports",
             "gc_schedule",
+            "adapters",
             "own_ray",
         ],
         ["local", "problems", "admission", "tools"],

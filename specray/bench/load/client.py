@@ -105,9 +105,12 @@ class ServerClient:
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """POSTs the same and returns the whole response. Raises like ``stream_completion``."""
-        url = f"{self._url}{_path(body)}"
+        return await self.post(_path(body), body)
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """POSTs a body of JSON and returns the answer's. Raises like ``stream_completion``."""
         try:
-            async with self._opened.post(url, json=body) as response:
+            async with self._opened.post(f"{self._url}{path}", json=body) as response:
                 await _raise_for_status(response)
                 answer: dict[str, Any] = await response.json()
                 return answer
@@ -118,32 +121,33 @@ class ServerClient:
         """GETs /metrics. Raises like ``stream_completion``."""
         return await self._get("/metrics")
 
-    async def models(self) -> list[str]:
-        """Returns the served models' names. Raises like ``stream_completion``."""
+    async def listed(self) -> list[dict[str, Any]]:
+        """Returns the entries of /v1/models. Raises like ``stream_completion``."""
         text = await self._get("/v1/models")
         try:
-            return [str(model["id"]) for model in json.loads(text)["data"]]
+            return [dict(model) for model in json.loads(text)["data"]]
         except (ValueError, KeyError, TypeError):
             raise SpecrayError(f"server {self._url}: /v1/models is no list of models") from None
 
+    async def models(self) -> list[str]:
+        """Returns the served models' names. Raises like ``stream_completion``."""
+        return [str(model.get("id")) for model in await self.listed()]
+
     async def is_deterministic(self) -> bool:
         """Whether the service says so of its first model. Raises like ``stream_completion``."""
-        text = await self._get("/v1/models")
-        try:
-            return json.loads(text)["data"][0].get("is_deterministic") is True
-        except (ValueError, LookupError, TypeError, AttributeError):
-            return False
+        listed = await self.listed()
+        return bool(listed) and listed[0].get("is_deterministic") is True
 
     async def max_model_len(self) -> int | None:
         """Returns tokens of prompt and output together, at most, of the first served model.
 
         None: the server does not tell. Raises like ``stream_completion``.
         """
-        text = await self._get("/v1/models")
+        listed = await self.listed()
+        length = listed[0].get("max_model_len") if listed else None
         try:
-            length = json.loads(text)["data"][0].get("max_model_len")
             return None if length is None else int(length)
-        except (ValueError, LookupError, TypeError, AttributeError):
+        except (ValueError, TypeError):
             raise SpecrayError(f"server {self._url}: /v1/models is no list of models") from None
 
     async def model(self) -> str:

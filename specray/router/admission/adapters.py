@@ -55,6 +55,8 @@ class AdapterRoom:
         """Folders by digest, in the order of their loads."""
         self._used_s: dict[bytes, float] = {}
         """Time at which each was last of use."""
+        self._names: dict[bytes, str] = {}
+        """Names of those that requests have used."""
         self._pinned: set[bytes] = set()
         self._closed: bytes | None = None
         """The adapter that lets nobody in, since another needs its place."""
@@ -79,6 +81,8 @@ class AdapterRoom:
         if (error := self._refused.get(ref.digest)) is not None:
             raise InvalidRequestError(str(error), field=error.field)
         if ref.digest in self._loaded:
+            if self._names.get(ref.digest) != ref.name:
+                self._name({**self._names, ref.digest: ref.name})
             self._used_s[ref.digest] = self._clock.monotonic()
             return ref.digest != self._closed
         self._wanted.setdefault(ref.digest, ref)
@@ -196,7 +200,7 @@ class AdapterRoom:
         finally:
             # Where there is no room it is tried again and again: it counts once.
             if result != "no_room" or self._closed is None:
-                self._metrics.adapter_loads.labels(result).inc()
+                self._metrics.adapters.loads.labels(result).inc()
         if is_pinned:
             self._pinned.add(digest)
         self._used_s[digest] = self._clock.monotonic()
@@ -250,8 +254,13 @@ class AdapterRoom:
         self._used_s = {digest: self._used_s.get(digest, 0.0) for digest in loaded}
         if self._closed not in loaded:
             self._closed = None
-        self._metrics.adapters_loaded.set(len(loaded))
+        self._metrics.adapters.loaded.set(len(loaded))
+        self._name({digest: name for digest, name in self._names.items() if digest in loaded})
         self._change()
+
+    def _name(self, names: dict[bytes, str]) -> None:
+        self._names = names
+        self._metrics.adapters.keep(names.values())
 
     def _change(self) -> None:
         self._has_changed = True

@@ -15,9 +15,10 @@ from typing import TypeVar
 
 from specray.config import Config
 from specray.errors import OverloadedError
-from specray.interfaces import RouterClient
+from specray.interfaces import AdapterLoader, RouterClient
 from specray.requests import GenerateRequest
 from specray.router.admission.queue import RetryAdvice
+from specray.serving.adapters import AdapterCatalog, AdapterStore
 from specray.serving.admission.limiter import CallLimiter, release_slot
 from specray.serving.admission.places import Places
 from specray.serving.admission.texts import TextWork
@@ -147,21 +148,38 @@ class Admission:
         capacity: what is known of the routers' queues.
         places: the Ingress's own places for calls.
         texts: its threads for texts.
+        adapters: the adapters that requests may name.
     """
 
-    def __init__(self, routers: RouterClient, capacity: RouterCapacity, places: Places) -> None:
+    def __init__(
+        self, routers: RouterClient, capacity: RouterCapacity, places: Places, adapters: AdapterCatalog
+    ) -> None:
         self.routers = routers
         self.capacity = capacity
         self.places = places
+        self.adapters = adapters
         self.texts = TextWork()
 
     @classmethod
-    def of(cls, routers: RouterClient | Admission, config: Config) -> Admission:
-        """Returns the admission to these routers; one that exists already, as it is."""
+    def of(
+        cls, routers: RouterClient | Admission, config: Config, *, store: AdapterStore | None = None
+    ) -> Admission:
+        """Returns the admission to these routers; one that exists already, as it is.
+
+        Args:
+            store: of the names of adapters; default: one of this process alone.
+        """
         if isinstance(routers, Admission):
             return routers
         places = Places(config.ingress.max_ongoing_requests, timeout_s=config.router.request_timeout_s)
-        return cls(routers, RouterCapacity(max_requests(config)), places)
+        adapters = AdapterCatalog(
+            config.target.adapters,
+            base=config.model_name,
+            loader=routers if isinstance(routers, AdapterLoader) else None,
+            store=store,
+            is_shared=config.ingress.num_replicas > 1,
+        )
+        return cls(routers, RouterCapacity(max_requests(config)), places, adapters)
 
     @contextmanager
     def entered(self, request: GenerateRequest) -> Iterator[None]:

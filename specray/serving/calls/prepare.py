@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 
 from specray.config.live import LiveConfig
 from specray.grammar import PreparedCompiler
-from specray.requests import GenerateRequest
+from specray.requests import AdapterRef, GenerateRequest
 from specray.serving.admission.capacity import Admission
 from specray.serving.admission.limiter import step_aside
 from specray.serving.admission.places import Place
@@ -29,7 +29,6 @@ from specray.serving.calls.prompts import Prompt, encode_prompts
 from specray.serving.validation import (
     GenerationOptions,
     Limits,
-    check_model,
     check_options,
     check_sizes,
 )
@@ -132,8 +131,13 @@ class CallPreparer:
             place.limit(asked.timeout_s)
         async with place.in_time():
             limits = await self._limits.get()
-            check_model(asked.model, limits)
+            ref = await self.adapter_of(asked.model)
             options = await self._admitted(asked, limits, place)
+            if options.adapter:
+                ref = await self.adapter_of(asked.model, options.adapter)
+            if ref is not None:
+                options = replace(options, adapter_ref=ref)
+                limits = replace(limits, model_name=ref.name)
             options, prompts, reading = await self._tokenized(asked, options, limits, place)
         remaining_s = place.remaining_s
         if options.timeout_s is not None:
@@ -143,6 +147,10 @@ class CallPreparer:
         place.release_body()
         requests = place.caller.apply_policy(requests)
         return PreparedCall(requests, prompts, options, limits, reading, remaining_s + DEADLINE_MARGIN_S)
+
+    async def adapter_of(self, model: str | None, adapter: str = "") -> AdapterRef | None:
+        """See ``AdapterCatalog.find``."""
+        return await self._admission.adapters.find(model, adapter)
 
     async def options(self, asked: Asked, place: Place) -> GenerationOptions:
         if asked.grammar_field is None:

@@ -130,7 +130,11 @@ class GrpcIngress:
         prepared = await self._calls.prepare(asked, place, request_id=f"grpc-{uuid.uuid4().hex}")
         (request,) = prepared.requests
         requests = record.describe(
-            request.request_id, [request], tenant=request.tenant, model=self._model_name, is_stream=True
+            request.request_id,
+            [request],
+            tenant=request.tenant,
+            model=prepared.limits.model_name,
+            is_stream=True,
         )
         return request, stream(
             self._admission.routers,

@@ -36,6 +36,7 @@ from specray.serving.http.messages_api.calls import add_count_route, messages_ca
 from specray.serving.http.openai_api import LEFT_OUT_HEADER, Call, OpenAiApi
 from specray.serving.http.responses_api.calls import responses_call
 from specray.serving.http.routes.absent import add_absent_routes
+from specray.serving.http.routes.adapters import add_adapter_routes
 from specray.serving.http.routes.lab_page import add_lab_routes, has_lab
 from specray.serving.http.routes.openapi import add_openapi_routes
 from specray.serving.http.routes.service import (
@@ -107,9 +108,10 @@ def build_http_app(
     if config.metrics.vllm_names:
         metrics_text = _named_twice(metrics_text, config.model_name)
     add_observer_routes(app, routers, metrics_text)
-    add_model_routes(app, limits, identity)
+    add_model_routes(app, limits, identity, admission.adapters)
+    add_adapter_routes(app, api, admission.adapters)
     add_token_routes(app, api, tokenizer, limits)
-    add_count_route(app, api, limits)
+    add_count_route(app, api)
     _add_generating_routes(app, api, live)
     if config.http.openapi:
         add_openapi_routes(app, asks_for_key=lambda: keyring.asks_for_key)

@@ -14,7 +14,7 @@ from specray import __version__
 from specray.checkpoint_digest import WEIGHT_FILES, file_digest
 from specray.config import EMBEDDED, Config
 from specray.demo.paths import demo_draft_path, demo_target_path
-from specray.requests import ServiceInfo
+from specray.requests import AdapterRef, ServiceInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +30,20 @@ class Identity:
     system_fingerprint: str
     """Changes with the version, the checkpoints and the settings on which outputs may depend."""
 
-    def model(self, info: ServiceInfo) -> dict[str, Any]:
-        """Returns the model as an entry of /v1/models: vLLM's fields, and what outputs depend on."""
+    def model(self, info: ServiceInfo, adapter: AdapterRef | None = None) -> dict[str, Any]:
+        """Returns the model as an entry of /v1/models: vLLM's fields, and what outputs depend on.
+
+        Args:
+            adapter: what changes its weights; None: nothing.
+        """
         return {
-            "id": self.name,
+            "id": self.name if adapter is None else adapter.name,
             "object": "model",
             "created": self.created,
             "owned_by": "specray",
-            "root": self.root,
-            "parent": None,
+            "root": self.root if adapter is None else adapter.folder,
+            "parent": None if adapter is None else self.name,
+            "adapter": None if adapter is None else adapter.digest.hex(),
             "max_model_len": info.max_model_len,
             "checkpoint": info.checkpoint,
             "is_deterministic": info.is_deterministic,

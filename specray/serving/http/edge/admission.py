@@ -31,7 +31,8 @@ from specray.serving.problems import HttpError, problem_response
 _CALL: Final = "specray.call"
 _CHATS: Final = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 _GENERATING: Final = ("/v1/completions", *_CHATS)
-_PATHS: Final = (*_GENERATING, "/tokenize", "/detokenize", "/v1/messages/count_tokens")
+_MANAGING: Final = ("/load_lora_adapter", "/unload_lora_adapter")
+_PATHS: Final = (*_GENERATING, *_MANAGING, "/tokenize", "/detokenize", "/v1/messages/count_tokens")
 """Paths whose calls have a body. What is sent to others is not read."""
 
 

@@ -11,7 +11,6 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from specray.serving.calls.limits import ServiceLimits
 from specray.serving.http.chat.schema import ChatCompletionRequest
 from specray.serving.http.chat.translation import Renames, renamed
 from specray.serving.http.edge.admission import Arrived, arrived
@@ -20,7 +19,6 @@ from specray.serving.http.messages_api.format import ID_PREFIX, MessageFormat
 from specray.serving.http.messages_api.schema import CountTokensRequest, MessagesRequest
 from specray.serving.http.openai_api import Call, OpenAiApi
 from specray.serving.observe import CallRecord
-from specray.serving.validation import check_model
 
 RENAMES: Final[Renames] = (
     (re.compile(r"^(tools\[\d+\])\.function\.parameters"), r"\1.input_schema"),
@@ -46,11 +44,11 @@ async def messages_call(api: OpenAiApi, arrived: Arrived, record: CallRecord) ->
         )
 
 
-def add_count_route(app: FastAPI, api: OpenAiApi, limits: ServiceLimits) -> None:
+def add_count_route(app: FastAPI, api: OpenAiApi) -> None:
     async def counted(call: Arrived) -> int:
         _, chat = await api.calls.read(partial(_read, CountTokensRequest, api, call.values), call.place)
         async with call.place.in_time():
-            check_model(chat.model, await limits.get())
+            await api.calls.adapter_of(chat.model)
             with renamed(RENAMES):
                 return len(await api.encode_chat(chat, call.place))
 

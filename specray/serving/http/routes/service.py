@@ -11,8 +11,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from specray import __version__
-from specray.errors import EngineLostError, InvalidRequestError, ModelNotFoundError, shown
+from specray.errors import EngineLostError, InvalidRequestError, shown
 from specray.interfaces import RouterClient
+from specray.serving.adapters import AdapterCatalog
 from specray.serving.admission.capacity import Admission
 from specray.serving.calls.limits import ServiceLimits
 from specray.serving.http.edge.keys import check_observer
@@ -85,16 +86,15 @@ def add_observer_routes(app: FastAPI, routers: RouterClient, metrics_text: TextS
         return Response(text, media_type="application/jsonl")
 
 
-def add_model_routes(app: FastAPI, limits: ServiceLimits, identity: Identity) -> None:
+def add_model_routes(
+    app: FastAPI, limits: ServiceLimits, identity: Identity, adapters: AdapterCatalog
+) -> None:
     @app.api_route("/v1/models", methods=GET)
     async def models() -> JSONResponse:
         info = await limits.known_info()
-        return JSONResponse({"object": "list", "data": [identity.model(info)]})
+        refs = [None, *await adapters.refs()]
+        return JSONResponse({"object": "list", "data": [identity.model(info, ref) for ref in refs]})
 
     @app.api_route("/v1/models/{name:path}", methods=GET)
     async def one_model(name: str) -> JSONResponse:
-        if name != identity.name:
-            raise ModelNotFoundError(
-                f"model {shown(name)} is not served here; allowed: {identity.name!r}", field="model"
-            )
-        return JSONResponse(identity.model(await limits.known_info()))
+        return JSONResponse(identity.model(await limits.known_info(), await adapters.find(name)))

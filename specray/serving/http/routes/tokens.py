@@ -21,7 +21,7 @@ from specray.serving.http.extras import check_extras
 from specray.serving.http.openai_api import OpenAiApi
 from specray.serving.http.responses import GET
 from specray.serving.http.schemas import Fields, parse_request
-from specray.serving.validation import Limits, check_model, check_token_ids, out_of_range
+from specray.serving.validation import Limits, check_token_ids, out_of_range
 from specray.tokenization import Tokenizer
 
 
@@ -59,6 +59,8 @@ def add_token_routes(app: FastAPI, api: OpenAiApi, tokenizer: Tokenizer, limits:
             if not isinstance(values, dict):
                 raise InvalidRequestError("the body is no JSON object; allowed: a JSON object")
             async with call.place.in_time():
+                if isinstance(model := values.get("model"), str):
+                    await api.calls.adapter_of(model)
                 result = await work(values, await limits.get(), call.place)
                 return await api.calls.work(partial(JSONResponse, result), call.place)
 
@@ -69,7 +71,7 @@ def add_token_routes(app: FastAPI, api: OpenAiApi, tokenizer: Tokenizer, limits:
             fields, token_ids = await _encoded_chat(values, api, allowed, place)
         else:
             fields = api.parse(TokenizeRequest, values)
-            _check(fields, allowed)
+            check_extras(fields.model_extra or {}, n=1)
             encode = partial(
                 tokenizer.encode, fields.prompt, add_special_tokens=fields.add_special_tokens is not False
             )
@@ -85,7 +87,7 @@ def add_token_routes(app: FastAPI, api: OpenAiApi, tokenizer: Tokenizer, limits:
     async def detokenized(values: dict[str, Any], allowed: Limits, place: Place) -> dict[str, Any]:
         def decoded() -> str:
             fields = api.parse(DetokenizeRequest, values)
-            _check(fields, allowed)
+            check_extras(fields.model_extra or {}, n=1)
             check_token_ids("tokens", fields.tokens, allowed)
             return tokenizer.decode(fields.tokens, skip_special_tokens=False)
 
@@ -115,10 +117,4 @@ async def _encoded_chat(
     chat = api.parse(
         ChatCompletionRequest, {name: value for name, value in values.items() if name not in own}
     )
-    check_model(chat.model, allowed)
     return fields, await api.encode_chat(chat, place)
-
-
-def _check(fields: TokenizeRequest | DetokenizeRequest, allowed: Limits) -> None:
-    check_model(fields.model, allowed)
-    check_extras(fields.model_extra or {}, n=1)

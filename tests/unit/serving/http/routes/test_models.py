@@ -42,6 +42,7 @@ async def test_both_endpoints_describe_the_model_with_vllms_fields(checkpoint: P
         "owned_by": "specray",
         "root": str(checkpoint),
         "parent": None,
+        "adapter": None,
         "max_model_len": MAX_MODEL_LEN,
         "checkpoint": "0123",
         "is_deterministic": True,
