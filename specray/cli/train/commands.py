@@ -63,7 +63,14 @@ def draft(
         seed=options.seed,
     )
     device = usable_device(options.device)
-    compact = train_draft(target, options.work_dir, config, device=device, has_bfloat16=has_bfloat16(device))
+    compact = train_draft(
+        target,
+        options.work_dir,
+        config,
+        device=device,
+        has_bfloat16=has_bfloat16(device),
+        adapt=options.adapt(),
+    )
     typer.echo(f"wrote {compact}")
     if Path(target).is_dir():
         typer.echo(f"wrote {complete_draft(compact, Path(target), options.work_dir / 'complete')}")
@@ -170,6 +177,7 @@ def _train_head(method: Method, target: str, options: HeadOptions) -> None:
         HeadTrainConfig(options.limit(), options.text(), steps, options.evaluate_every, options.readings_gib),
         device=device,
         has_bfloat16=has_bfloat16(device),
+        adapt=options.adapt(),
         name=target,
         command=shlex.join(["specray", *sys.argv[1:]]),
     )

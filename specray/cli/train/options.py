@@ -12,6 +12,7 @@ from specray.train.draft.loss_kind import LossKind
 if TYPE_CHECKING:
     from specray.train.draft.loss import LossConfig
     from specray.train.draft.text import TextConfig
+    from specray.train.heads.loading import Adapt
     from specray.train.loop import RunLimit
 
 _TIME_BUDGET_S = 4800.0
@@ -28,6 +29,10 @@ class RunOptions:
         "and then its text.",
     )
     device: str = option("cpu", "cpu or cuda.")
+    adapter: Path | None = option(
+        None,
+        "Directory of a LoRA adapter that is merged into the target's weights, and with which it writes.",
+    )
     prompts: Path | None = option(
         None,
         "Prompts that the target answers: JSON lines with 'prompt', and 'domain' if they have one. "
@@ -76,6 +81,14 @@ class RunOptions:
             mix=self.mix,
             asks=self.chat,
         )
+
+    def adapt(self) -> Adapt | None:
+        """What merges the adapter; None: there is none. Raises ConfigError for one that is refused."""
+        if self.adapter is None:
+            return None
+        from specray.engine.model.checkpoint.adapter import read_adapter
+
+        return read_adapter(str(self.adapter)).merge
 
     def loss_config(self) -> LossConfig:
         from specray.train.draft.loss import LossConfig

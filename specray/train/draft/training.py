@@ -15,7 +15,7 @@ from specray.train.draft.student import DraftShape, Student, write_compact
 from specray.train.draft.text import DeviceRows, TextConfig, split_held_out, written_text
 from specray.train.draft.vocabulary import frequent_ids
 from specray.train.draft.writing import Written
-from specray.train.heads.loading import loaded
+from specray.train.heads.loading import Adapt, loaded
 from specray.train.loop import RunLimit, RunState, TrainingRun
 from specray.train.optim import MasterOptimizer, OptimizerConfig
 
@@ -51,6 +51,7 @@ def train_draft(
     *,
     device: str = "cpu",
     has_bfloat16: bool = True,
+    adapt: Adapt | None = None,
 ) -> Path:
     """Writes text, trains on it, and writes the compact draft into ``work_dir/draft``; goes on where it was.
 
@@ -58,6 +59,7 @@ def train_draft(
         target: checkpoint of a causal language model of transformers with a chat template.
         work_dir: directory of the run; the same call again goes on from there.
         has_bfloat16: products are bfloat16, otherwise float32; the checkpoint is bfloat16.
+        adapt: what is merged into the target's weights; None: nothing.
 
     Returns:
         The directory of the draft.
@@ -66,7 +68,8 @@ def train_draft(
         ConfigError: the target cannot be read so, or the directory holds text or a draft of another shape.
     """
     work_dir.mkdir(parents=True, exist_ok=True)
-    model, tokenizer = loaded(target, torch.bfloat16 if has_bfloat16 else torch.float32, role="target")
+    dtype = torch.bfloat16 if has_bfloat16 else torch.float32
+    model, tokenizer = loaded(target, dtype, role="target", adapt=adapt)
     model.to(device).train(False)
     markers = turn_markers(tokenizer)
     written = written_text(model, tokenizer, work_dir, config.text, markers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,12 +24,17 @@ OFFSETS = "d2t"
 _HEAD = "lm_head.weight"
 
 
-def loaded(path: str, dtype: torch.dtype, *, role: str) -> tuple[Any, Any]:
+Adapt = Callable[[Any], None]
+"""Changes a model's weights, as an adapter does that is merged into them."""
+
+
+def loaded(path: str, dtype: torch.dtype, *, role: str, adapt: Adapt | None = None) -> tuple[Any, Any]:
     """A model and its tokenizer.
 
     Args:
         path: checkpoint directory or hub id.
         role: ``target`` or ``draft``, for errors.
+        adapt: what is merged into its weights; None: nothing.
 
     Raises:
         ConfigError: transformers cannot load it, or its head has a vocabulary of its own.
@@ -41,6 +47,8 @@ def loaded(path: str, dtype: torch.dtype, *, role: str) -> tuple[Any, Any]:
         raise _refused(role, path, error) from error
     if (trimmed := getattr(model.config, "draft_vocab_size", None)) is not None:
         raise ConfigError(f"{role} {path!r} has a draft_vocab_size, {trimmed}; allowed: a whole vocabulary")
+    if adapt is not None:
+        adapt(model)
     return model, tokenizer
 
 

@@ -16,7 +16,7 @@ from specray.train.draft.text import TextConfig, split_held_out, written_text
 from specray.train.draft.writing import Written
 from specray.train.heads.base import DraftHead
 from specray.train.heads.card import Card
-from specray.train.heads.loading import loaded, markers_of
+from specray.train.heads.loading import Adapt, loaded, markers_of
 from specray.train.heads.methods import Method, Target
 from specray.train.heads.target import FeatureReader, TargetReadings
 from specray.train.heads.trainer import HeadTrainer, StepConfig
@@ -45,6 +45,7 @@ def train_head(
     *,
     device: str = "cpu",
     has_bfloat16: bool = True,
+    adapt: Adapt | None = None,
     name: str | None = None,
     command: str = "",
     stop_after: int | None = None,
@@ -56,6 +57,7 @@ def train_head(
         work_dir: directory of the run; the same call again goes on from there. Methods may share one, and
             then its text.
         has_bfloat16: products are bfloat16, otherwise float32; the checkpoint is bfloat16.
+        adapt: what is merged into the target's weights; None: nothing.
         name: of the target, for the card and the configuration; None: as ``target``.
         command: for the card.
         stop_after: steps after which this call ends early.
@@ -69,9 +71,8 @@ def train_head(
     if method.num_depths + 2 > config.text.row_len:
         raise ConfigError(f"num_depths is {method.num_depths}; allowed: 1..{config.text.row_len - 2}")
     work_dir.mkdir(parents=True, exist_ok=True)
-    made_for, held_out = _written_for(
-        target, work_dir, config, device, torch.bfloat16 if has_bfloat16 else torch.float32
-    )
+    dtype = torch.bfloat16 if has_bfloat16 else torch.float32
+    made_for, held_out = _written_for(target, work_dir, config, device, dtype, adapt)
     head = method.make(made_for)
     optimizer = MasterOptimizer(head.module, method.optimizer)
     readings = TargetReadings(
@@ -98,10 +99,15 @@ def train_head(
 
 
 def _written_for(
-    path: str, work_dir: Path, config: HeadTrainConfig, device: str, dtype: torch.dtype
+    path: str,
+    work_dir: Path,
+    config: HeadTrainConfig,
+    device: str,
+    dtype: torch.dtype,
+    adapt: Adapt | None,
 ) -> tuple[Target, Written]:
     """The target with the text to train on, and the text that is held out."""
-    model, tokenizer = loaded(path, dtype, role="target")
+    model, tokenizer = loaded(path, dtype, role="target", adapt=adapt)
     model.to(device).train(False)
     markers = markers_of(tokenizer)
     written = written_text(model, tokenizer, work_dir, config.text, markers)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specray.errors import InvalidRequestError, ModelNotFoundError
+from specray.errors import InvalidRequestError
 from specray.request_options import Range
 from specray.requests import GenerateRequest, SpeculationParams
 from specray.serving.calls.generate_requests import mix_seed, to_generate_requests
@@ -18,7 +18,6 @@ from specray.serving.validation import (
     RANGES,
     GenerationOptions,
     Limits,
-    check_model,
 )
 from specray.types import DraftKind, SamplingParams, Verification
 from tests.unit.serving.http.service import TOKENIZER
@@ -149,16 +148,6 @@ def test_integers_are_numbers_but_numbers_are_no_integers() -> None:
     assert request_of(temperature=1).sampling.temperature == 1.0
     with pytest.raises(InvalidRequestError, match=r"max_tokens is 5\.0"):
         request_of(max_tokens=5.0)
-
-
-@pytest.mark.parametrize("name", ["tiny", "", None])
-def test_model_may_be_left_out(name: str | None) -> None:
-    check_model(name, LIMITS)
-
-
-def test_other_models_are_not_found() -> None:
-    with pytest.raises(ModelNotFoundError, match="'tin'"):
-        check_model("tin", LIMITS)
 
 
 def test_chat_parts_of_text_are_joined_and_developers_are_system() -> None:
