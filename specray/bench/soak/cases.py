@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -34,6 +34,8 @@ class Case:
     seed: int
     top_p: float = 1.0
     frequency_penalty: float = 0.0
+    adapter: str = ""
+    """Name of its adapter; empty: the base."""
 
     @property
     def is_long(self) -> bool:
@@ -42,7 +44,7 @@ class Case:
     def body(self, model: str) -> dict[str, Any]:
         """Returns the body for /v1/completions."""
         return {
-            "model": model,
+            "model": self.adapter or model,
             "prompt": self.prompt,
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
@@ -63,6 +65,7 @@ class Case:
             seed=self.seed,
             ignore_eos=True,
             speculation_enabled=None if has_speculation else False,
+            adapter=self.adapter,
         )
 
 
@@ -81,10 +84,17 @@ class ClientOutput:
         return self.num_tokens is not None
 
 
-def make_cases(num_cases: int, *, seed: int) -> tuple[Case, ...]:
-    """Makes short and long requests, greedy and with seeds, with and without processors."""
+def make_cases(num_cases: int, *, seed: int, adapters: Sequence[str] = ()) -> tuple[Case, ...]:
+    """Makes short and long requests, greedy and with seeds, with and without processors.
+
+    Args:
+        adapters: names that take turns with the base.
+    """
     rng = random.Random(seed)
-    return tuple(_case(index, rng) for index in range(num_cases))
+    names = ("", *adapters)
+    return tuple(
+        replace(_case(index, rng), adapter=names[index // 2 % len(names)]) for index in range(num_cases)
+    )
 
 
 def difference(output: ClientOutput, reference: ClientOutput) -> str | None:

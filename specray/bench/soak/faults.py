@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from specray.bench.load.client import ServerClient
+from specray.bench.soak.adapters import churn
 from specray.bench.soak.neighbours import RAY_PARTS, lose_ray, send_endless_head, start_on_taken_ports
 from specray.bench.soak.schedule import FaultKind, PlannedFault
 from specray.bench.testbed.beds import Bed
@@ -26,6 +28,7 @@ DELAY_MS = 40.0
 LOSS = 0.1
 """Share of the frames that a bad cable loses."""
 OTHER_DRAFT = "other-draft"
+CHURN_TIMEOUT_S = 60.0
 NEW_DRAFT_TIMEOUT_S = 30.0
 """Seconds for the Router to use a draft's new model."""
 
@@ -171,6 +174,11 @@ def _signal(part: Part, number: signal.Signals) -> None:
         raise EngineLostError(f"{part.role} {part.pid} had already ended") from None
 
 
+async def _churn(bed: Bed) -> str:
+    async with ServerClient(bed.url, timeout_s=CHURN_TIMEOUT_S) as http:
+        return await churn(http)
+
+
 _INJECTORS: dict[FaultKind, Injector] = {
     FaultKind.DRAFT_KILL: partial(_kill, PartRole.DRAFT),
     FaultKind.DRAFT_STOP: partial(_stop, PartRole.DRAFT, signal.SIGCONT),
@@ -191,4 +199,5 @@ _INJECTORS: dict[FaultKind, Injector] = {
     FaultKind.ENDLESS_HEAD: partial(
         _neighbour, lambda bed, rng: send_endless_head(bed.config.http.host, bed.config.http.port)
     ),
+    FaultKind.ADAPTER_CHURN: partial(_neighbour, lambda bed, rng: _churn(bed)),
 }

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from specray.bench.load.client import ServerClient
+from specray.bench.soak.adapters import UNDER_LOAD, with_adapters
 from specray.bench.soak.cases import Case, ClientOutput, make_cases
 from specray.bench.soak.clients import CaseSender, draw
 from specray.bench.soak.faults import inject, prepare
@@ -81,6 +85,14 @@ async def soak(plan: SoakPlan, config: Config, progress: Progress = lambda text:
         ConfigError: the machine cannot do it, or the configuration is wrong.
         EngineLostError: the service did not start, or did not give the reference.
     """
+    with ExitStack() as stack:
+        if FaultKind.ADAPTER_CHURN in plan.kinds:
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="specray-adapters-"))
+            config = with_adapters(config, Path(directory))
+        return await _soak(plan, config, progress)
+
+
+async def _soak(plan: SoakPlan, config: Config, progress: Progress) -> SoakResult:
     progress("starting the service")
     async with (
         open_bed(plan.testbed, config, seed=plan.seed, directory=plan.logs) as bed,
@@ -123,7 +135,8 @@ class Soak:
 
     async def run(self) -> SoakResult:
         plan, result = self._plan, self.result
-        cases = make_cases(plan.num_cases, seed=plan.seed)
+        adapters = UNDER_LOAD if FaultKind.ADAPTER_CHURN in plan.kinds else ()
+        cases = make_cases(plan.num_cases, seed=plan.seed, adapters=adapters)
         await prepare(self._bed, plan.kinds)
         self._progress(f"{len(cases)} reference outputs, without speculation")
         references = [await self._caller.reference(case) for case in cases]

@@ -40,6 +40,8 @@ class FaultKind(StrEnum):
     """Another service is started on the ports of the first, and must be refused."""
     ENDLESS_HEAD = "endless-head"
     """A client sends a head that does not end, as fast as it can."""
+    ADAPTER_CHURN = "adapter-churn"
+    """An adapter is loaded, gets other bytes and is unloaded; a part of the load has adapters, too."""
 
 
 ALL_FAULTS = "all"

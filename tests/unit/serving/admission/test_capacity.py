@@ -13,12 +13,15 @@ from specray.config import parse_config
 from specray.errors import EngineLostError, OverloadedError
 from specray.fakes import FakeRouterClient
 from specray.requests import GenerateRequest, SpeculationParams
+from specray.serving.adapters import AdapterCatalog
 from specray.serving.admission.capacity import PROBE_S, Admission, RouterCapacity
 from specray.serving.admission.places import Places
 from specray.serving.generation import close, complete, stream
 from specray.serving.http.app import build_http_app
 from specray.types import SamplingParams
 from tests.unit.serving.http.service import INFO, MODEL, TEXT, TOKENIZER, endless, serving, wait_until
+
+NO_ADAPTERS = AdapterCatalog(None, base="tiny", loader=None)
 
 FULL = OverloadedError("256 requests wait; allowed: 256", retry_after_s=7.0)
 
@@ -103,7 +106,7 @@ def test_refusal_here_says_what_the_router_said_and_when_to_come_back() -> None:
 async def test_requests_are_counted_until_they_end_however_they_end(is_stream: bool) -> None:
     capacity = RouterCapacity(100)
     router = FakeRouterClient(info=INFO, errors=[FULL, EngineLostError("lost")])
-    admission = Admission(router, capacity, Places(100, timeout_s=60))
+    admission = Admission(router, capacity, Places(100, timeout_s=60), NO_ADAPTERS)
     asked = (router, [request("t")], TOKENIZER)
     for number in range(3):
         try:
@@ -246,7 +249,7 @@ async def call_without_server(app: Any, body: dict[str, Any], *, reads: bool) ->
 @pytest.mark.parametrize("stream", [False, True])
 async def test_client_that_reads_nothing_loses_its_place_and_its_request_is_aborted(stream: bool) -> None:
     router = FakeRouterClient(info=INFO)
-    client = Admission(router, RouterCapacity(1), Places(1, timeout_s=60))
+    client = Admission(router, RouterCapacity(1), Places(1, timeout_s=60), NO_ADAPTERS)
     config = parse_config({"served_model_name": MODEL})
     app = build_http_app(client=client, tokenizer=TOKENIZER, config=config)
     assert len(await call_without_server(app, {**TEXT, "stream": stream}, reads=False)) == (
