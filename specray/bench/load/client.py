@@ -144,10 +144,10 @@ class ServerClient:
         None: the server does not tell. Raises like ``stream_completion``.
         """
         listed = await self.listed()
-        length = listed[0].get("max_model_len") if listed else None
         try:
+            length = listed[0].get("max_model_len")
             return None if length is None else int(length)
-        except (ValueError, TypeError):
+        except (ValueError, LookupError, TypeError):
             raise SpecrayError(f"server {self._url}: /v1/models is no list of models") from None
 
     async def model(self) -> str:
