@@ -81,6 +81,12 @@ class EngineInfo:
     """Tokens looked up in the prefix cache since the engine started."""
     num_prefix_cache_hits: int = 0
     """Those of them that were found and not computed again."""
+    num_snapshots: int = 0
+    """Room for snapshots of recurrent layers' states, by which prefixes are used again; 0: there are none."""
+    num_snapshots_held: int = 0
+    """Of them, those that can be found, at the moment of asking."""
+    num_snapshots_evicted: int = 0
+    """Snapshots that gave way to others since the engine started."""
     step_times: tuple[StepTime, ...] = ()
     """Durations of steps by increasing rows; empty: the engine has not measured itself."""
     context_token_s: float = 0.0

@@ -120,6 +120,9 @@ class SamplingParams:
     cache_salt: str = ""
     adapter: bytes = b""
     """Digest of the adapter that changes the model's weights, 32 bytes; empty: the base."""
+    message_borders: tuple[int, ...] = ()
+    """Prompt tokens before some of its last messages' borders, ascending: where the next prompt of the same
+    conversation may become another. Empty: none are known."""
 
     @property
     def is_greedy(self) -> bool:

@@ -21,6 +21,7 @@ from specray.config.engine import (
     DraftConfig,
     Dtype,
     EngineConfig,
+    PrefixCache,
     TargetConfig,
 )
 from specray.config.router import RouterConfig
@@ -51,6 +52,7 @@ __all__ = [
     "KeyConfig",
     "KeySpeculationConfig",
     "LoggingConfig",
+    "PrefixCache",
     "RouterConfig",
     "RouterScalingConfig",
     "RpcConfig",

@@ -16,6 +16,7 @@ from specray.types import DraftKind
 Dtype = Literal["bfloat16", "float32"]
 WeightFormat = Literal["none", "int8", "int4"]
 StoredBits = Literal["auto", "dtype"]
+PrefixCache = bool | Literal["exact"]
 VocabularyMode = Literal["auto", "same", "intersect", "retokenize"]
 
 AUTO_WEIGHTS = "auto"
@@ -99,7 +100,11 @@ class EngineConfig(Section):
         "FlashAttention over blocks of 256), triton, gather. On CPU, auto is the compiled kernel.",
     )
     cuda_graphs: bool = Field(True, description="On CUDA, capture and replay forwards of few rows.")
-    prefix_cache: bool = Field(True, description="Reuse computed prefixes of prompts.")
+    prefix_cache: PrefixCache = Field(
+        True,
+        description="Reuse computed prefixes. exact: of prompts alone, not of outputs, so that a warm cache "
+        "gives the bits of a cold one for models with recurrent layers, too.",
+    )
     profile_s: float = Field(
         2.0,
         ge=0,
@@ -192,6 +197,11 @@ class TargetConfig(EngineConfig):
         None, description="LoRA adapters that requests name, loaded while serving; default: none."
     )
 
+    snapshot_memory_gib: Annotated[float, Field(ge=0)] | Literal["auto"] = Field(
+        "auto",
+        description="GiB of cache_memory_gib, per rank, for snapshots of recurrent layers' states, by which "
+        "prefixes are reused; 0: none are. auto: a quarter, as far as one sequence has room beside it.",
+    )
     deterministic: Literal["off", "on"] = Field(
         "off",
         description="on: an output's bits depend neither on other requests nor on speculation. A target for "

@@ -10,10 +10,12 @@ from typing import Generic, TypeVar
 
 import torch
 
+from specray.config import PrefixCache
 from specray.draft_tokens import NO_DRAFT
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
 from specray.engine.cache.prefix import PrefixIndex
-from specray.engine.cache.sequences import EngineSequence, SequenceTable
+from specray.engine.cache.sequence import EngineSequence
+from specray.engine.cache.sequences import SequenceTable
 from specray.engine.inputs import SequenceInput
 from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.schedule import Runner, failure_reply, split_waves
@@ -32,7 +34,8 @@ class EngineBase:
         can_evict: whether idle sequences may be forgotten.
         grammars: masks for requests with a grammar.
         runner: copies tokens, and has the slots for states of recurrent layers; None: there is none.
-        prefix_cache: whether computed prefixes are used again; those of recurrent layers never are.
+        prefix_cache: whether computed prefixes are used again, or only those of prompts (``exact``). Those of
+            recurrent layers are where their states have snapshots.
         num_check_tokens: tokens of the health check.
     """
 
@@ -43,7 +46,7 @@ class EngineBase:
         can_evict: bool,
         grammars: GrammarMasks | None = None,
         runner: Runner | None = None,
-        prefix_cache: bool = False,
+        prefix_cache: PrefixCache = False,
         num_check_tokens: int = 1,
     ) -> None:
         self._info = info
@@ -51,8 +54,9 @@ class EngineBase:
         states = self._states = None if runner is None else runner.states
         if states is not None:
             states.clear()
-        # Where a sequence goes on from another's tokens, it would need the state after them.
-        index = PrefixIndex(info.block_size) if prefix_cache and states is None else None
+        # Where a sequence goes on from another's tokens, it needs the state after them.
+        is_used = bool(prefix_cache) and (states is None or states.num_snapshots > 0)
+        index = PrefixIndex(info.block_size) if is_used else None
         self._allocator = BlockAllocator(info.num_blocks, info.block_size, index=index)
         self._check_slot = 0 if states is None else states.take()
         self._check_table = BlockTable(self._allocator)
@@ -64,15 +68,20 @@ class EngineBase:
             can_evict=can_evict,
             copy_tokens=None if runner is None else runner.copy_tokens,
             slots=states,
+            copy_state=None if runner is None else runner.copy_state,
+            prompts_only=prefix_cache == "exact",
         )
 
     @property
     def info(self) -> EngineInfo:
+        snapshots = self.table.snapshots
         return replace(
             self._info,
             num_blocks_in_use=self._num_blocks - self._allocator.num_free,
             num_prefix_cache_queries=self.table.num_queried_tokens,
             num_prefix_cache_hits=self.table.num_cached_tokens,
+            num_snapshots_held=0 if snapshots is None else snapshots.num_held,
+            num_snapshots_evicted=0 if snapshots is None else snapshots.num_evicted,
             grammar=GrammarStats() if self._grammars is None else self._grammars.stats,
         )
 
@@ -104,7 +113,7 @@ class RunnerEngine(EngineBase):
         info: EngineInfo,
         *,
         can_evict: bool,
-        prefix_cache: bool,
+        prefix_cache: PrefixCache,
         grammars: GrammarMasks | None = None,
     ) -> None:
         super().__init__(

@@ -64,8 +64,8 @@ def build_target_engine(config: Config, *, parallel: ParallelContext | None = No
     runner = _build_runner(config.target, role="target", parallel=parallel, tapped=tapped)
     if runner.states is not None:
         check_chains(config, is_library=not isinstance(runner.forward, DecoderForward))
-        if config.target.prefix_cache:
-            logger.info("prefixes are not used again: the model has recurrent layers")
+        if config.target.prefix_cache and not runner.states.num_snapshots:
+            logger.info("prefixes are not used again: the model has recurrent layers, without snapshots")
     info = _engine_info("target", config.target, runner.info)
     compiler = _grammar_compiler(config.target, "target", runner.info.vocab_size)
     grammars = GrammarMasks(compiler)
@@ -284,6 +284,7 @@ def _engine_info(role: str, config: EngineConfig, runner: RunnerInfo) -> EngineI
         tokenizer_fingerprint=runner.tokenizer_fingerprint,
         block_size=runner.block_size,
         num_blocks=runner.num_blocks,
+        num_snapshots=runner.num_snapshots,
         max_model_len=runner.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

@@ -26,6 +26,9 @@ class SequenceInput:
     """Slot of the sequence's states in recurrent layers."""
     num_open: int = 0
     """Last tokens that the sequence may lose again: recurrent layers keep a state before them."""
+    marks: Sequence[tuple[int, int]] = ()
+    """States that are kept on the way, none behind open tokens: of each its tokens, ascending, and the
+    snapshot that it is put into."""
 
     @property
     def end(self) -> int:
@@ -41,6 +44,19 @@ class CopyInput:
     destination_block_ids: Sequence[int]
     first: int
     num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateCopy:
+    """A state to copy between a sequence's slot and a snapshot."""
+
+    slot: int
+    snapshot: int
+    num_tokens: int
+    """Tokens that the snapshot has seen."""
+    base: int | None = None
+    """Tokens in the slot's state, from which its records lead to the snapshot's. None: the other way: the
+    slot gets what the snapshot has."""
 
 
 @dataclass(slots=True)

@@ -9,9 +9,10 @@ from typing import Protocol, TypeVar
 import torch
 
 from specray.draft_tokens import MAX_DRAFT_NODES
-from specray.engine.cache.sequences import EngineSequence, UnknownSequenceError
+from specray.engine.cache.sequence import EngineSequence
+from specray.engine.cache.sequences import UnknownSequenceError
 from specray.engine.cache.state_slots import STATE_UNIT, StateSlots
-from specray.engine.inputs import Moves, SequenceInput
+from specray.engine.inputs import Moves, SequenceInput, StateCopy
 from specray.engine.step import ForwardOutput
 from specray.engine.visibility import MAX_TREE_ROWS, Visibility, branch_visibility, tree_visibility
 from specray.engine_info import EngineInfo
@@ -59,6 +60,10 @@ class Runner(Protocol):
         """Copies the K/V of the tokens ``first .. num_tokens - 1`` from one list of blocks to another."""
         ...
 
+    def copy_state(self, copy: StateCopy) -> None:
+        """Copies what recurrent layers have seen to or from a snapshot, before the next step."""
+        ...
+
     def move_tokens(self, block_ids: Sequence[int], sources: Sequence[int], first: int) -> None:
         """Moves the K/V at some KV indices of a sequence to those from ``first`` on, before the next step."""
         ...
@@ -81,6 +86,22 @@ class CatchUp:
     """Visibility of the extra rows, where they are not in ``parents``. Empty: they follow each other."""
     num_open: int = 0
     """Last rows that the sequence may lose again."""
+    num_left: int = 0
+    """Last tokens that are left for a later step."""
+
+    @property
+    def end(self) -> int:
+        """Tokens that are computed then, with the extra ones."""
+        return len(self.sequence.token_ids) + len(self.extra_token_ids) - self.num_left
+
+    @property
+    def settled(self) -> int:
+        """Those of them that the sequence cannot lose."""
+        return self.end - self.num_open
+
+    @property
+    def num_rows(self) -> int:
+        return self.end - self.sequence.num_computed_tokens
 
     @property
     def token_ids(self) -> list[int]:
@@ -247,7 +268,7 @@ def catch_up(
         if isinstance(item, CatchUp):
             sequence = item.sequence
             sequence.num_computed_tokens = (
-                len(sequence.token_ids) if item.parents is None else sequence.num_tokens
+                len(sequence.token_ids) - item.num_left if item.parents is None else sequence.num_tokens
             )
     if len(pieces) < 2:
         return pieces[0] if pieces else None
@@ -277,10 +298,11 @@ def _plan_steps(work: Iterable[CatchUp | BranchStep], budget: int) -> Iterator[l
                 first = last
             continue
         token_ids = item.token_ids
-        start, end = sequence.num_computed_tokens, len(token_ids)
+        start, end = sequence.num_computed_tokens, item.end
         assert end - start >= item.num_logits, (start, end, item.num_logits)
         visibility, first = item.visibility(), start
-        settled = end - item.num_open
+        settled = item.settled
+        marks = [] if sequence.snapshots is None else sequence.snapshots.marks
         while start < end:
             if left == 0:
                 yield inputs
@@ -305,6 +327,7 @@ def _plan_steps(work: Iterable[CatchUp | BranchStep], budget: int) -> Iterator[l
                     visibility[start - first : stop - first],
                     sequence.state_slot or 0,
                     max(0, stop - max(start, settled)),
+                    [(each.num_tokens, each.index) for each in marks if start < each.num_tokens <= stop],
                 )
             )
             left = max(0, left - (stop - start))

@@ -84,6 +84,10 @@ class StateShape:
         numbers = self.num_state_numbers + max_open * self.num_record_numbers
         return 4 * numbers + item_bytes * self.num_channels * (self.num_taps - 1 + max_open)
 
+    def num_snapshot_bytes(self, item_bytes: int) -> int:
+        """Bytes of a state that is kept for other sequences: it has no records."""
+        return self.num_bytes(0, item_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
@@ -159,6 +163,8 @@ class SequenceRows:
     """Slot of the sequence's states in recurrent layers."""
     num_open: int = 0
     """Last rows that the sequence may lose again."""
+    marks: Sequence[tuple[int, int]] = ()
+    """States that are kept on the way, see ``inputs.SequenceInput``."""
 
     @property
     def settled(self) -> int:

@@ -63,6 +63,8 @@ class GenerationOptions(RequestOptions):
     """Token ids of ``bad_words``, from ``calls.bad_words``."""
     shown_token_ids: frozenset[int] = frozenset()
     """Special tokens that are text though others are skipped."""
+    message_tails: tuple[int, ...] = ()
+    """Last tokens of the prompt from some of its last messages' borders on, from ``calls.borders``."""
     reports_rounds: bool = False
     """The deltas of a stream report the rounds that brought them."""
     names: Mapping[str, str] = dataclass_field(default_factory=dict)

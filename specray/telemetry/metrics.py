@@ -249,6 +249,13 @@ class RouterMetrics:
             ["block_size", "num_blocks"],
             registry=registry,
         )
+        self._snapshots = Gauge(
+            "specray_target_snapshots",
+            "Snapshots of recurrent layers' states by which the target uses prefixes again.",
+            registry=registry,
+        )
+        evicted = "specray_target_snapshots_evicted", "Snapshots that gave way to others."
+        self._snapshots_evicted = _Total(Counter(*evicted, registry=registry))
         self._step_time_s = Gauge(
             "specray_step_time_seconds",
             "What the engine's steps took at its start: a Verify by its tokens, a draft token by sequences "
@@ -291,6 +298,8 @@ class RouterMetrics:
             if info is not None:
                 self._cache_info.labels(str(info.block_size), str(info.num_blocks)).set(1)
             self._cache_usage.set(info.num_blocks_in_use / info.num_blocks if info and info.num_blocks else 0)
+            self._snapshots.set(0 if info is None else info.num_snapshots_held)
+            self._snapshots_evicted.show(0 if info is None else info.num_snapshots_evicted)
         if info is not None:
             queries, hits = self._prefix_cache[role]
             queries.show(info.num_prefix_cache_queries)

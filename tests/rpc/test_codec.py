@@ -137,6 +137,7 @@ INFOS = built(
     EngineInfo,
     num_prefix_cache_queries=U64,
     num_prefix_cache_hits=U64,
+    num_snapshots_evicted=U64,
     step_times=tuples_of(built(StepTime)),
     experts=st.none() | EXPERTS,
     grammar=built(GrammarStats),

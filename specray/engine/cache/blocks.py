@@ -215,6 +215,7 @@ class BlockCache:
     Args:
         num_state_slots: sequences whose states recurrent layers keep at once.
         max_open: most rows that a sequence of a model with such layers may lose again.
+        num_snapshots: states that such layers keep for other sequences.
     """
 
     def __init__(
@@ -227,6 +228,7 @@ class BlockCache:
         device: torch.device,
         num_state_slots: int = 1,
         max_open: int = MAX_OPEN_ROWS,
+        num_snapshots: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -234,7 +236,12 @@ class BlockCache:
         """What recurrent layers have seen of sequences; of a model without them there is nothing."""
         if shape.states:
             self.states = StatePool(
-                shape.states, num_slots=num_state_slots, max_open=max_open, dtype=dtype, device=device
+                shape.states,
+                num_slots=num_state_slots,
+                max_open=max_open,
+                num_snapshots=num_snapshots,
+                dtype=dtype,
+                device=device,
             )
         num_slots = num_blocks * block_size
         sizes = [(num_slots, *_slot_shape(layer)) for layer in shape.layers]

@@ -59,6 +59,15 @@ class PrefixIndex:
         assert last <= len(token_ids), (len(token_ids), last)
         return unit_key(keys[-1] if keys else root, token_ids[first:last])
 
+    def ends_unit(self, num_tokens: int) -> bool:
+        """Whether a unit ends behind so many tokens of a sequence."""
+        return self.end_of(self.num_units(num_tokens)) == num_tokens
+
+    def names(self, keys: Sequence[bytes], step: int) -> list[bytes | None]:
+        """Keys behind each multiple of ``step`` tokens within units; None where no unit ends."""
+        ends = range(step, self.end_of(len(keys)) + 1, step)
+        return [keys[self.num_units(end) - 1] if self.ends_unit(end) else None for end in ends]
+
     # What blocks hold
 
     def held(self, block_id: int) -> list[bytes]:

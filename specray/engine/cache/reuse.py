@@ -59,6 +59,11 @@ class SequencePrefix:
         self._root = root_key(cache_salt)
         self._set_keys([])
 
+    @property
+    def keys(self) -> Sequence[bytes]:
+        """Keys of its known units."""
+        return self._keys
+
     def publish(self, token_ids: Sequence[int], limit: int) -> None:
         """Makes known the units that end within the first ``limit`` tokens, committed and computed."""
         if limit < self.next_len:
@@ -92,6 +97,12 @@ class SequencePrefix:
         table.replace(block + 1, ())
         index.truncate(table.block_ids[block], num_kept)
         return position
+
+    def leave(self) -> int:
+        """Gives all blocks back, with what they hold; returns 0, the number of tokens that stay computed."""
+        self._table.replace(0, ())
+        self._set_keys([])
+        return 0
 
     def find(self, token_ids: Sequence[int], start: int, limit: int) -> Found | None:
         """Looks for a known prefix of ``token_ids`` longer than ``start`` tokens, at most ``limit`` long."""

@@ -8,146 +8,24 @@ found there (``prefix``, ``reuse``), so callers only ever see fewer missing toke
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
 from specray.engine.cache.reuse import CopyTokens, SequencePrefix
+from specray.engine.cache.sequence import EngineSequence
+from specray.engine.cache.snapshots import SequenceSnapshots, Snapshots
 from specray.engine.cache.state_slots import StateSlots
-from specray.engine.sampling.state import CommittedTokens, SamplingState
+from specray.engine.inputs import StateCopy
 from specray.errors import OutOfBlocksError, OverloadedError, ProtocolError, SpecrayError
 from specray.prefix_keys import UNIT_TOKENS
 from specray.types import SamplingParams
 
 _MIN_IDLE_STEPS = 32
 """Steps without use before a sequence may be evicted; fewer would let sequences evict each other in turns."""
-_COMPARED_AT_ONCE = 64
 
 
 class UnknownSequenceError(SpecrayError):
     """Fewer than ``base_len`` tokens of the request are held; nothing was changed."""
-
-
-@dataclass(slots=True, eq=False)
-class EngineSequence:
-    """One request as an engine sees it.
-
-    ``token_ids[:num_tokens]`` is the committed tokens (and the target accepted); after it lie tokens
-    that only this engine has put there: draft tokens under verification, or a draft's own guesses. K/V are
-    valid for ``token_ids[:num_computed_tokens]``.
-    """
-
-    request_id: str
-    sampling: SamplingParams
-    block_table: BlockTable
-    token_ids: list[int] = field(default_factory=list)
-    num_tokens: int = 0
-    num_computed_tokens: int = 0
-    last_used_step: int = 0
-    num_cached_tokens: int = 0
-    """Tokens of the last item that were found in the prefix cache."""
-    num_drafted_for: int = 0
-    """First tokens that a drafter on the target has caught up with."""
-    prefix: SequencePrefix | None = None
-    """Known units that others may use; None: there is no prefix cache."""
-    state_slot: int | None = None
-    """Slot of its states in recurrent layers; None: the model has none."""
-    committed: CommittedTokens | None = None
-    """The committed tokens, where the sequence holds other tokens; None: it holds those."""
-    _state: SamplingState = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._state = SamplingState(self.sampling)
-
-    @property
-    def committed_state(self) -> SamplingState:
-        """Sampling state of the committed tokens; fork it to go on from there."""
-        if self.committed is not None:
-            return self.committed.state
-        self._state.advance(self.token_ids[self._state.length : self.num_tokens])
-        return self._state
-
-    @property
-    def committed_output_ids(self) -> list[int]:
-        if self.committed is not None:
-            return self.committed.output_ids
-        return self.token_ids[self.sampling.num_prompt_tokens : self.num_tokens]
-
-    def own_id(self, token_id: int) -> int:
-        """The sequence's own token for one in the router's vocabulary."""
-        return token_id if self.committed is None else self.committed.own_id(token_id)
-
-    def set_sampling(self, sampling: SamplingParams) -> None:
-        if sampling != self.sampling:
-            self.sampling, self._state = sampling, SamplingState(sampling)
-
-    @property
-    def num_missing_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
-
-    def num_still_computed(self, base_len: int, token_ids: Sequence[int]) -> int:
-        """Committed tokens whose K/V stay valid when ``token_ids`` follow the first ``base_len``."""
-        num_equal = common_prefix_len(self.token_ids[base_len:], token_ids)
-        return min(self.num_computed_tokens, base_len + num_equal)
-
-    def replace_tail(self, base_len: int, token_ids: Sequence[int]) -> None:
-        """Keeps ``base_len`` tokens and appends; equal tokens after ``base_len`` stay computed.
-
-        A tail that the new tokens only confirm is kept: accepted draft tokens and a draft-ahead chain cost
-        nothing again.
-        """
-        tail = self.token_ids[base_len:]
-        num_equal = common_prefix_len(tail, token_ids)
-        self.num_tokens = base_len + len(token_ids)
-        self._state.truncate(base_len + num_equal)
-        if num_equal < len(token_ids):
-            self.token_ids[base_len + num_equal :] = token_ids[num_equal:]
-            self.num_computed_tokens = min(self.num_computed_tokens, base_len + num_equal)
-            self.num_drafted_for = min(self.num_drafted_for, base_len + num_equal)
-
-    def set_tail(self, token_ids: Sequence[int]) -> None:
-        """Makes ``token_ids`` all that follows the committed tokens; equal tokens stay computed."""
-        num_tokens = self.num_tokens
-        self.replace_tail(num_tokens, token_ids)
-        self.truncate(self.num_tokens)
-        self.num_tokens = num_tokens
-
-    def accept_tail(self, count: int) -> None:
-        """Commits the first ``count`` tokens of the tail and drops the others."""
-        self.truncate(self.num_tokens + count)
-        self.num_tokens = len(self.token_ids)
-
-    def accept_path(self, path: Sequence[int]) -> None:
-        """Commits some tokens of the tail, a tree, and drops the others.
-
-        Args:
-            path: their places in the tail, ascending; their K/V are moved to where they are committed.
-        """
-        told = self.num_tokens
-        kept = [self.token_ids[told + place] for place in path]
-        self.truncate(told)
-        self.token_ids += kept
-        self.num_tokens = self.num_computed_tokens = told + len(kept)
-
-    def truncate(self, length: int) -> None:
-        """Forgets all tokens from index ``length`` on; their blocks are kept until the next reservation."""
-        del self.token_ids[length:]
-        self._state.truncate(length)
-        self.num_tokens = min(self.num_tokens, length)
-        self.num_computed_tokens = min(self.num_computed_tokens, length)
-        self.num_drafted_for = min(self.num_drafted_for, length)
-
-    def recompute_last(self, count: int) -> None:
-        """Marks at least the last ``count`` tokens as not computed, so that they give logits again."""
-        self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids) - count)
-
-    def release(self) -> None:
-        """Frees its blocks; idempotent. Published prefixes stay findable."""
-        if self.prefix is not None:
-            self.prefix.publish(self.token_ids, min(self.num_tokens, self.num_computed_tokens))
-            self.prefix = None
-        self.truncate(0)
-        self.block_table.release()
 
 
 class SequenceTable:
@@ -159,6 +37,8 @@ class SequenceTable:
         can_evict: a draft may forget sequences that have long been idle; a target never does.
         copy_tokens: copies K/V between blocks, at once; needed with an index.
         slots: for the states of recurrent layers; None: the model has none.
+        copy_state: copies a state to or from a snapshot, at once; needed with an index and slots.
+        prompts_only: what was computed behind a prompt's end is not used again.
     """
 
     def __init__(
@@ -169,8 +49,16 @@ class SequenceTable:
         can_evict: bool = False,
         copy_tokens: CopyTokens | None = None,
         slots: StateSlots | None = None,
+        copy_state: Callable[[StateCopy], None] | None = None,
+        prompts_only: bool = False,
     ) -> None:
         self._slots = slots
+        self.snapshots: Snapshots | None = None
+        """States kept for other sequences; None: there are no states, or nothing is used again."""
+        if slots is not None and allocator.index is not None:
+            self.snapshots = Snapshots(slots.num_snapshots, allocator.index)
+        self._copy_state = copy_state
+        self._prompts_only = prompts_only
         self.num_queried_tokens = 0
         """Committed tokens looked up in the prefix cache since the start."""
         self.num_cached_tokens = 0
@@ -230,6 +118,7 @@ class SequenceTable:
         self._reserve(sequence, num_reserved)
         if self._slots is not None and sequence.state_slot is None:
             sequence.state_slot = self._slots.take()
+        self._restore_state(sequence)
         self.sequences[request_id] = sequence
         self.sequences.move_to_end(request_id)
         if sampling is not None:
@@ -247,8 +136,31 @@ class SequenceTable:
     def publish(self, sequence: EngineSequence) -> None:
         """Lets others use a sequence's computed tokens but the last, which may be needed for its logits."""
         if sequence.prefix is not None:
-            limit = min(sequence.num_computed_tokens, sequence.num_tokens - 1)
-            sequence.prefix.publish(sequence.token_ids, limit)
+            self._publish(sequence, sequence.token_ids, sequence.num_tokens - 1)
+
+    def _publish(self, sequence: EngineSequence, token_ids: Sequence[int], limit: int) -> None:
+        prefix, own = sequence.prefix, sequence.snapshots
+        assert prefix is not None, "only a sequence with a prefix publishes it"
+        limit = min(limit, sequence.num_computed_tokens)
+        if self._prompts_only:
+            limit = min(limit, sequence.sampling.num_prompt_tokens - 1)
+        prefix.publish(token_ids, limit)
+        if own is None or sequence.state_slot is None:
+            return
+        assert self._slots is not None and self._copy_state is not None, "snapshots need states"
+        base = self._slots.bases[sequence.state_slot]
+        if (kept := own.settle(base)) is not None:
+            num_tokens, index = kept
+            self._copy_state(StateCopy(sequence.state_slot, index, num_tokens, base))
+
+    def _restore_state(self, sequence: EngineSequence) -> None:
+        """Puts the snapshot from which a sequence goes on into its slot."""
+        own, slot = sequence.snapshots, sequence.state_slot
+        if own is None or own.found is None or slot is None:
+            return
+        assert self._copy_state is not None, "snapshots need states"
+        found, own.found = own.found, None
+        self._copy_state(StateCopy(slot, found.index, found.num_tokens))
 
     def _reuse(
         self,
@@ -266,27 +178,34 @@ class SequenceTable:
         Raises:
             OutOfBlocksError: no room.
         """
-        prefix = sequence.prefix
+        prefix, own = sequence.prefix, sequence.snapshots
         sequence.num_cached_tokens = 0
         last = base_len + len(token_ids) - 1
         is_long = len(token_ids) >= UNIT_TOKENS
-        goes_back = prefix is not None and min(base_len, last) < prefix.known_len
+        start = sequence.num_still_computed(base_len, token_ids)
+        if own is not None and self._slots is not None and sequence.state_slot is not None:
+            start = self._slots.resume_len(sequence.state_slot, min(start, last))
+        goes_back = prefix is not None and min(start, last) < prefix.known_len
         if not (is_long or goes_back or max_new_tokens is not None):
             return token_ids
-        start = sequence.num_still_computed(base_len, token_ids)
-        if prefix is not None and min(start, last) < prefix.known_len:
-            start = sequence.num_computed_tokens = prefix.withdraw(max(0, min(start, last)))
+        if prefix is not None and goes_back:
+            # Without its state, a sequence goes on from a snapshot as a new one does.
+            start = prefix.withdraw(max(0, min(start, last))) if own is None else prefix.leave()
+            sequence.num_computed_tokens = start
             sequence.num_drafted_for = min(sequence.num_drafted_for, start)
         found = None
-        if prefix is not None and is_long:
+        is_sought = is_long or (own is not None and goes_back)
+        if prefix is not None and is_sought:
             told = [*sequence.token_ids[:base_len], *token_ids]
-            prefix.publish(told, min(start, last))
+            self._publish(sequence, told, min(start, last))
             found = prefix.find(told, start, last)
+            if own is not None:
+                found = own.resume(found, start)
         length = start if found is None else found.length
         if max_new_tokens is not None:
             token_ids = token_ids[: max(0, length + max_new_tokens - base_len)]
         num_told = base_len + len(token_ids)
-        if prefix is not None and is_long:
+        if prefix is not None and is_sought:
             self.num_queried_tokens += num_told - start
         if prefix is not None and found is not None:
             assert self._copy_tokens is not None, "an index needs copy_tokens"
@@ -320,6 +239,8 @@ class SequenceTable:
             sequence = self.sequences.pop(request_id, None)
             if sequence is None:
                 continue
+            if sequence.prefix is not None:
+                self._publish(sequence, sequence.token_ids, sequence.num_tokens)
             sequence.release()
             if self._slots is not None and sequence.state_slot is not None:
                 self._slots.give(sequence.state_slot)
@@ -344,6 +265,14 @@ class SequenceTable:
         assert len(self.sequences) <= self._max_num_seqs, len(self.sequences)
         slots = [sequence.state_slot for sequence in sequences if sequence.state_slot is not None]
         assert len(set(slots)) == len(slots), f"sequences share a slot: {sorted(slots)}"
+        if self.snapshots is not None and self._slots is not None:
+            marks = [
+                mark.index
+                for each in sequences
+                if each.snapshots is not None
+                for mark in each.snapshots.marks
+            ]
+            self.snapshots.check_integrity(marks, self._slots.num_snapshots)
         self._allocator.check_integrity([*reserved, *(sequence.block_table for sequence in sequences)])
 
     def check_moves(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
@@ -380,7 +309,13 @@ class SequenceTable:
         # Every row of a prompt with logprobs is computed, so it is no part of the prefix cache.
         shares = self._allocator.index is not None and sampling.num_prompt_logprobs is None
         prefix = SequencePrefix(table, sampling.cache_salt) if shares else None
-        return EngineSequence(request_id, sampling, table, prefix=prefix)
+        sequence = EngineSequence(request_id, sampling, table, prefix=prefix)
+        if prefix is not None and self.snapshots is not None:
+            keeps_outputs = not self._prompts_only
+            sequence.snapshots = SequenceSnapshots(
+                self.snapshots, prefix, sampling, keeps_outputs=keeps_outputs
+            )
+        return sequence
 
     def _evict_idle(self) -> bool:
         if not self._can_evict or not self.sequences:
@@ -390,18 +325,3 @@ class SequenceTable:
             return False
         self.release([request_id])
         return True
-
-
-def common_prefix_len(first: Sequence[int], second: Sequence[int]) -> int:
-    """Number of leading tokens in which both agree."""
-    limit = min(len(first), len(second))
-    start = 0
-    # Lists compare in C; only the piece that differs is looked at token by token.
-    while start < limit and list(first[start : start + _COMPARED_AT_ONCE]) == list(
-        second[start : start + _COMPARED_AT_ONCE]
-    ):
-        start += _COMPARED_AT_ONCE
-    start = min(start, limit)
-    while start < limit and first[start] == second[start]:
-        start += 1
-    return start

@@ -5,11 +5,14 @@ record is what its step would add, ``state = decay * state + key * update``: put
 records give the bits of plain decoding (sums of several would not), and take a hundredth of a state. Records
 and inputs lie at their token's position modulo the room, so nothing is moved when rows are lost. What lies in
 a slot before its sequence begins is never read.
+
+A snapshot is a state and the inputs before it, kept for other sequences (``snapshots`` says which). A step
+takes those of prompts on its way: rows up to a mark are run, the state is copied, and the others follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,6 +20,7 @@ import numpy as np
 import torch
 
 from specray.engine.cache.state_slots import StateSlots
+from specray.engine.inputs import StateCopy
 from specray.engine.step import NUM_COLUMNS, SequenceRows, StateShape
 
 
@@ -32,11 +36,37 @@ class LayerStates:
     decays: torch.Tensor  # [num_slots, max_open, num_heads, gate_dim]
     keys: torch.Tensor  # [num_slots, max_open, num_key_heads, key_dim]
     inputs: torch.Tensor  # [num_slots, num_taps - 1 + max_open, num_channels], of the model's type
+    kept_states: torch.Tensor  # [num_snapshots, num_heads, key_dim, value_dim], float32
+    kept_inputs: torch.Tensor  # [num_snapshots, num_taps - 1, num_channels]
 
     def fill(self, number: float) -> None:
         """Writes a number everywhere."""
-        for tensor in (self.states, self.updates, self.decays, self.keys, self.inputs):
+        records = self.updates, self.decays, self.keys
+        for tensor in (self.states, *records, self.inputs, self.kept_states, self.kept_inputs):
             tensor.fill_(number)
+
+    def replayed(self, slot: int, base: int, end: int) -> torch.Tensor:
+        """The state behind ``end`` tokens: that behind ``base``, and the records of those that stay."""
+        state = self.states[slot]
+        if base == 0:
+            state = torch.zeros_like(state)
+        size = self.updates.shape[1]
+        for position in range(base, end):
+            place = position % size
+            key = for_heads(self.keys[slot, place], len(state))
+            state = learned(state * self.decays[slot, place, :, :, None], key, self.updates[slot, place])
+        return state
+
+    def copy(self, copy: StateCopy) -> None:
+        """Fills a snapshot from a slot, or a slot from a snapshot."""
+        count, size = self.kept_inputs.shape[1], self.inputs.shape[1]
+        places = [position % size for position in range(copy.num_tokens - count, copy.num_tokens)]
+        if copy.base is None:
+            self.states[copy.slot] = self.kept_states[copy.snapshot]
+            self.inputs[copy.slot, places] = self.kept_inputs[copy.snapshot]
+            return
+        self.kept_states[copy.snapshot] = self.replayed(copy.slot, copy.base, copy.num_tokens)
+        self.kept_inputs[copy.snapshot] = self.inputs[copy.slot, places]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +82,20 @@ class StateRows:
     """Tokens before the open rows."""
     end: int
     first_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Rows of a step that are run before its others, since states behind them are kept."""
+
+    rows: list[StateRows]
+    table: torch.Tensor
+    copies: list[StateCopy]
+    """What is kept then."""
+
+
+Mix = Callable[[torch.Tensor, "StatePool", int], torch.Tensor]
+"""What lies between a recurrent layer's projections (``layers.delta.Mixer``)."""
 
 
 class StatePool(StateSlots):
@@ -70,37 +114,85 @@ class StatePool(StateSlots):
         max_open: int,
         dtype: torch.dtype,
         device: torch.device,
+        num_snapshots: int = 0,
     ) -> None:
-        super().__init__(num_slots, max_open)
+        super().__init__(num_slots, max_open, num_snapshots)
+        sizes = num_slots, max_open, num_snapshots
         # Not zeros: memory is given as it is written.
-        self.layers = [_empty(shape, num_slots, max_open, dtype, device) for shape in shapes]
+        self.layers = [_empty(shape, sizes, dtype, device) for shape in shapes]
         self.table = torch.zeros(num_slots, NUM_COLUMNS, dtype=torch.int64, device=device)
         """What the step that runs does with each of its sequences, ``[num_slots, 6]``; those of no rows are
         padding. It stays where it is, so that captured forwards read it. Columns: ``step.SLOT`` and on."""
         self.rows: list[StateRows] = []
-        """Sequences of the step that runs."""
+        """Rows of the step that runs, or of its phase: of each sequence those that follow each other."""
+        self._phases: list[Phase] = []
+        """What is run before these rows."""
 
     @contextmanager
     def step(self, rows: Sequence[SequenceRows]) -> Iterator[None]:
         """Begins a step, and ends it behind the block. If that fails, its sequences begin anew."""
         assert not any(item.visibility for item in rows), "recurrent layers see chains alone"
         bases = self.begin(rows)
-        self.rows = [
-            StateRows(item.state_slot, base, item.start, item.settled, item.end, item.first_row)
-            for item, base in zip(rows, bases, strict=True)
+        pieces = [_pieces(item, base) for item, base in zip(rows, bases, strict=True)]
+        self._phases = [
+            self._phase(
+                [
+                    (own[number], item.marks[number])
+                    for item, own in zip(rows, pieces, strict=True)
+                    if len(item.marks) > number
+                ]
+            )
+            for number in range(max((len(item.marks) for item in rows), default=0))
         ]
-        self._write_table()
+        self.rows = [last for *_, last in pieces if last.end > last.start]
+        self.table.copy_(self._table_of(self.rows))
         yield
         self.finish(rows)
 
     @property
     def has_settled_rows(self) -> bool:
         """Whether the step has rows that go into the state at once, as those of prompts do."""
-        return any(item.settled > item.start for item in self.rows)
+        return bool(self._phases) or any(item.settled > item.start for item in self.rows)
 
-    def _write_table(self) -> None:
+    def run(self, mix: Mix, projected: torch.Tensor, place: int) -> torch.Tensor:
+        """Runs the rows of the step through a layer, and keeps the states that the step is to keep.
+
+        Args:
+            projected: what the mixer takes of all rows.
+            place: of the layer among those with states.
+        """
+        if not self._phases:
+            return mix(projected, self, place)
+        last = Phase(self.rows, self.table.clone(), [])
+        out: torch.Tensor | None = None
+        for phase in (*self._phases, last):
+            self.rows = phase.rows
+            self.table.copy_(phase.table)
+            part = mix(projected, self, place)
+            out = torch.empty_like(part) if out is None else out
+            for item in phase.rows:
+                own = slice(item.first_row, item.first_row + item.end - item.start)
+                out[own] = part[own]
+            for copy in phase.copies:
+                self.layers[place].copy(copy)
+        assert out is not None
+        return out
+
+    def copy(self, copy: StateCopy) -> None:
+        """Fills a snapshot from a slot, or a slot from a snapshot, in all layers."""
+        if copy.base is None:
+            self.bases[copy.slot] = self.ends[copy.slot] = copy.num_tokens
+        for layer in self.layers:
+            layer.copy(copy)
+
+    def _phase(self, items: Sequence[tuple[StateRows, tuple[int, int]]]) -> Phase:
+        rows = [row for row, _ in items]
+        copies = [StateCopy(row.slot, snapshot, end, base=end) for row, (end, snapshot) in items]
+        return Phase(rows, self._table_of(rows).to(self.table.device), copies)
+
+    def _table_of(self, rows: Sequence[StateRows]) -> torch.Tensor:
         table = np.zeros(self.table.shape, dtype=np.int64)
-        for index, item in enumerate(self.rows):
+        for index, item in enumerate(rows):
             is_prompt = item.settled > item.start
             table[index] = (
                 item.slot,
@@ -110,14 +202,38 @@ class StatePool(StateSlots):
                 item.first_row + item.settled - item.start,
                 item.end - item.settled,
             )
-        self.table.copy_(torch.from_numpy(table))
+        return torch.from_numpy(table)
+
+
+def _pieces(item: SequenceRows, base: int) -> list[StateRows]:
+    """The rows of a sequence up to each mark, and those behind the last, if any."""
+    pieces: list[StateRows] = []
+    start = item.start
+    for end, _ in item.marks:
+        assert start < end <= item.settled, (item, end)
+        pieces.append(StateRows(item.state_slot, base, start, end, end, item.first_row + start - item.start))
+        base = start = end
+    first_row = item.first_row + start - item.start
+    return [*pieces, StateRows(item.state_slot, base, start, item.settled, item.end, first_row)]
+
+
+def for_heads(each: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """What heads of keys have, ``[..., num_key_heads, size]``, for all heads."""
+    return each.repeat_interleave(num_heads // each.shape[-2], -2)
+
+
+def learned(state: torch.Tensor, key: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+    """States ``[num_heads, key_dim, value_dim]`` and what a token adds to them."""
+    return state + key[:, :, None] * update[:, None, :]
 
 
 def _empty(
-    shape: StateShape, num_slots: int, max_open: int, dtype: torch.dtype, device: torch.device
+    shape: StateShape, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> LayerStates:
-    def empty(*size: int, of: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(num_slots, *size, dtype=of, device=device)
+    num_slots, max_open, num_snapshots = sizes
+
+    def empty(*size: int, of: torch.dtype = torch.float32, count: int = num_slots) -> torch.Tensor:
+        return torch.empty(count, *size, dtype=of, device=device)
 
     heads = shape.num_heads
     return LayerStates(
@@ -127,4 +243,6 @@ def _empty(
         empty(max_open, heads, shape.gate_dim),
         empty(max_open, shape.num_key_heads, shape.key_dim),
         empty(shape.num_taps - 1 + max_open, shape.num_channels, of=dtype),
+        empty(heads, shape.key_dim, shape.value_dim, count=num_snapshots),
+        empty(shape.num_taps - 1, shape.num_channels, of=dtype, count=num_snapshots),
     )

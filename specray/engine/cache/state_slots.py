@@ -29,11 +29,13 @@ class StateSlots:
     Args:
         num_slots: sequences at once, with the one of the health check.
         max_open: most open rows of a sequence in one step.
+        num_snapshots: states that can be kept besides, for other sequences.
     """
 
-    def __init__(self, num_slots: int, max_open: int) -> None:
+    def __init__(self, num_slots: int, max_open: int, num_snapshots: int = 0) -> None:
         self.num_slots = num_slots
         self.max_open = max_open
+        self.num_snapshots = num_snapshots
         self.clear()
 
     @property

@@ -11,7 +11,9 @@ from dataclasses import replace
 
 import torch
 
-from specray.engine.cache.sequences import EngineSequence, UnknownSequenceError
+from specray.config import PrefixCache
+from specray.engine.cache.sequence import EngineSequence
+from specray.engine.cache.sequences import UnknownSequenceError
 from specray.engine.draft_view.view import DraftView, Vocabulary
 from specray.engine.drafting.engine import DraftEngine, Task
 from specray.engine.sampling.grammars import GrammarMasks
@@ -47,7 +49,7 @@ class DraftViewEngine(DraftEngine):
         vocabulary: Vocabulary | None = None,
         window: DraftWindow | None = None,
         sampler: Sampler | None = None,
-        prefix_cache: bool = True,
+        prefix_cache: PrefixCache = True,
         grammars: GrammarMasks | None = None,
     ) -> None:
         super().__init__(

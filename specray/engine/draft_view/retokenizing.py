@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from specray.draft_tokens import DraftTokens, SparseProbs
-from specray.engine.cache.sequences import EngineSequence
+from specray.engine.cache.sequence import EngineSequence
 from specray.engine.draft_view.engine import DraftViewEngine
 from specray.engine.draft_view.view import DraftView
 from specray.engine.drafting.engine import Task

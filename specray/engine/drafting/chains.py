@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specray.draft_tokens import DraftTokens
-from specray.engine.cache.sequences import EngineSequence
+from specray.engine.cache.sequence import EngineSequence
 from specray.engine.sampling.draft import UNLIKELY, DraftToken, RankedRow
 from specray.engine.sampling.state import RowGroup, SamplingState, chain_rows, draft_rows
 from specray.engine.schedule import BranchStep, CatchUp

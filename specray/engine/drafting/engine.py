@@ -19,8 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specray.config import PrefixCache
 from specray.engine.base import RunnerEngine, Speculating
-from specray.engine.cache.sequences import EngineSequence
+from specray.engine.cache.sequence import EngineSequence
 from specray.engine.drafting.chains import Chain, OutcomeBranches
 from specray.engine.drafting.draws import DraftDraws
 from specray.engine.drafting.guesses import Guesser
@@ -74,7 +75,7 @@ class DraftEngine(Speculating[Task], RunnerEngine):
         *,
         device: torch.device,
         max_num_draft_probs: int = 64,
-        prefix_cache: bool = True,
+        prefix_cache: PrefixCache = True,
         grammars: GrammarMasks | None = None,
         num_token_ids: int | None = None,
         token_ids: NDArray[np.int64] | None = None,

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from specray.drafting import NgramProposer
-from specray.engine.cache.sequences import common_prefix_len
+from specray.engine.cache.sequence import common_prefix_len
 from specray.engine.drafting.chains import BranchChain, Chain
 from specray.interfaces import SyncDraftEngine
 from specray.types import Proposal, SpeculateItem, UnknownSequence

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from specray.engine.cache.sequences import EngineSequence
+from specray.engine.cache.sequence import EngineSequence
 from specray.engine.drafting.chains import Chain
 from specray.engine.inputs import SequenceInput
 from specray.engine.runner.draft_loop import (

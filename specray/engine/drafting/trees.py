@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specray.draft_tokens import DraftTokens, TreeBudget
-from specray.engine.cache.sequences import EngineSequence
+from specray.engine.cache.sequence import EngineSequence
 from specray.engine.sampling.draft import RankedRow
 from specray.engine.sampling.draws import SCORE_SPREAD
 from specray.engine.sampling.state import RowGroup, chain_rows

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from specray.draft_tokens import NO_DRAFT, DraftTokens
-from specray.engine.cache.sequences import EngineSequence
+from specray.engine.cache.sequence import EngineSequence
 from specray.engine.drafting.draws import DraftDraws
 from specray.engine.features.base import Context, FeatureDrafter, FeatureStore
 from specray.engine.features.growing import DraftRequest, Growing, GrowingChain, GrowingTree, begin

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specray.draft_tokens import DraftTokens, TreeBudget
-from specray.engine.cache.sequences import EngineSequence
+from specray.engine.cache.sequence import EngineSequence
 from specray.engine.drafting.chains import Chain
 from specray.engine.drafting.trees import DraftTree, TreeRow
 from specray.engine.features.base import Context, Continued

@@ -9,7 +9,7 @@ import torch
 from specray.engine.attention.sdpa import sequence_slots
 from specray.engine.cache.state_slots import StateSlots
 from specray.engine.features.base import FeatureStore, Fuser
-from specray.engine.inputs import Moves, SequenceInput
+from specray.engine.inputs import Moves, SequenceInput, StateCopy
 from specray.engine.schedule import Runner
 from specray.engine.step import ForwardOutput
 
@@ -70,6 +70,10 @@ class FeatureTap:
             for ids in (source_block_ids, destination_block_ids)
         )
         self.store.copy(source, destination)
+
+    def copy_state(self, copy: StateCopy) -> None:
+        """Features lie beside keys and values: a snapshot needs none."""
+        self._runner.copy_state(copy)
 
     def move_tokens(self, block_ids: Sequence[int], sources: Sequence[int], first: int) -> None:
         """Features are moved at once."""

@@ -28,8 +28,14 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from specray.engine.group.step_channel import Channel, NetworkChannel, shared_channel
-from specray.engine.group.wire import SentTables, decode_copy, encode_copy
-from specray.engine.inputs import CopyInput, Moves, SequenceInput
+from specray.engine.group.wire import (
+    SentTables,
+    decode_copy,
+    decode_state_copy,
+    encode_copy,
+    encode_state_copy,
+)
+from specray.engine.inputs import CopyInput, Moves, SequenceInput, StateCopy
 from specray.errors import ConfigError, EngineLostError
 
 _HEADER_LEN = 3
@@ -47,12 +53,13 @@ class _Kind(enum.IntEnum):
     CLOSE = 2
     COPY = 3
     DRAW = 4
+    STATE = 5
 
 
 class Received(NamedTuple):
     """Kind of a message to a follower."""
 
-    work: list[SequenceInput] | CopyInput
+    work: list[SequenceInput] | CopyInput | StateCopy
     """A step, or a copy."""
     moves: Moves
     """Moves before it."""
@@ -232,6 +239,10 @@ class ParallelContext:
         """Leader: hands a copy to the other ranks. Raises EngineLostError when one is gone."""
         self._send(_Kind.COPY, encode_copy(copy), moves)
 
+    def send_state_copy(self, copy: StateCopy) -> None:
+        """Leader: hands a copy of states to the other ranks. Raises EngineLostError when one is gone."""
+        self._send(_Kind.STATE, encode_state_copy(copy))
+
     def receive_step(self) -> Received | None:
         """Follower: waits for the next step or copy; None: the leader has closed.
 
@@ -247,6 +258,8 @@ class ParallelContext:
                 return Received(self._sent_tables.decode(payload[end:]), moves, payload[1:end])
             if kind == _Kind.COPY:
                 return Received(decode_copy(payload), moves)
+            if kind == _Kind.STATE:
+                return Received(decode_state_copy(payload), moves)
             if kind == _Kind.CLOSE:
                 return None
 

@@ -1,20 +1,21 @@
 """What the leader of a group says to the other ranks, as integers.
 
 A step is encoded per sequence: start, num_logits, num_tokens, base, num_shared, num_new, num_masks,
-state_slot, num_open, then tokens, new blocks and masks (three integers each). Both sides remember the block
-tables of the step before: ``base`` is one more than the index of the table there whose first ``num_shared``
-blocks begin this one; 0: none. So a decode step says no more of a long sequence than of a short one. A copy
-is: first, num_tokens, num_blocks, sources, destinations.
+state_slot, num_open, num_marks, then tokens, new blocks, masks (three integers each) and marks (two). Both
+sides remember the block tables of the step before: ``base`` is one more than the index of the table there
+whose first ``num_shared`` blocks begin this one; 0: none. So a decode step says no more of a long sequence
+than of a short one. A copy is: first, num_tokens, num_blocks, sources, destinations; one of states: slot,
+snapshot, num_tokens, base, -1 for none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specray.engine.inputs import CopyInput, SequenceInput
+from specray.engine.inputs import CopyInput, SequenceInput, StateCopy
 from specray.engine.visibility import Visibility
 
-_HEADER_LEN = 9
+_HEADER_LEN = 10
 
 
 class SentTables:
@@ -41,11 +42,14 @@ class SentTables:
                 len(item.visibility),
                 item.state_slot,
                 item.num_open,
+                len(item.marks),
             )
             encoded += item.token_ids
             encoded += new
             for row in item.visibility:
                 encoded += (row.prefix_len, row.first_index, row.signed_ancestors)
+            for mark in item.marks:
+                encoded += mark
         self._remember([list(item.block_ids) for item in inputs])
         return encoded
 
@@ -56,20 +60,23 @@ class SentTables:
         at = 0
         while at < len(encoded):
             header = encoded[at : at + _HEADER_LEN]
-            start, num_logits, num_tokens, base, num_shared, num_new, num_masks, *states = header
+            start, num_logits, num_tokens, base, num_shared, num_new, num_masks, slot, num_open, num_marks = (
+                header
+            )
             tokens_at = at + _HEADER_LEN
             blocks_at = tokens_at + num_tokens
             rows_at = blocks_at + num_new
-            at = rows_at + 3 * num_masks
+            marks_at = rows_at + 3 * num_masks
+            at = marks_at + 2 * num_marks
             shared = self._tables[base - 1][:num_shared] if base else []
             tables.append([*shared, *encoded[blocks_at:rows_at]])
             visibility = tuple(
-                Visibility.from_signed(*encoded[row : row + 3]) for row in range(rows_at, at, 3)
+                Visibility.from_signed(*encoded[row : row + 3]) for row in range(rows_at, marks_at, 3)
             )
+            marks = tuple(zip(encoded[marks_at:at:2], encoded[marks_at + 1 : at : 2], strict=True))
+            token_ids, table = encoded[tokens_at:blocks_at], tables[-1]
             inputs.append(
-                SequenceInput(
-                    encoded[tokens_at:blocks_at], start, tables[-1], num_logits, visibility, *states
-                )
+                SequenceInput(token_ids, start, table, num_logits, visibility, slot, num_open, marks)
             )
         self._remember(tables)
         return inputs
@@ -100,6 +107,15 @@ def _num_equal(known: Sequence[int], block_ids: Sequence[int]) -> int:
     if list(known[:count]) == list(block_ids[:count]):
         return count
     return next(i for i in range(count) if known[i] != block_ids[i])
+
+
+def encode_state_copy(copy: StateCopy) -> list[int]:
+    return [copy.slot, copy.snapshot, copy.num_tokens, -1 if copy.base is None else copy.base]
+
+
+def decode_state_copy(encoded: Sequence[int]) -> StateCopy:
+    slot, snapshot, num_tokens, base = encoded
+    return StateCopy(slot, snapshot, num_tokens, None if base < 0 else base)
 
 
 def encode_copy(copy: CopyInput) -> list[int]:

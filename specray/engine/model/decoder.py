@@ -204,7 +204,7 @@ class DecoderForward:
             rows = layer.input_norm(hidden)
             qkv = layer.qkv(rows)
             if layer.mixer is not None:
-                attended = layer.mixer(qkv, states_of(step), layer.place)
+                attended = states_of(step).run(layer.mixer, qkv, layer.place)
             else:
                 attended = attention.attend(layer.place, qkv, layer.head_norm, layer.window, layer.sinks)
             if layer.output_gate is not None:

@@ -13,9 +13,7 @@ import torch
 from specray.checkpoint_digest import checkpoint_digest
 from specray.config import DraftConfig, EngineConfig, TargetConfig
 from specray.engine.attention.select import DEFAULT_BLOCK_SIZE, Backend, Model
-from specray.engine.cache.blocks import BlockCache, bytes_per_token
-from specray.engine.cache.state_slots import MAX_OPEN_ROWS
-from specray.engine.cache.states import STATES_PER_SEQUENCE
+from specray.engine.cache.blocks import BlockCache
 from specray.engine.cuda.tiles import FIXED, FREE
 from specray.engine.device import (
     available_memory,
@@ -37,6 +35,7 @@ from specray.engine.model.operators import Operators, PagedOperators, cpu_operat
 from specray.engine.model.quantized.formats import WeightFormats
 from specray.engine.model.quantized.operator_set import OperatorSet, operator_set
 from specray.engine.runner import determinism
+from specray.engine.runner.cache_sizes import choose_sizes
 from specray.engine.runner.cuda_graphs import SEQUENCES, WIDTHS, Bucket, CudaCapture, GraphedForward
 from specray.engine.runner.gpu_claim import claim_gpu, name_of, warn_of_turns
 from specray.engine.runner.memory import NO_DRAFTER, CudaMemory, DrafterMemory, cache_bytes, naming
@@ -95,12 +94,12 @@ def build_runner(
     provisional = _info(config, loaded, forward, block_size, 0, tensor_parallel_size, backend)
     left = determinism.with_parts(drafter_memory, config, loaded, parallel, backend)
     wanted_bytes = cache_bytes_for(config, provisional, forward, parallel, left)
-    num_blocks = _num_blocks(config, loaded, forward.cache_shape, block_size, wanted_bytes, drafter_memory)
-    info = replace(provisional, num_blocks=num_blocks)
+    sizes = choose_sizes(config, provisional, forward.cache_shape, wanted_bytes, drafter_memory)
+    info = replace(provisional, num_blocks=sizes.num_blocks, num_snapshots=sizes.num_snapshots)
     with naming(lambda: f"cache_memory_gib is {config.cache_memory_gib}; lower it"):
         # The last block is for rows of captured forwards that belong to nobody.
         cache = _cache(
-            loaded, forward.cache_shape, num_blocks + (backend is not None), block_size, config.max_num_seqs
+            info, forward.cache_shape, has_spare=backend is not None, max_num_seqs=config.max_num_seqs
         )
     if parallel is not None:
         parallel.sums_in_order = determinism.is_fixed(config, device)
@@ -204,6 +203,7 @@ def group_choices(info: RunnerInfo) -> dict[str, object]:
         "attention": info.attention,
         "block_size": info.block_size,
         "num_blocks": info.num_blocks,
+        "num_snapshots": info.num_snapshots,
         "dtype": info.number_format,
         "checkpoint": info.checkpoint,
     }
@@ -248,20 +248,6 @@ def cache_bytes_for(
     found = cache_bytes(config, memory, info.vocab_size, peak_step, reserved)
     # Ranks must have equally many blocks, and the leader's own memory is not the others'.
     return found if parallel is None or memory is None else parallel.least(found)
-
-
-def _state_bytes(config: EngineConfig, shape: CacheShape, dtype: torch.dtype, cache_bytes: int) -> int:
-    """Bytes of all states of recurrent layers. Raises ConfigError where they leave the cache no room."""
-    # Who builds an engine has added one sequence to those of the setting, for its check.
-    own = sum(each.num_bytes(MAX_OPEN_ROWS, dtype.itemsize) for each in shape.states)
-    found = config.max_num_seqs * (own + STATES_PER_SEQUENCE * shape.state_bytes)
-    if found > cache_bytes:
-        raise ConfigError(
-            f"cache_memory_gib is {config.cache_memory_gib}, {cache_bytes / 2**30:.3f} GiB; the states of "
-            f"recurrent layers of {config.max_num_seqs - 1} sequences and one more take "
-            f"{found / 2**30:.3f} GiB; allowed: more memory, or a lower max_num_seqs"
-        )
-    return found
 
 
 def run_peak_step(config: EngineConfig, info: RunnerInfo, forward: Forward) -> None:
@@ -363,45 +349,15 @@ def _operators(config: EngineConfig, loaded: LoadedModel, backend: Backend | Non
     return replace(made, layers=PagedOperators(made.layers, loaded.dtype, backend.attend, backend.store))
 
 
-def _cache(
-    loaded: LoadedModel, shape: CacheShape, num_blocks: int, block_size: int, num_state_slots: int
-) -> BlockCache:
+def _cache(info: RunnerInfo, shape: CacheShape, *, has_spare: bool, max_num_seqs: int) -> BlockCache:
     cache = BlockCache(
         shape,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        dtype=loaded.dtype,
-        device=loaded.device,
-        num_state_slots=num_state_slots,
+        num_blocks=info.num_blocks + has_spare,
+        block_size=info.block_size,
+        dtype=info.dtype,
+        device=info.device,
+        num_state_slots=max_num_seqs,
+        num_snapshots=info.num_snapshots,
     )
     cache.take_large_pages(min(available_memory() // _POPULATED_SHARE, _MOST_POPULATED_BYTES))
     return cache
-
-
-def _num_blocks(
-    config: EngineConfig,
-    loaded: LoadedModel,
-    shape: CacheShape,
-    block_size: int,
-    num_bytes: int,
-    drafter_memory: DrafterMemory,
-) -> int:
-    per_token = drafter_memory.bytes_per_token + bytes_per_token(shape, loaded.dtype)
-    per_block = block_size * per_token
-    per_sequence = -(-loaded.max_model_len // block_size)
-    state_bytes = _state_bytes(config, shape, loaded.dtype, num_bytes)
-    affordable = (num_bytes - state_bytes) // per_block
-    if affordable < per_sequence:
-        needed = per_sequence * per_block / 2**30
-        found = f", for which {num_bytes / 2**30:.3f} GiB are left" * (config.cache_memory_gib == "auto")
-        states = "", ""
-        if state_bytes:
-            states = (
-                f", of which the states of recurrent layers take {state_bytes / 2**30:.3f} GiB",
-                "; allowed: more memory, or a lower max_num_seqs or max_model_len",
-            )
-        raise ConfigError(
-            f"cache_memory_gib is {config.cache_memory_gib}{found}{states[0]}; one sequence of max_model_len "
-            f"{loaded.max_model_len} needs {needed:.3f} GiB{states[1]}"
-        )
-    return min(affordable, config.max_num_seqs * per_sequence)

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from specray.engine.attention.sdpa import sequence_slots
 from specray.engine.cache.blocks import BlockCache
+from specray.engine.cache.state_pool import StatePool
 from specray.engine.cache.state_slots import StateSlots
 from specray.engine.device import use_device
 from specray.engine.group.parallel import NO_MOVES, ParallelContext
-from specray.engine.inputs import CopyInput, Moves, SequenceInput
+from specray.engine.inputs import CopyInput, Moves, SequenceInput, StateCopy
 from specray.engine.runner.cuda_graphs import Bucket, GraphedForward
 from specray.engine.sampling.device.select import choose_kernels
 from specray.engine.sampling.device.shards import SHARD_MULTIPLE, ShardDrawer, ShardDraws, best_of_ranks
@@ -62,6 +63,8 @@ class RunnerInfo:
     """Instruction set of the matrix products; empty: they are not ours."""
     checkpoint: str = ""
     """Digest of the model's content and of the formats in which it is computed, in hexadecimal."""
+    num_snapshots: int = 0
+    """Room for states of recurrent layers that are kept for other sequences."""
 
 
 class ModelRunner:
@@ -201,6 +204,9 @@ class ModelRunner:
                 if isinstance(work, CopyInput):
                     self._copy(work)
                     continue
+                if isinstance(work, StateCopy):
+                    self._copy_state(work)
+                    continue
                 # The leader captures and replays the same forwards, so that their collectives meet.
                 output = self._run(work)
                 if draws is None:
@@ -230,6 +236,22 @@ class ModelRunner:
             self._parallel.send_copy(copy, moves)
         self._move(moves)
         self._copy(copy)
+
+    @torch.inference_mode()
+    def copy_state(self, copy: StateCopy) -> None:
+        """Copies what recurrent layers have seen to or from a snapshot, on all ranks.
+
+        Raises:
+            EngineLostError: a rank of the group is gone.
+        """
+        if self._parallel is not None:
+            self._parallel.send_state_copy(copy)
+        self._copy_state(copy)
+
+    def _copy_state(self, copy: StateCopy) -> None:
+        states = self.cache.states
+        assert isinstance(states, StatePool), "only a pool has snapshots"
+        states.copy(copy)
 
     def move_tokens(self, block_ids: Sequence[int], sources: Sequence[int], first: int) -> None:
         """Moves the K/V at some KV indices of a sequence to those from ``first`` on, before the next step or
@@ -346,6 +368,7 @@ def _single_rows(item: SequenceInput) -> SequenceRows:
         item.block_ids,
         state_slot=item.state_slot,
         num_open=item.num_open,
+        marks=item.marks,
     )
 
 
@@ -364,7 +387,16 @@ def _sequence_rows(inputs: Sequence[SequenceInput]) -> list[SequenceRows]:
             assert len(item.visibility) == count, item
             start = min(row.position for row in item.visibility)
         rows.append(
-            SequenceRows(first, count, start, item.block_ids, item.visibility, item.state_slot, item.num_open)
+            SequenceRows(
+                first,
+                count,
+                start,
+                item.block_ids,
+                item.visibility,
+                item.state_slot,
+                item.num_open,
+                item.marks,
+            )
         )
         first += count
     return rows

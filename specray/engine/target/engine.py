@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from specray.config import PrefixCache
 from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.engine.base import RunnerEngine
 from specray.engine.features.drafting import TargetDrafting
@@ -69,7 +70,7 @@ class TargetEngine(RunnerEngine):
         info: EngineInfo,
         *,
         device: torch.device,
-        prefix_cache: bool = True,
+        prefix_cache: PrefixCache = True,
         grammars: GrammarMasks | None = None,
         drafting: TargetDrafting | None = None,
         features: FeatureSender | None = None,
@@ -102,7 +103,7 @@ class TargetEngine(RunnerEngine):
         for wave in split_waves(items, num_shared_tokens=self._num_shared_tokens):
             num_waves += 1
             scheduled, failed = self._schedule(wave)
-            num_rows += sum(entry.sequence.num_missing_tokens + entry.num_window_rows for entry in scheduled)
+            num_rows += sum(entry.work.num_rows for entry in scheduled)
             answers.update(failed)
             own_token_ids = self._draw_in_group(scheduled)
             logits = self._run(scheduled) if own_token_ids is None else None
@@ -171,6 +172,8 @@ class TargetEngine(RunnerEngine):
         scheduled = Scheduled(index, item, draft, sequence)
         sequence.recompute_last(scheduled.num_logits)
         self._back_to_state(sequence)
+        if sequence.snapshots is not None:
+            sequence.snapshots.mark(sequence.num_computed_tokens, scheduled.work.settled)
         return scheduled
 
     def _window(self, entry: Scheduled) -> WindowRows | None:
@@ -237,7 +240,8 @@ class TargetEngine(RunnerEngine):
 
     def _publish(self, scheduled: Sequence[Scheduled]) -> None:
         for entry in scheduled:
-            if len(entry.item.token_ids) >= UNIT_TOKENS:
+            own = entry.sequence.snapshots
+            if len(entry.item.token_ids) >= UNIT_TOKENS or (own is not None and own.marks):
                 self.table.publish(entry.sequence)
 
     def _postprocess(self, scheduled: Sequence[Scheduled], logits: Tensor | None) -> Iterator[Answer]:

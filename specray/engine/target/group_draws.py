@@ -63,6 +63,7 @@ class _Drawing:
     def __init__(self, runner: ModelRunner, draws: ShardDraws) -> None:
         self.advance, self.copy_tokens = runner.advance, runner.copy_tokens
         self.move_tokens, self.close = runner.move_tokens, runner.close
+        self.copy_state = runner.copy_state
         self._runner = runner
         self._draws = draws
         self.token_ids: list[int] = []

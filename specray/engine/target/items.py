@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from specray.draft_tokens import DraftTokens
-from specray.engine.cache.sequences import EngineSequence
+from specray.engine.cache.sequence import EngineSequence
+from specray.engine.cache.state_slots import STATE_UNIT
 from specray.engine.sampling.logprobs import token_logprobs
 from specray.engine.schedule import CatchUp
 from specray.engine.target.lookahead import WindowRows
@@ -73,13 +74,19 @@ class Scheduled:
 
         The next chunk of a prompt that is scored goes on from the row before it, whose logits are its own.
         """
-        goes_back = self.sequence.sampling.num_prompt_logprobs is not None and not self.item.sample
+        sequence = self.sequence
+        goes_back = sequence.sampling.num_prompt_logprobs is not None and not self.item.sample
+        num_left = 0
+        if sequence.state_slot is not None and not self.item.sample and not goes_back:
+            # However prompts are cut, chunks of recurrent layers end at the same tokens.
+            num_left = min(sequence.num_missing_tokens, len(sequence.token_ids) % STATE_UNIT)
         return CatchUp(
-            self.sequence,
+            sequence,
             self.num_logits + self.num_window_rows,
             self.parents,
             () if self.window is None else self.window.token_ids,
             num_open=1 if goes_back else self.num_sampled,
+            num_left=num_left,
         )
 
     @property

@@ -110,6 +110,7 @@ def encode_sampling(out: types_pb2.SamplingParams, sampling: SamplingParams) -> 
     if sampling.grammar is not None:
         encode_grammar(out.grammar, sampling.grammar)
     out.allowed_token_ids.extend(sampling.allowed_token_ids)
+    out.message_borders.extend(sampling.message_borders)
     for word in sampling.bad_words:
         out.bad_words.add().token_ids.extend(word)
 
@@ -126,6 +127,7 @@ def decode_sampling(sampling: types_pb2.SamplingParams) -> SamplingParams:
         verification=decode_verification(sampling.verification),
         grammar=decode_grammar(sampling.grammar) if sampling.HasField("grammar") else None,
         allowed_token_ids=tuple(sampling.allowed_token_ids[:]),
+        message_borders=tuple(sampling.message_borders[:]),
         bad_words=tuple(tuple(word.token_ids[:]) for word in sampling.bad_words),
     )
 

@@ -24,43 +24,43 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16specray/v1/types.proto\x12\nspecray.v1\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"\xcd\x04\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12)\n\nlogit_bias\x18\x08 \x03(\x0b\x32\x15.specray.v1.LogitBias\x12\x0c\n\x04seed\x18\t \x01(\x06\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x0c \x01(\r\x12\x19\n\x0cnum_logprobs\x18\r \x01(\rH\x00\x88\x01\x01\x12.\n\x0cverification\x18\x0e \x01(\x0e\x32\x18.specray.v1.Verification\x12$\n\x07grammar\x18\x0f \x01(\x0b\x32\x13.specray.v1.Grammar\x12\x19\n\x11\x61llowed_token_ids\x18\x10 \x03(\r\x12,\n\tbad_words\x18\x11 \x03(\x0b\x32\x19.specray.v1.TokenSequence\x12\x12\n\ncache_salt\x18\x12 \x01(\t\x12 \n\x13num_prompt_logprobs\x18\x13 \x01(\rH\x01\x88\x01\x01\x12\x0f\n\x07\x61\x64\x61pter\x18\x14 \x01(\x0c\x42\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"@\n\x07Grammar\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.specray.v1.GrammarKind\x12\x0e\n\x06source\x18\x02 \x01(\t\"/\n\x0bSparseProbs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\r\n\x05probs\x18\x02 \x03(\x02\"_\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"I\n\x0fUnknownSequence\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08round_id\x18\x02 \x01(\x04\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\"\x8e\x01\n\nItemFailed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08round_id\x18\x02 \x01(\x04\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x14\n\x0cis_retriable\x18\x05 \x01(\x08\x12\x12\n\nis_invalid\x18\x06 \x01(\x08\x12\r\n\x05\x66ield\x18\x07 \x01(\t\"B\n\x08StepTime\x12\x10\n\x08num_rows\x18\x01 \x01(\r\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\x13\n\x0bnum_experts\x18\x03 \x01(\r\"G\n\rRoutedExperts\x12\x13\n\x0bnum_experts\x18\x01 \x01(\r\x12\x12\n\nnum_chosen\x18\x02 \x01(\r\x12\r\n\x05share\x18\x03 \x01(\x01\"{\n\x0cGrammarStats\x12\x11\n\tcompile_s\x18\x01 \x01(\x01\x12\x0e\n\x06mask_s\x18\x02 \x01(\x01\x12\x14\n\x0cnum_compiled\x18\x03 \x01(\x04\x12\x16\n\x0enum_cache_hits\x18\x04 \x01(\x04\x12\x1a\n\x12num_illegal_drafts\x18\x05 \x01(\x04\"\xc6\x06\n\nEngineInfo\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\t \x01(\r\x12\x18\n\x10protocol_version\x18\n \x01(\r\x12\r\n\x05\x64type\x18\x0b \x01(\t\x12\x1c\n\x14tensor_parallel_size\x18\x0c \x01(\r\x12\x19\n\x11num_blocks_in_use\x18\r \x01(\r\x12 \n\x18num_prefix_cache_queries\x18\x0e \x01(\x04\x12\x1d\n\x15num_prefix_cache_hits\x18\x0f \x01(\x04\x12(\n\nstep_times\x18\x10 \x03(\x0b\x32\x14.specray.v1.StepTime\x12\x13\n\x0bnum_routers\x18\x11 \x01(\r\x12\x12\n\nbusy_share\x18\x12 \x01(\x01\x12\x17\n\x0f\x63ontext_token_s\x18\x13 \x01(\x01\x12)\n\x07grammar\x18\x14 \x01(\x0b\x32\x18.specray.v1.GrammarStats\x12\x0f\n\x07\x64rafter\x18\x15 \x01(\t\x12\x17\n\x0f\x66\x65\x61ture_drafter\x18\x16 \x01(\t\x12\x14\n\x0c\x66\x65\x61ture_size\x18\x17 \x01(\r\x12/\n\x07\x65xperts\x18\x18 \x01(\x0b\x32\x19.specray.v1.RoutedExpertsH\x00\x88\x01\x01\x12\x10\n\x08\x61\x64\x61pters\x18\x19 \x03(\x0c\x12\x14\n\x0cmax_adapters\x18\x1a \x01(\r\x12\x18\n\x10is_deterministic\x18\x1b \x01(\x08\x12\x0b\n\x03isa\x18\x1c \x01(\t\x12\x12\n\ncheckpoint\x18\x1f \x01(\t\x12\x10\n\x08hardware\x18  \x03(\t\x12\x16\n\x0elacks_outcomes\x18! \x01(\x08\x12\x18\n\x10max_adapter_rank\x18\" \x01(\r\x12\x15\n\radapter_names\x18# \x03(\tB\n\n\x08_experts\"<\n\x0b\x46\x65\x61tureRows\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x10\n\x08num_rows\x18\x02 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"C\n\nTreeBudget\x12\x11\n\tnum_nodes\x18\x01 \x01(\r\x12\x0e\n\x06widths\x18\x02 \x03(\r\x12\x12\n\nmin_chance\x18\x03 \x01(\x01*b\n\x0cVerification\x12\x1c\n\x18VERIFICATION_UNSPECIFIED\x10\x00\x12\x18\n\x14VERIFICATION_COUPLED\x10\x01\x12\x1a\n\x16VERIFICATION_REJECTION\x10\x02*x\n\x0bGrammarKind\x12\x1c\n\x18GRAMMAR_KIND_UNSPECIFIED\x10\x00\x12\x1c\n\x18GRAMMAR_KIND_JSON_SCHEMA\x10\x01\x12\x15\n\x11GRAMMAR_KIND_LARK\x10\x02\x12\x16\n\x12GRAMMAR_KIND_REGEX\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16specray/v1/types.proto\x12\nspecray.v1\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"\xe6\x04\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12)\n\nlogit_bias\x18\x08 \x03(\x0b\x32\x15.specray.v1.LogitBias\x12\x0c\n\x04seed\x18\t \x01(\x06\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x0c \x01(\r\x12\x19\n\x0cnum_logprobs\x18\r \x01(\rH\x00\x88\x01\x01\x12.\n\x0cverification\x18\x0e \x01(\x0e\x32\x18.specray.v1.Verification\x12$\n\x07grammar\x18\x0f \x01(\x0b\x32\x13.specray.v1.Grammar\x12\x19\n\x11\x61llowed_token_ids\x18\x10 \x03(\r\x12,\n\tbad_words\x18\x11 \x03(\x0b\x32\x19.specray.v1.TokenSequence\x12\x12\n\ncache_salt\x18\x12 \x01(\t\x12 \n\x13num_prompt_logprobs\x18\x13 \x01(\rH\x01\x88\x01\x01\x12\x0f\n\x07\x61\x64\x61pter\x18\x14 \x01(\x0c\x12\x17\n\x0fmessage_borders\x18\x15 \x03(\rB\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"@\n\x07Grammar\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.specray.v1.GrammarKind\x12\x0e\n\x06source\x18\x02 \x01(\t\"/\n\x0bSparseProbs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\r\n\x05probs\x18\x02 \x03(\x02\"_\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"I\n\x0fUnknownSequence\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08round_id\x18\x02 \x01(\x04\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\"\x8e\x01\n\nItemFailed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08round_id\x18\x02 \x01(\x04\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x14\n\x0cis_retriable\x18\x05 \x01(\x08\x12\x12\n\nis_invalid\x18\x06 \x01(\x08\x12\r\n\x05\x66ield\x18\x07 \x01(\t\"B\n\x08StepTime\x12\x10\n\x08num_rows\x18\x01 \x01(\r\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\x13\n\x0bnum_experts\x18\x03 \x01(\r\"G\n\rRoutedExperts\x12\x13\n\x0bnum_experts\x18\x01 \x01(\r\x12\x12\n\nnum_chosen\x18\x02 \x01(\r\x12\r\n\x05share\x18\x03 \x01(\x01\"{\n\x0cGrammarStats\x12\x11\n\tcompile_s\x18\x01 \x01(\x01\x12\x0e\n\x06mask_s\x18\x02 \x01(\x01\x12\x14\n\x0cnum_compiled\x18\x03 \x01(\x04\x12\x16\n\x0enum_cache_hits\x18\x04 \x01(\x04\x12\x1a\n\x12num_illegal_drafts\x18\x05 \x01(\x04\"\x98\x07\n\nEngineInfo\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\t \x01(\r\x12\x18\n\x10protocol_version\x18\n \x01(\r\x12\r\n\x05\x64type\x18\x0b \x01(\t\x12\x1c\n\x14tensor_parallel_size\x18\x0c \x01(\r\x12\x19\n\x11num_blocks_in_use\x18\r \x01(\r\x12 \n\x18num_prefix_cache_queries\x18\x0e \x01(\x04\x12\x1d\n\x15num_prefix_cache_hits\x18\x0f \x01(\x04\x12(\n\nstep_times\x18\x10 \x03(\x0b\x32\x14.specray.v1.StepTime\x12\x13\n\x0bnum_routers\x18\x11 \x01(\r\x12\x12\n\nbusy_share\x18\x12 \x01(\x01\x12\x17\n\x0f\x63ontext_token_s\x18\x13 \x01(\x01\x12)\n\x07grammar\x18\x14 \x01(\x0b\x32\x18.specray.v1.GrammarStats\x12\x0f\n\x07\x64rafter\x18\x15 \x01(\t\x12\x17\n\x0f\x66\x65\x61ture_drafter\x18\x16 \x01(\t\x12\x14\n\x0c\x66\x65\x61ture_size\x18\x17 \x01(\r\x12/\n\x07\x65xperts\x18\x18 \x01(\x0b\x32\x19.specray.v1.RoutedExpertsH\x00\x88\x01\x01\x12\x10\n\x08\x61\x64\x61pters\x18\x19 \x03(\x0c\x12\x14\n\x0cmax_adapters\x18\x1a \x01(\r\x12\x18\n\x10is_deterministic\x18\x1b \x01(\x08\x12\x0b\n\x03isa\x18\x1c \x01(\t\x12\x12\n\ncheckpoint\x18\x1f \x01(\t\x12\x10\n\x08hardware\x18  \x03(\t\x12\x16\n\x0elacks_outcomes\x18! \x01(\x08\x12\x18\n\x10max_adapter_rank\x18\" \x01(\r\x12\x15\n\radapter_names\x18# \x03(\t\x12\x15\n\rnum_snapshots\x18$ \x01(\r\x12\x1a\n\x12num_snapshots_held\x18% \x01(\r\x12\x1d\n\x15num_snapshots_evicted\x18& \x01(\x04\x42\n\n\x08_experts\"<\n\x0b\x46\x65\x61tureRows\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x10\n\x08num_rows\x18\x02 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"C\n\nTreeBudget\x12\x11\n\tnum_nodes\x18\x01 \x01(\r\x12\x0e\n\x06widths\x18\x02 \x03(\r\x12\x12\n\nmin_chance\x18\x03 \x01(\x01*b\n\x0cVerification\x12\x1c\n\x18VERIFICATION_UNSPECIFIED\x10\x00\x12\x18\n\x14VERIFICATION_COUPLED\x10\x01\x12\x1a\n\x16VERIFICATION_REJECTION\x10\x02*x\n\x0bGrammarKind\x12\x1c\n\x18GRAMMAR_KIND_UNSPECIFIED\x10\x00\x12\x1c\n\x18GRAMMAR_KIND_JSON_SCHEMA\x10\x01\x12\x15\n\x11GRAMMAR_KIND_LARK\x10\x02\x12\x16\n\x12GRAMMAR_KIND_REGEX\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specray.rpc.pb.types_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_VERIFICATION']._serialized_start=2381
-  _globals['_VERIFICATION']._serialized_end=2479
-  _globals['_GRAMMARKIND']._serialized_start=2481
-  _globals['_GRAMMARKIND']._serialized_end=2601
+  _globals['_VERIFICATION']._serialized_start=2488
+  _globals['_VERIFICATION']._serialized_end=2586
+  _globals['_GRAMMARKIND']._serialized_start=2588
+  _globals['_GRAMMARKIND']._serialized_end=2708
   _globals['_LOGITBIAS']._serialized_start=38
   _globals['_LOGITBIAS']._serialized_end=81
   _globals['_SAMPLINGPARAMS']._serialized_start=84
-  _globals['_SAMPLINGPARAMS']._serialized_end=673
-  _globals['_TOKENSEQUENCE']._serialized_start=675
-  _globals['_TOKENSEQUENCE']._serialized_end=709
-  _globals['_GRAMMAR']._serialized_start=711
-  _globals['_GRAMMAR']._serialized_end=775
-  _globals['_SPARSEPROBS']._serialized_start=777
-  _globals['_SPARSEPROBS']._serialized_end=824
-  _globals['_TOKENLOGPROBS']._serialized_start=826
-  _globals['_TOKENLOGPROBS']._serialized_end=921
-  _globals['_UNKNOWNSEQUENCE']._serialized_start=923
-  _globals['_UNKNOWNSEQUENCE']._serialized_end=996
-  _globals['_ITEMFAILED']._serialized_start=999
-  _globals['_ITEMFAILED']._serialized_end=1141
-  _globals['_STEPTIME']._serialized_start=1143
-  _globals['_STEPTIME']._serialized_end=1209
-  _globals['_ROUTEDEXPERTS']._serialized_start=1211
-  _globals['_ROUTEDEXPERTS']._serialized_end=1282
-  _globals['_GRAMMARSTATS']._serialized_start=1284
-  _globals['_GRAMMARSTATS']._serialized_end=1407
-  _globals['_ENGINEINFO']._serialized_start=1410
-  _globals['_ENGINEINFO']._serialized_end=2248
-  _globals['_FEATUREROWS']._serialized_start=2250
-  _globals['_FEATUREROWS']._serialized_end=2310
-  _globals['_TREEBUDGET']._serialized_start=2312
-  _globals['_TREEBUDGET']._serialized_end=2379
+  _globals['_SAMPLINGPARAMS']._serialized_end=698
+  _globals['_TOKENSEQUENCE']._serialized_start=700
+  _globals['_TOKENSEQUENCE']._serialized_end=734
+  _globals['_GRAMMAR']._serialized_start=736
+  _globals['_GRAMMAR']._serialized_end=800
+  _globals['_SPARSEPROBS']._serialized_start=802
+  _globals['_SPARSEPROBS']._serialized_end=849
+  _globals['_TOKENLOGPROBS']._serialized_start=851
+  _globals['_TOKENLOGPROBS']._serialized_end=946
+  _globals['_UNKNOWNSEQUENCE']._serialized_start=948
+  _globals['_UNKNOWNSEQUENCE']._serialized_end=1021
+  _globals['_ITEMFAILED']._serialized_start=1024
+  _globals['_ITEMFAILED']._serialized_end=1166
+  _globals['_STEPTIME']._serialized_start=1168
+  _globals['_STEPTIME']._serialized_end=1234
+  _globals['_ROUTEDEXPERTS']._serialized_start=1236
+  _globals['_ROUTEDEXPERTS']._serialized_end=1307
+  _globals['_GRAMMARSTATS']._serialized_start=1309
+  _globals['_GRAMMARSTATS']._serialized_end=1432
+  _globals['_ENGINEINFO']._serialized_start=1435
+  _globals['_ENGINEINFO']._serialized_end=2355
+  _globals['_FEATUREROWS']._serialized_start=2357
+  _globals['_FEATUREROWS']._serialized_end=2417
+  _globals['_TREEBUDGET']._serialized_start=2419
+  _globals['_TREEBUDGET']._serialized_end=2486
 # @@protoc_insertion_point(module_scope)

@@ -36,7 +36,7 @@ class LogitBias(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., bias: _Optional[float] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "min_tokens", "stop_token_ids", "num_prompt_tokens", "num_logprobs", "verification", "grammar", "allowed_token_ids", "bad_words", "cache_salt", "num_prompt_logprobs", "adapter")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "min_tokens", "stop_token_ids", "num_prompt_tokens", "num_logprobs", "verification", "grammar", "allowed_token_ids", "bad_words", "cache_salt", "num_prompt_logprobs", "adapter", "message_borders")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +57,7 @@ class SamplingParams(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_BORDERS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -77,7 +78,8 @@ class SamplingParams(_message.Message):
     cache_salt: str
     num_prompt_logprobs: int
     adapter: bytes
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ..., seed: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_logprobs: _Optional[int] = ..., verification: _Optional[_Union[Verification, str]] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., num_prompt_logprobs: _Optional[int] = ..., adapter: _Optional[bytes] = ...) -> None: ...
+    message_borders: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ..., seed: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_logprobs: _Optional[int] = ..., verification: _Optional[_Union[Verification, str]] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., num_prompt_logprobs: _Optional[int] = ..., adapter: _Optional[bytes] = ..., message_borders: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TokenSequence(_message.Message):
     __slots__ = ("token_ids",)
@@ -176,7 +178,7 @@ class GrammarStats(_message.Message):
     def __init__(self, compile_s: _Optional[float] = ..., mask_s: _Optional[float] = ..., num_compiled: _Optional[int] = ..., num_cache_hits: _Optional[int] = ..., num_illegal_drafts: _Optional[int] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("role", "model", "vocab_size", "tokenizer_fingerprint", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "protocol_version", "dtype", "tensor_parallel_size", "num_blocks_in_use", "num_prefix_cache_queries", "num_prefix_cache_hits", "step_times", "num_routers", "busy_share", "context_token_s", "grammar", "drafter", "feature_drafter", "feature_size", "experts", "adapters", "max_adapters", "is_deterministic", "isa", "checkpoint", "hardware", "lacks_outcomes", "max_adapter_rank", "adapter_names")
+    __slots__ = ("role", "model", "vocab_size", "tokenizer_fingerprint", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "protocol_version", "dtype", "tensor_parallel_size", "num_blocks_in_use", "num_prefix_cache_queries", "num_prefix_cache_hits", "step_times", "num_routers", "busy_share", "context_token_s", "grammar", "drafter", "feature_drafter", "feature_size", "experts", "adapters", "max_adapters", "is_deterministic", "isa", "checkpoint", "hardware", "lacks_outcomes", "max_adapter_rank", "adapter_names", "num_snapshots", "num_snapshots_held", "num_snapshots_evicted")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +212,9 @@ class EngineInfo(_message.Message):
     LACKS_OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     MAX_ADAPTER_RANK_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_NAMES_FIELD_NUMBER: _ClassVar[int]
+    NUM_SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SNAPSHOTS_HELD_FIELD_NUMBER: _ClassVar[int]
+    NUM_SNAPSHOTS_EVICTED_FIELD_NUMBER: _ClassVar[int]
     role: str
     model: str
     vocab_size: int
@@ -243,7 +248,10 @@ class EngineInfo(_message.Message):
     lacks_outcomes: bool
     max_adapter_rank: int
     adapter_names: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, role: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., protocol_version: _Optional[int] = ..., dtype: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., num_blocks_in_use: _Optional[int] = ..., num_prefix_cache_queries: _Optional[int] = ..., num_prefix_cache_hits: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., num_routers: _Optional[int] = ..., busy_share: _Optional[float] = ..., context_token_s: _Optional[float] = ..., grammar: _Optional[_Union[GrammarStats, _Mapping]] = ..., drafter: _Optional[str] = ..., feature_drafter: _Optional[str] = ..., feature_size: _Optional[int] = ..., experts: _Optional[_Union[RoutedExperts, _Mapping]] = ..., adapters: _Optional[_Iterable[bytes]] = ..., max_adapters: _Optional[int] = ..., is_deterministic: _Optional[bool] = ..., isa: _Optional[str] = ..., checkpoint: _Optional[str] = ..., hardware: _Optional[_Iterable[str]] = ..., lacks_outcomes: _Optional[bool] = ..., max_adapter_rank: _Optional[int] = ..., adapter_names: _Optional[_Iterable[str]] = ...) -> None: ...
+    num_snapshots: int
+    num_snapshots_held: int
+    num_snapshots_evicted: int
+    def __init__(self, role: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., protocol_version: _Optional[int] = ..., dtype: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., num_blocks_in_use: _Optional[int] = ..., num_prefix_cache_queries: _Optional[int] = ..., num_prefix_cache_hits: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., num_routers: _Optional[int] = ..., busy_share: _Optional[float] = ..., context_token_s: _Optional[float] = ..., grammar: _Optional[_Union[GrammarStats, _Mapping]] = ..., drafter: _Optional[str] = ..., feature_drafter: _Optional[str] = ..., feature_size: _Optional[int] = ..., experts: _Optional[_Union[RoutedExperts, _Mapping]] = ..., adapters: _Optional[_Iterable[bytes]] = ..., max_adapters: _Optional[int] = ..., is_deterministic: _Optional[bool] = ..., isa: _Optional[str] = ..., checkpoint: _Optional[str] = ..., hardware: _Optional[_Iterable[str]] = ..., lacks_outcomes: _Optional[bool] = ..., max_adapter_rank: _Optional[int] = ..., adapter_names: _Optional[_Iterable[str]] = ..., num_snapshots: _Optional[int] = ..., num_snapshots_held: _Optional[int] = ..., num_snapshots_evicted: _Optional[int] = ...) -> None: ...
 
 class FeatureRows(_message.Message):
     __slots__ = ("first", "num_rows", "data")

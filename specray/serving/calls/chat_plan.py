@@ -11,6 +11,7 @@ from specray.config.live import LiveConfig
 from specray.errors import InvalidRequestError
 from specray.serving.admission.places import Place
 from specray.serving.admission.texts import SECONDS_PER_CHAR, TextWork
+from specray.serving.calls.borders import message_tails
 from specray.serving.tools.answer import REASONING_CLOSE, REASONING_OPEN, AnswerParser
 from specray.serving.tools.forced import after_reasoning, forced_calls, spells_reasoning
 from specray.serving.tools.formats import MARKERS, ToolFormat, find_format
@@ -97,6 +98,8 @@ class ChatPrompt:
     """The model may write reasoning first."""
     channels: ChannelPrompt | None = None
     """Where in a message the prompt ends, where the model writes in channels."""
+    message_tails: tuple[int, ...] = ()
+    """Its last tokens from where the last message begins, and from where it ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +170,16 @@ class ChatPlanner:
             check_size(self._tokenizer.least_tokens(text))
             check_size(len(rendered.pieces))
             token_ids = self._tokenizer.encode_rendered(rendered)
+            tails = message_tails(messages[-1].content, text, token_ids, self._tokenizer)
             if self._channels is not None:
                 end = read_prompt(self._channels, token_ids, self._tokenizer.token_text)
-                return ChatPrompt(token_ids, use, False, False, end)
+                return ChatPrompt(token_ids, use, False, False, end, tails)
             return ChatPrompt(
                 token_ids,
                 use,
                 begins_in_reasoning=self._has_reasoning and _begins_in_reasoning(text, messages, chat),
                 may_reason=self._has_reasoning and not text.rstrip().endswith(REASONING_CLOSE),
+                message_tails=tails,
             )
 
         expected_s = place.num_bytes * SECONDS_PER_CHAR
@@ -222,6 +227,7 @@ class ChatPlanner:
                 if prompt.use is not None and has_own_grammar
                 else options.grammar_field,
                 shown_token_ids=shown,
+                message_tails=prompt.message_tails,
             ),
             reading=reading,
         )

@@ -136,6 +136,9 @@ def _sampling_params(
         "num_prompt_logprobs": options.prompt_logprobs,
         "verification": options.verification or limits.verification,
         "bad_words": options.bad_word_ids,
+        "message_borders": tuple(
+            sorted({num_prompt_tokens - tail for tail in options.message_tails if tail < num_prompt_tokens})
+        ),
         "adapter": b"" if options.adapter_ref is None else options.adapter_ref.digest,
     }
     return SamplingParams(**values)

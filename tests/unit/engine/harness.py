@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from specray.draft_tokens import DraftTokens
+from specray.engine.cache.state_slots import StateSlots
 from specray.engine.drafting.engine import DraftEngine
 from specray.engine.drafting.guesses import Guesser
-from specray.engine.inputs import Moves, SequenceInput
+from specray.engine.inputs import Moves, SequenceInput, StateCopy
 from specray.engine.sampling.noise import NoiseSource
 from specray.engine.sampling.processors import process_logits
 from specray.engine.sampling.verify import add_draw_noise
@@ -56,7 +57,7 @@ class SlotRunner:
         self._seen = [0] * len(self.slots)
         self.steps: list[list[SequenceInput]] = []
         self.pending_moves = Moves()
-        self.states = None
+        self.states: StateSlots | None = None
         self._rows = rows
         self._info = info
 
@@ -106,6 +107,9 @@ class SlotRunner:
         for position in range(first, num_tokens):
             old, new = self._slot(source, position), self._slot(destination, position)
             self.slots[new], self._seen[new] = self.slots[old], self._seen[old]
+
+    def copy_state(self, copy: StateCopy) -> None:
+        raise AssertionError("this model has no states")
 
     def move_tokens(self, block_ids: Sequence[int], sources: Sequence[int], first: int) -> None:
         """Like the real one, at the next step or copy: the sequence may have been released by then."""

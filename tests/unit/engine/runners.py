@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from specray.config import EngineConfig
+from specray.config import EngineConfig, TargetConfig
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.cuda_graphs import GraphedForward, run_again
 from specray.engine.runner.runner import ModelRunner
@@ -19,7 +19,8 @@ from tests.unit.engine.harness import engine_info
 def cpu_config(model: Path | str, **changes: Any) -> EngineConfig:
     """In float32 on one thread, unless the changes say otherwise."""
     values = {"model": str(model), "dtype": "float32", "device": "cpu", "num_threads": 1, **changes}
-    return EngineConfig.model_validate(values)
+    kind = TargetConfig if "snapshot_memory_gib" in changes else EngineConfig
+    return kind.model_validate(values)
 
 
 def cpu_runner(model: Path | str, *, role: str = "target", **changes: Any) -> ModelRunner:

@@ -56,6 +56,7 @@ SPECIAL = {
     "allowed_token_ids": (4, 9, 12),
     "bad_words": ((97, 98), (32, 97, 98)),
     "cache_salt": "pepper",
+    "message_borders": (1, 3),
 }
 EXPECTED: dict[str, Any] = ASKED | SPECIAL
 
@@ -107,7 +108,8 @@ class Letters:
 def engine_sampling(options: GenerationOptions) -> SamplingParams | None:
     """What the target's engine is told with the first item of the request."""
     bad_word_ids = with_bad_word_ids(options, Letters()).bad_word_ids  # type: ignore[arg-type]
-    options = replace(options, bad_word_ids=bad_word_ids)
+    # The prompts of a chat plan have borders.
+    options = replace(options, bad_word_ids=bad_word_ids, message_tails=(3, 1, 4))
     [request] = to_generate_requests([PROMPT], options, limits=LIMITS, request_id="a")
     assert isinstance(request, GenerateRequest)
     item = Session(request, None, vocab_size=64).verify_item(1000)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from specray.engine.base import Speculating, check_logits
-from specray.engine.cache.sequences import EngineSequence
+from specray.engine.cache.sequence import EngineSequence
 from specray.engine.drafting.chains import OutcomeBranches
 from specray.engine.features.base import Context, FeatureDrafter, FeatureStore
 from specray.engine.features.chained.drafter import ChainedDrafter

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from specray.engine.cache.sequences import EngineSequence
+from specray.engine.cache.sequence import EngineSequence
 from specray.engine.features.base import FeatureStore
 from specray.engine.features.remote.wire import write_rows
 from specray.feature_rows import ITEM_BYTES, MAX_FEATURE_BYTES, FeatureRows

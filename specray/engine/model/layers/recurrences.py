@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specray.engine.cache.state_pool import LayerStates, StateRows
+from specray.engine.cache.state_pool import LayerStates, StateRows, for_heads, learned
 from specray.engine.cache.state_slots import STATE_UNIT
 
 
@@ -44,29 +44,13 @@ def recur(heads: HeadRows, layer: LayerStates, item: StateRows, out: torch.Tenso
         heads: of the rows.
         out: written to, ``[num_rows, num_heads, value_dim]``.
     """
-    state = replayed(layer, item)
+    state = layer.replayed(item.slot, item.base, item.start)
     middle = item.settled - item.start
     if middle:
         state, out[:middle] = absorb(heads[:middle], state, item.start)
     if item.settled > item.base:
         layer.states[item.slot] = state
     advance(heads[middle:], state, layer, item, out[middle:])
-
-
-def replayed(layer: LayerStates, item: StateRows) -> torch.Tensor:
-    """The state before a sequence's rows: the kept one, and the records of those that stay."""
-    state = layer.states[item.slot]
-    if item.base == 0:
-        state = torch.zeros_like(state)
-    size = layer.updates.shape[1]
-    for position in range(item.base, item.start):
-        place = position % size
-        state = _learned(
-            state * layer.decays[item.slot, place, :, :, None],
-            _for_heads(layer.keys[item.slot, place], len(state)),
-            layer.updates[item.slot, place],
-        )
-    return state
 
 
 def advance(
@@ -76,26 +60,17 @@ def advance(
     size, count = layer.updates.shape[1], len(state)
     decays = heads.log_decays.exp()
     for row in range(len(heads.values)):
-        key, query = (_for_heads(each[row], count) for each in (heads.keys, heads.queries))
+        key, query = (for_heads(each[row], count) for each in (heads.keys, heads.queries))
         state = state * decays[row, :, :, None]
         update = heads.values[row]
         if heads.rates is not None:
             update = (update - (state * key[:, :, None]).sum(1)) * heads.rates[row, :, None]
-        state = _learned(state, key, update)
+        state = learned(state, key, update)
         out[row] = (state * query[:, :, None]).sum(1)
         place = (item.settled + row) % size
         layer.updates[item.slot, place] = update
         layer.decays[item.slot, place] = decays[row]
         layer.keys[item.slot, place] = heads.keys[row]
-
-
-def _learned(state: torch.Tensor, key: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-    return state + key[:, :, None] * update[:, None, :]
-
-
-def _for_heads(each: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """What heads of keys have, ``[..., num_key_heads, size]``, for all heads."""
-    return each.repeat_interleave(num_heads // each.shape[-2], -2)
 
 
 def absorb(heads: HeadRows, state: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,7 +99,7 @@ def absorb(heads: HeadRows, state: torch.Tensor, start: int) -> tuple[torch.Tens
         padded[places] = rows
         return padded.view(num_chunks, STATE_UNIT, *rows.shape[1:]).transpose(1, 2)
 
-    queries, keys = (chunked(_for_heads(each, num_heads)) for each in (heads.queries, heads.keys))
+    queries, keys = (chunked(for_heads(each, num_heads)) for each in (heads.queries, heads.keys))
     values, gates = chunked(heads.values), chunked(heads.log_decays).cumsum(-2)
     rates = None if heads.rates is None else chunked(heads.rates[..., None])
     outputs = []

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from specray.engine.cache.blocks import BlockAllocator
 from specray.engine.cache.prefix import PrefixIndex
-from specray.engine.cache.sequences import EngineSequence, SequenceTable, UnknownSequenceError
+from specray.engine.cache.sequence import EngineSequence
+from specray.engine.cache.sequences import SequenceTable, UnknownSequenceError
 from specray.errors import OutOfBlocksError, OverloadedError
 from specray.types import SamplingParams
 

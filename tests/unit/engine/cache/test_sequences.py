@@ -9,12 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specray.engine.cache.blocks import BlockAllocator
-from specray.engine.cache.sequences import (
-    EngineSequence,
-    SequenceTable,
-    UnknownSequenceError,
-    common_prefix_len,
-)
+from specray.engine.cache.sequence import EngineSequence, common_prefix_len
+from specray.engine.cache.sequences import SequenceTable, UnknownSequenceError
 from specray.errors import OutOfBlocksError, OverloadedError, ProtocolError
 from specray.types import SamplingParams
 

@@ -10,7 +10,7 @@ from specray.engine.group.wire import SentTables, decode_copy, encode_copy
 from specray.engine.inputs import CopyInput, SequenceInput
 from specray.engine.visibility import Visibility
 
-HEADER_LEN = 9
+HEADER_LEN = 10
 
 
 def row(block_ids: list[int], num_tokens: int = 1) -> SequenceInput:
@@ -24,6 +24,7 @@ def test_a_step_survives_the_wire() -> None:
         SequenceInput([7, 8], 0, [3, 2], 2, branches),
         SequenceInput([9], 0, [1], 0),
         SequenceInput([5, 6], 64, [8], 2, state_slot=3, num_open=1),
+        SequenceInput([5, 6, 7], 63, [9], 0, state_slot=2, marks=((64, 5), (65, 0))),
     ]
     assert SentTables().decode(SentTables().encode(inputs)) == inputs
     assert SentTables().decode([]) == []

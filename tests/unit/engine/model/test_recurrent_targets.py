@@ -259,13 +259,16 @@ def test_overlap_with_a_draft_of_attention_alone(
     assert output == expected.of(LONG, sampling)[:NUM_TOKENS]
 
 
-def test_prefixes_are_not_used_again(checkpoint: Path, expected: Expected) -> None:
-    engine = build_target_engine(Config.model_validate(settings(checkpoint)))
+def test_without_room_for_a_snapshot_prefixes_are_not_used_again(
+    checkpoint: Path, expected: Expected
+) -> None:
+    changes = {"target": {"snapshot_memory_gib": 0}}
+    engine = build_target_engine(Config.model_validate(settings(checkpoint, **changes)))
     for name in ("a", "b"):
         session = new_session(name, LONG, GREEDY)
         verify(engine, session, NO_DRAFT)
         assert session.token_ids[len(LONG) :] == expected.of(LONG, GREEDY)[:1]
-    assert engine.info.num_prefix_cache_queries == 0
+    assert engine.info.num_prefix_cache_queries == engine.info.num_snapshots == 0
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specray.draft_tokens import DraftTokens
-from specray.engine.cache.sequences import EngineSequence
+from specray.engine.cache.sequence import EngineSequence
 from specray.engine.group.parallel import GroupArgs, ParallelContext
 from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.layers.vocabulary import GatheredHead

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
-from specray.engine.cache.sequences import EngineSequence
+from specray.engine.cache.sequence import EngineSequence
 from specray.engine.sampling.processors import process_logits
 from specray.engine.sampling.state import SamplingState, chain_rows
 from specray.types import SamplingParams

@@ -8,7 +8,7 @@ import pytest
 
 from specray.config import Config, parse_config
 from specray.tokenization import Tokenizer
-from tests.unit.serving.http.chat.models import HERMES, PLAIN, chat_tokenizer, saying
+from tests.unit.serving.http.chat.models import HERMES, OPENS_REASONING, PLAIN, chat_tokenizer, saying
 from tests.unit.serving.http.service import serving
 
 CHAT = "/v1/chat/completions"
@@ -221,3 +221,35 @@ async def test_text_without_control_tokens_is_encoded_as_one() -> None:
     assert token_ids == tokenizer.encode(
         "<|user|>def mean(values): <|end<|end|><|assistant|>", add_special_tokens=False
     )
+
+
+@pytest.mark.parametrize("template", [PLAIN, HERMES, OPENS_REASONING])
+@pytest.mark.parametrize("last", ["And of Perú?", "  with blanks \n", HOSTILE, "a" * 300])
+async def test_the_request_says_where_the_last_message_begins_and_ends(template: str, last: str) -> None:
+    tokenizer = chat_tokenizer(template)
+    router = saying(tokenizer, "Lima")
+    messages = [
+        {"role": "user", "content": "And of Perú? Or Chile"},
+        {"role": "assistant", "content": "Paris"},
+        {"role": "user", "content": last},
+    ]
+    async with serving(router, tokenizer=tokenizer) as service:
+        status, answer = await service.post(CHAT, {"messages": messages})
+        assert status == 200, answer
+    [request] = router.requests
+    begin, end = request.sampling.message_borders
+    pieces = [tokenizer.token_bytes(token_id) for token_id in request.prompt_token_ids]
+    before, message, behind = (
+        b"".join(part).decode() for part in (pieces[:begin], pieces[begin:end], pieces[end:])
+    )
+    # Which side blanks are on depends on the tokens.
+    assert before.rstrip().endswith("<|user|>") and message.strip() == last.strip()
+    assert behind.lstrip().startswith("<|end|><|assistant|>")
+
+
+async def test_a_message_that_the_template_writes_otherwise_has_no_borders() -> None:
+    tokenizer = chat_tokenizer("{% for message in messages %}{{ message.content | upper }}{% endfor %}")
+    router = saying(tokenizer, "Lima")
+    async with serving(router, tokenizer=tokenizer) as service:
+        await service.post(CHAT, {"messages": [{"role": "user", "content": "abc"}]})
+    assert router.requests[0].sampling.message_borders == ()
