@@ -126,8 +126,9 @@ class Router:
         self._adapters = AdapterRoom(
             self._clock,
             self.metrics,
-            running=lambda: {live.adapter for live in self.sessions.running.values()},
+            running=lambda: {live.adapter for live in self.sessions if live.admitted_s is not None},
             waiting=lambda: {live.adapter for live in self._queue.aside},
+            held=lambda: {live.adapter for live in self.sessions},
             pinned=() if adapters is None else adapters.pinned,
             wake=inbox.wake,
         )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
+from typing import Any, TypeVar
 
 from specray.errors import EngineLostError, InvalidRequestError, OverloadedError
 from specray.interfaces import AdapterLoader, Clock
@@ -13,6 +14,7 @@ from specray.router.transport.clock import within
 from specray.router.transport.links import TargetLink, current_info
 from specray.telemetry.metrics import RouterMetrics
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 ROOM_RETRY_S = 0.05
@@ -29,7 +31,8 @@ class AdapterRoom:
     have ended, another has its place. So every adapter has its turn, however many requests others have.
 
     Args:
-        running, waiting: digests of the adapters of requests that run, and of those that wait for one.
+        running, waiting, held: digests of the adapters of requests that run or were put back, of those that
+            wait for one, and of all.
         pinned: folders of adapters that never give their place.
         wake: called when requests that wait may be let in, or refused.
     """
@@ -41,6 +44,7 @@ class AdapterRoom:
         *,
         running: Callable[[], Collection[bytes]],
         waiting: Callable[[], Collection[bytes]],
+        held: Callable[[], Collection[bytes]],
         pinned: Collection[str] = (),
         wake: Callable[[], None],
     ) -> None:
@@ -48,6 +52,7 @@ class AdapterRoom:
         self._metrics = metrics
         self._running = running
         self._waiting = waiting
+        self._held = held
         self._pinned_folders = frozenset(pinned)
         self._wake = wake
         self._link: TargetLink | None = None
@@ -58,6 +63,8 @@ class AdapterRoom:
         self._names: dict[bytes, str] = {}
         """Names of those that requests have used."""
         self._pinned: set[bytes] = set()
+        self._leaving: set[bytes] = set()
+        """Adapters that go once no request has them: their files may have other bytes by now."""
         self._closed: bytes | None = None
         """The adapter that lets nobody in, since another needs its place."""
         self._wanted: dict[bytes, AdapterRef] = {}
@@ -98,6 +105,11 @@ class AdapterRoom:
         """All who wait have been looked at."""
         self._refused.clear()
 
+    def on_end(self, digest: bytes) -> None:
+        """A request with this adapter has ended."""
+        if digest in self._leaving:
+            self._begin()
+
     def forget(self, digest: bytes) -> None:
         """The target says that it does not have it."""
         self._loaded.pop(digest, None)
@@ -108,6 +120,7 @@ class AdapterRoom:
         """Goes on with a target, the first one or the next after a loss."""
         self._link = link
         self._pinned = set()
+        self._leaving.intersection_update(link.info.adapters)
         self._show(dict(zip(link.info.adapters, link.info.adapter_names, strict=True)))
         self._begin()
 
@@ -143,19 +156,24 @@ class AdapterRoom:
                 await self._clock.sleep(ROOM_RETRY_S)
 
     async def unload(self, digest: bytes) -> None:
-        """Lets an adapter leave memory once nobody uses it. Raises as ``load``."""
-        link, loader = self._require_loader()
+        """Lets an adapter leave memory once no request has it. Raises as ``load``."""
+        self._require_loader()
         self._pinned.discard(digest)
-        await within(self._clock, LOAD_TIMEOUT_S, loader.unload_adapter(digest))
-        await self._look(link)
+        self._leaving.add(digest)
+        await self._unload_idle()
 
     # Work
 
     def _begin(self) -> None:
-        if self._wanted and self._link is not None and (self._work is None or self._work.done()):
+        has_work = self._wanted or self._leaving
+        if has_work and self._link is not None and (self._work is None or self._work.done()):
             self._work = asyncio.create_task(self._load_wanted())
 
     async def _load_wanted(self) -> None:
+        try:
+            await self._unload_idle()
+        except (InvalidRequestError, EngineLostError) as error:
+            logger.warning("an adapter was not unloaded: %s", error)
         while self._wanted and self._link is not None:
             digest, ref = next(iter(self._wanted.items()))
             if digest not in self._waiting():
@@ -180,17 +198,22 @@ class AdapterRoom:
                 continue
             self._wanted.pop(digest, None)
 
+    async def _unload_idle(self) -> None:
+        """Unloads the adapters that are to go and that no request has."""
+        link, loader = self._require_loader()
+        for digest in self._leaving.difference(self._held()):
+            self._leaving.discard(digest)
+            await self._in_time(loader.unload_adapter(digest))
+            await self._look(link)
+
     async def _load(self, folder: str, digest: bytes, *, is_pinned: bool) -> bytes:
         link, loader = self._require_loader()
         result = "lost"
         try:
             if digest not in self._loaded:
                 await self._make_room(link, loader)
-            call = loader.load_adapter(folder, digest, is_pinned=is_pinned)
-            digest = await within(self._clock, LOAD_TIMEOUT_S, call)
+            digest = await self._in_time(loader.load_adapter(folder, digest, is_pinned=is_pinned))
             result = "loaded"
-        except TimeoutError:
-            raise EngineLostError(f"the target loaded no adapter within {LOAD_TIMEOUT_S:g} s") from None
         except OverloadedError:
             result = "no_room"
             raise
@@ -203,10 +226,18 @@ class AdapterRoom:
                 self._metrics.adapters.loads.labels(result).inc()
         if is_pinned:
             self._pinned.add(digest)
+        self._leaving.discard(digest)
         self._used_s[digest] = self._clock.monotonic()
         await self._look(link)
         self._reopen()
         return digest
+
+    async def _in_time(self, call: Coroutine[Any, Any, T]) -> T:
+        """Raises EngineLostError after LOAD_TIMEOUT_S."""
+        try:
+            return await within(self._clock, LOAD_TIMEOUT_S, call)
+        except TimeoutError:
+            raise EngineLostError(f"the target has not answered within {LOAD_TIMEOUT_S:g} s") from None
 
     async def _make_room(self, link: TargetLink, loader: AdapterLoader) -> None:
         """Lets the least recently used adapter go, if all places are taken. Raises OverloadedError."""
@@ -219,7 +250,7 @@ class AdapterRoom:
         if not idle:
             raise OverloadedError(f"{most} adapters are loaded, all in use or pinned; allowed: {most}")
         oldest = min(idle, key=lambda digest: self._used_s.get(digest, 0.0))
-        await loader.unload_adapter(oldest)
+        await self._in_time(loader.unload_adapter(oldest))
         self._loaded.pop(oldest, None)
 
     async def _look(self, link: TargetLink) -> None:
@@ -242,7 +273,7 @@ class AdapterRoom:
         return [
             digest
             for digest, folder in self._loaded.items()
-            if digest not in self._pinned and folder not in self._pinned_folders
+            if digest in self._leaving or not (digest in self._pinned or folder in self._pinned_folders)
         ]
 
     def _reopen(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from specray.errors import (
@@ -66,6 +66,9 @@ class Sessions:
 
     def __len__(self) -> int:
         return len(self._all)
+
+    def __iter__(self) -> Iterator[LiveSession]:
+        return iter(self._all.values())
 
     @property
     def num_queued(self) -> int:
@@ -314,6 +317,8 @@ class Sessions:
             # Nobody waits for room, also when who waited has left.
             self._max_running = self._limit
         self._show()
+        if self._adapters is not None:
+            self._adapters.on_end(live.adapter)
         if self._tracer is not None and live.session.request.traceparent:
             self._tracer.request_ended(live.life(now), now)
         return True

@@ -216,6 +216,23 @@ async def test_the_same_name_with_other_bytes_is_another_and_running_requests_ke
             await pair.router.complete(asking("sql", "late"))
 
 
+async def test_a_request_that_was_put_back_keeps_an_adapter_whose_files_have_changed(
+    clock: VirtualClock,
+) -> None:
+    target = new_target()
+    async with serving(clock, target=target, adapters=CONFIG) as pair:
+        old = asking("sql", "old", max_tokens=40)
+        task = asyncio.create_task(pair.router.complete(old))
+        await asyncio.sleep(8 * TARGET_S)
+        target.folders["sql"] = digest_of("sql 2")
+        await pair.router.unload_adapter(digest_of("sql"))
+        target.fail_next("old", "no room", is_retriable=True)
+        assert (await task).token_ids == expected(old)
+        assert pair.counted("specray_preemptions_total") == 1
+        await pair.settle()
+        assert target.slots.loaded == ()
+
+
 async def test_what_the_target_has_lost_is_loaded_again_in_the_middle_of_outputs(clock: VirtualClock) -> None:
     """The next target knows nothing; the same tokens go on, also those that another router had begun."""
     targets = [new_target(), new_target()]
