@@ -12,7 +12,7 @@ from specray.errors import ConfigError
 
 WEIGHT_FILES: Final = (".safetensors", ".gguf")
 """Ends of the names of files of weights."""
-DIGEST_BYTES: Final = 32
+_DIGEST_BYTES: Final = 32
 _HEAD_BYTES: Final = 16 * 2**20
 """Bytes at a file's start that are read whole: the header with names, types and shapes of all tensors."""
 _NUM_SAMPLES: Final = 64
@@ -28,7 +28,7 @@ def file_digest(file: Path) -> bytes:
     Raises:
         OSError: it cannot be read.
     """
-    digest = blake2b(digest_size=DIGEST_BYTES, person=b"specray weights1")
+    digest = blake2b(digest_size=_DIGEST_BYTES, person=b"specray weights1")
     with file.open("rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         digest.update(size.to_bytes(8, "little"))
@@ -46,7 +46,7 @@ def adapter_digest(directory: Path) -> bytes:
     Raises:
         ConfigError: a file is missing or cannot be read.
     """
-    digest = blake2b(digest_size=DIGEST_BYTES, person=b"specray adapter1")
+    digest = blake2b(digest_size=_DIGEST_BYTES, person=b"specray adapter1")
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         try:
             content = (directory / name).read_bytes()
@@ -73,7 +73,7 @@ def checkpoint_digest(
     Raises:
         ConfigError: a file cannot be read.
     """
-    digest = blake2b(digest_size=DIGEST_BYTES, person=b"specray model 1")
+    digest = blake2b(digest_size=_DIGEST_BYTES, person=b"specray model 1")
     parts = [text.encode() for text in settings]
     try:
         parts += _content(path, directory)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Final
 
 from specray.prefix_keys import root_key
 from specray.round_reports import RoundReport
@@ -78,6 +79,9 @@ class TextOptions:
     """True: what ended the output, a stop string or the text of a stop token, is the end of the text."""
     shown_token_ids: frozenset[int] = frozenset()
     """Special tokens that are text though others are skipped: those that mark reasoning and calls."""
+
+
+ADAPTER_DIGEST_BYTES: Final = 32
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specray.checkpoint_digest import DIGEST_BYTES
 from specray.engine_info import EngineInfo
 from specray.errors import EngineLostError, InvalidRequestError
 from specray.request_options import OPTIONS
-from specray.requests import GenerateRequest, SpeculationParams
+from specray.requests import ADAPTER_DIGEST_BYTES, GenerateRequest, SpeculationParams
 from specray.types import ADAPTER, DraftKind, SamplingParams
 
 
@@ -73,9 +72,9 @@ def _check_adapter(request: GenerateRequest, info: EngineInfo) -> None:
         raise InvalidRequestError("adapter and sampling name different adapters", field=ADAPTER)
     if ref is None:
         return
-    if len(ref.digest) != DIGEST_BYTES:
+    if len(ref.digest) != ADAPTER_DIGEST_BYTES:
         raise InvalidRequestError(
-            f"adapter {ref.name!r} has a digest of {len(ref.digest)} bytes; allowed: {DIGEST_BYTES}",
+            f"adapter {ref.name!r} has a digest of {len(ref.digest)} bytes; allowed: {ADAPTER_DIGEST_BYTES}",
             field=ADAPTER,
         )
     if info.max_adapters == 0:
