@@ -32,6 +32,23 @@ class HeadShape:
     head_dim: int
     own_scale: float | None = None
     """Factor on the dot products where a model names one; None: that of most, from the size of a head."""
+    latent_dim: int = 0
+    """First numbers of a key that are its value, and that are not rotated; 0: values are stored."""
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of a value, and of what a query head attends to."""
+        return self.latent_dim or self.head_dim
+
+    @property
+    def num_stored(self) -> int:
+        """Heads that are stored of a token: keys, and values where they are not a part of these."""
+        return self.num_kv_heads * (1 if self.latent_dim else 2)
+
+    @property
+    def of_layer(self) -> LayerShape:
+        """What a layer keeps of a token."""
+        return LayerShape(self.num_kv_heads, self.head_dim, 0 if self.latent_dim else self.head_dim)
 
     @property
     def scale(self) -> float:
@@ -46,7 +63,7 @@ class LayerShape:
     num_kv_heads: int
     key_dim: int
     value_dim: int
-    """Numbers of a value; 0: values are a part of the keys (``attention.latent``)."""
+    """Numbers of a value; 0: values are a part of the keys (latent attention)."""
 
     @property
     def num_numbers(self) -> int:
@@ -109,10 +126,10 @@ class CacheShape:
         return bool(self.states or self.state_bytes)
 
     @classmethod
-    def of_layers(cls, layers: Sequence[LayerShape]) -> CacheShape:
+    def of_layers(cls, layers: Sequence[LayerShape], states: tuple[StateShape, ...] = ()) -> CacheShape:
         """The shape of layers, alike or not."""
         first = layers[0]
-        alike = cls(len(layers), first.num_kv_heads, first.key_dim)
+        alike = cls(len(layers), first.num_kv_heads, first.key_dim, states=states)
         return alike if tuple(layers) == alike.layers else replace(alike, unlike=tuple(layers))
 
     @property

@@ -56,7 +56,7 @@ def tables(head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_gathered_blocks_equal_plain_attention(case: Case, has_head_norm: bool) -> None:
     shape = case.shape
     rotary = rotary_tables(*tables(shape.head_dim), torch.float32)
-    plain = PlainAttention(rotary, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.scale)
+    plain = PlainAttention(rotary, shape)
     blocks = PagedAttention(rotary, shape, attend_gathered)
     weight = torch.rand(shape.num_heads + shape.num_kv_heads, shape.head_dim) + 0.5
     head_norm = HeadNorm(weight, 1e-6) if has_head_norm else None

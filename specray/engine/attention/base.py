@@ -102,9 +102,11 @@ def rotate_heads(
     """Norms and rotates query and key heads ``[num_rows, num_heads + num_kv_heads, head_dim]`` in place.
 
     Args:
-        cos, sin: the rows' tables, as ``Rotary.at`` gives them.
+        cos, sin: the rows' tables, as ``Rotary.at`` gives them; of fewer numbers than a head has, they are
+            for its last ones, and there is no norm.
     """
     if head_norm is not None:
         heads.copy_(head_norm(heads))
+    heads = heads.narrow(-1, heads.shape[-1] - cos.shape[-1], cos.shape[-1])
     swapped = torch.roll(heads, heads.shape[-1] // 2, -1)
     heads.mul_(cos).addcmul_(swapped, sin)

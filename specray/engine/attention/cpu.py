@@ -29,7 +29,8 @@ class CpuAttention:
 
     Args:
         kernel: ``attention_kernel`` of the heads' size and data type.
-        cos, sin: of the first half of each head, ``[max_model_len, head_dim / 2]``, float32.
+        num_kv_heads: with latents, groups of query heads that a thread takes together.
+        cos, sin: of the first half of what is rotated, ``[max_model_len, head_dim / 2]``, float32.
         scale: factor on the dot products.
         layer_tables: ``cos`` and ``sin`` of each layer; None: they are the same for all.
     """
@@ -107,6 +108,7 @@ class CpuAttentionStep:
         if self.layer_tables is not None:
             self.call.rotate_by(*self.layer_tables[layer])
         heads = qkv.view(len(qkv), -1, self.head_dim)
+        # Of latents there is one head beside the queries.
         out = self.call(heads, self.cache.layers[layer], _norm(head_norm), window, sinks)
         return out.view(len(qkv), -1)
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from specray.engine.attention.base import HeadNorm, Rotary, rotate_heads
 from specray.engine.attention.scores import ScoreRule, attend_by_rule
-from specray.engine.step import AttentionStep, SequenceRows, Slots
+from specray.engine.step import AttentionStep, HeadShape, SequenceRows, Slots
 from specray.engine.visibility import Visibility, is_visible
 
 
@@ -198,10 +198,7 @@ class PlainAttention:
     """Implements ``base.Attention`` with torch's operators."""
 
     rotary: Rotary
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
+    shape: HeadShape
 
     def prepare(self, step: AttentionStep, positions: Slots) -> _PlainStep:
         return _PlainStep(self, SdpaStep(step), *self.rotary.at(positions))
@@ -222,15 +219,17 @@ class _PlainStep:
         window: int | None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        attention = self.attention
-        num_heads, num_kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
-        heads = qkv.view(len(qkv), -1, head_dim)
-        rotate_heads(heads.narrow(1, 0, num_heads + num_kv_heads), head_norm, self.cos, self.sin)
+        shape = self.attention.shape
+        heads = qkv.view(len(qkv), -1, shape.head_dim)
+        rotated = heads.narrow(1, 0, shape.num_heads + shape.num_kv_heads)
+        rotate_heads(rotated, head_norm, self.cos, self.sin)
+        stored = heads.narrow(1, shape.num_heads, shape.num_stored)
         return self.step.attend(
             layer,
-            heads.narrow(1, 0, num_heads),
-            heads.narrow(1, num_heads, 2 * num_kv_heads),
-            scale=attention.scale,
+            heads.narrow(1, 0, shape.num_heads),
+            stored.flatten(1) if shape.latent_dim else stored,
+            scale=shape.scale,
             window=window,
             rule=None if sinks is None else ScoreRule(sinks=sinks),
+            latent_dim=shape.latent_dim,
         )

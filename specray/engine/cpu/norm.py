@@ -14,8 +14,10 @@ from specray.engine.cpu.simd import vectors
 from specray.engine.cpu.thread_pool import APART, Kernel, ThreadPool, as_pointer
 
 _MAX_LANES = 16
-_ROWS, _OUT, _NUM_ROWS, _WEIGHT, _SIZE, _EPS, _BLOCK_STEP, _SCRATCH, _SUMMAND = range(9)
-_NUM_ARGS = 9
+(
+    _ROWS, _OUT, _NUM_ROWS, _WEIGHT, _SIZE, _EPS, _BLOCK_STEP, _SCRATCH, _SUMMAND, _ROW_STEP, _OUT_STEP, _REST,
+) = range(12)  # fmt: skip
+_NUM_ARGS = 12
 MIN_SHARED_SIZE = 65_536
 """Minimum number of elements for which a second thread pays off."""
 _SCRATCH_SIZE = HEIGHT * _MAX_LANES * 4 + APART
@@ -52,22 +54,27 @@ class FusedRMSNorm:
         self._args_address = self._args.ctypes.data
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Norms contiguous rows ``[num_rows, size]``; returns the same shape. Not thread-safe."""
-        return self._run(self._kernel, rows)
+        """Norms rows ``[num_rows, size]``, each contiguous; returns contiguous ones. Not thread-safe."""
+        return self.into(rows, self._thread_pool.empty((rows.shape[0], rows.shape[1]), rows.dtype))
+
+    def into(self, rows: torch.Tensor, out: torch.Tensor, *, rest: int = 0) -> torch.Tensor:
+        """Norms rows, each contiguous, to others; copies ``rest`` numbers behind each. Not thread-safe."""
+        return self._run(self._kernel, rows, out, rest)
 
     def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
         """Adds normed rows to contiguous rows of the same shape. Not thread-safe."""
         assert summand.is_contiguous(), "the summand's rows must follow each other"
         self._args[_SUMMAND] = summand.data_ptr()
         kernel = _norm_kernel(self._number_format, self._weight_format, self._lanes, has_summand=True)
-        return self._run(kernel, rows)
+        return self._run(kernel, rows, self._thread_pool.empty((rows.shape[0], rows.shape[1]), rows.dtype), 0)
 
-    def _run(self, kernel: Kernel, rows: torch.Tensor) -> torch.Tensor:
-        out = self._thread_pool.empty(rows.shape, rows.dtype)
+    def _run(self, kernel: Kernel, rows: torch.Tensor, out: torch.Tensor, rest: int) -> torch.Tensor:
+        assert rows.stride(1) == out.stride(1) == 1, "the numbers of a row follow each other"
         args = self._args
         num_parts = self._thread_pool.size if rows.numel() >= MIN_SHARED_SIZE else 1
         args[_ROWS], args[_OUT] = rows.data_ptr(), out.data_ptr()
-        args[_NUM_ROWS] = rows.shape[0]
+        args[_NUM_ROWS], args[_REST] = rows.shape[0], rest
+        args[_ROW_STEP], args[_OUT_STEP] = rows.stride(0), out.stride(0)
         self._thread_pool.run(kernel, self._args_address, num_parts)
         return out
 
@@ -97,6 +104,8 @@ def _make_norm(dtype: str, weight_dtype: str, lanes: int, *, has_summand: bool) 
     wide, stored, weights = vectors(lanes), vectors(lanes, dtype), vectors(lanes, weight_dtype)
     load, store, load_weight = stored.load, stored.store, weights.load
     splat, mul, fma, total = wide.splat, wide.mul, wide.fma, wide.sum
+    one = vectors(1, dtype)
+    load_one, store_one = one.load, one.store
     zero = np.float32(0.0)
 
     def norm(address: int, part: int, num_parts: int, thread: int) -> None:
@@ -104,18 +113,22 @@ def _make_norm(dtype: str, weight_dtype: str, lanes: int, *, has_summand: bool) 
         eps = carray(as_pointer(address), (2 * _NUM_ARGS,), np.float32)[2 * _EPS]
         size, num_rows = args[_SIZE], args[_NUM_ROWS]
         for row in range(num_rows * part // num_parts, num_rows * (part + 1) // num_parts):
+            first, out = row * args[_ROW_STEP], row * args[_OUT_STEP]
             squares = splat(zero)
-            for place in range(row * size, (row + 1) * size, lanes):
+            for place in range(first, first + size, lanes):
                 numbers = load(args[_ROWS], place)
                 squares = fma(numbers, numbers, squares)
             factor = splat(_ONE / np.sqrt(total(squares) / np.float32(size) + eps))
             for place in range(0, size, lanes):
-                number, at = mul(load(args[_ROWS], row * size + place), factor), row * size + place
+                number = mul(load(args[_ROWS], first + place), factor)
                 weight = load_weight(args[_WEIGHT], place)
                 if has_summand:
-                    store(args[_OUT], at, fma(number, weight, load(args[_SUMMAND], at)))
+                    summand = load(args[_SUMMAND], row * size + place)
+                    store(args[_OUT], out + place, fma(number, weight, summand))
                 else:
-                    store(args[_OUT], at, mul(number, weight))
+                    store(args[_OUT], out + place, mul(number, weight))
+            for place in range(size, size + args[_REST]):
+                store_one(args[_OUT], out + place, load_one(args[_ROWS], first + place))
 
     return norm
 

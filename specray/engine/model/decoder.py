@@ -21,7 +21,8 @@ from specray.engine.cache.state_pool import StatePool
 from specray.engine.model.layers.delta import Mixer
 from specray.engine.model.layers.expert_hits import ExpertHits
 from specray.engine.model.layers.experts import ExpertLayer
-from specray.engine.model.layers.normed import NormedProjection, NormedQueries
+from specray.engine.model.layers.latent.projections import LatentOutput, LatentQueries
+from specray.engine.model.layers.normed import NormedProjection, NormedQueries, Rows
 from specray.engine.model.layers.shared_mlp import WithSharedMlp
 from specray.engine.model.linear import Linear, Weights
 from specray.engine.step import CacheShape, ForwardOutput, Step
@@ -110,7 +111,7 @@ class DecoderLayer:
     """One decoder layer's weights on this rank."""
 
     input_norm: Norm
-    qkv: Linear | NormedQueries
+    qkv: Rows
     """Queries, keys and values; of a recurrent layer all that its mixer takes."""
     head_norm: HeadNorm | None
     output: Projection
@@ -176,11 +177,13 @@ class DecoderForward:
 
     def linears(self) -> list[Weights]:
         """Linear layers of this rank, without those of groups and experts, in the forward's order."""
-        kinds: list[object] = [
-            kind.linear if isinstance(kind, NormedProjection | NormedQueries) else kind
-            for layer in self.layers
-            for kind in (layer.qkv, layer.output, layer.gate, layer.down)
-        ]
+        kinds: list[object] = []
+        for layer in self.layers:
+            qkv = layer.qkv.linears if isinstance(layer.qkv, LatentQueries) else (layer.qkv,)
+            kinds += [
+                kind.linear if isinstance(kind, NormedProjection | NormedQueries | LatentOutput) else kind
+                for kind in (*qkv, layer.output, layer.gate, layer.down)
+            ]
         return [kind for kind in (*kinds, self.head) if isinstance(kind, Weights)]
 
     def __call__(self, step: Step) -> ForwardOutput:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from specray.engine.activation import Activation
 from specray.engine.model.layers.expert_config import Experts
+from specray.engine.model.layers.latent.config import LATENT_UP, LatentAttention
 from specray.engine.model.layers.recurrent_config import RecurrentLayers
 
 
@@ -116,6 +117,8 @@ class DecoderConfig:
     """Each query head has a score that takes weight and has no value."""
     has_output_gate: bool = False
     """Behind each head's rows of the query weight are as many that gate what the head attends to."""
+    latent: LatentAttention | None = None
+    """Sizes of latent attention, in each layer that attends; None: keys and values are stored."""
     recurrent: RecurrentLayers | None = None
     """Layers that keep a state in the place of attention; None: there are none."""
 
@@ -151,6 +154,17 @@ class DecoderConfig:
         return tuple(layer for layer in layers if self.recurrent is None or not self.recurrent.layers[layer])
 
     @property
+    def num_attended(self) -> int:
+        """Numbers that all heads of a row attend to, which the output projection takes."""
+        size = self.head_dim if self.latent is None else self.latent.value_dim
+        return self.num_attention_heads * size
+
+    @staticmethod
+    def is_decoded(name: str) -> bool:
+        """Whether a weight is held in the model's data type, whatever the file or a format says."""
+        return name.endswith(f"{LATENT_UP}.weight")
+
+    @property
     def num_logits(self) -> int:
         return self.draft_vocab_size or self.vocab_size
 
@@ -170,7 +184,15 @@ class DecoderConfig:
         attends = layer in self.attention_layers
         if self.recurrent is not None and not attends:
             shapes |= self.recurrent.weight_shapes(self.hidden_size)
-        attention = self._attention() if attends else {}
+        attention = self._attention() if attends and self.latent is None else {}
+        if attends and self.latent is not None:
+            shapes |= self.latent.weight_shapes(
+                self.hidden_size,
+                self.num_attention_heads,
+                self.head_dim,
+                has_bias=self.has_qkv_bias,
+                has_output_bias=self.has_output_bias,
+            )
         for name, (rows, columns, has_bias) in {**attention, **self._mlp(layer)}.items():
             shapes[f"{name}.weight"] = (rows, columns)
             if has_bias:
@@ -236,18 +258,22 @@ MODEL_TYPES = frozenset(
         "mixtral",
         "gpt_oss",
         "aria_text",
+        "deepseek_v2",
+        "deepseek_v3",
         "dots1",
         "ernie4_5_moe",
         "exaone_moe",
         "flex_olmo",
         "flint",
         "glm4_moe",
+        "glm4_moe_lite",
         "granitemoe",
         "granitemoe_swa",
         "granitemoeshared",
         "hy_v3",
         "kolibri1",
         "mellum",
+        "minicpm3",
         "minimax_m2",
         "olmoe",
         "qwen2_moe",
@@ -255,6 +281,7 @@ MODEL_TYPES = frozenset(
         "qwen3_5_text",
         "qwen3_next",
         "solar_open",
+        "youtu",
     }
 )
 """Types of which the decoder covers what the readers in ``families`` say."""

@@ -29,6 +29,8 @@ from specray.engine.model.decoder_config import (
 from specray.engine.model.layers.expert_hits import count_hits
 from specray.engine.model.layers.expert_lowering import lower_experts
 from specray.engine.model.layers.experts import ExpertLayer, Sum
+from specray.engine.model.layers.latent.lowering import lower_latent
+from specray.engine.model.layers.latent.projections import LatentOutput
 from specray.engine.model.layers.mixer_lowering import lower_mixer, rows_of
 from specray.engine.model.layers.normed import NormedProjection, NormedQueries, Unnormed
 from specray.engine.model.layers.shared_mlp import WithSharedMlp
@@ -46,7 +48,8 @@ from specray.engine.weights.stored_weight import StoredWeight, Weight, alike, jo
 if TYPE_CHECKING:
     from specray.engine.group.parallel import ParallelContext
     from specray.engine.model.checkpoint.source import WeightSource
-    from specray.engine.model.decoder import Embedding, Norm, OutputHead, RowGate
+    from specray.engine.model.decoder import Embedding, Norm, OutputHead, Projection, RowGate
+    from specray.engine.model.layers.normed import Rows
     from specray.engine.model.linear import Gate, Linear
     from specray.engine.model.operators import Operators
 
@@ -56,6 +59,9 @@ def head_shape(config: DecoderConfig, parallel: ParallelContext | None) -> HeadS
     world_size = 1 if parallel is None else parallel.world_size
     num_kv_heads = max(1, config.num_key_value_heads // world_size)
     num_heads = config.num_attention_heads // world_size
+    if config.latent is not None:
+        size = config.latent.latent_dim
+        return HeadShape(num_heads, 1, size + config.head_dim, config.query_scale, size)
     return HeadShape(num_heads, num_kv_heads, config.head_dim, config.query_scale)
 
 
@@ -104,9 +110,7 @@ def lower(
         final_norm=lower_norm(FINAL_NORM, config, taken, operators, factor=config.logit_scale),
         head=head,
         attention=attention,
-        cache_shape=CacheShape(
-            len(config.attention_layers), shape.num_kv_heads, shape.head_dim, states=states
-        ),
+        cache_shape=CacheShape.of_layers([shape.of_layer] * len(config.attention_layers), states),
         feature_layers=feature_layers,
         expert_hits=expert_hits,
         residual_scale=config.residual_scale,
@@ -161,15 +165,21 @@ def lower_layer(
             mixer=mixing.mixer,
             place=sum(config.recurrent.layers[:index]),
         )
-    num_queries = config.num_attention_heads * config.head_dim
-    output = _projection(f"{prefix}self_attn.o_proj", num_queries, config.has_output_bias, taken, operators)
+    output: Projection = _projection(
+        f"{prefix}self_attn.o_proj", config.num_attended, config.has_output_bias, taken, operators
+    )
+    if config.latent is None:
+        qkv: Rows = _qkv(f"{prefix}self_attn.", config, taken, operators)
+    else:
+        qkv, values = lower_latent(prefix, config, config.latent, taken, operators)
+        output = LatentOutput(values, output)
     gate, down = _mlp(index, config, taken, operators)
     sinks = None
     if config.has_sinks:
         sinks = taken.share(f"{prefix}{SINKS}", config.num_attention_heads, dim=0).float().clone()
     return DecoderLayer(
         input_norm=input_norm(INPUT_NORM),
-        qkv=_qkv(f"{prefix}self_attn.", config, taken, operators),
+        qkv=qkv,
         head_norm=_head_norm(f"{prefix}self_attn.", config, shape, taken) if config.has_head_norm else None,
         output=NormedProjection(output, norm(ATTENTION_NORM)) if is_sandwich else output,
         post_attention_norm=input_norm(MLP_NORM if is_sandwich else ATTENTION_NORM),

@@ -18,6 +18,8 @@ from specray.engine.attention.paged import AttendPaged, PagedAttention, StoreRow
 from specray.engine.model.decoder import Norm, RowGate
 from specray.engine.model.layers.delta import GatedDelta, Mixer
 from specray.engine.model.layers.experts import ExpertLayer, ExpertMlp
+from specray.engine.model.layers.latent.projections import HeadProduct, LatentQueries
+from specray.engine.model.layers.normed import Rows
 from specray.engine.model.layers.routing import Router
 from specray.engine.model.linear import Gate, Linear
 from specray.engine.model.operators_torch import TorchOperators, by_layer
@@ -72,6 +74,14 @@ class Operators(Protocol):
         """Makes what computes a recurrent layer as this one does."""
         ...
 
+    def head_product(self, weight: torch.Tensor) -> HeadProduct:
+        """Makes a linear layer of each head, ``[num_heads, in_features, out_features]``."""
+        ...
+
+    def latent_queries(self, queries: LatentQueries) -> Rows:
+        """Makes what computes queries and keys of latent attention as this does, of parts it has made."""
+        ...
+
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
         """A norm with this weight, which is float32 or in the model's data type."""
         ...
@@ -93,6 +103,7 @@ class PagedOperators:
         self.linear, self.gate, self.norm = others.linear, others.gate, others.norm
         self.router, self.experts = others.router, others.experts
         self.row_gate, self.gated_delta = others.row_gate, others.gated_delta
+        self.head_product, self.latent_queries = others.head_product, others.latent_queries
         self._dtype = dtype
         self._attend = attend
         self._store = store

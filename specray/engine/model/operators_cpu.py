@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from dataclasses import fields as fields_of
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,17 +14,20 @@ from specray.engine.activation import Activation, Joint
 from specray.engine.attention.cpu import CpuAttention
 from specray.engine.cache.state_pool import StatePool, StateRows
 from specray.engine.cpu import delta as fields
+from specray.engine.cpu.attention.attend import MAX_QUERIES
 from specray.engine.cpu.attention.kernel import attention_kernel
 from specray.engine.cpu.experts.choose import Choice, choose
 from specray.engine.cpu.experts.grouped import Group, GroupableLayer, KernelExperts
 from specray.engine.cpu.experts.plan import add_rows
 from specray.engine.cpu.gemm.linear import TiledGate, TiledLinear, can_tile
 from specray.engine.cpu.gemm.quantized.linear import QuantizedGate, QuantizedLinear
+from specray.engine.cpu.heads import KernelHeadProduct
 from specray.engine.cpu.norm import FusedRMSNorm
 from specray.engine.cpu.row_gate import NUM_ARGS, gate_kernel
 from specray.engine.cpu.thread_pool import ThreadPool
 from specray.engine.model.layers.expert_config import Groups, Score
 from specray.engine.model.layers.experts import ExpertLayer, ExpertMlp
+from specray.engine.model.layers.latent.projections import LatentQueries
 from specray.engine.model.layers.routing import Router
 from specray.engine.model.operators_torch import TorchOperators
 from specray.engine.weights.stored_weight import Weight, numbers_of
@@ -32,6 +36,8 @@ if TYPE_CHECKING:
     from specray.engine.attention.base import Attention
     from specray.engine.model.decoder import Norm, RowGate
     from specray.engine.model.layers.delta import GatedDelta, Mixer
+    from specray.engine.model.layers.latent.projections import HeadProduct
+    from specray.engine.model.layers.normed import Rows
     from specray.engine.model.linear import Gate, Linear
     from specray.engine.model.rotary import RotaryTables
     from specray.engine.step import HeadShape
@@ -190,23 +196,61 @@ class KernelOperators(TorchOperators):
     def gated_delta(self, mixer: GatedDelta) -> Mixer:
         return KernelDelta(mixer, self.dtype, self.thread_pool)
 
+    def head_product(self, weight: torch.Tensor) -> HeadProduct:
+        return KernelHeadProduct(weight, self.thread_pool)
+
+    def latent_queries(self, queries: LatentQueries) -> Rows:
+        return KernelLatentQueries.of(queries, self.thread_pool)
+
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
         return FusedRMSNorm(weight, eps, self.thread_pool, self.dtype)
 
     def attention(self, tables: RotaryTables, shape: HeadShape) -> Attention:
-        half = shape.head_dim // 2
+        half = (shape.head_dim - shape.latent_dim) // 2
         kinds = [(cos[:, :half].contiguous(), sin[:, :half].contiguous()) for cos, sin in tables.kinds]
         layers = None if len(kinds) == 1 else tuple(kinds[kind] for kind in tables.of_layers)
         return CpuAttention(
-            attention_kernel(shape.head_dim, str(self.dtype).removeprefix("torch.")),
+            attention_kernel(
+                shape.head_dim, str(self.dtype).removeprefix("torch."), latent_dim=shape.latent_dim
+            ),
             self.thread_pool,
             shape.num_heads,
-            shape.num_kv_heads,
+            _num_groups(shape, self.thread_pool.size) if shape.latent_dim else shape.num_kv_heads,
             shape.head_dim,
             *kinds[0],
             shape.scale,
             layers,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class KernelLatentQueries(LatentQueries):
+    """The same in kernels alone."""
+
+    keys: KernelHeadProduct
+    latent_norm: FusedRMSNorm
+    thread_pool: ThreadPool
+
+    @classmethod
+    def of(cls, queries: LatentQueries, thread_pool: ThreadPool) -> KernelLatentQueries:
+        own = {field.name: getattr(queries, field.name) for field in fields_of(queries)}
+        return cls(**own, thread_pool=thread_pool)
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        num_rows, joined, rotated_dim = len(rows), self.down(rows), self.rotated_dim
+        num_heads, plain_dim, latent_dim = self.keys.weight.shape
+        size = joined.shape[1] - latent_dim - rotated_dim
+        first, latents = joined[:, :size], joined[:, size : size + latent_dim]
+        if self.query_up is not None and self.query_norm is not None:
+            first = self.query_up(self.query_norm(first))
+        heads = first.as_strided(
+            (num_rows, num_heads, plain_dim), (first.stride(0), plain_dim + rotated_dim, 1)
+        )
+        out = self.thread_pool.empty((num_rows, (num_heads + 1) * (latent_dim + rotated_dim)), joined.dtype)
+        targets = out.view(num_rows, num_heads + 1, -1)
+        self.keys.into(heads, targets[:, :num_heads, :latent_dim], rest=rotated_dim)
+        self.latent_norm.into(latents, targets[:, num_heads, :latent_dim], rest=rotated_dim)
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +313,13 @@ class KernelSharedMlp:
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         shared, gate = self.shared(rows), None if self.gate is None else self.gate(rows)
         return add_rows(shared, self.experts(rows), self.thread_pool, gate)
+
+
+def _num_groups(shape: HeadShape, num_threads: int) -> int:
+    """Groups of query heads that share a reading of latents: one for each thread, but none too large."""
+    most = max(1, min(MAX_QUERIES, shape.num_heads // num_threads))
+    size = next(size for size in range(most, 0, -1) if shape.num_heads % size == 0)
+    return shape.num_heads // size
 
 
 def _groupable(layers: Sequence[object]) -> list[GroupableLayer] | None:

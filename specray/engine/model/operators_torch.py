@@ -12,6 +12,8 @@ from specray.engine.attention.sdpa import PlainAttention
 from specray.engine.model.decoder import Norm, RMSNorm, RowGate, SigmoidGate, WideRMSNorm
 from specray.engine.model.layers.delta import GatedDelta, Mixer
 from specray.engine.model.layers.experts import ExpertLayer, ExpertMlp, ExpertsInTurn
+from specray.engine.model.layers.latent.projections import HeadProduct, LatentQueries, TorchHeadProduct
+from specray.engine.model.layers.normed import Rows
 from specray.engine.model.layers.routing import Router
 from specray.engine.model.linear import Gate, Linear, make_gate, make_linear
 from specray.engine.model.rotary import RotaryTables
@@ -61,12 +63,17 @@ class TorchOperators:
     def gated_delta(self, mixer: GatedDelta) -> Mixer:
         return mixer
 
+    def head_product(self, weight: torch.Tensor) -> HeadProduct:
+        return TorchHeadProduct(weight)
+
+    def latent_queries(self, queries: LatentQueries) -> Rows:
+        return queries
+
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
         return RMSNorm(weight, eps) if weight.dtype == self.dtype else WideRMSNorm(weight, eps)
 
     def attention(self, tables: RotaryTables, shape: HeadShape) -> Attention:
-        heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        return by_layer(tables, self.dtype, lambda rotary: PlainAttention(rotary, *heads, shape.scale))
+        return by_layer(tables, self.dtype, lambda rotary: PlainAttention(rotary, shape))
 
 
 def by_layer(tables: RotaryTables, dtype: torch.dtype, make: Callable[[Rotary], Attention]) -> Attention:

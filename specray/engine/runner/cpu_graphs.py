@@ -26,10 +26,17 @@ from specray.engine.cpu.norm import FusedRMSNorm
 from specray.engine.model.decoder import DecoderForward, DecoderLayer, states_of
 from specray.engine.model.decoder_amx import AmxDecoderForward, packed
 from specray.engine.model.layers.experts import ExpertLayer, Sum
+from specray.engine.model.layers.latent.projections import LatentOutput
 from specray.engine.model.layers.normed import NormedProjection
 from specray.engine.model.layers.shared_mlp import WithSharedMlp
 from specray.engine.model.layers.vocabulary import ScaledEmbedding, TableEmbedding
-from specray.engine.model.operators_cpu import KernelDelta, KernelRouter, KernelRowGate, KernelSharedMlp
+from specray.engine.model.operators_cpu import (
+    KernelDelta,
+    KernelLatentQueries,
+    KernelRouter,
+    KernelRowGate,
+    KernelSharedMlp,
+)
 from specray.engine.step import CacheShape, Forward, ForwardOutput, KVCache, Step
 
 _MAX_ROWS = 320
@@ -207,7 +214,12 @@ def with_cpu_graphs(forward: Forward) -> CpuGraphForward | None:
     forward = replace(forward, layers=tuple(_with_kernels(layer) for layer in forward.layers))
     for layer in forward.layers:
         norms += [layer.input_norm, layer.post_attention_norm]
-        linears += [layer.qkv, layer.gate]
+        linears.append(layer.gate)
+        if isinstance(layer.qkv, KernelLatentQueries):
+            linears += layer.qkv.linears
+            norms.append(layer.qkv.query_norm or layer.qkv.latent_norm)
+        else:
+            linears.append(layer.qkv)
         if layer.mixer is not None and not isinstance(layer.mixer, KernelDelta):
             return None
         if layer.output_gate is not None:
@@ -218,6 +230,8 @@ def with_cpu_graphs(forward: Forward) -> CpuGraphForward | None:
             if isinstance(projection, NormedProjection):
                 linears.append(projection.linear)
                 norms.append(projection.norm)
+            elif isinstance(projection, LatentOutput):
+                linears.append(projection.linear)
             else:
                 linears.append(projection)
     is_kernels = all(isinstance(norm, FusedRMSNorm) for norm in norms) and all(

@@ -5,6 +5,7 @@ Keys and values are read once, token by token in cache order, and every query us
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ MAX_QUERIES = 32
 """Maximum query heads times rows at once, so that their scores stay in L2."""
 NO_SINK = np.float32(-1e30)
 """Score that weighs nothing next to any other."""
+_LATENT_NUMBERS = 64
+"""Numbers of a latent at once, at most."""
 _LINE = 64
 """Bytes of a cache line."""
 
@@ -71,12 +74,26 @@ def sink_of(args: Any, head: int) -> Any:
     return sinks[head]
 
 
-def attend_kernel(head_dim: int, dtype: str) -> Any:
-    stored, single = vectors(head_dim, dtype), vectors(head_dim, "float32")
+def attend_kernel(head_dim: int, dtype: str, latent_dim: int = 0) -> Any:
+    """Makes the kernel; with latents, keys have one place for all kv heads, and begin with their values."""
+    value_dim = latent_dim or head_dim
+    # Numbers at once of keys and values: registers hold the sums of two queries.
+    width = math.gcd(head_dim, latent_dim, _LATENT_NUMBERS) if latent_dim else head_dim
+    stored, single = vectors(width, dtype), vectors(width, "float32")
     load, store = stored.load, stored.store
     fetch, keep, splat, mul, fma = single.load, single.store, single.splat, single.mul, single.fma
     scores, softmax, item_size = scores_kernel(head_dim), softmax_kernel(), 2 if dtype == "bfloat16" else 4
-    zero, query_bytes = np.float32(0.0), head_dim * 4
+    zero, query_bytes, head_step = np.float32(0.0), head_dim * 4, 0 if latent_dim else head_dim
+
+    @kernel()
+    def take(cache: int, place: int, slot_size: int, size: int, tile: int, count: int) -> None:
+        """Copies some tokens' numbers to the tile, and prefetches those of the next."""
+        for token in range(count):
+            for first in range(0, size, width):
+                keep(tile, token * size + first, load(cache, place + token * slot_size + first))
+            ahead = cache + (place + (token + TILE) * slot_size) * item_size
+            for byte in range(0, size * item_size, _LINE):
+                prefetch(ahead + byte)
 
     @kernel()
     def attend(
@@ -98,7 +115,10 @@ def attend_kernel(head_dim: int, dtype: str) -> Any:
         num_kv_heads, group_size = args[fields.NUM_KV_HEADS], args[fields.GROUP_SIZE]
         first_head, last_head = heads
         first_row, last_row = rows
-        slot_size, num_heads = 2 * num_kv_heads * head_dim, num_kv_heads * group_size
+        slot_size, num_heads = 2 * num_kv_heads * head_step, num_kv_heads * group_size
+        values_at = num_kv_heads * head_step
+        if latent_dim:
+            slot_size = head_dim
         num_queries = (last_row - first_row) * group_size
         start, end, mask = (
             span[fields.START] + first_row,
@@ -116,7 +136,7 @@ def attend_kernel(head_dim: int, dtype: str) -> Any:
         sums = (
             args[fields.SCRATCH] + (thread * args[fields.SCRATCH_SIZE] + args[fields.NUM_QUERY_NUMBERS]) * 4
         )
-        tile = sums + num_all * head_dim * 4
+        tile = sums + num_all * value_dim * 4
         weights_address = tile + TILE * head_dim * 4
         # A tile may extend past the last token; softmax leaves its normalising factor there.
         weights_size = stride + TILE
@@ -130,12 +150,8 @@ def attend_kernel(head_dim: int, dtype: str) -> Any:
             for begin in range(max(first_position, runs[run, 0]), last, TILE):
                 count = min(TILE, last - begin)
                 for head in range(last_head - first_head):
-                    key = (begin + shift) * slot_size + (first_head + head) * head_dim
-                    for token in range(count):
-                        keep(tile, token * head_dim, load(cache, key + token * slot_size))
-                        ahead = cache + (key + (token + TILE) * slot_size) * item_size
-                        for byte in range(0, head_dim * item_size, _LINE):
-                            prefetch(ahead + byte)
+                    key = (begin + shift) * slot_size + (first_head + head) * head_step
+                    take(cache, key, slot_size, head_dim, tile, count)
                     # Two queries per load of a key.
                     for index in range(head * num_queries, (head + 1) * num_queries, 2):
                         other = min(index + 1, (head + 1) * num_queries - 1)
@@ -149,7 +165,8 @@ def attend_kernel(head_dim: int, dtype: str) -> Any:
             row = weights_address + index * weights_size * 4
             head = (first_head + index // num_queries) * group_size + index % group_size
             softmax(weights, row, index, first_position, places, sink_of(args, head))
-            keep(sums, index * head_dim, splat(zero))
+            for first in range(0, value_dim, width):
+                keep(sums, index * value_dim + first, splat(zero))
 
         for run in range(span[fields.FIRST_RUN], last_run):
             shift = runs[run, 2] - runs[run, 0]
@@ -157,37 +174,33 @@ def attend_kernel(head_dim: int, dtype: str) -> Any:
             for begin in range(max(first_position, runs[run, 0]), last, TILE):
                 count = min(TILE, last - begin)
                 for head in range(last_head - first_head):
-                    value = (begin + shift) * slot_size + (num_kv_heads + first_head + head) * head_dim
-                    for token in range(count):
-                        keep(tile, token * head_dim, load(cache, value + token * slot_size))
-                        ahead = cache + (value + (token + TILE) * slot_size) * item_size
-                        for byte in range(0, head_dim * item_size, _LINE):
-                            prefetch(ahead + byte)
+                    value = (begin + shift) * slot_size + values_at + (first_head + head) * head_step
+                    take(cache, value, slot_size, value_dim, tile, count)
                     for index in range(head * num_queries, (head + 1) * num_queries, 2):
                         other = min(index + 1, (head + 1) * num_queries - 1)
-                        weighted, other_weighted = (
-                            fetch(sums, index * head_dim),
-                            fetch(sums, other * head_dim),
-                        )
-                        for token in range(count):
-                            number = fetch(tile, token * head_dim)
-                            weight, other_weight = (
-                                weights[index, begin + token],
-                                weights[other, begin + token],
-                            )
-                            weighted = fma(splat(weight), number, weighted)
-                            other_weighted = fma(splat(other_weight), number, other_weighted)
-                        keep(sums, index * head_dim, weighted)
-                        keep(sums, other * head_dim, other_weighted)
+                        for first in range(0, value_dim, width):
+                            at, other_at = index * value_dim + first, other * value_dim + first
+                            weighted, other_weighted = fetch(sums, at), fetch(sums, other_at)
+                            for token in range(count):
+                                number = fetch(tile, token * value_dim + first)
+                                weight, other_weight = (
+                                    weights[index, begin + token],
+                                    weights[other, begin + token],
+                                )
+                                weighted = fma(splat(weight), number, weighted)
+                                other_weighted = fma(splat(other_weight), number, other_weighted)
+                            keep(sums, at, weighted)
+                            keep(sums, other_at, other_weighted)
 
         for index in range(num_all):
             row = span[fields.FIRST_ROW] + first_row + index % num_queries // group_size
             head = (first_head + index // num_queries) * group_size + index % group_size
             factor = splat(weights[index, weights_size - TILE])
-            store(
-                args[fields.OUT],
-                (row * num_heads + head) * head_dim,
-                mul(factor, fetch(sums, index * head_dim)),
-            )
+            for first in range(0, value_dim, width):
+                store(
+                    args[fields.OUT],
+                    (row * num_heads + head) * value_dim + first,
+                    mul(factor, fetch(sums, index * value_dim + first)),
+                )
 
     return attend

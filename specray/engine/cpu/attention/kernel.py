@@ -22,6 +22,7 @@ from specray.engine.cpu.attention.rope_cache import rope_cache_kernel
 from specray.engine.cpu.attention.span import Span
 from specray.engine.cpu.gemm import tiles
 from specray.engine.cpu.gemm.rows import FlatRows, PackedRows
+from specray.engine.cpu.simd import kernel
 from specray.engine.cpu.thread_pool import APART, Kernel, ThreadPool, as_pointer
 
 _PARTS_PER_THREAD = 4
@@ -78,11 +79,12 @@ class AttentionCall:
             first_run += num_runs
             first_mask += len(span.visibility)
             work += cost * num_kv_heads
-            num_query_numbers = max(num_query_numbers, num_queries * num_kv_heads * head_dim)
+            at_once = 1 if kernel.latent_dim else num_kv_heads
+            num_query_numbers = max(num_query_numbers, num_queries * at_once * head_dim)
             # All heads when rows are few; else one head and a part of the rows.
             num_at_once = min(num_queries, max(kernel.max_queries, group_size))
             # Leave scratch for further steps.
-            room = kernel.scratch_size(num_at_once, num_kv_heads, head_dim, end + FURTHER_STEPS)
+            room = kernel.scratch_size(num_at_once, at_once, head_dim, end + FURTHER_STEPS)
             # A row of a tree that goes on alone needs no more than all rows together.
             is_split = kernel.splits_trees and span.visibility
             num_scratch = max(num_scratch, 2 * room if is_split else room)
@@ -135,16 +137,18 @@ class AttentionCall:
         """Runs one layer.
 
         Args:
-            qkv: ``[num_rows, num_heads + 2 * num_kv_heads, head_dim]``, contiguous.
-            cache: ``[num_slots, 2 * num_kv_heads, head_dim]``, contiguous.
+            qkv: ``[num_rows, num_heads + 2 * num_kv_heads, head_dim]``, contiguous; with latents one more
+                than ``num_heads``.
+            cache: ``[num_slots, 2 * num_kv_heads, head_dim]``, contiguous; of latents ``[num_slots, head_dim]``.
             norm: weights of the q/k norm, ``[num_heads + num_kv_heads, head_dim]``, and its eps.
             window: a row sees itself and the ``window - 1`` positions before it; None: all before it.
             sinks: score of each query head's sink, ``[num_heads]``, float32; the caller keeps it. None: none.
 
         Returns:
-            ``[num_rows, num_heads, head_dim]``.
+            ``[num_rows, num_heads, head_dim]``, or the size of a latent.
         """
-        out = self._thread_pool.empty((qkv.shape[0], self._num_heads, qkv.shape[2]), qkv.dtype)
+        size = self._kernel.latent_dim or qkv.shape[2]
+        out = self._thread_pool.empty((qkv.shape[0], self._num_heads, size), qkv.dtype)
         rows = FlatRows(qkv.view(len(qkv), -1)), FlatRows(out.view(len(out), -1))
         self._attend(*rows, cache, norm, window, sinks)
         return out
@@ -245,9 +249,10 @@ class AttentionKernel(Kernel):
         scratch_size: float32 per thread, from queries per kv head, kv heads, head size and end of a span.
         can_be_packed: whether its input and output may be packed rows.
         splits_trees: whether each row of a tree goes on alone after the prefix.
+        latent_dim: first numbers of the key that all kv heads share, which are its value; 0: each has its own.
     """
 
-    __slots__ = ("can_be_packed", "max_queries", "scratch_size", "splits_trees")
+    __slots__ = ("can_be_packed", "latent_dim", "max_queries", "scratch_size", "splits_trees")
 
     def __init__(
         self,
@@ -258,44 +263,68 @@ class AttentionKernel(Kernel):
         *,
         can_be_packed: bool,
         splits_trees: bool,
+        latent_dim: int = 0,
     ) -> None:
         super().__init__(name, fields.NUM_ARGS, make)
+        self.latent_dim = latent_dim
         self.can_be_packed = can_be_packed
         self.splits_trees = splits_trees
         self.max_queries = max_queries
         self.scratch_size = scratch_size
 
 
-def attention_kernel(head_dim: int, dtype: str) -> AttentionKernel:
-    """Loads or compiles the kernel for heads of ``head_dim`` elements of ``bfloat16`` or ``float32``."""
+def attention_kernel(head_dim: int, dtype: str, latent_dim: int = 0) -> AttentionKernel:
+    """Loads or compiles the kernel for heads of ``head_dim`` elements of ``bfloat16`` or ``float32``.
+
+    Args:
+        latent_dim: as of :class:`AttentionKernel`.
+    """
     # Checked in every process: cached code needs the system's permission for AMX too.
-    return _attention_kernel(
-        head_dim, dtype, dtype == "bfloat16" and amx.fits(head_dim) and tiles.is_usable()
-    )
+    has_amx = dtype == "bfloat16" and not latent_dim and amx.fits(head_dim) and tiles.is_usable()
+    return _attention_kernel(head_dim, dtype, has_amx, latent_dim)
 
 
 @cache
-def _attention_kernel(head_dim: int, dtype: str, has_amx: bool) -> AttentionKernel:
+def _attention_kernel(head_dim: int, dtype: str, has_amx: bool, latent_dim: int) -> AttentionKernel:
     if has_amx:
         make_attend = partial(amx.attend_kernel, head_dim)
         name, max_queries, scratch_size = "amx", amx.MAX_QUERIES, amx.scratch_size
     else:
-        make_attend = partial(vector.attend_kernel, head_dim, dtype)
+        make_attend = partial(vector.attend_kernel, head_dim, dtype, latent_dim)
         name, max_queries, scratch_size = dtype, vector.MAX_QUERIES, vector.scratch_size
-    make = partial(_make_attention, head_dim, dtype, make_attend, max_queries)
+    make = partial(_make_attention, head_dim, dtype, make_attend, max_queries, latent_dim)
     return AttentionKernel(
-        f"attention-{name}-{head_dim}",
+        f"attention-{name}-{head_dim}{f'-{latent_dim}' if latent_dim else ''}",
         make,
         max_queries,
         scratch_size,
         can_be_packed=has_amx,
         splits_trees=has_amx,
+        latent_dim=latent_dim,
     )
 
 
-def _make_attention(head_dim: int, dtype: str, make_attend: Callable[[], Any], max_queries: int) -> Any:
+def _make_attention(
+    head_dim: int, dtype: str, make_attend: Callable[[], Any], max_queries: int, latent_dim: int
+) -> Any:
     attend = make_attend()
-    rope_cache = rope_cache_kernel(head_dim, dtype)
+    rope_cache = rope_cache_kernel(head_dim, dtype, latent_dim)
+
+    @kernel()
+    def attend_heads(args: Any, span: Any, heads: tuple[int, int], thread: int) -> None:
+        queries = args[fields.SCRATCH] + thread * args[fields.SCRATCH_SIZE] * 4
+        rope_cache(args, span, heads[0], heads[1], queries)
+        num_rows, group_size = span[fields.NUM_ROWS], args[fields.GROUP_SIZE]
+        if num_rows * group_size <= max_queries:
+            attend(args, span, heads, (0, num_rows), queries, thread)
+            return
+        # Head by head and some rows at a time, so that the weights stay in L2.
+        step = max(1, max_queries // group_size)
+        for head in range(heads[0], heads[1]):
+            for row in range(0, num_rows, step):
+                place = ((head - heads[0]) * num_rows + row) * group_size * head_dim * 4
+                rows = row, min(num_rows, row + step)
+                attend(args, span, (head, head + 1), rows, queries + place, thread)
 
     def attention(address: int, part: int, num_parts: int, thread: int) -> None:
         args = carray(as_pointer(address), (fields.NUM_ARGS,), np.int64)
@@ -313,19 +342,11 @@ def _make_attention(head_dim: int, dtype: str, make_attend: Callable[[], Any], m
             last_head = min(num_kv_heads, max(0, (last - before + cost - 1) // cost))
             before += cost * num_kv_heads
             if first_head < last_head:
-                span, heads = spans[index], (first_head, last_head)
-                queries = args[fields.SCRATCH] + thread * args[fields.SCRATCH_SIZE] * 4
-                rope_cache(args, span, first_head, last_head, queries)
-                num_rows, group_size = span[fields.NUM_ROWS], args[fields.GROUP_SIZE]
-                if num_rows * group_size <= max_queries:
-                    attend(args, span, heads, (0, num_rows), queries, thread)
-                else:
-                    # Head by head and some rows at a time, so that the weights stay in L2.
-                    step = max(1, max_queries // group_size)
+                if latent_dim:
+                    # Queries of many heads are large: those of one group at a time.
                     for head in range(first_head, last_head):
-                        for row in range(0, num_rows, step):
-                            place = ((head - first_head) * num_rows + row) * group_size * head_dim * 4
-                            rows = row, min(num_rows, row + step)
-                            attend(args, span, (head, head + 1), rows, queries + place, thread)
+                        attend_heads(args, spans[index], (head, head + 1), thread)
+                else:
+                    attend_heads(args, spans[index], (first_head, last_head), thread)
 
     return attention

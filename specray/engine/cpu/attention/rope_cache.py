@@ -22,16 +22,24 @@ def feature_place(feature: int, block_step: int) -> int:
     return feature // BLOCK * block_step + feature % BLOCK
 
 
-def rope_cache_kernel(head_dim: int, dtype: str) -> Any:
-    """Makes ``(args, span, first_head, last_head, queries)`` for some kv heads of a sequence."""
-    half = head_dim // 2
+def rope_cache_kernel(head_dim: int, dtype: str, latent_dim: int = 0) -> Any:
+    """Makes ``(args, span, first_head, last_head, queries)`` for some kv heads of a sequence.
+
+    With latents, these are the first numbers of a head and are not rotated, all kv heads share one key, which
+    each writes, and there are no values.
+    """
+    half = (head_dim - latent_dim) // 2
     # Elements at once: in packed rows they lie within one block, and so do those of the other half.
-    size = half if head_dim % BLOCK else math.gcd(half, BLOCK)
+    size = half if head_dim % BLOCK or latent_dim else math.gcd(half, BLOCK)
     stored, single = vectors(size, dtype), vectors(size, "float32")
     load, store, keep, table = stored.load, stored.store, single.store, single.load
     splat, sub, mul, fma, total = (
         single.splat, single.sub, single.mul, single.fma, single.sum
     )  # fmt: skip
+    still = math.gcd(latent_dim, BLOCK)
+    stored_still, single_still = vectors(still or 1, dtype), vectors(still or 1, "float32")
+    load_still, store_still, keep_still = stored_still.load, stored_still.store, single_still.store
+    splat_still, mul_still = single_still.splat, single_still.mul
 
     @kernel()
     def norm_factor(qkv: int, row: int, feature: int, block_step: int, eps: Any) -> Any:
@@ -49,6 +57,8 @@ def rope_cache_kernel(head_dim: int, dtype: str) -> Any:
         num_kv_heads, group_size = args[fields.NUM_KV_HEADS], args[fields.GROUP_SIZE]
         num_heads, step = num_kv_heads * group_size, args[fields.BLOCK_STEP]
         row_size, slot_size = (num_heads + 2 * num_kv_heads) * head_dim, 2 * num_kv_heads * head_dim
+        if latent_dim:
+            row_size, slot_size = (num_heads + 1) * head_dim, head_dim
         scale_eps = args.view(np.float32)[2 * fields.SCALE_EPS :]
         runs = carray(
             as_pointer(args[fields.RUNS]), (span[fields.FIRST_RUN] + span[fields.NUM_RUNS], 3), np.int64
@@ -75,10 +85,21 @@ def rope_cache_kernel(head_dim: int, dtype: str) -> Any:
                     is_key = member == group_size
                     number = num_heads + head if is_key else head * group_size + member
                     at, key = number * head_dim, slot + head * head_dim
+                    if latent_dim:
+                        at, key = min(number, num_heads) * head_dim, slot
                     # Ordered by kv head, then row, then member of the group.
                     query = ((head - first_head) * span[fields.NUM_ROWS] + index) * group_size + member
                     if norm:
                         factor = splat(norm_factor(qkv, row, at, step, scale_eps[1]))
+                    for first in range(0, latent_dim, still):
+                        numbers = load_still(qkv, row + at + first)
+                        if is_key:
+                            store_still(cache, key + first, numbers)
+                        else:
+                            numbers = mul_still(numbers, splat_still(scale_eps[0]))
+                            keep_still(queries, query * head_dim + first, numbers)
+                    at, key = at + latent_dim, key + latent_dim
+                    query_at = query * head_dim + latent_dim
                     for first in range(0, half, size):
                         cos = table(args[fields.COS], position * half + first)
                         sin = table(args[fields.SIN], position * half + first)
@@ -96,8 +117,10 @@ def rope_cache_kernel(head_dim: int, dtype: str) -> Any:
                             store(cache, key + first, new_low)
                             store(cache, key + first + half, new_high)
                         else:
-                            keep(queries, query * head_dim + first, mul(new_low, scale))
-                            keep(queries, query * head_dim + first + half, mul(new_high, scale))
+                            keep(queries, query_at + first, mul(new_low, scale))
+                            keep(queries, query_at + first + half, mul(new_high, scale))
+                if latent_dim:
+                    continue
                 value = (num_heads + num_kv_heads + head) * head_dim
                 copy = slot + (num_kv_heads + head) * head_dim
                 for first in range(0, head_dim, size):

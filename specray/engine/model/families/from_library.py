@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from specray.engine.model.decoder_config import (
     RopeTable,
 )
 from specray.engine.model.families.hybrids import DELTA, delta_switches, has_delta_heads
+from specray.engine.model.families.latent import LATENT, can_be_latent, latent_switches
 from specray.engine.model.families.mixtures import can_route, experts_of
 
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
@@ -50,7 +52,7 @@ _WITH_ATTENTION_BIAS = (
 """Types in which ``attention_bias`` means all projections."""
 _QKV_BIAS = {"glm4_moe": "attention_bias", "solar_open": "attention_bias", "qwen2_moe": "qkv_bias"}
 """Fields that mean the projections before attention alone."""
-_WITH_MLP_BIAS = frozenset({"llama", "smollm3", "granite", "aria_text", "hy_v3"})
+_WITH_MLP_BIAS = frozenset({"llama", "smollm3", "granite", "aria_text", "deepseek_v2", "hy_v3", "minicpm3"})
 _WITH_HEAD_NORM = DELTA | frozenset(
     {
         "qwen3",
@@ -81,6 +83,7 @@ _ROPE_BY_KIND = frozenset({"gemma3_text", "mellum"})
 _WITHOUT_WINDOWS = (
     (_GRANITE_MIXTURES - {"granitemoe_swa"})
     | DELTA
+    | LATENT
     | {
         "llama",
         "granite",
@@ -114,6 +117,8 @@ def can_lower(config: Any) -> bool:
         if not has_delta_heads(config):
             return False
         kinds.discard("linear_attention")
+    if config.model_type in LATENT and not can_be_latent(config):
+        return False
     if kinds - {"full_attention", "sliding_attention"}:
         return False
     if "sliding_attention" in kinds and config.sliding_window == 0:
@@ -149,7 +154,7 @@ def decoder_config_of(config: Any, *, max_model_len: int) -> DecoderConfig:
     rope, own_ropes = _ropes(config, max_model_len)
     switches = _SWITCHES[model_type](config) if model_type in _SWITCHES else {}
     rotary_dim = int(head_dim * _rotary_share(config))
-    return DecoderConfig(
+    made = DecoderConfig(
         model_type=model_type,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -173,8 +178,8 @@ def decoder_config_of(config: Any, *, max_model_len: int) -> DecoderConfig:
         rotary_dim=None if rotary_dim == head_dim else rotary_dim,
         activation=_ACTIVATIONS[_activation(config)],
         experts=experts_of(config),
-        **switches,
     )
+    return replace(made, **switches)
 
 
 def _as_own_type(config: Any) -> Any:
@@ -208,6 +213,7 @@ def _granite(config: Any) -> dict[str, Any]:
 
 _SWITCHES: dict[str, Callable[[Any], dict[str, Any]]] = {
     **dict.fromkeys(DELTA, delta_switches),
+    **dict.fromkeys(LATENT, latent_switches),
     "gemma3_text": _gemma3,
     "granite": _granite,
     **dict.fromkeys(("granitemoe", "granitemoeshared"), _granite),

@@ -161,6 +161,22 @@ def _glm4_moe(config: Any) -> Experts:
     return _experts(config, _grouped(config), layers=_after_dense(config), shared=shared)
 
 
+def _deepseek_v2(config: Any) -> Experts:
+    groups = None
+    if config.topk_method == "group_limited_greedy":
+        groups = Groups(config.n_group, config.topk_group, 1)
+    routing = Routing(
+        config.num_experts_per_tok, is_wide=True, groups=groups, scale=float(config.routed_scaling_factor)
+    )
+    shared = _shared(config, config.n_shared_experts)
+    return _experts(config, routing, layers=_after_dense(config), shared=shared)
+
+
+def _glm4_moe_lite(config: Any) -> Experts:
+    shared = _shared(config, config.n_shared_experts)
+    return _experts(config, _grouped(config), layers=_sparse(config), shared=shared)
+
+
 def _solar_open(config: Any) -> Experts:
     return _experts(config, _grouped(config), shared=_shared(config, config.n_shared_experts))
 
@@ -233,12 +249,15 @@ def _kolibri(config: Any) -> Experts:
 
 _READERS: dict[str, Callable[[Any], Experts | None]] = {
     "aria_text": _aria,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _glm4_moe,
     "dots1": _glm4_moe,
     "ernie4_5_moe": _ernie,
     "exaone_moe": _exaone_moe,
     "flex_olmo": _olmoe,
     "flint": _flint,
     "glm4_moe": _glm4_moe,
+    "glm4_moe_lite": _glm4_moe_lite,
     "gpt_oss": _gpt_oss,
     "granitemoe": _granite,
     "granitemoe_swa": _granite,

@@ -27,7 +27,7 @@ def torch_tables() -> tuple[torch.Tensor, torch.Tensor]:
 
 def sdpa() -> Attention:
     rotary = rotary_tables(*torch_tables(), torch.float32)
-    return PlainAttention(rotary, SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.head_dim, SHAPE.scale)
+    return PlainAttention(rotary, SHAPE)
 
 
 def gather() -> Attention:

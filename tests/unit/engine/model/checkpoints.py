@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from specray.engine.model.checkpoint.source import WeightPart
+from tests.unit.engine.model.families.latent import LATENTS
 from tests.unit.engine.model.families.mixtures import MIXTURES
 from tests.unit.engine.model.zoo import FAMILIES, Family
 
@@ -125,9 +126,9 @@ HF: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
     "olmo2": {"num_key_value_heads": 2},
-    **{name: FAMILIES[name].values for name in ("deepseek_v3", "mimo_v2_flash")},
+    "mimo_v2_flash": FAMILIES["mimo_v2_flash"].values,
 }
-SHARED = {name: FAMILIES[name].values for name in ("gemma2", "minicpm3", "afmoe", "cohere2_moe")}
+SHARED = {name: FAMILIES[name].values for name in ("gemma2", "afmoe", "cohere2_moe")}
 """More of the library's, for ranks."""
 
 
@@ -149,7 +150,7 @@ class InMemoryWeights:
 
 def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:
     """The configuration of one of the architectures above."""
-    values = {**HIDDEN, **{**DECODER, **MIXTURES, **HF, **SHARED}[name], **overrides}
+    values = {**HIDDEN, **{**DECODER, **MIXTURES, **LATENTS, **HF, **SHARED}[name], **overrides}
     model_type = values.pop("model_type", name)
     return AutoConfig.for_model(model_type, **values)
 

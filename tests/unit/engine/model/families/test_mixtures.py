@@ -1,4 +1,4 @@
-"""Every mixture of the decoder says what transformers says: alone, and with chains and trees of drafts."""
+"""Every mixture of the decoder, and every model of latent attention, says what transformers says: alone, and with chains and trees of drafts."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.unit.engine.model.checkpoints import (
     reference_model,
     write_checkpoint,
 )
+from tests.unit.engine.model.families.latent import LATENTS
 from tests.unit.engine.model.families.mixtures import MIXTURES
 from tests.unit.engine.runners import cpu_runner, target_over
 from tests.unit.engine.trees.drafters import adversarial_drafter, empty_drafter, tree_drafter
@@ -43,14 +44,14 @@ def logits_of(runner: ModelRunner) -> torch.Tensor:
     return runner.run([SequenceInput(PROMPT, 0, table.block_ids, len(PROMPT))]).logits
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", [*MIXTURES, *LATENTS])
 def test_logits_of_a_prompt(name: str, checkpoint: Callable[[str], Path]) -> None:
     path = checkpoint(name)
     expected = reference_logits(reference_model(path), PROMPT)
     torch.testing.assert_close(logits_of(built(path)), expected, atol=ATOL, rtol=0)
 
 
-@pairs(name=tuple(MIXTURES), drafts=("none", "wrong chain", "tree"))
+@pairs(name=(*MIXTURES, *LATENTS), drafts=("none", "wrong chain", "tree"))
 def test_tokens_with_and_without_drafts(name: str, drafts: str, checkpoint: Callable[[str], Path]) -> None:
     path = checkpoint(name)
     output, runner = reference_greedy(reference_model(path), PROMPT, NUM_TOKENS + 5), built(path)

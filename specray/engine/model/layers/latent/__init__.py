@@ -1,0 +1,1 @@
+"""Latent attention (MLA): its sizes, its projections, and how they are built."""
