@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -14,6 +15,8 @@ from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.runner import ModelRunner
 from tests.conformance.bits import PlainLogits, RandomSchedule, check_chunks, random_texts
 from tests.pairwise import pairs
+from tests.unit.engine.model.checkpoints import write_checkpoint
+from tests.unit.engine.runners import cpu_runner
 
 pytest.importorskip("numba")
 
@@ -56,3 +59,20 @@ def test_a_prompt_has_the_same_bits_among_others_and_in_any_chunks(
 ) -> None:
     runner, plain = target(dtype, num_threads)
     check_chunks(runner, plain, random_texts(32, 130, 256), chunk, num_others)
+
+
+@pairs(name=("deepseek_v3", "youtu"), dtype=("bfloat16", "float32"), num_threads=(1, 2), seed=(0, 1))
+def test_latent_attention_has_the_same_bits_in_every_schedule(
+    name: str, dtype: str, num_threads: int, seed: int, tmp_path: Path
+) -> None:
+    """Prompts, single rows and trees are all computed in the latents' space, and captured after a while."""
+    wide = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "moe_intermediate_size", "hidden_size"), 64)
+    heads = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 32)
+    path = write_checkpoint(tmp_path, name, vocab_size=256, intermediate_size=64, **wide, **heads)
+    runner = cpu_runner(path, dtype=dtype, num_threads=num_threads, max_num_seqs=40, block_size=16)
+    assert runner.info.is_deterministic
+    # Experts are captured where the router's weight is of the model's type.
+    assert name == "deepseek_v3" or runner.cpu_graphs is not None
+    plain, random = PlainLogits(runner), Random(seed)
+    RandomSchedule(runner, plain, random_texts(6, 40, 256), random).run(12)
+    check_chunks(runner, plain, random_texts(8, 60, 256), 17, seed)

@@ -130,8 +130,8 @@ _make_kernel = attention_module._attention_kernel.__wrapped__
 
 
 @functools.cache
-def _emulated_kernel(head_dim: int, dtype: str, has_amx: bool) -> Any:
-    return _make_kernel(head_dim, dtype, has_amx)
+def _emulated_kernel(head_dim: int, dtype: str, has_amx: bool, latent_dim: int) -> Any:
+    return _make_kernel(head_dim, dtype, has_amx, latent_dim)
 
 
 @contextlib.contextmanager

@@ -38,6 +38,7 @@ from tests.unit.engine.model.checkpoints import (
     write_checkpoint,
     write_family,
 )
+from tests.unit.engine.model.families.latent import LATENTS
 from tests.unit.engine.model.families.mixtures import MIXTURES
 from tests.unit.engine.model.zoo import GROUPED, SLIDING, Family
 from tests.unit.engine.runners import cpu_config, cpu_runner, target_over
@@ -127,12 +128,13 @@ CASES = [
     ("qwen3_moe", "decoder", 96),
     ("gpt_oss", "decoder", 97),
     ("gemma2", "hf", 96),
-    # Of the first all ranks have the whole latents; of the second too, but each only its own heads.
-    ("deepseek_v3", "hf", 96),
-    ("minicpm3", "hf", 96),
+    # All ranks have the whole latents, and each its own heads.
+    ("deepseek_v3", "decoder", 96),
+    ("deepseek_v3-halves", "decoder", 96),
 ]
 ALONE = [
     *((name, "decoder", 96) for name in ("smollm3", "granite", "mixtral", *MIXTURES)),
+    *((name, "decoder", 96) for name in LATENTS if not name.startswith("deepseek_v3")),
     *((name, "hf", 96) for name in ("afmoe", "cohere2_moe")),
 ]
 """Further families, whose tokens are compared only."""
