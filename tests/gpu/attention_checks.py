@@ -10,10 +10,10 @@ from specray.engine.attention.base import HeadNorm
 from specray.engine.attention.paged import (
     AttendPaged,
     PagedAttention,
-    attend_gathered,
     make_batch,
     store_rows,
 )
+from specray.engine.attention.select import gathered
 from specray.engine.model.operators_torch import rotary_tables
 from tests.gpu.block_cases import Case, block_cache, sequence_rows
 from tests.unit.engine.attention.test_trees import SHAPE, torch_tables
@@ -35,7 +35,7 @@ def check_case(
     if case.has_sinks:
         options["sinks"] = torch.linspace(-3.0, 5.0, shape.num_heads)
     batch = make_batch(rows, case.block_size, query.device)
-    expected = attend_gathered(query.double(), layer.double(), batch, **options)  # type: ignore[arg-type]
+    expected = gathered(shape)(query.double(), layer.double(), batch, **options)  # type: ignore[arg-type]
     batch = make_batch(rows, case.block_size, device)
     if case.has_sinks:
         options["sinks"] = torch.linspace(-3.0, 5.0, shape.num_heads, device=device)

@@ -48,6 +48,11 @@ CASES = [
     Case("branches in a window", ((6, 2),), 4, GQA, window=4, with_branches=True),
     Case("branches longer than the window", ((6, 2),), 4, GQA, window=2, with_branches=True),
 ]
+LATENT_CASES = [
+    Case("latents", ((9, 1), (3, 4), (0, 7)), 4, HeadShape(6, 1, 24, None, 16)),
+    Case("latents of many heads in several parts", ((150, 2), (90, 1)), 16, HeadShape(33, 1, 20, None, 12)),
+    Case("latents and branches", ((6, 2),), 4, HeadShape(6, 1, 24, None, 16), with_branches=True),
+]
 
 EDGES = [
     *(Case(f"group of {size}", ((16, 2), (3, 1)), 16, HeadShape(2 * size, 2, 16)) for size in range(1, 9)),
@@ -79,7 +84,7 @@ def block_cache(case: Case, dtype: torch.dtype = torch.float32) -> BlockCache:
     """A cache full of numbers, in one more block than is used, as captured forwards want it."""
     torch.manual_seed(1)
     cache = BlockCache(
-        CacheShape(1, case.shape.num_kv_heads, case.shape.head_dim),
+        CacheShape.of_layers([case.shape.of_layer]),
         num_blocks=NUM_BLOCKS + 1,
         block_size=case.block_size,
         dtype=dtype,

@@ -21,6 +21,7 @@ from specray.engine.attention.paged import (
     attend_gathered,
     make_batch,
     split_packed,
+    store_latents,
     store_rows,
 )
 from specray.engine.attention.sdpa import PlainAttention
@@ -30,11 +31,13 @@ from specray.engine.attention.select import (
     Model,
     VarlenAttend,
     check_backend,
+    gathered,
 )
 from specray.engine.model.operators_torch import rotary_tables
 from specray.engine.step import HeadShape, PagedBatch, SequenceRows
 from tests.gpu.block_cases import (
     CASES,
+    LATENT_CASES,
     Case,
     attention_step,
     block_cache,
@@ -52,17 +55,19 @@ def tables(head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("has_head_norm", [False, True])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *LATENT_CASES], ids=lambda case: case.name)
 def test_gathered_blocks_equal_plain_attention(case: Case, has_head_norm: bool) -> None:
     shape = case.shape
-    rotary = rotary_tables(*tables(shape.head_dim), torch.float32)
+    rotary = rotary_tables(*tables(shape.head_dim - shape.latent_dim), torch.float32)
     plain = PlainAttention(rotary, shape)
-    blocks = PagedAttention(rotary, shape, attend_gathered)
+    store = store_latents if shape.latent_dim else store_rows
+    has_head_norm &= not shape.latent_dim
+    blocks = PagedAttention(rotary, shape, gathered(shape), store)
     weight = torch.rand(shape.num_heads + shape.num_kv_heads, shape.head_dim) + 0.5
     head_norm = HeadNorm(weight, 1e-6) if has_head_norm else None
     rows = sequence_rows(case)
     positions = row_positions(rows)
-    width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    width = (shape.num_heads + shape.num_stored) * shape.head_dim
     qkv = torch.randn(len(positions), width)
     outputs, caches = [], []
     for attention in (plain, blocks):
@@ -98,7 +103,7 @@ def test_every_part_of_a_batch_lies_where_kernels_want_it(num_rows: int) -> None
             assert own.tolist() == other.tolist()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *LATENT_CASES], ids=lambda case: case.name)
 def test_padding_changes_no_row_and_writes_to_the_spare_slot_only(case: Case) -> None:
     rows = sequence_rows(case)
     num_rows = sum(item.num_rows for item in rows)
@@ -107,7 +112,8 @@ def test_padding_changes_no_row_and_writes_to_the_spare_slot_only(case: Case) ->
     query = torch.randn(num_rows, case.shape.num_heads, case.shape.head_dim)
     batch = make_batch(rows, case.block_size, query.device)
     options = {"block_size": case.block_size, "scale": case.shape.scale, "window": case.window}
-    expected = attend_gathered(query, cache.layers[0], batch, **options)  # type: ignore[arg-type]
+    attend = gathered(case.shape)
+    expected = attend(query, cache.layers[0], batch, **options)  # type: ignore[arg-type]
     padded = BatchShape(
         num_sequences=len(rows) + 2,
         num_rows=(len(rows) + 2) * (max_rows + 1) if max_rows > 1 else len(rows) + 2,
@@ -130,7 +136,7 @@ def test_padding_changes_no_row_and_writes_to_the_spare_slot_only(case: Case) ->
         assert set(numbers[num_rows:].tolist()) == {0}
     assert on_device.token_ids.tolist() == [7] * num_rows + [0] * (padded.num_rows - num_rows)
     long_query = torch.cat((query, torch.randn(padded.num_rows - num_rows, *query.shape[1:])))
-    output = attend_gathered(long_query, cache.layers[0], larger, **options)  # type: ignore[arg-type]
+    output = attend(long_query, cache.layers[0], larger, **options)  # type: ignore[arg-type]
     torch.testing.assert_close(output[:num_rows], expected, atol=ATOL, rtol=0)
     assert output.isfinite().all()
 

@@ -8,12 +8,14 @@ import torch
 
 from specray.engine.attention import store_triton
 from specray.engine.attention import triton as triton_attention
+from specray.engine.attention.latent_triton import LatentAttend
+from specray.engine.attention.paged import store_latents
 from specray.engine.attention.select import Backend, Model, check_backend
 from specray.engine.attention.triton import TritonAttend
 from specray.engine.model import operators_triton as operators_triton
 from specray.engine.step import HeadShape
 from tests.gpu.attention_checks import check_case, check_store, check_tree
-from tests.gpu.block_cases import CASES, EDGES, SOME_TREES
+from tests.gpu.block_cases import CASES, EDGES, LATENT_CASES, SOME_TREES
 
 CPU = torch.device("cpu")
 
@@ -23,6 +25,8 @@ def cases() -> None:
         for num_processors in (1, 64):
             check_case(TritonAttend(num_processors), case, CPU, torch.float32, 1e-5)
         check_store(case, CPU)
+    for case in LATENT_CASES:
+        check_case(LatentAttend(case.shape.latent_dim, 32), case, CPU, torch.float32, 1e-5)
 
 
 def edges(programs_per_processor: int) -> None:
@@ -42,6 +46,8 @@ def start() -> None:
         operators_triton.check_gate(CPU, dtype)
         model = Model(HeadShape(6, 2, 32), dtype, CPU, has_sinks=dtype == torch.float32)
         check_backend(Backend("triton", TritonAttend(64), store_triton.store_rows, 16), model)
+        model = Model(HeadShape(6, 1, 24, None, 16), dtype, CPU)
+        check_backend(Backend("triton", LatentAttend(16, 32), store_latents, 16), model)
 
 
 if __name__ == "__main__":

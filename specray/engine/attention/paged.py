@@ -42,13 +42,14 @@ class AttendPaged(Protocol):
 
         Args:
             query: ``[num_rows, num_heads, head_dim]``.
-            layer: ``[num_slots, 2 * num_kv_heads, head_dim]``, a slot's keys before its values.
+            layer: ``[num_slots, 2 * num_kv_heads, head_dim]``, a slot's keys before its values; of latents
+                ``[num_slots, head_dim]``.
             scale: factor on the dot products.
             window: sliding window: a row sees itself and the ``window - 1`` positions before it.
             sinks: score of each query head's sink, ``[num_heads]``, float32; None: there are none.
 
         Returns:
-            ``[num_rows, num_heads * head_dim]``; rows that belong to nobody hold anything.
+            ``[num_rows, num_heads * value_dim]``; rows that belong to nobody hold anything.
         """
         ...
 
@@ -68,8 +69,9 @@ class StoreRows(Protocol):
         """Stores a step's rows.
 
         Args:
-            heads: ``[num_rows, num_heads + 2 * num_kv_heads, head_dim]``; its contents are lost.
-            layer: ``[num_slots, 2 * num_kv_heads, head_dim]``.
+            heads: ``[num_rows, num_heads + 2 * num_kv_heads, head_dim]``; its contents are lost. Of latents
+                there is one head beside those of queries.
+            layer: ``[num_slots, 2 * num_kv_heads, head_dim]``, or ``[num_slots, head_dim]``.
             slots: ``[num_rows]``.
             cos, sin: the rows' tables, as ``Rotary.at`` gives them.
             head_norm: what queries and keys are normed with before; None: nothing.
@@ -94,6 +96,21 @@ def store_rows(
     rotate_heads(heads.narrow(1, 0, num_heads + num_stored // 2), head_norm, cos, sin)
     layer.index_copy_(0, slots, heads.narrow(1, num_heads, num_stored))
     return heads.narrow(1, 0, num_heads)
+
+
+def store_latents(
+    heads: torch.Tensor,
+    layer: torch.Tensor,
+    slots: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    head_norm: HeadNorm | None = None,
+) -> torch.Tensor:
+    """Implements :class:`StoreRows` where a key is all that is stored, and its last numbers are rotated."""
+    assert head_norm is None, "latents are normed before"
+    rotate_heads(heads, None, cos, sin)
+    layer.index_copy_(0, slots, heads[:, -1])
+    return heads[:, :-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,13 +326,17 @@ def attend_gathered(
     scale: float,
     window: int | None,
     sinks: torch.Tensor | None = None,
+    latent_dim: int = 0,
 ) -> torch.Tensor:
     """Implements :class:`AttendPaged` with torch's operators: gathers every sequence's blocks.
 
     Its shapes depend on those of its arguments only, never on their contents, so it can be captured.
+
+    Args:
+        latent_dim: first numbers of a key that are its value; 0: values are stored.
     """
     num_rows, num_heads, head_dim = query.shape
-    num_kv_heads = layer.shape[1] // 2
+    num_kv_heads = 1 if latent_dim else layer.shape[1] // 2
     num_sequences, max_rows = batch.lengths.shape[0], batch.max_rows
     first_rows, counts = batch.first_rows[:-1], batch.first_rows.diff()
     offsets = torch.arange(max_rows, device=query.device)
@@ -323,8 +344,10 @@ def attend_gathered(
     index = (first_rows[:, None] + offsets.minimum((counts[:, None] - 1).clamp(min=0))).clamp(
         max=num_rows - 1
     )
-    both = _gather(layer, batch.block_tables, block_size)
+    both = _gather(layer.view(len(layer), -1, head_dim), batch.block_tables, block_size)
     keys, values = both[:, :num_kv_heads], both[:, num_kv_heads:]
+    if latent_dim:
+        values = keys[..., :latent_dim]
     group_size = num_heads // num_kv_heads
     grouped = query[index].view(num_sequences, max_rows, num_kv_heads, group_size, head_dim)
     mask = _visible(batch, index, keys.shape[2], window).repeat(1, group_size, 1)[:, None]
@@ -337,11 +360,11 @@ def attend_gathered(
         attn_mask=mask,
         scale=scale,
     )
-    dense = output.view(num_sequences, num_kv_heads, group_size, max_rows, head_dim).permute(0, 3, 1, 2, 4)
+    dense = output.view(num_sequences, num_kv_heads, group_size, max_rows, -1).permute(0, 3, 1, 2, 4)
     rows = torch.arange(num_rows, dtype=torch.int32, device=query.device)
     owners = torch.searchsorted(batch.first_rows[1:], rows, right=True).clamp(max=num_sequences - 1)
     places_in_owner = (rows - first_rows[owners]).clamp(0, max_rows - 1)
-    return dense[owners, places_in_owner].reshape(num_rows, num_heads * head_dim)
+    return dense[owners, places_in_owner].reshape(num_rows, -1)
 
 
 def _with_sinks(

@@ -13,6 +13,7 @@ import inspect
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from specray.engine.attention.paged import (
     StoreRows,
     attend_gathered,
     make_batch,
+    store_latents,
     store_rows,
 )
 from specray.engine.step import HeadShape, PagedBatch, SequenceRows
@@ -40,6 +42,8 @@ _PROGRAMS_PER_PROCESSOR = (1, 4)
 """Programs of the Triton kernel for each multiprocessor that are timed besides its default."""
 _FIXED_PLACES, _MAX_FIXED_PARTS = 512, 32
 """KV indices of a part that is the same in every step, at least, and most parts of the longest sequence."""
+_LATENT_PLACES = 128
+"""The least of latents, whose parts are the same always: few programs share a short sequence."""
 _MEASURED_MODEL_LEN = 4096
 """Tokens of the longest sequence for which kernels are timed, where the model's own is unknown."""
 
@@ -59,7 +63,8 @@ class Backend:
 
     def part_bytes(self, shape: HeadShape, max_model_len: int, num_rows: int) -> int:
         """Bytes of what a step of so many rows keeps of parts, where they are the same in every step."""
-        if not self.fixed_part or max_model_len <= self.fixed_part:
+        if not self.fixed_part or max_model_len <= self.fixed_part or shape.latent_dim:
+            # Parts of latents have a bound of their own, and a largest step that is tried has them.
             return 0
         num_parts = -(-max_model_len // self.fixed_part)
         return 4 * num_parts * num_rows * shape.num_heads * (shape.head_dim + 1)
@@ -156,7 +161,7 @@ def choose_backend(setting: str, model: Model, block_size: int | None) -> Backen
     for name in (setting,) if setting != "auto" else ("varlen", "triton", "gather"):
         try:
             backend = make_backend(name, model, block_size)
-            if backend.attend is not attend_gathered:
+            if name != "gather":
                 check_backend(backend, model)
                 for rival in backend.rivals:
                     check_backend(replace(backend, attend=rival.attend), model)
@@ -179,10 +184,12 @@ def fixed_backend(model: Model, block_size: int | None) -> Backend:
     """
     part = fixed_part(model.max_model_len)
     try:
-        from specray.engine.attention.triton import TritonAttend
-
         backend = make_backend("triton", model, block_size)
-        backend = replace(backend, attend=TritonAttend(1, fixed_part=part), rivals=(), fixed_part=part)
+        if not model.shape.latent_dim:
+            from specray.engine.attention.triton import TritonAttend
+
+            attend = TritonAttend(1, fixed_part=part)
+            backend = replace(backend, attend=attend, rivals=(), fixed_part=part)
         check_backend(backend, model)
     # Whatever a compiler or a driver raises.
     except Exception as error:
@@ -196,6 +203,16 @@ def fixed_backend(model: Model, block_size: int | None) -> Backend:
 def fixed_part(max_model_len: int) -> int:
     """KV indices of a part where it is the same in every step: of a model's longest sequence at most 32."""
     return max(_FIXED_PLACES, 1 << (-(-max_model_len // _MAX_FIXED_PARTS) - 1).bit_length())
+
+
+def latent_part(max_model_len: int) -> int:
+    """KV indices of a part of latents, in every step: of a model's longest sequence at most 32."""
+    return max(_LATENT_PLACES, 1 << (-(-max_model_len // _MAX_FIXED_PARTS) - 1).bit_length())
+
+
+def gathered(shape: HeadShape) -> AttendPaged:
+    """The way that works everywhere, for a model's heads."""
+    return partial(attend_gathered, latent_dim=shape.latent_dim) if shape.latent_dim else attend_gathered
 
 
 def _fastest(backend: Backend, model: Model) -> Backend:
@@ -213,9 +230,18 @@ def _fastest(backend: Backend, model: Model) -> Backend:
 
 def make_backend(name: str, model: Model, block_size: int | None) -> Backend:
     if name == "gather":
-        return Backend(name, attend_gathered, store_rows, block_size or DEFAULT_BLOCK_SIZE)
+        store = store_latents if model.shape.latent_dim else store_rows
+        return Backend(name, gathered(model.shape), store, block_size or DEFAULT_BLOCK_SIZE)
     if model.device.type != "cuda":
         raise ConfigError(f"the device is {model.device.type!r}; allowed: 'cuda'")
+    if name == "triton" and model.shape.latent_dim:
+        from specray.engine.attention.latent_triton import LatentAttend
+
+        part = latent_part(model.max_model_len)
+        attend = LatentAttend(model.shape.latent_dim, part)
+        return Backend(name, attend, store_latents, block_size or DEFAULT_BLOCK_SIZE, fixed_part=part)
+    if model.shape.latent_dim:
+        raise ConfigError("the model has latent attention; allowed: 'triton' or 'gather'")
     if name == "triton":
         return _triton(model.device, block_size or DEFAULT_BLOCK_SIZE)
     if model.has_sinks:
@@ -256,7 +282,12 @@ def _beside_varlen(model: Model, block_size: int) -> Backend:
 def check_backend(backend: Backend, model: Model) -> None:
     """Works on small steps against ``gather``. Raises ArithmeticError where the numbers differ."""
     tolerance = 1e-3 if model.dtype == torch.float32 else 3e-2
-    _check_store(backend.store, model, tolerance)
+    shape, reference = model.shape, gathered(model.shape)
+    if shape.latent_dim:
+        assert backend.store is store_latents, "there is no other"
+    else:
+        _check_store(backend.store, model, tolerance)
+    stored = shape.of_layer.num_numbers // shape.head_dim, shape.head_dim
     generator = torch.Generator().manual_seed(0)
     for rows in _checked_steps(backend.block_size):
         num_rows = sum(item.num_rows for item in rows)
@@ -264,22 +295,22 @@ def check_backend(backend: Backend, model: Model) -> None:
         query, layer = (
             torch.randn(size, generator=generator).to(device=model.device, dtype=model.dtype)
             for size in (
-                (num_rows, model.shape.num_heads, model.shape.head_dim),
-                (num_slots, 2 * model.shape.num_kv_heads, model.shape.head_dim),
+                (num_rows, shape.num_heads, shape.head_dim),
+                (num_slots, *(stored[1:] if shape.latent_dim else stored)),
             )
         )
         batch = make_batch(rows, backend.block_size, model.device)
         # From one that hardly weighs to one that outweighs all keys.
-        sinks = torch.linspace(-4.0, 8.0, model.shape.num_heads, device=model.device)
-        for window in _CHECKED_WINDOWS:
+        sinks = torch.linspace(-4.0, 8.0, shape.num_heads, device=model.device)
+        for window in _CHECKED_WINDOWS[: 1 if shape.latent_dim else None]:
             options: dict[str, Any] = {
                 "block_size": backend.block_size,
-                "scale": model.shape.scale,
+                "scale": shape.scale,
                 "window": window,
                 "sinks": sinks if model.has_sinks else None,
             }
             output, expected = (
-                attend(query, layer, batch, **options) for attend in (backend.attend, attend_gathered)
+                attend(query, layer, batch, **options) for attend in (backend.attend, reference)
             )
             _check_equal(output, expected, tolerance)
 

@@ -26,7 +26,7 @@ _MAX_TILE = 64
 """Rows times query heads of a program, at most; the matrix product needs at least 16."""
 _FIXED_TILE = 32
 """Rows times query heads of a program, where every step has the same; more are other instructions."""
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def _load_places(
 
 
 @triton.jit
-def _weigh(scores, values, highest, total, mixed):
+def weigh(scores, values, highest, total, mixed):
     """The running softmax of more scores: highest score, sum of weights and weighted values of each row."""
     higher = tl.maximum(highest, tl.max(scores, 1))
     # Where nothing was seen yet: minus infinity less itself would be no number.
@@ -76,7 +76,7 @@ def _weigh(scores, values, highest, total, mixed):
 
 
 @triton.jit
-def _on_path(key, prefix_len, first_index, bits):
+def on_path(key, prefix_len, first_index, bits):
     """KV indices of the tokens at some positions of one row's path: its prefix, then its ancestors."""
     depth = key - prefix_len
     bit = tl.arange(0, 64)
@@ -187,14 +187,14 @@ def _attend(
                     True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
                 )  # fmt: skip
                 scores = tl.dot(rows, keys, input_precision="ieee") * scale
-                highest, total, mixed = _weigh(scores, values, highest, total, mixed)
+                highest, total, mixed = weigh(scores, values, highest, total, mixed)
         for at in range(masked_from, high, PLACES):
             key = at + tl.arange(0, PLACES)
             is_key = key < high
             place = key
             if HAS_PATHS:
                 # All members of the tile are the one row.
-                place = _on_path(
+                place = on_path(
                     key, tl.max(prefix_len, 0), tl.max(first_index, 0), tl.load(ancestors + tile_row)
                 )
             keys, values = _load_places(
@@ -212,7 +212,7 @@ def _attend(
                 is_visible = is_visible | (is_bit & (((bits[:, None] >> shift) & 1) != 0))
             is_visible = is_visible & is_key[None, :]
             scores = tl.where(is_visible, scores, float("-inf"))
-            highest, total, mixed = _weigh(scores, values, highest, total, mixed)
+            highest, total, mixed = weigh(scores, values, highest, total, mixed)
         divisor = tl.where(total == 0.0, 1.0, total)
         place_out = (split * num_rows + row).to(tl.int64) * (NUM_KV_HEADS * GROUP_SIZE) + head
         tl.store(
@@ -353,7 +353,7 @@ class TritonAttend:
             batch.block_tables.stride(0),
             num_rows,
             num_splits,
-            scale * _LOG2_E,
+            scale * LOG2_E,
             WINDOW=window or 0,
             HAS_MASKS=batch.has_masks,
             HAS_SINKS=sinks is not None,

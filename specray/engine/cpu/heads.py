@@ -34,20 +34,20 @@ class KernelHeadProduct:
         weight: ``[num_heads, in_features, out_features]``, bfloat16 or float32.
     """
 
-    __slots__ = ("_args", "_kernel", "_thread_pool", "weight")
+    __slots__ = ("_args", "_kernel", "_thread_pool", "_weight", "shape")
 
     def __init__(self, weight: torch.Tensor, thread_pool: ThreadPool) -> None:
-        self.weight, self._thread_pool = weight.contiguous(), thread_pool
-        num_heads, in_features, out_features = weight.shape
+        self._weight, self._thread_pool = weight.contiguous(), thread_pool
+        num_heads, in_features, out_features = self.shape = weight.shape[0], weight.shape[1], weight.shape[2]
         lanes = next(lanes for lanes in (_MAX_LANES, 16, 8, 4, 2, 1) if out_features % lanes == 0)
         self._kernel = _product_kernel(str(weight.dtype).removeprefix("torch."), lanes)
         self._args = np.zeros(_NUM_ARGS, dtype=np.int64)
-        self._args[_WEIGHT] = self.weight.data_ptr()
+        self._args[_WEIGHT] = self._weight.data_ptr()
         self._args[[_NUM_HEADS, _IN, _OUT_SIZE]] = num_heads, in_features, out_features
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Not thread-safe."""
-        num_heads, _, size = self.weight.shape
+        num_heads, _, size = self.shape
         out = self._thread_pool.empty((len(rows), num_heads * size), rows.dtype)
         self.into(rows, out.view(len(rows), num_heads, size))
         return out
@@ -62,8 +62,8 @@ class KernelHeadProduct:
         args[[_ROWS, _ROW_STEP, _HEAD_STEP]] = rows.data_ptr(), rows.stride(0), rows.stride(1)
         args[[_OUT, _OUT_ROW_STEP, _OUT_HEAD_STEP]] = out.data_ptr(), out.stride(0), out.stride(1)
         args[[_NUM_ROWS, _REST]] = len(rows), rest
-        is_shared = len(rows) * self.weight.numel() >= _MIN_SHARED_WORK and self._thread_pool.size > 1
-        num_parts = min(self.weight.shape[0], MAX_PARTS - 1) if is_shared else 1
+        is_shared = len(rows) * self._weight.numel() >= _MIN_SHARED_WORK and self._thread_pool.size > 1
+        num_parts = min(self.shape[0], MAX_PARTS - 1) if is_shared else 1
         self._thread_pool.run(self._kernel, args.ctypes.data, num_parts)
 
 

@@ -15,7 +15,8 @@ from specray.engine.cpu.thread_pool import APART, Kernel, ThreadPool, as_pointer
 
 _MAX_LANES = 16
 (
-    _ROWS, _OUT, _NUM_ROWS, _WEIGHT, _SIZE, _EPS, _BLOCK_STEP, _SCRATCH, _SUMMAND, _ROW_STEP, _OUT_STEP, _REST,
+    _ROWS, _OUT, _NUM_ROWS, _WEIGHT, _SIZE, _EPS, _BLOCK_STEP, _SCRATCH, _SUMMAND, _ROW_STEP, _OUT_STEP,
+    _REST,
 ) = range(12)  # fmt: skip
 _NUM_ARGS = 12
 MIN_SHARED_SIZE = 65_536

@@ -73,3 +73,15 @@ def _apart(num_pairs: int, tile_rows: int, device: torch.device) -> tuple[torch.
     pairs = torch.full((num_pairs, tile_rows), num_pairs, dtype=torch.int32, device=device)
     pairs[:, 0] = torch.arange(num_pairs, dtype=torch.int32, device=device)
     return pairs.view(-1), torch.full((1,), num_pairs, dtype=torch.int32, device=device)
+
+
+@functools.lru_cache(maxsize=256)
+def align_heads(num_rows: int, num_heads: int, tile_rows: int, device: torch.device) -> Alignment:
+    """Tiles of heads that each multiply every row: pair ``row * num_heads + head``."""
+    tiles_each = -(-num_rows // tile_rows)
+    rows = torch.arange(tiles_each * tile_rows, dtype=torch.int32, device=device)
+    heads = torch.arange(num_heads, dtype=torch.int32, device=device)
+    pairs = rows * num_heads + heads[:, None]
+    pairs[:, num_rows:] = num_rows * num_heads
+    num_used = torch.full((1,), num_heads * tiles_each, dtype=torch.int32, device=device)
+    return Alignment(pairs.flatten(), heads.repeat_interleave(tiles_each), num_used, tile_rows)

@@ -238,7 +238,7 @@ class KernelLatentQueries(LatentQueries):
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         num_rows, joined, rotated_dim = len(rows), self.down(rows), self.rotated_dim
-        num_heads, plain_dim, latent_dim = self.keys.weight.shape
+        num_heads, plain_dim, latent_dim = self.keys.shape
         size = joined.shape[1] - latent_dim - rotated_dim
         first, latents = joined[:, :size], joined[:, size : size + latent_dim]
         if self.query_up is not None and self.query_norm is not None:

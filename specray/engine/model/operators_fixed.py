@@ -6,15 +6,18 @@ row; torch's own operators choose by the number of rows.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from specray.engine.activation import Activation, Joint
+from specray.engine.cuda.align import align_heads
 from specray.engine.cuda.epilogue import PlainWeight
 from specray.engine.cuda.experts_triton import TritonExperts
 from specray.engine.cuda.linear import ProductGate, ProductLinear
 from specray.engine.cuda.norm_triton import RowNorm
+from specray.engine.cuda.plain_triton import multiply_plain
 from specray.engine.cuda.tiles import FIXED
 from specray.engine.model.layers.experts import ExpertLayer, ExpertMlp
 from specray.engine.model.operators_torch import TorchOperators
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from specray.engine.model.decoder import Norm
+    from specray.engine.model.layers.latent.projections import HeadProduct
     from specray.engine.model.layers.routing import Router
     from specray.engine.model.linear import Gate, Linear
 
@@ -54,8 +58,29 @@ class FixedOperators(TorchOperators):
         made = TritonExperts.of(experts, FIXED)
         return super().experts(router, experts) if made is None else ExpertLayer(router, made)
 
+    def head_product(self, weight: torch.Tensor) -> HeadProduct:
+        num_heads, in_features, size = weight.shape
+        rows = weight.transpose(1, 2).reshape(num_heads * size, in_features)
+        return FixedHeadProduct(PlainWeight(rows), (num_heads, in_features, size))
+
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
         return RowNorm(weight, eps)
+
+
+@dataclass(frozen=True, slots=True)
+class FixedHeadProduct:
+    """Implements ``layers.latent.HeadProduct``."""
+
+    weight: PlainWeight
+    """The heads' ``[out_features, in_features]``, one below the other."""
+    shape: tuple[int, int, int]
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        num_rows, (num_heads, in_features, size) = len(rows), self.shape
+        out = rows.new_empty(num_rows * num_heads, size)
+        tiles = align_heads(num_rows, num_heads, FIXED.grouped_rows(num_rows), rows.device)
+        multiply_plain(rows.reshape(-1, in_features), self.weight, out, tiles=tiles)
+        return out.view(num_rows, -1)
 
 
 @torch.inference_mode()

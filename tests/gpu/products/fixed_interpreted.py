@@ -12,7 +12,8 @@ import torch
 
 from specray.config import TargetConfig
 from specray.engine.activation import Activation
-from specray.engine.attention.paged import attend_gathered, make_batch, store_rows
+from specray.engine.attention.latent_triton import LatentAttend
+from specray.engine.attention.paged import AttendPaged, attend_gathered, make_batch, store_rows
 from specray.engine.attention.select import Backend
 from specray.engine.attention.triton import TritonAttend
 from specray.engine.cuda.experts_triton import TritonExperts
@@ -37,8 +38,9 @@ from tests.unit.engine.model.checkpoints import write_checkpoint
 CPU = torch.device("cpu")
 SIZE, COLUMNS = 40, 200
 BLOCK = 16
-HEADS = HeadShape(6, 2, 32)
 PART = 64
+SHAPES = HeadShape(6, 2, 32), HeadShape(6, 1, 24, None, 16), HeadShape(34, 1, 24, None, 16)
+"""Of latents with several rows in a program, and with several programs for a row."""
 
 
 def products() -> None:
@@ -47,6 +49,8 @@ def products() -> None:
     weight, up, bias = torch.randn(SIZE, COLUMNS), torch.randn(SIZE, COLUMNS), torch.randn(SIZE)
     linear, gate = operators.linear(weight, bias), operators.gate(weight, up, None, None)
     norm = operators.norm(torch.rand(COLUMNS), 1e-5)
+    by_head = torch.randn(3, COLUMNS // 4, SIZE)
+    heads = operators.head_product(by_head)
     assert isinstance(linear, ProductLinear) and isinstance(gate, ProductGate)
     rows, summand = torch.randn(64, COLUMNS), torch.randn(64, SIZE)
     expected = rows @ weight.T + bias
@@ -57,12 +61,21 @@ def products() -> None:
     own = RMSNorm(norm.weight, 1e-5)  # type: ignore[attr-defined]
     torch.testing.assert_close(norm(rows), own(rows), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(norm.plus(rows, rows), own.plus(rows, rows.clone()), atol=1e-5, rtol=1e-5)
+    # Of each head not all numbers are read.
+    parts = rows.view(64, 4, -1)[:, :3]
+    torch.testing.assert_close(
+        heads(parts), torch.einsum("rhi,hio->rho", parts, by_head).flatten(1), atol=1e-4, rtol=1e-4
+    )
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        return heads(rows.view(len(rows), 4, -1)[:, :3])
+
     row = rows[:1]
     for num_rows in (2, 5, 8, 31, 32, 33, 64):
         for place in {0, 1, num_rows // 2, num_rows - 1}:
             step = torch.randn(num_rows, COLUMNS)
             step[place] = row
-            for part in (linear, gate, norm):
+            for part in (linear, gate, norm, product):
                 assert torch.equal(part(step)[place], part(row)[0]), (part, num_rows, place)
 
 
@@ -77,44 +90,48 @@ def cases() -> None:
 
 def attention() -> None:
     """A row's bits are the same alone, among the rows of its chain, and beside other sequences."""
-    for length, window in ((150, None), (150, 70), (5, None)):
-        layer = torch.randn(64 * BLOCK, 2 * HEADS.num_kv_heads, HEADS.head_dim)
-        query = torch.randn(length, HEADS.num_heads, HEADS.head_dim)
+    cases = ((SHAPES[0], 150, None), (SHAPES[0], 150, 70), *((shape, 5, None) for shape in SHAPES))
+    for heads, length, window in (*cases, (SHAPES[1], 70, None), (SHAPES[2], 66, None)):
+        layer = torch.randn(64 * BLOCK, heads.num_stored, heads.head_dim)
+        query = torch.randn(length, heads.num_heads, heads.head_dim)
         blocks = torch.randperm(32)[: -(-length // BLOCK)].tolist()
         last = length - 1
 
-        attended = partial(_attended, layer, window)
+        attended = partial(_attended, heads, layer, window)
         alone = attended([SequenceRows(0, 1, last, blocks)], query[last:])[0]
         for count in {min(each, length) for each in (2, 5, 8, 64, length)}:
             chain = SequenceRows(0, count, length - count, blocks)
             assert torch.equal(attended([chain], query[length - count :])[-1], alone), (length, count)
         others = list(range(33, 63))
         beside = [SequenceRows(0, 3, 400, others), SequenceRows(3, 1, last, blocks)]
-        numbers = torch.cat((torch.randn(3, HEADS.num_heads, HEADS.head_dim), query[last:]))
+        numbers = torch.cat((torch.randn(3, heads.num_heads, heads.head_dim), query[last:]))
         assert torch.equal(attended(beside, numbers)[3], alone)
 
 
 def _attended(
-    layer: torch.Tensor, window: int | None, rows: list[SequenceRows], query: torch.Tensor
+    heads: HeadShape, layer: torch.Tensor, window: int | None, rows: list[SequenceRows], query: torch.Tensor
 ) -> torch.Tensor:
     batch = make_batch(rows, BLOCK, CPU)
-    attend = TritonAttend(64, fixed_part=PART)
-    return attend(query, layer, batch, block_size=BLOCK, scale=HEADS.scale, window=window)
+    attend: AttendPaged = TritonAttend(64, fixed_part=PART)
+    if heads.latent_dim:
+        # So little memory for parts that rows are computed in several goes.
+        attend, layer = LatentAttend(heads.latent_dim, PART, most_part_bytes=100_000), layer[:, 0]
+    return attend(query, layer, batch, block_size=BLOCK, scale=heads.scale, window=window)
 
 
 def trees() -> None:
     """A node's bits are those of the same tokens as a chain, wherever its ancestors lie."""
     prefix_len, parents = 59, (-1, 0, 0, 2, 1, -1, 3, 6)
     visibility = tree_visibility(prefix_len, parents)
-    for window in (None, 20, 3):
-        prefix = torch.randn(prefix_len, HEADS.num_heads + 2 * HEADS.num_kv_heads, HEADS.head_dim)
+    for heads, window in ((SHAPES[0], None), (SHAPES[0], 20), (SHAPES[0], 3), (SHAPES[1], None)):
+        prefix = torch.randn(prefix_len, heads.num_heads + heads.num_stored, heads.head_dim)
         nodes = torch.randn(len(parents), *prefix.shape[1:])
         tree = SequenceRows(0, len(parents), prefix_len, range(6), visibility)
-        found = _run([prefix, nodes], tree, window)
+        found = _run(heads, [prefix, nodes], tree, window)
         for node in range(len(parents)):
             path = [index for index in range(node + 1) if visibility[node].ancestors >> index & 1]
             chain = SequenceRows(0, len(path), prefix_len, range(6))
-            assert torch.equal(_run([prefix, nodes[path]], chain, window)[-1], found[node])
+            assert torch.equal(_run(heads, [prefix, nodes[path]], chain, window)[-1], found[node])
 
 
 def mixtures() -> None:
@@ -148,14 +165,14 @@ def mixtures() -> None:
         assert why_not(config, on_cuda, others, backend) == reason
 
 
-def _run(parts: list[torch.Tensor], rows: SequenceRows, window: int | None) -> torch.Tensor:
+def _run(heads: HeadShape, parts: list[torch.Tensor], rows: SequenceRows, window: int | None) -> torch.Tensor:
     """Attention of some rows after a prefix whose keys and values are in the cache."""
     prefix, own = parts
-    layer = torch.zeros(8 * BLOCK, 2 * HEADS.num_kv_heads, HEADS.head_dim)
-    layer[: len(prefix)] = prefix[:, HEADS.num_heads :]
-    layer[len(prefix) : len(prefix) + len(own)] = own[:, HEADS.num_heads :]
-    query = own[:, : HEADS.num_heads].contiguous()
-    return _attended(layer, window, [rows], query)
+    layer = torch.zeros(8 * BLOCK, heads.num_stored, heads.head_dim)
+    layer[: len(prefix)] = prefix[:, heads.num_heads :]
+    layer[len(prefix) : len(prefix) + len(own)] = own[:, heads.num_heads :]
+    query = own[:, : heads.num_heads].contiguous()
+    return _attended(heads, layer, window, [rows], query)
 
 
 if __name__ == "__main__":

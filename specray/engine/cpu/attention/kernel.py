@@ -139,7 +139,8 @@ class AttentionCall:
         Args:
             qkv: ``[num_rows, num_heads + 2 * num_kv_heads, head_dim]``, contiguous; with latents one more
                 than ``num_heads``.
-            cache: ``[num_slots, 2 * num_kv_heads, head_dim]``, contiguous; of latents ``[num_slots, head_dim]``.
+            cache: ``[num_slots, 2 * num_kv_heads, head_dim]``, contiguous; of latents
+                ``[num_slots, head_dim]``.
             norm: weights of the q/k norm, ``[num_heads + num_kv_heads, head_dim]``, and its eps.
             window: a row sees itself and the ``window - 1`` positions before it; None: all before it.
             sinks: score of each query head's sink, ``[num_heads]``, float32; the caller keeps it. None: none.
@@ -249,7 +250,7 @@ class AttentionKernel(Kernel):
         scratch_size: float32 per thread, from queries per kv head, kv heads, head size and end of a span.
         can_be_packed: whether its input and output may be packed rows.
         splits_trees: whether each row of a tree goes on alone after the prefix.
-        latent_dim: first numbers of the key that all kv heads share, which are its value; 0: each has its own.
+        latent_dim: first numbers of the key that all kv heads share, which are its value; 0: each has one.
     """
 
     __slots__ = ("can_be_packed", "latent_dim", "max_queries", "scratch_size", "splits_trees")

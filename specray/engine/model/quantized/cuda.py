@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from specray.engine.attention.base import Attention
     from specray.engine.model.decoder import Embedding, Norm, RowGate
     from specray.engine.model.layers.delta import GatedDelta, Mixer
+    from specray.engine.model.layers.latent.projections import HeadProduct, LatentQueries
+    from specray.engine.model.layers.normed import Rows
     from specray.engine.model.layers.routing import Router
     from specray.engine.model.linear import Gate, Linear
     from specray.engine.model.operators import Operators
@@ -107,6 +109,12 @@ class CodeOperators:
 
     def gated_delta(self, mixer: GatedDelta) -> Mixer:
         return self._others.gated_delta(mixer)
+
+    def head_product(self, weight: torch.Tensor) -> HeadProduct:
+        return self._others.head_product(weight)
+
+    def latent_queries(self, queries: LatentQueries) -> Rows:
+        return self._others.latent_queries(queries)
 
     def experts(self, router: Router, experts: Sequence[ExpertMlp]) -> ExpertLayer:
         made = TritonExperts.of(experts, self._rule)

@@ -1,10 +1,10 @@
 """The projections around latent attention, with torch's operators.
 
-Since ``q . (W_k latent) = (W_k^T q) . latent``, queries are taken to the latents' space and attend there, with
-one kv head whose values are the latents themselves; what comes out is taken back by each head's ``W_v``. So
-the cache holds ``[latent | rotated]`` of a token, and nothing is made of it again. Every row is computed so,
-of a prompt too: keys and values made anew would give other bits, and which rows get them would be a matter of
-how a prompt is cut.
+Since ``q . (W_k latent) = (W_k^T q) . latent``, queries are taken to the latents' space and attend there,
+with one kv head whose values are the latents themselves; what comes out is taken back by each head's ``W_v``.
+So the cache holds ``[latent | rotated]`` of a token, and nothing is made of it again. Every row is computed
+so, of a prompt too: keys and values made anew would give other bits, and which rows get them would be a
+matter of how a prompt is cut.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class HeadProduct(Protocol):
     """A linear layer of each head."""
 
     @property
-    def weight(self) -> torch.Tensor:
-        """``[num_heads, in_features, out_features]``."""
+    def shape(self) -> tuple[int, int, int]:
+        """Heads, input and output features of each."""
         ...
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
@@ -44,7 +44,12 @@ class HeadProduct(Protocol):
 class TorchHeadProduct:
     """Implements :class:`HeadProduct`."""
 
-    weight: torch.Tensor
+    weight: torch.Tensor  # [num_heads, in_features, out_features]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        num_heads, in_features, out_features = self.weight.shape
+        return num_heads, in_features, out_features
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return torch.bmm(rows.transpose(0, 1), self.weight).transpose(0, 1).reshape(len(rows), -1)
@@ -80,7 +85,7 @@ class LatentQueries:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         num_rows, joined = len(rows), self.down(rows)
-        num_heads, plain_dim, latent_dim = self.keys.weight.shape
+        num_heads, plain_dim, latent_dim = self.keys.shape
         first, key = joined.tensor_split((joined.shape[1] - latent_dim - self.rotated_dim,), dim=1)
         if self.query_up is not None and self.query_norm is not None:
             first = self.query_up(self.query_norm(first.contiguous()))
@@ -102,5 +107,5 @@ class LatentOutput:
     linear: Projection
 
     def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
-        num_heads, latent_dim, _ = self.values.weight.shape
+        num_heads, latent_dim, _ = self.values.shape
         return self.linear.plus(self.values(rows.view(len(rows), num_heads, latent_dim)), summand)

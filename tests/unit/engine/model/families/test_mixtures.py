@@ -1,4 +1,7 @@
-"""Every mixture of the decoder, and every model of latent attention, says what transformers says: alone, and with chains and trees of drafts."""
+"""Every mixture and every model of latent attention says what transformers says.
+
+On the decoder, alone, and with chains and trees of drafts.
+"""
 
 from __future__ import annotations
 
