@@ -21,7 +21,6 @@ from specray.engine.attention.paged import (
     attend_gathered,
     make_batch,
     split_packed,
-    store_latents,
     store_rows,
 )
 from specray.engine.attention.sdpa import PlainAttention
@@ -60,9 +59,8 @@ def test_gathered_blocks_equal_plain_attention(case: Case, has_head_norm: bool) 
     shape = case.shape
     rotary = rotary_tables(*tables(shape.head_dim - shape.latent_dim), torch.float32)
     plain = PlainAttention(rotary, shape)
-    store = store_latents if shape.latent_dim else store_rows
     has_head_norm &= not shape.latent_dim
-    blocks = PagedAttention(rotary, shape, gathered(shape), store)
+    blocks = PagedAttention(rotary, shape, gathered(shape))
     weight = torch.rand(shape.num_heads + shape.num_kv_heads, shape.head_dim) + 0.5
     head_norm = HeadNorm(weight, 1e-6) if has_head_norm else None
     rows = sequence_rows(case)

@@ -9,7 +9,7 @@ import torch
 from specray.engine.attention import store_triton
 from specray.engine.attention import triton as triton_attention
 from specray.engine.attention.latent_triton import LatentAttend
-from specray.engine.attention.paged import store_latents
+from specray.engine.attention.paged import store_rows
 from specray.engine.attention.select import Backend, Model, check_backend
 from specray.engine.attention.triton import TritonAttend
 from specray.engine.model import operators_triton as operators_triton
@@ -47,7 +47,7 @@ def start() -> None:
         model = Model(HeadShape(6, 2, 32), dtype, CPU, has_sinks=dtype == torch.float32)
         check_backend(Backend("triton", TritonAttend(64), store_triton.store_rows, 16), model)
         model = Model(HeadShape(6, 1, 24, None, 16), dtype, CPU)
-        check_backend(Backend("triton", LatentAttend(16, 32), store_latents, 16), model)
+        check_backend(Backend("triton", LatentAttend(16, 32), store_rows, 16), model)
 
 
 if __name__ == "__main__":

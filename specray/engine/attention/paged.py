@@ -91,26 +91,16 @@ def store_rows(
     head_norm: HeadNorm | None = None,
 ) -> torch.Tensor:
     """Implements :class:`StoreRows` with torch's operators."""
+    if layer.ndim == 2:
+        # Of latents, normed before: a key is all that is stored, and its last numbers are rotated.
+        rotate_heads(heads, None, cos, sin)
+        layer.index_copy_(0, slots, heads[:, -1])
+        return heads[:, :-1]
     num_stored = layer.shape[1]
     num_heads = heads.shape[1] - num_stored
     rotate_heads(heads.narrow(1, 0, num_heads + num_stored // 2), head_norm, cos, sin)
     layer.index_copy_(0, slots, heads.narrow(1, num_heads, num_stored))
     return heads.narrow(1, 0, num_heads)
-
-
-def store_latents(
-    heads: torch.Tensor,
-    layer: torch.Tensor,
-    slots: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    head_norm: HeadNorm | None = None,
-) -> torch.Tensor:
-    """Implements :class:`StoreRows` where a key is all that is stored, and its last numbers are rotated."""
-    assert head_norm is None, "latents are normed before"
-    rotate_heads(heads, None, cos, sin)
-    layer.index_copy_(0, slots, heads[:, -1])
-    return heads[:, :-1]
 
 
 @dataclass(frozen=True, slots=True)

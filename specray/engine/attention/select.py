@@ -25,7 +25,6 @@ from specray.engine.attention.paged import (
     StoreRows,
     attend_gathered,
     make_batch,
-    store_latents,
     store_rows,
 )
 from specray.engine.step import HeadShape, PagedBatch, SequenceRows
@@ -230,8 +229,7 @@ def _fastest(backend: Backend, model: Model) -> Backend:
 
 def make_backend(name: str, model: Model, block_size: int | None) -> Backend:
     if name == "gather":
-        store = store_latents if model.shape.latent_dim else store_rows
-        return Backend(name, gathered(model.shape), store, block_size or DEFAULT_BLOCK_SIZE)
+        return Backend(name, gathered(model.shape), store_rows, block_size or DEFAULT_BLOCK_SIZE)
     if model.device.type != "cuda":
         raise ConfigError(f"the device is {model.device.type!r}; allowed: 'cuda'")
     if name == "triton" and model.shape.latent_dim:
@@ -239,7 +237,7 @@ def make_backend(name: str, model: Model, block_size: int | None) -> Backend:
 
         part = latent_part(model.max_model_len)
         attend = LatentAttend(model.shape.latent_dim, part)
-        return Backend(name, attend, store_latents, block_size or DEFAULT_BLOCK_SIZE, fixed_part=part)
+        return Backend(name, attend, store_rows, block_size or DEFAULT_BLOCK_SIZE, fixed_part=part)
     if model.shape.latent_dim:
         raise ConfigError("the model has latent attention; allowed: 'triton' or 'gather'")
     if name == "triton":
@@ -284,7 +282,7 @@ def check_backend(backend: Backend, model: Model) -> None:
     tolerance = 1e-3 if model.dtype == torch.float32 else 3e-2
     shape, reference = model.shape, gathered(model.shape)
     if shape.latent_dim:
-        assert backend.store is store_latents, "there is no other"
+        assert backend.store is store_rows, "there is no other"
     else:
         _check_store(backend.store, model, tolerance)
     stored = shape.of_layer.num_numbers // shape.head_dim, shape.head_dim

@@ -199,7 +199,9 @@ def _decoder_source(
     own = [
         name
         for name in weights.stored_bytes
-        if (adapter is None or name not in adapter.layers) and formats.of_matrix(name) is Quantization.NONE
+        if (adapter is None or name not in adapter.layers)
+        and formats.of_matrix(name) is Quantization.NONE
+        and not config.is_decoded(name)
     ]
     return DecoderSource(
         config,

@@ -151,13 +151,13 @@ def lower_layer(
 
     if config.recurrent is not None and config.recurrent.layers[index]:
         mixing = lower_mixer(prefix, config, config.recurrent, taken, operators)
-        output = _projection(f"{prefix}{mixing.output}", mixing.num_outputs, False, taken, operators)
+        mixed = _projection(f"{prefix}{mixing.output}", mixing.num_outputs, False, taken, operators)
         gate, down = _mlp(index, config, taken, operators)
         return DecoderLayer(
             input_norm=norm(INPUT_NORM),
             qkv=mixing.linear,
             head_norm=None,
-            output=output,
+            output=mixed,
             post_attention_norm=norm(ATTENTION_NORM),
             gate=gate,
             down=down,
@@ -165,9 +165,10 @@ def lower_layer(
             mixer=mixing.mixer,
             place=sum(config.recurrent.layers[:index]),
         )
-    output: Projection = _projection(
+    linear = _projection(
         f"{prefix}self_attn.o_proj", config.num_attended, config.has_output_bias, taken, operators
     )
+    output: Projection = NormedProjection(linear, norm(ATTENTION_NORM)) if is_sandwich else linear
     if config.latent is None:
         qkv: Rows = _qkv(f"{prefix}self_attn.", config, taken, operators)
     else:
@@ -181,7 +182,7 @@ def lower_layer(
         input_norm=input_norm(INPUT_NORM),
         qkv=qkv,
         head_norm=_head_norm(f"{prefix}self_attn.", config, shape, taken) if config.has_head_norm else None,
-        output=NormedProjection(output, norm(ATTENTION_NORM)) if is_sandwich else output,
+        output=output,
         post_attention_norm=input_norm(MLP_NORM if is_sandwich else ATTENTION_NORM),
         gate=gate,
         down=NormedProjection(down, norm(MLP_OUTPUT_NORM)) if is_sandwich else down,

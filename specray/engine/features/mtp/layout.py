@@ -146,8 +146,7 @@ class MtpLayout(DrafterLayout):
 
     @property
     def cache_shape(self) -> CacheShape:
-        shape = head_shape(self.config, None)
-        return CacheShape(self.num_layers, shape.num_kv_heads, shape.head_dim)
+        return CacheShape.of_layers([head_shape(self.config, None).of_layer] * self.num_layers)
 
     def bytes_per_token(self, item_bytes: int) -> int:
         return item_bytes * (self.hidden_size + self.cache_shape.num_numbers)

@@ -54,8 +54,11 @@ class WeightFormats:
         inputs: dict[str, int] = {}
         if self.layers is not Quantization.NONE:
             inputs["hidden_size"] = decoder.hidden_size
-            queries = decoder.num_attention_heads * decoder.head_dim
-            inputs["num_attention_heads * head_dim"] = queries // world_size
+            if decoder.latent is None:
+                inputs["num_attention_heads * head_dim"] = decoder.num_attended // world_size
+            else:
+                inputs["num_attention_heads * v_head_dim"] = decoder.num_attended // world_size
+                inputs["q_lora_rank"] = decoder.latent.query_rank or decoder.hidden_size
             inputs["intermediate_size"] = decoder.intermediate_size // world_size
             for name in ("moe_intermediate_size", "shared_intermediate_size"):
                 if (size := getattr(decoder, name)) is not None:
@@ -95,6 +98,8 @@ class WeightFormats:
 
     def of_matrix(self, name: str) -> Quantization:
         """Format that a weight of two dimensions is quantised to here."""
+        if DecoderConfig.is_decoded(name):
+            return Quantization.NONE
         if name == EMBEDDING:
             return self.head if self.has_quantized_embedding else Quantization.NONE
         return self.head if name == HEAD else self.layers

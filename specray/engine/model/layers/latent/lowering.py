@@ -82,7 +82,7 @@ def _by_head(
     """
     sizes = latent.plain_dim, latent.value_dim
     both = taken.share(f"{prefix}{LATENT_UP}.weight", config.num_attention_heads * sum(sizes), dim=0)
-    keys, values = both.view(-1, sum(sizes), latent.latent_dim).split(sizes, dim=1)
+    keys, values = both.view(-1, sum(sizes), latent.latent_dim).tensor_split((sizes[0],), dim=1)
     return keys.clone(), values.transpose(1, 2).contiguous()
 
 

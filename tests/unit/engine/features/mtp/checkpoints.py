@@ -60,6 +60,8 @@ QWEN = Naming(
 )
 
 FAMILIES: dict[str, tuple[str, Naming, Mapping[str, Any]]] = {
+    "DeepSeek": ("deepseek_v3", DEEPSEEK, {"num_hidden_layers": 2, "num_nextn_predict_layers": 1,
+        "first_k_dense_replace": 1}),
     "GLM": ("glm4_moe", DEEPSEEK, {"first_k_dense_replace": 1, "num_nextn_predict_layers": 1}),
     "MiMo": ("qwen2", MIMO, {}),
     "Qwen": ("qwen3", QWEN, {}),
