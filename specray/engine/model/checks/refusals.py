@@ -63,10 +63,9 @@ def known_refusal(config: Any, *, max_model_len: int) -> str | None:
         return "it has recurrent layers alone; allowed: recurrent layers besides attention"
     if config.model_type in _BEGUN_ANEW:
         return "it has recurrent layers, which transformers begins anew with each chunk of a prompt"
-    if kinds & _SPARSE_KINDS or any(getattr(config, name, None) for name in _SPARSE_FIELDS):
-        return (
-            "it has sparse attention, whose layers choose the tokens that they see by an index of their own"
-        )
+    missing = _missing(config, kinds)
+    if missing:
+        return f"it has {' and '.join(missing)}"
     if not getattr(config, "is_causal", True):
         return "its tokens see those after them (is_causal is false)"
     first = getattr(config, "floor_scale", None)
@@ -84,6 +83,17 @@ def known_refusal(config: Any, *, max_model_len: int) -> str | None:
                 f"allowed: max_model_len up to {chunk}"
             )
     return None
+
+
+def _missing(config: Any, kinds: frozenset[str]) -> list[str]:
+    """What a model that cannot be served for its attention has, and nothing here computes."""
+    is_sparse = kinds & _SPARSE_KINDS or any(getattr(config, name, None) for name in _SPARSE_FIELDS)
+    if not is_sparse:
+        return []
+    found = ["sparse attention, whose layers choose the tokens that they see by an index of their own"]
+    if getattr(config, "hc_count", None):
+        found.append("several residual streams (hyper-connections)")
+    return [*found, "embeddings of n-grams"] if getattr(config, "ngram_size", None) else found
 
 
 def window_refusal(config: Any, windows: Sequence[int | None], *, max_model_len: int) -> str | None:
