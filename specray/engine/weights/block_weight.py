@@ -61,6 +61,13 @@ class BlockWeight:
         begin, end = (self.kind.row_bytes(place) for place in (start, stop))
         return BlockWeight(self.kind, self.rows[:, begin:end])
 
+    def reordered(self, columns: torch.Tensor) -> BlockWeight:
+        """With its input features in another order, which takes blocks as a whole; int64."""
+        size = self.kind.size
+        blocks = columns[:: size.num_values] // size.num_values
+        rows = self.rows.reshape(len(self.rows), -1, size.num_bytes)[:, blocks]
+        return BlockWeight(self.kind, rows.reshape(self.rows.shape))
+
     def is_finite(self) -> bool:
         """Whether no value is NaN or infinite: blocks have no other numbers that could be."""
         blocks = self.rows.reshape(-1, self.kind.size.num_bytes)

@@ -25,6 +25,8 @@ _MODEL_TYPES = frozenset(
         "qwen2",
         "qwen2_moe",
         "qwen3",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
         "qwen3_moe",
     }
 )

@@ -67,8 +67,7 @@ class MtpLayer:
 
 def lower_mtp(layout: MtpLayout, parts: TargetParts) -> list[MtpLayer]:
     """Builds the layers. Raises ConfigError: a weight is damaged, or holds NaN or infinite values."""
-    weights, config = layout.open(parts.dtype, parts.device)
-    taken = RankWeights(weights, None)
+    config, taken = layout.config, RankWeights(layout.open(parts.dtype, parts.device), None)
     operators = operator_set(parts.operators, layout.formats, parts.dtype, parts.device).layers
     # What each sequence sees begins behind its first slot.
     shape = head_shape(config, None)

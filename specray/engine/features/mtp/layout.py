@@ -16,6 +16,7 @@ import torch
 from specray.config import MTP
 from specray.engine.features.base import TargetShape
 from specray.engine.features.layout import DrafterLayout
+from specray.engine.model.checkpoint.gguf_weights import PREDICTORS
 from specray.engine.model.checkpoint.names import as_stored, decoder_names
 from specray.engine.model.checkpoint.source import NamedWeights
 from specray.engine.model.checks.weights import COMPUTED, check_weight, listed
@@ -83,6 +84,13 @@ _NAMINGS = (
         {part: f"model.layers.N.{part}" for part in (PROJECTION, EMBEDDING_NORM, HIDDEN_NORM, OUTPUT_NORM)},
         ("model.layers.N.shared_head.head.weight", "model.layers.N.embed_tokens.weight"),
         is_counted_on=True,
+    ),
+    # llama.cpp.
+    _Naming(
+        f"{PREDICTORS}N.",
+        PREDICTORS,
+        {part: f"{PREDICTORS}N.{part}" for part in (PROJECTION, EMBEDDING_NORM, HIDDEN_NORM, OUTPUT_NORM)},
+        (f"{PREDICTORS}N.shared_head.head.weight", f"{PREDICTORS}N.embed_tokens.weight"),
     ),
     # MiMo.
     _Naming(
@@ -156,15 +164,17 @@ class MtpLayout(DrafterLayout):
             shape[0] for name, shape in self.shapes.items() if len(shape) == 2 and ".experts." not in name
         )
 
-    def open(self, dtype: torch.dtype, device: torch.device) -> tuple[NamedWeights, DecoderConfig]:
-        """Its weights, and the configuration in terms of which they are."""
-        has_own_bits = self.formats.has_own_bits and has_own_kernels(device, dtype)
-        weights, config = open_weights(
-            self.path, self.described, self.config, dtype=dtype, device=device, has_own_bits=has_own_bits
+    def open(self, dtype: torch.dtype, device: torch.device) -> NamedWeights:
+        """Its weights, by the names in ``names``."""
+        decoder, has_kernels = self.described.decoder, has_own_kernels(device, dtype)
+        assert decoder is not None, "the reader has refused others"
+        own = self.formats.has_own_bits and has_kernels
+        weights, _ = open_weights(
+            self.path, self.described, decoder, dtype=dtype, device=device, has_own_bits=own
         )
         weights.rename(self.names)
-        weights.keep_wide(config.wide_weights())
-        return weights, config
+        weights.keep_wide(self.config.wide_weights())
+        return weights
 
 
 def read_mtp(args: ModelArgs, target: TargetShape, dtype: torch.dtype) -> MtpLayout:

@@ -13,7 +13,6 @@ from specray.engine.weights.block_type import BlockType, numbered_type
 from specray.engine.weights.block_weight import BlockWeight
 from specray.engine.weights.grouped_weight import HALF_BITS, GroupedWeight
 from specray.engine.weights.quantization import GROUP
-from specray.engine.weights.stored_weight import Part
 from specray.errors import ConfigError
 from specray.gguf.header import GgufHeader, TensorEntry, check_whole, read_header
 
@@ -82,7 +81,7 @@ class GgufFile:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._num_bytes = 0
 
-    def stored(self, name: str, first: int, last: int) -> Part:
+    def stored(self, name: str, first: int, last: int) -> BlockWeight | GroupedWeight:
         """Rows ``first`` to ``last - 1`` of a tensor that has a unit, a view of the file."""
         tensor = self.tensors[name]
         if isinstance(tensor.kind, BlockType):

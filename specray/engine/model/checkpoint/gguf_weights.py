@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ from specray.engine.model.layers.expert_config import (
     SHARED_GATE,
     expert_prefix,
 )
+from specray.engine.model.layers.recurrent_config import RATES
 from specray.engine.weights.block_type import BlockType
 from specray.engine.weights.stored_weight import StoredWeight
 from specray.errors import ConfigError
@@ -42,11 +44,15 @@ from specray.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from specray.engine.model.layers.recurrent_config import DeltaLayers
+
 _log = logging.getLogger(__name__)
 
 _LLAMA = "llama"
 """Architecture whose files have the rows of queries and keys in another order."""
-_SHIFTED = frozenset({"gemma3"})
+_HYBRIDS = frozenset({"qwen35", "qwen35moe"})
+"""Architectures whose recurrent layers have value heads in another order, and rates in place of logs."""
+_SHIFTED = _HYBRIDS | {"gemma3"}
 """Architectures whose files hold the norms' weights with the one that checkpoints leave out."""
 _ENDS = {EMBEDDING: "token_embd.weight", FINAL_NORM: "output_norm.weight", HEAD: "output.weight"}
 _ATTENTION = {
@@ -58,13 +64,36 @@ _ATTENTION = {
     "q_norm": "attn_q_norm",
     "k_norm": "attn_k_norm",
 }
+_DELTA = {
+    "in_proj_qkv.weight": "attn_qkv.weight",
+    "in_proj_z.weight": "attn_gate.weight",
+    "in_proj_b.weight": "ssm_beta.weight",
+    "in_proj_a.weight": "ssm_alpha.weight",
+    "conv1d.weight": "ssm_conv1d.weight",
+    RATES: "ssm_a",
+    "dt_bias": "ssm_dt.bias",
+    "norm.weight": "ssm_norm.weight",
+    "out_proj.weight": "ssm_out.weight",
+}
 _MLP = {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "gate_up_proj": "ffn_up", "down_proj": "ffn_down"}
 _ROUTER = "ffn_gate_inp"
 _SHARED_GATE = "ffn_gate_inp_shexp"
 _WHOLE_NAMES = {CHOICE_BIAS: "exp_probs_b.bias", SINKS: "attn_sinks.weight"}
 """Names of a layer's tensors that are no weight or bias of a part in a checkpoint."""
+_CONVOLUTION_DIMS = 3
+"""Dimensions of a convolution's weight here; files leave out the one in the middle."""
 _PREDICTOR = "nextn.eh_proj.weight"
 """What only layers have that predict several tokens at once."""
+_PREDICTING = {
+    "eh_proj": "nextn.eh_proj",
+    "enorm": "nextn.enorm",
+    "hnorm": "nextn.hnorm",
+    "shared_head.norm": "nextn.shared_head_norm",
+    "shared_head.head": "nextn.shared_head_head",
+    "embed_tokens": "nextn.embed_tokens",
+}
+PREDICTORS = "nextn.layers."
+"""What their names begin with here, before the number of each."""
 _ROTARY = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 """Tensors that config.json speaks of."""
 
@@ -78,6 +107,8 @@ class _TensorRows:
     shape: tuple[int, ...]
     order: torch.Tensor | None = None
     """Row of the tensor, from the first on, of each row of the weight; None: as they are."""
+    columns: torch.Tensor | None = None
+    """The same of input features."""
 
 
 class GgufWeights(NamedWeights):
@@ -109,19 +140,17 @@ class GgufWeights(NamedWeights):
         self._file = GgufFile(file, path)
         self._places = dict(_places(config, self._file))
         used = {place.tensor for place in self._places.values()} | _ROTARY
-        aside = tuple(_predictors(config, self._file))
-        rest = {
-            name: tensor.shape
-            for name, tensor in self._file.tensors.items()
-            if name not in used and not name.startswith(aside)
-        }
+        rest = {name: tensor.shape for name, tensor in self._file.tensors.items() if name not in used}
         super().__init__(path, {name: place.shape for name, place in self._places.items()} | rest)
         self._warned: set[str] = set()
 
     def decoder_config(self, config: DecoderConfig) -> DecoderConfig:
         """What the file's numbers are in terms of the decoder: norms may be stored with their one."""
         is_shifted = config.has_shifted_norms and self._file.architecture not in _SHIFTED
-        return replace(config, has_shifted_norms=is_shifted)
+        recurrent = config.recurrent
+        if recurrent is not None:
+            recurrent = replace(recurrent, has_rates=self._file.architecture in _HYBRIDS)
+        return replace(config, has_shifted_norms=is_shifted, recurrent=recurrent)
 
     @property
     def stored_bytes(self) -> Mapping[str, int]:
@@ -140,8 +169,8 @@ class GgufWeights(NamedWeights):
         tensor = self._held(name)
         if tensor is None or self._cuts_a_unit(name, tensor, part):
             return None
-        weight = StoredWeight((self._file.stored(*self._run(name, part)),))
-        place = self._place(name)
+        whole, place = self._file.stored(*self._run(name, part)), self._place(name)
+        weight = StoredWeight((whole if place.columns is None else whole.reordered(place.columns),))
         if place.order is not None:
             weight = weight.select(place.order[_rows(place, part)])
         if part is not None and part.dim == 1:
@@ -164,9 +193,12 @@ class GgufWeights(NamedWeights):
             weight = weight[_rows(place, part)]
         elif place.order is not None:
             weight = weight[place.order[_rows(place, part)]]
+        if place.columns is not None:
+            weight = weight[:, place.columns]
         if part is not None and part.dim == 1:
             weight = weight[:, part.start : part.stop]
-        return weight.to(self._device).contiguous()
+        weight = weight.to(self._device).contiguous()
+        return weight[:, None] if len(place.shape) == _CONVOLUTION_DIMS else weight
 
     def _converted(self, name: str, numbers: torch.Tensor) -> torch.Tensor:
         """Numbers in the type of the model, or float32 for a vector that would be rounded."""
@@ -200,6 +232,9 @@ class GgufWeights(NamedWeights):
         is_half = not isinstance(tensor.kind, BlockType)
         # Other devices multiply with numbers of the rows' type alone.
         is_held = tensor.unit is not None and (not is_half or self._device.type == "cpu")
+        if is_held and place.columns is not None and not _keeps_units(place.columns, tensor.unit or 1):
+            self._warn(name, f"heads of {tensor.format} lie in another order in the file, which cuts blocks")
+            return None
         return tensor if is_held and _ROUTER not in place.tensor else None
 
     def _cuts_a_unit(self, name: str, tensor: GgufTensor, part: WeightPart | None) -> bool:
@@ -211,17 +246,13 @@ class GgufWeights(NamedWeights):
             or (part.start % size == 0 and part.stop % size == 0)
         ):
             return False
-        if "columns" not in self._warned:
-            self._warned.add("columns")
-            _log.warning(
-                "%s: %s and maybe others are dequantised to dtype: a rank's %d input features are no whole "
-                "blocks of %d",
-                self._path,
-                name,
-                part.stop - part.start,
-                size,
-            )
+        self._warn(name, f"a rank's {part.stop - part.start} input features are no whole blocks of {size}")
         return True
+
+    def _warn(self, name: str, reason: str) -> None:
+        if reason not in self._warned:
+            self._warned.add(reason)
+            _log.warning("%s: %s and maybe others are dequantised to dtype: %s", self._path, name, reason)
 
     def _run(self, name: str, part: WeightPart | None) -> tuple[str, int, int]:
         """The tensor, and which of its rows are read: all of a weight whose rows are in another order."""
@@ -246,26 +277,61 @@ def _places(config: DecoderConfig, file: GgufFile) -> Iterator[tuple[str, _Tenso
         if tensor in file.tensors:
             yield name, _whole(file, tensor)
     for layer in range(config.num_hidden_layers):
-        for name, tensor in _layer_names(config, layer, file).items():
-            for suffix in ("weight", "bias"):
-                if (stored := f"blk.{layer}.{tensor}.{suffix}") in file.tensors:
-                    place = _whole(file, stored)
-                    if tensor == _SHARED_GATE:
-                        # One product's weight is a vector there.
-                        place = replace(place, shape=(1, place.shape[-1]))
-                    yield f"{layer_prefix(layer)}{name}.{suffix}", _ordered(place, name, config, file)
-        for name, tensor in _WHOLE_NAMES.items():
+        for name, place in _layer_places(config, layer, file):
+            yield f"{layer_prefix(layer)}{name}", place
+    for number in count():
+        layer = config.num_hidden_layers + number
+        if f"blk.{layer}.{_PREDICTOR}" not in file.tensors:
+            break
+        for name, place in _layer_places(config, layer, file):
+            yield f"{PREDICTORS}{number}.{name}", place
+
+
+def _layer_places(config: DecoderConfig, layer: int, file: GgufFile) -> Iterator[tuple[str, _TensorRows]]:
+    """A layer's weights, by their names in it; also of one after the last, which predicts further tokens."""
+    names, recurrent = _layer_names(config, layer, file), config.recurrent
+    if recurrent is not None and recurrent.layers[layer : layer + 1] == (True,):
+        names = {name: tensor for name, tensor in names.items() if tensor not in _ATTENTION.values()}
+        for name, tensor in _DELTA.items():
             if (stored := f"blk.{layer}.{tensor}") in file.tensors:
-                yield f"{layer_prefix(layer)}{name}", _whole(file, stored)
-        yield from _experts(config, layer, file)
+                yield f"{recurrent.prefix}{name}", _delta_place(recurrent, name, stored, file)
+    for name, tensor in names.items():
+        for suffix in ("weight", "bias"):
+            if (stored := f"blk.{layer}.{tensor}.{suffix}") in file.tensors:
+                place = _whole(file, stored)
+                if tensor == _SHARED_GATE:
+                    # One product's weight is a vector there.
+                    place = replace(place, shape=(1, place.shape[-1]))
+                yield f"{name}.{suffix}", _ordered(place, name, config, file)
+    for name, tensor in _WHOLE_NAMES.items():
+        if (stored := f"blk.{layer}.{tensor}") in file.tensors:
+            yield name, _whole(file, stored)
+    yield from _experts(config, layer, file)
 
 
-def _predictors(config: DecoderConfig, file: GgufFile) -> Iterator[str]:
-    """What the names of the layers after the last one begin with."""
-    layer = config.num_hidden_layers
-    while f"blk.{layer}.{_PREDICTOR}" in file.tensors:
-        yield f"blk.{layer}."
-        layer += 1
+def _delta_place(layers: DeltaLayers, name: str, stored: str, file: GgufFile) -> _TensorRows:
+    """A weight of a recurrent layer: files have the first value head of each key head, then the second ..."""
+    place, keys = _whole(file, stored), layers.num_key_heads
+    if name == "norm.weight":
+        return place
+    rows, first = place.shape[-1 if name == "out_proj.weight" else 0], 0
+    if name in ("in_proj_qkv.weight", "conv1d.weight"):
+        first = 2 * keys * layers.key_dim
+    if (rows - first) % layers.num_heads or rows < first:
+        return place
+    own = torch.arange(first, rows).view(layers.num_heads // keys, keys, -1).transpose(0, 1).reshape(-1)
+    order = torch.cat((torch.arange(first), own))
+    if name == "conv1d.weight":
+        place = replace(place, shape=(rows, 1, *place.shape[1:]))
+    return replace(place, columns=order) if name == "out_proj.weight" else replace(place, order=order)
+
+
+def _keeps_units(columns: torch.Tensor, unit: int) -> bool:
+    """Whether an order of input features takes units as a whole."""
+    if len(columns) % unit:
+        return False
+    runs = columns.view(-1, unit)
+    return bool((runs == runs[:, :1] + torch.arange(unit)).all() and (runs[:, 0] % unit == 0).all())
 
 
 def _whole(file: GgufFile, tensor: str) -> _TensorRows:
@@ -286,7 +352,9 @@ def _layer_names(config: DecoderConfig, layer: int, file: GgufFile) -> dict[str,
         # GLM 4.5 and gpt-oss.
         has_other = f"blk.{layer}.post_attention_norm.weight" in file.tensors
         names[ATTENTION_NORM] = "post_attention_norm" if has_other else "ffn_norm"
-    if config.experts is not None and config.experts.layers[layer]:
+    if layer >= config.num_hidden_layers:
+        names |= _PREDICTING
+    if _has_experts(config, layer, file):
         shared = {f"{SHARED}.{name}_proj": f"ffn_{name}_shexp" for name in ("gate", "up", "down")}
         return names | shared | {ROUTER: _ROUTER, SHARED_GATE: _SHARED_GATE}
     left_out = "gate_proj" if config.has_joined_weights else "gate_up_proj"
@@ -299,7 +367,7 @@ def _layer_names(config: DecoderConfig, layer: int, file: GgufFile) -> dict[str,
 def _experts(config: DecoderConfig, layer: int, file: GgufFile) -> Iterator[tuple[str, _TensorRows]]:
     """Each expert's part of the tensors that hold all experts of a layer."""
     experts = config.experts
-    if experts is None or not experts.layers[layer]:
+    if experts is None or not _has_experts(config, layer, file):
         return
     for name in ("gate", "up", "down"):
         tensor = f"blk.{layer}.ffn_{name}_exps.weight"
@@ -308,10 +376,16 @@ def _experts(config: DecoderConfig, layer: int, file: GgufFile) -> Iterator[tupl
             continue
         _, rows, columns = found.shape
         for number in range(experts.num_experts):
-            prefix = f"{layer_prefix(layer)}{expert_prefix(number)}"
+            prefix = expert_prefix(number)
             yield f"{prefix}{name}_proj.weight", _TensorRows(tensor, number * rows, (rows, columns))
             if (bias := tensor.replace(".weight", ".bias")) in file.tensors:
                 yield f"{prefix}{name}_proj.bias", _TensorRows(bias, number, (rows,))
+
+
+def _has_experts(config: DecoderConfig, layer: int, file: GgufFile) -> bool:
+    if layer >= config.num_hidden_layers:
+        return config.experts is not None and f"blk.{layer}.{_ROUTER}.weight" in file.tensors
+    return config.experts is not None and config.experts.layers[layer]
 
 
 def _ordered(place: _TensorRows, name: str, config: DecoderConfig, file: GgufFile) -> _TensorRows:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from specray.engine.model.layers.delta import GatedDelta, Mixer
+from specray.engine.model.layers.recurrent_config import RATES
 from specray.engine.weights.stored_weight import StoredWeight, Weight, join
 
 if TYPE_CHECKING:
@@ -54,13 +55,14 @@ def lower_mixer(
         ]
     )
     rates, bias = (
-        taken.share(f"{prefix}{name}", layers.num_heads, dim=0).float() for name in ("A_log", "dt_bias")
+        taken.share(f"{prefix}{name}", layers.num_heads, dim=0).float()
+        for name in (RATES if layers.has_rates else "A_log", "dt_bias")
     )
     mixer = operators.gated_delta(
         GatedDelta(
             shape,
             conv[:, 0].float().t().contiguous(),
-            rates.exp(),
+            -rates if layers.has_rates else rates.exp(),
             bias.clone(),
             taken.whole(f"{prefix}norm.weight").float(),
             config.rms_norm_eps,

@@ -9,6 +9,10 @@ if TYPE_CHECKING:
     from specray.engine.step import StateShape
 
 
+RATES = "A"
+"""Rates of decay by head, below 0, where files have them in the place of ``A_log``."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeltaLayers:
     """Layers of the gated delta rule in the place of attention (``layers.delta``)."""
@@ -24,6 +28,8 @@ class DeltaLayers:
     """Inputs that an output of the convolution is made of."""
     is_joined: bool
     """Everything is in two weights, key head by key head (Qwen3-Next); False: in four (Qwen3.5)."""
+    has_rates: bool = False
+    """Files hold the rates of decay themselves, below 0; False: the logarithms of what is above 0."""
 
     prefix = "linear_attn."
     shared_field = "linear_num_key_heads"
@@ -53,7 +59,7 @@ class DeltaLayers:
         }
         shapes |= {
             "conv1d.weight": (2 * keys + values, 1, self.num_taps),
-            "A_log": (self.num_heads,),
+            RATES if self.has_rates else "A_log": (self.num_heads,),
             "dt_bias": (self.num_heads,),
             "norm.weight": (self.value_dim,),
             "out_proj.weight": (hidden_size, values),

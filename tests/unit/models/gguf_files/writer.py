@@ -177,8 +177,8 @@ _WHOLE_NAMES = {
 
 
 def _stored(tiny: TinyModel, name: str, part: str, value: np.ndarray) -> np.ndarray:
-    if tiny.architecture.startswith("qwen35") and name.endswith(_OF_VALUE_HEADS):
-        return _tiled(tiny, name, -np.exp(value) if name.endswith("ssm_a") else value)
+    if tiny.architecture.startswith("qwen35") and name.endswith(OF_VALUE_HEADS):
+        return tiled(tiny, name, -np.exp(value) if name.endswith("ssm_a") else value)
     if tiny.architecture in _SHIFTED_NORMS and name.endswith("norm") and not name.endswith("ssm_norm"):
         return value + 1
     if tiny.architecture == "llama" and name.endswith(("attn_q", "attn_k")):
@@ -190,7 +190,7 @@ def _stored(tiny: TinyModel, name: str, part: str, value: np.ndarray) -> np.ndar
 
 
 _TRANSPOSED = ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
-_OF_VALUE_HEADS = (
+OF_VALUE_HEADS = (
     "attn_gate",
     "ssm_a",
     "ssm_alpha",
@@ -202,7 +202,7 @@ _OF_VALUE_HEADS = (
 )
 
 
-def _tiled(tiny: TinyModel, name: str, value: np.ndarray) -> np.ndarray:
+def tiled(tiny: TinyModel, name: str, value: np.ndarray) -> np.ndarray:
     """A weight whose value heads are in groups, one for each key head, as llama.cpp orders them: in turn."""
     keys, values = tiny.config["linear_num_key_heads"], tiny.config["linear_num_value_heads"]
     num_before = 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Type
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 
 from specray.config import parse_config
@@ -30,7 +31,13 @@ from tests.unit.engine.features.targets import (
     step,
     watch,
 )
-from tests.unit.engine.model.checkpoints import changing_tensors, reference_greedy, reference_model
+from tests.unit.engine.model.checkpoint.light import write_light
+from tests.unit.engine.model.checkpoints import (
+    changing_tensors,
+    reference_greedy,
+    reference_model,
+    write_tokenizer,
+)
 from tests.unit.engine.model.stored_layouts import LAYOUTS, quantise_checkpoint
 
 K = 3
@@ -174,6 +181,45 @@ def test_the_layer_of_a_published_checkpoint_is_plain_where_the_rest_is_quantise
     whole["quantization_config"] = config["quantization_config"]
     (other.path / "config.json").write_text(json.dumps(whole))
     check_first(make_target(other.path, "mtp"), written, within=1e-3)
+
+
+@pytest.mark.parametrize("name", ["qwen35", "qwen35moe"])
+def test_the_layer_of_a_gguf_file_is_that_of_the_checkpoint(tmp_path: Path, name: str) -> None:
+    """Both have the last attending layer of the target once more; files hold norms plus one."""
+    torch.manual_seed(5)
+    sizes = {"eh_proj": (64, 128), "enorm": (64,), "hnorm": (64,), "shared_head_norm": (64,)}
+    own = {part: 0.3 * torch.randn(size) for part, size in sizes.items()}
+
+    def more(tensors: dict[str, Any]) -> dict[str, Any]:
+        layer = {f"blk.4.{key[6:]}": value for key, value in tensors.items() if key.startswith("blk.3.")}
+        is_norm = {part: float(part != "eh_proj") for part in own}
+        return layer | {
+            f"blk.4.nextn.{part}.weight": (value + is_norm[part]).numpy() for part, value in own.items()
+        }
+
+    model = write_light(tmp_path / "light", name, lambda stored: Type.F32, more=more)
+    model.save_pretrained(tmp_path / "plain")
+    write_tokenizer(tmp_path / "plain", model.config.vocab_size)
+    with changing_tensors(tmp_path / "plain") as weights:
+        layer = {key: value.clone() for key, value in weights.items() if key.startswith("model.layers.3.")}
+        weights |= {f"mtp.layers.0.{key.removeprefix('model.layers.3.')}": layer[key] for key in layer}
+        parts = ("mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
+        weights |= {f"{part}.weight": value for part, value in zip(parts, own.values(), strict=True)}
+    drafts = []
+    for directory in ("light", "plain"):
+        target, session = (
+            make_target(tmp_path / directory, "mtp", max_model_len=128),
+            Session("a", [5, 7, 9, 3, 8]),
+        )
+        watched, draft = watch(target), NO_DRAFT
+        for _ in range(3):
+            [verdict] = step(target, [session], [draft], K)
+            draft = verdict.draft
+            drafts.append(draft.token_ids)
+        drafts.append(watched.logits)
+    assert drafts[:3] == drafts[4:7]
+    for found, expected in zip(drafts[3], drafts[7], strict=True):
+        assert float((found - expected).abs().max()) < 1e-4 * float(expected.abs().max())
 
 
 def drop(weights: Weights, name: str) -> None:

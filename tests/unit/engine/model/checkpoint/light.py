@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType as Type
 
 from tests.unit.engine.model.checkpoints import write_tokenizer
 from tests.unit.models.gguf_files.families import LIGHT_MODELS, MODELS, TinyModel
-from tests.unit.models.gguf_files.writer import add_value, file_tensors, original
+from tests.unit.models.gguf_files.writer import OF_VALUE_HEADS, add_value, file_tensors, original, tiled
 
 FAMILIES = (
     "llama",
@@ -30,9 +30,12 @@ FAMILIES = (
     "phi3",
     "phi3-longrope",
     "gemma3",
+    "qwen35",
+    "qwen35moe",
 )
 """Models of ``families`` that the decoder runs, one of each kind."""
 _ALL = MODELS | LIGHT_MODELS
+Tensors = dict[str, np.ndarray]
 Choose = Callable[[str], Type]
 """Type of a matrix, by its name in the file."""
 
@@ -42,13 +45,21 @@ def _original(name: str) -> Any:
     return original(_ALL[name])
 
 
-def write_light(directory: Path, name: str, choose: Choose) -> Any:
-    """Writes a model of ``families``, and returns the library's with the same numbers."""
+def write_light(
+    directory: Path, name: str, choose: Choose, *, more: Callable[[Tensors], Tensors] = lambda tensors: {}
+) -> Any:
+    """Writes a model of ``families``, and returns the library's with the same numbers.
+
+    Args:
+        more: further tensors, made of the model's, in float32.
+    """
     model = _original(name)
     tensors = {
-        stored: (value, choose(stored) if value.ndim > 1 and stored.endswith("weight") else Type.F32)
+        stored: (value, choose(stored) if _is_chosen(stored, value) else Type.F32)
         for stored, value in file_tensors(_ALL[name], model).items()
     }
+    further = more({stored: value for stored, (value, _) in tensors.items()})
+    tensors |= {stored: (value, Type.F32) for stored, value in further.items()}
     _write(directory, _ALL[name], model.config, tensors)
     return _with_numbers_of_the_file(_ALL[name], model, choose)
 
@@ -67,12 +78,28 @@ def _with_numbers_of_the_file(tiny: TinyModel, model: Any, choose: Choose) -> An
         assert stored is not None, name
         is_transposed = tiny.architecture == "gpt-oss" and parameter.ndim == 3
         value = parameter.detach().transpose(-1, -2) if is_transposed else parameter.detach()
-        found = torch.from_numpy(rounded(value.contiguous().numpy(), choose(f"{stored}.weight")))
+        if "ssm_conv1d" in stored:
+            continue
+        numbers, kind = value.contiguous().numpy(), choose(f"{stored}.weight")
+        if tiny.architecture.startswith("qwen35") and stored.endswith(OF_VALUE_HEADS):
+            # Blocks lie along the file's order.
+            places = tiled(tiny, stored, np.arange(numbers.size).reshape(numbers.shape)).reshape(-1)
+            own = rounded(tiled(tiny, stored, numbers), kind).reshape(-1)
+            numbers = np.empty_like(own)
+            numbers[places] = own
+            found = torch.from_numpy(numbers.reshape(value.shape))
+        else:
+            found = torch.from_numpy(rounded(numbers, kind))
         parameter.data = found.transpose(-1, -2).contiguous() if is_transposed else found
     return copy
 
 
 _ARCHITECTURES = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+
+
+def _is_chosen(stored: str, value: np.ndarray) -> bool:
+    """Whether a tensor may be of any type: the converter leaves vectors and convolutions in float32."""
+    return value.ndim > 1 and stored.endswith("weight") and "ssm_conv1d" not in stored
 
 
 def rounded(value: np.ndarray, kind: Type) -> np.ndarray:

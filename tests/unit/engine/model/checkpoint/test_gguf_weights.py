@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from specray.engine.runner.runner import ModelRunner
 from specray.engine.weights.quantization import Quantization
 from specray.errors import ConfigError
 from specray.train.heads.loading import loaded as trainable
+from tests.unit.engine.model.checkpoint import light
 from tests.unit.engine.model.checkpoint.light import (
     FAMILIES,
     Choose,
@@ -37,7 +39,7 @@ from tests.unit.engine.model.checkpoint.light import (
     write_random,
 )
 from tests.unit.engine.model.test_lowering import rank
-from tests.unit.models.gguf_files.families import PROMPT
+from tests.unit.models.gguf_files.families import MODELS, PROMPT
 
 pytestmark = pytest.mark.skipif(
     not has_own_kernels(torch.device("cpu"), torch.float32), reason="no kernels for a file's own bits here"
@@ -45,6 +47,7 @@ pytestmark = pytest.mark.skipif(
 CPU = torch.device("cpu")
 QUERY, VALUE = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.v_proj.weight"
 DOWN, EMBEDDING = "model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"
+OUT = "model.layers.0.linear_attn.out_proj.weight"
 ATOL = 1e-3
 """Largest difference of a logit from that of transformers, both in float32; a logit's deviation is 4."""
 
@@ -105,6 +108,26 @@ def test_each_family_computes_what_the_files_numbers_mean(name: str, weights: st
     )
     assert float((found - expected).abs().max()) < ATOL
     assert torch.equal(found.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_0, Type.F16])
+def test_heads_that_lie_in_another_order_stay_in_their_bits_where_no_block_is_cut(
+    kind: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The outputs of recurrent layers, by heads of 32; heads of 16 are dequantised, and a line says so."""
+    tiny = MODELS["qwen35"]
+    sizes = {"linear_value_head_dim": 32}
+    wide = replace(tiny, config={**tiny.config, **sizes}, header={**tiny.header, "ssm.inner_size": 128})
+    monkeypatch.setitem(light._ALL, "wide", wide)
+    model = write_light(tmp_path / "wide", "wide", of_one(kind))
+    own = source(tmp_path / "wide").weights.stored(OUT)
+    assert own is not None and torch.equal(own.values(), model.state_dict()[OUT])
+    tokens = list(PROMPT)
+    found = served_logits(tmp_path / "wide", tokens)
+    assert float((found - library_logits(model, tokens)).abs().max()) < ATOL
+    write_light(tmp_path / "narrow", "qwen35", of_one(kind))
+    assert source(tmp_path / "narrow").weights.stored(OUT) is None
+    assert "lie in another order in the file" in caplog.text
 
 
 @pytest.mark.parametrize("kind", [Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q8_0])
