@@ -256,6 +256,9 @@ class VerifyPlan(PromptSourceOptions):
     """A running service compared with itself without drafts."""
 
     url: ServerUrl = DEFAULT_URL
+    model: Annotated[
+        str, typer.Option(help="Model or adapter of the service, by its name; default: its first model.")
+    ] = ""
     num_prompts: NumPrompts = 12
     max_tokens: MaxTokens = 48
     concurrency: Concurrency = 4

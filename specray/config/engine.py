@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from specray.adapter_folders import is_adapter_name
 from specray.config.adapters import AdaptersConfig
 from specray.config.scaling import DraftScalingConfig
 from specray.config.section import Section
@@ -266,11 +265,6 @@ class DraftConfig(EngineConfig):
         le=1 << 20,
         description="Last tokens that the draft sees at least, beside the first four; default: all.",
     )
-    adapters: dict[str, str] = Field(
-        default_factory=dict,
-        description="Directories of LoRA adapters for the draft, by the name of the target's adapter that "
-        "each drafts for. For others the draft works without.",
-    )
     num_replicas: int = Field(1, ge=0, le=1024, description="0: plain decoding.")
     autoscaling: DraftScalingConfig | None = Field(
         None, description="Number of replicas by their utilisation, in place of num_replicas."
@@ -285,15 +279,6 @@ class DraftConfig(EngineConfig):
     def _absolute_file(cls, file: str | None) -> str | None:
         """``~`` and relative paths, which other processes would not find as they are."""
         return None if file is None else str(Path(file).expanduser().absolute())
-
-    @field_validator("adapters")
-    @classmethod
-    def _absolute_directories(cls, paths: dict[str, str]) -> dict[str, str]:
-        """``~`` and relative paths, which other processes would not find as they are."""
-        for name in paths:
-            if not is_adapter_name(name):
-                raise ValueError(f"adapters has the name {name!r}; allowed: names of folders of adapters")
-        return {name: str(Path(path).expanduser().absolute()) for name, path in paths.items()}
 
     @model_validator(mode="after")
     def _check_options(self) -> DraftConfig:

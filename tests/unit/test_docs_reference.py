@@ -69,8 +69,7 @@ def documented_key(key: str) -> str:
         return rest
     own = {"enabled", "vocabulary_ids", "draft", "inner_draft_tokens", "vocabulary", "window"}
     own |= {"num_replicas", "autoscaling"}
-    is_shared = head == "target" or (head == "draft" and rest != "adapters")
-    return rest if is_shared and rest not in own else key
+    return rest if head in ("target", "draft") and rest not in own else key
 
 
 def test_configuration_has_every_key_with_its_default() -> None:

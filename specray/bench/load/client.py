@@ -51,6 +51,7 @@ class ServerClient:
         keep_alive: reuses connections. Not for a server that closes them without notice: a call on such a
             connection fails.
         key: API key, for a server that asks for one.
+        model: model or adapter of bodies that name none; empty: the server's own.
     """
 
     def __init__(
@@ -61,7 +62,9 @@ class ServerClient:
         max_connections: int = 0,
         keep_alive: bool = True,
         key: str | None = None,
+        model: str = "",
     ) -> None:
+        self._named = {"model": model} if model else {}
         self._headers = key_header(key)
         self._url = url.rstrip("/").removesuffix("/v1")
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, connect=CONNECT_TIMEOUT_S)
@@ -94,7 +97,7 @@ class ServerClient:
         """
         url = f"{self._url}{_path(body)}"
         try:
-            async with self._opened.post(url, json={**body, "stream": True}) as response:
+            async with self._opened.post(url, json={**self._named, **body, "stream": True}) as response:
                 await _raise_for_status(response)
                 async for line in response.content:
                     event = parse_event(line)
@@ -105,7 +108,7 @@ class ServerClient:
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """POSTs the same and returns the whole response. Raises like ``stream_completion``."""
-        return await self.post(_path(body), body)
+        return await self.post(_path(body), {**self._named, **body})
 
     async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """POSTs a body of JSON and returns the answer's. Raises like ``stream_completion``."""

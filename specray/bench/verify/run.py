@@ -98,9 +98,9 @@ async def verify(
     # How often plain decoding parts from itself is what the others are compared with.
     ways = (WAYS[0], *(way for way in _named("way", plan.way, WAYS) if way is not WAYS[0]))
     num_all = len(cases) * len(ways) + len(ways) * bool(plan.num_samples) + len(TASK_WAYS) * bool(tasks)
-    async with ServerClient(plan.url, timeout_s=plan.timeout_s, key=api_key()) as client:
+    async with ServerClient(plan.url, timeout_s=plan.timeout_s, key=api_key(), model=plan.model) as client:
         is_deterministic = await client.is_deterministic()
-        result = VerifyResult(await client.model(), plan, is_deterministic, prompts, tasks)
+        result = VerifyResult(plan.model or await client.model(), plan, is_deterministic, prompts, tasks)
 
         async def compare(case: str, way: VerifyWay, compared: Awaitable[Comparison]) -> None:
             on_progress(f"{case}: {way.name}", len(result.comparisons), num_all)

@@ -58,3 +58,20 @@ async def test_the_context_is_that_of_the_first_model_or_is_not_told(
                 await client.max_model_len()
         else:
             assert await client.max_model_len() == length
+
+
+async def test_a_client_of_an_adapter_asks_for_it_where_a_body_names_no_model() -> None:
+    asked: list[str | None] = []
+
+    async def complete(request: web.Request) -> web.Response:
+        asked.append((await request.json()).get("model"))
+        return web.json_response({})
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", complete)
+    async with TestServer(app) as server:
+        for model in ("sql", ""):
+            async with ServerClient(str(server.make_url("/")), model=model) as client:
+                await client.complete({"prompt": "a"})
+                await client.complete({"prompt": "a", "model": "other"})
+    assert asked == ["sql", "other", None, "other"]
