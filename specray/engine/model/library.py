@@ -41,6 +41,8 @@ from specray.errors import ConfigError
 # sequence's tokens would depend on its neighbours; up to the original context they are constant.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
+_KNOWN_AS = {"kimi_k2": "deepseek_v3"}
+"""Types that come with code of their own, by those of the library that compute the same."""
 _SEVERAL_RANKS = frozenset(
     {
         "afmoe",
@@ -214,7 +216,12 @@ def load_config(path: str, directory: Path | None) -> LibraryConfig:
     stored = check_format(path, directory, dict(values))
     check_values(path, values)
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(where, trust_remote_code=False, **options)
+        config: PreTrainedConfig
+        if (known := _KNOWN_AS.get(values.get("model_type", ""))) is not None:
+            own = {name: value for name, value in values.items() if name not in ("auto_map", "model_type")}
+            config = AutoConfig.for_model(known, **own)
+        else:
+            config = AutoConfig.from_pretrained(where, trust_remote_code=False, **options)
         text = config.get_text_config()
         if getattr(text, "rope_parameters", None):
             # Its models do so: what stands next to the rotary parameters may count before them.

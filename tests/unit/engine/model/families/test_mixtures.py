@@ -18,14 +18,17 @@ from specray.types import SamplingParams
 from tests.pairwise import pairs
 from tests.unit.engine.harness import Session, generate_serial
 from tests.unit.engine.model.checkpoints import (
+    change_config,
     changing_tensors,
     reference_greedy,
     reference_logits,
     reference_model,
     write_checkpoint,
+    write_family,
 )
 from tests.unit.engine.model.families.latent import LATENTS
 from tests.unit.engine.model.families.mixtures import MIXTURES
+from tests.unit.engine.model.zoo import VISION, family
 from tests.unit.engine.runners import cpu_runner, target_over
 from tests.unit.engine.trees.drafters import adversarial_drafter, empty_drafter, tree_drafter
 
@@ -67,6 +70,27 @@ def test_tokens_with_and_without_drafts(name: str, drafts: str, checkpoint: Call
     session = Session("a", list(PROMPT), SamplingParams(temperature=0.0, num_prompt_tokens=len(PROMPT)))
     assert generate_serial(engine, drafter, session, NUM_TOKENS, 5) == output[:NUM_TOKENS]
     assert (max(session.accepted) > 0) == (drafts == "tree")
+
+
+def test_kimi_k2_is_a_deepseek(tmp_path: Path) -> None:
+    """Its files name code of its own, which is not run."""
+    path = write_checkpoint(tmp_path, "deepseek_v3")
+    expected = logits_of(built(path))
+    change_config(path, model_type="kimi_k2", auto_map={"AutoConfig": "configuration_deepseek.KimiConfig"})
+    assert torch.equal(logits_of(built(path)), expected)
+
+
+def test_the_text_part_of_kimi_k25(tmp_path: Path) -> None:
+    vision = {**VISION, "pos_emb_height": 4, "pos_emb_width": 4}
+    parts = {"vision_config": vision, "projection_hidden_size": 32, "tie_word_embeddings": False}
+    path = write_family(tmp_path, family("kimi_k25", LATENTS["deepseek_v3"], model_type="deepseek_v3",
+        other_parts=parts))  # fmt: skip
+    with changing_tensors(path) as tensors:
+        # The library renames the text's layers as those of images when it saves them.
+        for name in [name for name in tensors if name.startswith("language_model.model.blocks.")]:
+            tensors[name.replace(".blocks.", ".layers.")] = tensors.pop(name)
+    expected = reference_logits(reference_model(path), PROMPT)
+    torch.testing.assert_close(logits_of(built(path)), expected, atol=ATOL, rtol=0)
 
 
 def test_experts_are_read_stacked_where_files_have_them_so(tmp_path: Path) -> None:
