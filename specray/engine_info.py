@@ -92,6 +92,9 @@ class EngineInfo:
     context_token_s: float = 0.0
     """Target: what a step takes longer per token that its sequences hold, all together; ``step_times`` are
     without it."""
+    context_row_share: float = 0.0
+    """Target: share of it that each further row of a sequence adds, in [0, 1]; 1 where arithmetic, not memory,
+    is what attention waits for."""
     num_routers: int = 0
     """Streams that are open now."""
     busy_share: float = 0.0

@@ -152,6 +152,7 @@ class CostModel:
         round_trip_s: float,
         *,
         context_token_s: float = 0.0,
+        context_row_share: float = 0.0,
         experts: RoutedExperts | None = None,
     ) -> None:
         """Sets the expected times of a target that was not measured here yet.
@@ -159,10 +160,11 @@ class CostModel:
         Args:
             step_times: what the engine says of itself; may be empty.
             round_trip_s: of a message to it.
-            context_token_s, experts: as the engine says.
+            context_token_s, context_row_share, experts: as the engine says.
         """
         target = self.target
         target.context_token_s = max(0.0, context_token_s) if math.isfinite(context_token_s) else 0.0
+        target.context_row_share = context_row_share if 0.0 <= context_row_share <= 1.0 else 0.0
         if experts is not None and step_times:
             # Of a step and the way to the target, which are tabled together.
             step_s = step_times[0].seconds

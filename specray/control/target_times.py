@@ -32,6 +32,8 @@ class TargetTimes:
     """Steps with prompts."""
     context_token_s: float = 0.0
     """Seconds per token that a step's sequences hold, as the engine says. The tables are without it."""
+    context_row_share: float = 0.0
+    """Share of that time which each further row of a sequence adds, as the engine says."""
     experts: ExpertUse = field(default_factory=ExpertUse)
     """The tables of rounds are of steps that hit the experts of one row."""
     context_len: float = 0.0
@@ -75,6 +77,8 @@ class TargetTimes:
             self.context_len += weight * (num_context_tokens / num_sequences - self.context_len)
         times = self.prompts if has_prompt else self.rounds[is_overlapped]
         context_s = times.load_factor * self.context_token_s * num_context_tokens
+        if num_sequences and not has_prompt:
+            context_s *= self._readings(num_rows, num_sequences) / num_sequences
         # Rows take a tenth of a step at least, whatever the engine says of its context.
         seconds = max(0.1 * seconds, seconds - context_s)
         if has_prompt:
@@ -101,12 +105,16 @@ class TargetTimes:
         if seconds is None:
             return None
         seconds *= self.experts.expected_factor(num_rows, num_sequences, num_branches)
-        seconds += times.load_factor * self.context_s(num_sequences)
+        seconds += times.load_factor * self.context_s(self._readings(num_rows, num_sequences))
         if self.rounds[is_overlapped] or not is_overlapped:
             return seconds
         return UNMEASURED_SLOWDOWN * seconds
 
-    def context_s(self, num_sequences: int) -> float:
+    def _readings(self, num_rows: int, num_sequences: int) -> float:
+        """Sequences of one row each whose contexts take as long."""
+        return num_sequences + self.context_row_share * max(0, num_rows - num_sequences)
+
+    def context_s(self, num_sequences: float) -> float:
         """Seconds of a step for the tokens that its sequences hold, at a load factor of 1."""
         return self.context_token_s * self.context_len * num_sequences
 

@@ -292,6 +292,7 @@ def _engine_info(role: str, config: EngineConfig, runner: RunnerInfo) -> EngineI
         dtype=runner.number_format,
         tensor_parallel_size=runner.tensor_parallel_size,
         is_deterministic=runner.is_deterministic,
+        context_row_share=runner.context_row_share,
         isa=runner.isa,
         checkpoint=runner.checkpoint,
         hardware=hardware_of(runner.device),

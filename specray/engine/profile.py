@@ -226,7 +226,9 @@ class TargetWorkload:
 
     def without_context_s(self, entry: StepTime, token_s: float) -> float:
         """What its rows took, given what a token of context takes."""
-        context_s = token_s * self.num_context_tokens * self.sequences_of(entry.num_rows)
+        count = self.sequences_of(entry.num_rows)
+        count_s = token_s * (count + self._info.context_row_share * (entry.num_rows - count))
+        context_s = self.num_context_tokens * count_s
         return max(_LEAST_ROWS_SHARE * entry.seconds, entry.seconds - context_s)
 
     def fits(self, num_rows: int) -> bool:

@@ -153,6 +153,7 @@ def _info(
         mask_token_id=loaded.mask_token_id,
         attention="" if backend is None else backend.name,
         is_deterministic=reason is None,
+        context_row_share=_context_row_share(loaded, tensor_parallel_size),
         isa=isa,
         checkpoint=checkpoint_digest(
             loaded.name,
@@ -162,6 +163,13 @@ def _info(
             settings=(number_format, forward.name, *([isa] if is_on else [])),
         ),
     )
+
+
+def _context_row_share(loaded: LoadedModel, num_ranks: int) -> float:
+    if not isinstance(loaded.source, DecoderSource) or loaded.source.config.latent is None:
+        return 0.0
+    num_heads = loaded.source.config.num_attention_heads // num_ranks
+    return loaded.source.config.latent.row_share(num_heads, is_on_cpu=loaded.device.type == "cpu")
 
 
 def _number_format(config: EngineConfig, loaded: LoadedModel) -> str:

@@ -58,6 +58,8 @@ class RunnerInfo:
     attention: str = ""
     """Name of the paged attention backend; empty: attention runs sequence by sequence."""
     is_deterministic: bool = False
+    context_row_share: float = 0.0
+    """As in ``EngineInfo``."""
     """Whether a row's logits have the same bits alone and in any batch."""
     isa: str = ""
     """Instruction set of the matrix products; empty: they are not ours."""

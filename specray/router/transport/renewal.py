@@ -71,6 +71,7 @@ class TargetRenewal:
                     info.step_times,
                     round_trip_s,
                     context_token_s=info.context_token_s,
+                    context_row_share=info.context_row_share,
                     experts=info.experts,
                 )
         except BaseException:

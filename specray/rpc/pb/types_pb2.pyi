@@ -178,7 +178,7 @@ class GrammarStats(_message.Message):
     def __init__(self, compile_s: _Optional[float] = ..., mask_s: _Optional[float] = ..., num_compiled: _Optional[int] = ..., num_cache_hits: _Optional[int] = ..., num_illegal_drafts: _Optional[int] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("role", "model", "vocab_size", "tokenizer_fingerprint", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "protocol_version", "dtype", "tensor_parallel_size", "num_blocks_in_use", "num_prefix_cache_queries", "num_prefix_cache_hits", "step_times", "num_routers", "busy_share", "context_token_s", "grammar", "drafter", "feature_drafter", "feature_size", "experts", "adapters", "max_adapters", "is_deterministic", "isa", "checkpoint", "hardware", "lacks_outcomes", "max_adapter_rank", "adapter_names", "num_snapshots", "num_snapshots_held", "num_snapshots_evicted")
+    __slots__ = ("role", "model", "vocab_size", "tokenizer_fingerprint", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "protocol_version", "dtype", "tensor_parallel_size", "num_blocks_in_use", "num_prefix_cache_queries", "num_prefix_cache_hits", "step_times", "num_routers", "busy_share", "context_token_s", "grammar", "drafter", "feature_drafter", "feature_size", "experts", "adapters", "max_adapters", "is_deterministic", "isa", "checkpoint", "hardware", "lacks_outcomes", "max_adapter_rank", "adapter_names", "num_snapshots", "num_snapshots_held", "num_snapshots_evicted", "context_row_share")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -215,6 +215,7 @@ class EngineInfo(_message.Message):
     NUM_SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     NUM_SNAPSHOTS_HELD_FIELD_NUMBER: _ClassVar[int]
     NUM_SNAPSHOTS_EVICTED_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_ROW_SHARE_FIELD_NUMBER: _ClassVar[int]
     role: str
     model: str
     vocab_size: int
@@ -251,7 +252,8 @@ class EngineInfo(_message.Message):
     num_snapshots: int
     num_snapshots_held: int
     num_snapshots_evicted: int
-    def __init__(self, role: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., protocol_version: _Optional[int] = ..., dtype: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., num_blocks_in_use: _Optional[int] = ..., num_prefix_cache_queries: _Optional[int] = ..., num_prefix_cache_hits: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., num_routers: _Optional[int] = ..., busy_share: _Optional[float] = ..., context_token_s: _Optional[float] = ..., grammar: _Optional[_Union[GrammarStats, _Mapping]] = ..., drafter: _Optional[str] = ..., feature_drafter: _Optional[str] = ..., feature_size: _Optional[int] = ..., experts: _Optional[_Union[RoutedExperts, _Mapping]] = ..., adapters: _Optional[_Iterable[bytes]] = ..., max_adapters: _Optional[int] = ..., is_deterministic: _Optional[bool] = ..., isa: _Optional[str] = ..., checkpoint: _Optional[str] = ..., hardware: _Optional[_Iterable[str]] = ..., lacks_outcomes: _Optional[bool] = ..., max_adapter_rank: _Optional[int] = ..., adapter_names: _Optional[_Iterable[str]] = ..., num_snapshots: _Optional[int] = ..., num_snapshots_held: _Optional[int] = ..., num_snapshots_evicted: _Optional[int] = ...) -> None: ...
+    context_row_share: float
+    def __init__(self, role: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., protocol_version: _Optional[int] = ..., dtype: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., num_blocks_in_use: _Optional[int] = ..., num_prefix_cache_queries: _Optional[int] = ..., num_prefix_cache_hits: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., num_routers: _Optional[int] = ..., busy_share: _Optional[float] = ..., context_token_s: _Optional[float] = ..., grammar: _Optional[_Union[GrammarStats, _Mapping]] = ..., drafter: _Optional[str] = ..., feature_drafter: _Optional[str] = ..., feature_size: _Optional[int] = ..., experts: _Optional[_Union[RoutedExperts, _Mapping]] = ..., adapters: _Optional[_Iterable[bytes]] = ..., max_adapters: _Optional[int] = ..., is_deterministic: _Optional[bool] = ..., isa: _Optional[str] = ..., checkpoint: _Optional[str] = ..., hardware: _Optional[_Iterable[str]] = ..., lacks_outcomes: _Optional[bool] = ..., max_adapter_rank: _Optional[int] = ..., adapter_names: _Optional[_Iterable[str]] = ..., num_snapshots: _Optional[int] = ..., num_snapshots_held: _Optional[int] = ..., num_snapshots_evicted: _Optional[int] = ..., context_row_share: _Optional[float] = ...) -> None: ...
 
 class FeatureRows(_message.Message):
     __slots__ = ("first", "num_rows", "data")

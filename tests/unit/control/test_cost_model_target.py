@@ -7,6 +7,7 @@ import math
 import pytest
 
 from specray.control.controller import Controller
+from specray.control.cost_model import CostModel
 from specray.control.target_times import TargetTimes
 from specray.engine_info import StepTime
 from tests.unit.router.harness import speculation_config
@@ -124,3 +125,15 @@ def test_prompts_have_a_throughput_of_their_own_in_which_old_steps_fade() -> Non
     assert times.num_prompt_rows / times.prompts_s == 200.0
     times.add(300, 0.525, has_prompt=True)
     assert times.num_prompt_rows / times.prompts_s == pytest.approx((95 + 300) / (0.475 + 0.525))
+
+
+def test_further_rows_take_a_share_of_the_context() -> None:
+    """As of latent attention: what a context takes grows with the rows that see it."""
+    cost = CostModel()
+    steps = [StepTime(1, 0.010), StepTime(8, 0.010)]
+    cost.expect_target(steps, 0.0, context_token_s=1e-6, context_row_share=0.5)
+    target = cost.target
+    # Two sequences of 1,000 tokens with four rows each: 2 + 0.5 * 6 readings of a context.
+    target.add(8, 0.010 + 5 * 1000 * 1e-6, num_sequences=2, num_context_tokens=2000)
+    assert target.predict(8, 2) == pytest.approx(0.015, rel=1e-6)
+    assert target.predict(2, 2) == pytest.approx(0.012, rel=1e-6)

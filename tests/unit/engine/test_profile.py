@@ -238,6 +238,10 @@ def test_rows_are_left_a_tenth_of_their_step_at_least() -> None:
     workload = TargetWorkload(engine)
     assert workload.without_context_s(StepTime(8, 0.030), 1e-4) == pytest.approx(0.030 - 2 * 128 * 1e-4)
     assert workload.without_context_s(StepTime(8, 0.020), 1e-4) == pytest.approx(0.002)
+    # Two sequences with four rows each, of which every one after the first costs half a context.
+    engine = ReadingEngine(replace(INFO, context_row_share=0.5), 1e-4)
+    seconds = TargetWorkload(engine).without_context_s(StepTime(8, 0.080), 1e-4)
+    assert seconds == pytest.approx(0.080 - 5 * 128 * 1e-4)
 
 
 def still() -> float:

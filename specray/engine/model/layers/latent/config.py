@@ -14,6 +14,11 @@ LATENT_UP = "self_attn.kv_b_proj"
 NORM_EPS = 1e-6
 """Number under the root of both norms, as all families have it, whatever that of the other norms."""
 
+_OPERATIONS_PER_BYTE = 1.9
+"""Of a head: 2 x (576 + 512) for the 1,152 bytes of a token in bfloat16."""
+_OPERATIONS_PER_BYTE_READ = 295.0
+"""Of an H100, by its data sheet: 989 TFLOP/s and 3.35 TB/s; other devices are like it."""
+
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
@@ -31,6 +36,15 @@ class LatentAttention:
     """Numbers that queries are made of; None: they are made of the hidden state."""
     latent_factor: float = 1.0
     """Factor of the normed latent."""
+
+    @staticmethod
+    def row_share(num_heads: int, *, is_on_cpu: bool) -> float:
+        """Share of what reading a context takes that each further row of a sequence adds.
+
+        A row computes about two operations for each byte of a context and each head. A CPU waits for them at
+        one row, a GPU at as many as it can do while it reads a byte.
+        """
+        return 1.0 if is_on_cpu else min(1.0, _OPERATIONS_PER_BYTE * num_heads / _OPERATIONS_PER_BYTE_READ)
 
     def weight_shapes(
         self, hidden: int, num_heads: int, rotated_dim: int, *, has_bias: bool, has_output_bias: bool

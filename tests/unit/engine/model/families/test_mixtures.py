@@ -75,7 +75,9 @@ def test_tokens_with_and_without_drafts(name: str, drafts: str, checkpoint: Call
 def test_kimi_k2_is_a_deepseek(tmp_path: Path) -> None:
     """Its files name code of its own, which is not run."""
     path = write_checkpoint(tmp_path, "deepseek_v3")
-    expected = logits_of(built(path))
+    runner = built(path)
+    assert runner.info.context_row_share == 1.0
+    expected = logits_of(runner)
     change_config(path, model_type="kimi_k2", auto_map={"AutoConfig": "configuration_deepseek.KimiConfig"})
     assert torch.equal(logits_of(built(path)), expected)
 
