@@ -93,8 +93,8 @@ class EngineInfo:
     """Target: what a step takes longer per token that its sequences hold, all together; ``step_times`` are
     without it."""
     context_row_share: float = 0.0
-    """Target: share of it that each further row of a sequence adds, in [0, 1]; 1 where arithmetic, not memory,
-    is what attention waits for."""
+    """Target: share of it that each further row of a sequence adds, in [0, 1]; 1 where attention waits for
+    arithmetic, not for memory."""
     num_routers: int = 0
     """Streams that are open now."""
     busy_share: float = 0.0
