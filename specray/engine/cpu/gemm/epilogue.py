@@ -25,16 +25,18 @@ PLAIN, PLUS, GATED = range(3)
 them."""
 
 
-def epilogue_kernel(joint: Joint = Activation.SILU) -> Any:
+def epilogue_kernel(joint: Joint = Activation.SILU, *, has_delta: bool = False) -> Any:
     """Makes ``(epilogue, first, last)``, which finishes those of a panel's rows that exist.
 
     An epilogue is: the kind; whether output and summand are float32 (else bfloat16); addresses of sums
     ``[num_rows, 32]``, bias, output and summand for the panel's first row; bytes by which the gate's sums
-    precede the others (its bias precedes by one line); elements from row to row and from group to group;
-    numbers of rows and features.
+    precede the others (its bias precedes by one line); elements from row to row and from group to group; of
+    what is added to sums (``low_rank``) the address, bytes from row to row, and bytes by which the gate's
+    precede; numbers of rows and features.
 
     Args:
         joint: of gates.
+        has_delta: whether float32 numbers are added to sums before all else; else they are not read.
     """
     single, half = vectors(PANEL, "float32"), vectors(PANEL, "bfloat16")
     one, one_half = vectors(1, "float32"), vectors(1, "bfloat16")
@@ -67,7 +69,7 @@ def epilogue_kernel(joint: Joint = Activation.SILU) -> Any:
     @kernel()
     def finish_part(epilogue: Any, row: int, at: int, value: Any) -> None:
         """Finishes a row of a partial panel, element by element."""
-        kind, is_float, sums, _, out, summand, _, _, (_, width) = epilogue
+        kind, is_float, sums, _, out, summand, _, _, _, (_, width) = epilogue
         store(sums, row * PANEL, value)
         for place in range(width):
             number = load_one(sums, row * PANEL + place)
@@ -81,12 +83,21 @@ def epilogue_kernel(joint: Joint = Activation.SILU) -> Any:
                 store_one_half(out, at + place, number)
 
     @kernel(forceinline=True)
+    def total(sums: int, row: int, delta: int, delta_step: int) -> Any:
+        value = load(sums, row * PANEL)
+        if has_delta:
+            value = add(value, load(delta + row * delta_step, 0))
+        return value
+
+    @kernel(forceinline=True)
     def finish(epilogue: Any, first: int, last: int) -> None:
-        kind, is_float, sums, bias, out, summand, gate, (step, group_step), (num_rows, width) = epilogue
+        kind, is_float, sums, bias, out, summand, gate, steps, deltas, (num_rows, width) = epilogue
+        (step, group_step), (delta, delta_step, gate_delta) = steps, deltas
         for row in range(first, min(last, num_rows)):
-            value = add(load(sums, row * PANEL), load(bias, 0))
+            value = add(total(sums, row, delta, delta_step), load(bias, 0))
             if kind == GATED:
-                value = gated(add(load(sums - gate, row * PANEL), load(bias, -PANEL)), value)
+                gate_sums = total(sums - gate, row, delta - gate_delta, delta_step)
+                value = gated(add(gate_sums, load(bias, -PANEL)), value)
             at = row // HEIGHT * group_step + row % HEIGHT * step
             if width < PANEL:
                 finish_part(epilogue, row, at, value)

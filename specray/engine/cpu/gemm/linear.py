@@ -6,6 +6,8 @@ This module has the layers made of it.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -80,8 +82,8 @@ class TiledProduct:
     """Weights in panels, and the kernel's arguments that do not change between calls."""
 
     __slots__ = (
-        "_args_address", "_has_amx", "_has_float_rows", "_sums_width", "args", "bias", "kernel",
-        "num_panels", "num_parts", "num_weights", "size", "thread_pool", "weight",
+        "_args_address", "_has_amx", "_has_float_rows", "_kernel_with_delta", "_sums_width", "args", "bias",
+        "kernel", "num_panels", "num_parts", "num_weights", "size", "thread_pool", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -103,7 +105,9 @@ class TiledProduct:
         assert isa is not None, "can_tile was asked"
         is_float = weight.dtype == torch.float32
         self._has_amx, self._has_float_rows = isa is Isa.AMX and not is_float, isa.has_float_rows or is_float
-        self.kernel = product.linear_kernel(isa, joint, str(weight.dtype).removeprefix("torch."))
+        dtype = str(weight.dtype).removeprefix("torch.")
+        self.kernel = product.linear_kernel(isa, joint, dtype)
+        self._kernel_with_delta = functools.partial(product.linear_kernel, isa, joint, dtype, has_delta=True)
         self._sums_width = (2 if kind == GATED else 1) * PANEL
         self.args = np.zeros(product.NUM_ARGS, dtype=np.int64)
         self.args[[product.WEIGHT, product.NUM_BLOCKS, product.SIZE, product.KIND]] = (
@@ -116,9 +120,18 @@ class TiledProduct:
         self._args_address = self.args.ctypes.data
 
     def run(
-        self, rows: torch.Tensor, dtype: torch.dtype, summand: torch.Tensor | None = None
+        self,
+        rows: torch.Tensor,
+        dtype: torch.dtype,
+        summand: torch.Tensor | None = None,
+        delta: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Multiplies flat rows to flat rows. Not thread-safe."""
+        """Multiplies flat rows to flat rows. Not thread-safe.
+
+        Args:
+            delta: float32 ``[num_rows, 32 * panels]``, of a gate those of the gate first, that is added to
+                the sums before all else.
+        """
         rows = _whole_blocks(rows)
         assert rows.is_contiguous(), "rows must follow each other"
         assert summand is None or summand.is_contiguous(), "the summand's rows must follow each other"
@@ -128,6 +141,7 @@ class TiledProduct:
             pack(rows, self.thread_pool) if is_packed else FlatRows(rows),
             FlatRows(out),
             None if summand is None else FlatRows(summand),
+            delta,
         )
         return out
 
@@ -160,12 +174,19 @@ class TiledProduct:
         return Prepared(steps, (scratch,), at_once)
 
     def _multiply(
-        self, rows: FlatRows | PackedRows, out: FlatRows | PackedRows, summand: FlatRows | PackedRows | None
+        self,
+        rows: FlatRows | PackedRows,
+        out: FlatRows | PackedRows,
+        summand: FlatRows | PackedRows | None,
+        delta: torch.Tensor | None = None,
     ) -> None:
         if rows.num_rows == 0:
             return
-        scratch = self.prepare(rows, out, summand)
-        self.thread_pool.run(self.kernel, self._args_address, self.num_parts)
+        scratch, kernel = self.prepare(rows, out, summand), self.kernel
+        if delta is not None:
+            kernel, gate = self._kernel_with_delta(), 4 * (delta.shape[1] - self.num_panels * PANEL)
+            self.args[product.DELTA :] = delta.data_ptr() + gate, 4 * delta.shape[1], gate
+        self.thread_pool.run(kernel, self._args_address, self.num_parts)
         del scratch
 
     def prepare(
@@ -225,6 +246,15 @@ class TiledLinear:
         self.product = TiledProduct(self.weight, self.bias, size, PLAIN, thread_pool)
         self._plus = TiledProduct(self.weight, self.bias, size, PLUS, thread_pool)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of rows and outputs."""
+        return self.weight.dtype
+
+    @property
+    def thread_pool(self) -> ThreadPool:
+        return self.product.thread_pool
+
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return self.product.run(rows, self.weight.dtype)
 
@@ -233,6 +263,13 @@ class TiledLinear:
 
     def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
         return self._plus.run(rows, self.weight.dtype, summand)
+
+    def changed(
+        self, rows: torch.Tensor, delta: torch.Tensor, summand: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The layer, with its sums changed by what :meth:`TiledProduct.run` calls a delta."""
+        product = self.product if summand is None else self._plus
+        return product.run(rows, self.weight.dtype, summand, delta)
 
     def packed(self, rows: PackedRows) -> PackedRows:
         """The layer on packed rows, as the methods below; needs AMX and whole panels of output features."""
@@ -268,8 +305,21 @@ class TiledGate:
         self.bias = torch.stack([_padded(bias, len(gate)) for bias in (gate_bias, up_bias)], dim=1)
         self.product = TiledProduct(self.weight, self.bias, gate.shape[0], GATED, thread_pool, joint)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of rows and outputs."""
+        return self.weight.dtype
+
+    @property
+    def thread_pool(self) -> ThreadPool:
+        return self.product.thread_pool
+
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return self.product.run(rows, self.weight.dtype)
+
+    def changed(self, rows: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        """The layer, with its sums changed by what :meth:`TiledProduct.run` calls a delta."""
+        return self.product.run(rows, self.weight.dtype, delta=delta)
 
     def packed(self, rows: PackedRows) -> PackedRows:
         """The layer on packed rows; needs AMX."""

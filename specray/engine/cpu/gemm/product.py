@@ -52,17 +52,22 @@ from specray.engine.cpu.thread_pool import Kernel, as_pointer
     SIZE,
     KIND,
     FLOAT_ROWS,
-) = range(22)
-NUM_ARGS = 22
+    DELTA,
+    DELTA_STEP,
+    GATE_DELTA,
+) = range(25)
+NUM_ARGS = 25
 
 
 @functools.cache
-def linear_kernel(isa: Isa, joint: Joint, dtype: str = "bfloat16") -> Kernel:
+def linear_kernel(isa: Isa, joint: Joint, dtype: str = "bfloat16", *, has_delta: bool = False) -> Kernel:
     """The kernel for a processor, with what joins gated layers; takes ``NUM_ARGS`` arguments.
 
     Args:
         dtype: of weights and rows, ``bfloat16`` or ``float32``.
+        has_delta: see ``epilogue_kernel``.
     """
+    suffix = "-delta" if has_delta else ""
     if dtype == "float32":
         shape = vector.AVX2_FLOAT if isa is Isa.AVX2_FMA else vector.AVX512_FLOAT
         made = functools.partial(
@@ -72,8 +77,9 @@ def linear_kernel(isa: Isa, joint: Joint, dtype: str = "bfloat16") -> Kernel:
             has_tiles=False,
             has_float_rows=True,
             item_size=4,
+            has_delta=has_delta,
         )
-        return Kernel(f"linear-float32-{shape.max_rows}-{joint_name(joint)}", NUM_ARGS, made)
+        return Kernel(f"linear-float32-{shape.max_rows}-{joint_name(joint)}{suffix}", NUM_ARGS, made)
     makers: dict[Isa, Callable[[Any], Any]] = {
         Isa.AMX: amx.multiply_kernel,
         Isa.AVX512_BF16: functools.partial(vector.multiply_kernel, vector.AVX512_BF16),
@@ -88,8 +94,9 @@ def linear_kernel(isa: Isa, joint: Joint, dtype: str = "bfloat16") -> Kernel:
         has_tiles=isa is Isa.AMX,
         has_float_rows=isa.has_float_rows,
         item_size=2,
+        has_delta=has_delta,
     )
-    return Kernel(name, NUM_ARGS, made)
+    return Kernel(f"{name}{suffix}", NUM_ARGS, made)
 
 
 def _make_linear(
@@ -99,9 +106,10 @@ def _make_linear(
     has_tiles: bool,
     has_float_rows: bool,
     item_size: int,
+    has_delta: bool,
 ) -> Any:
     weight_block = block_bytes(item_size)
-    finish = epilogue_kernel(joint)
+    finish = epilogue_kernel(joint, has_delta=has_delta)
     begin, multiply, finish_all = make_multiply(finish)
     load_row = vectors(BLOCK, "bfloat16" if item_size == 2 else "float32").load
     store = vectors(BLOCK, "float32").store
@@ -133,7 +141,9 @@ def _make_linear(
         out, summand = args[OUT] + at * (4 if is_float else 2), args[SUMMAND] + at * item_size
         # Groups of rows have one size in both layouts.
         steps, shape = (args[OUT_STEP], HEIGHT * size), (num_rows, min(PANEL, size - panel * PANEL))
-        return kind, is_float, sums + gate, bias, out, summand, gate, steps, shape
+        delta = args[DELTA] + first_row * args[DELTA_STEP] + panel * PANEL * 4
+        deltas = delta, args[DELTA_STEP], args[GATE_DELTA]
+        return kind, is_float, sums + gate, bias, out, summand, gate, steps, deltas, shape
 
     @kernel()
     def do_panel(

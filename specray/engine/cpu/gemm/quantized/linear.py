@@ -60,8 +60,11 @@ _AHEAD = 8192
     _STEP,
     _KIND,
     _ALL_ROWS,
-) = range(17)
-_NUM_ARGS = 17
+    _DELTA,
+    _DELTA_STEP,
+    _GATE_DELTA,
+) = range(20)
+_NUM_ARGS = 20
 
 
 def has_kernels() -> bool:
@@ -97,7 +100,11 @@ class _Job:
             weight.size * weight.in_features,
         )
         self._kept = weight, gate, bias
-        self.kernel = _linear_kernel((gate or weight).layout, weight.layout, joint, fastest_registers())
+        self.kernel_of = functools.partial(
+            _linear_kernel, (gate or weight).layout, weight.layout, joint, fastest_registers()
+        )
+        """The kernel, without and with what is added to sums."""
+        self.kernel = self.kernel_of(False)
         self.args = np.zeros(_NUM_ARGS, dtype=np.int64)
         self.args[[_WEIGHT, _BIAS]] = weight.data.data_ptr(), bias.data_ptr()
         self.args[_GATE] = 0 if gate is None else gate.data.data_ptr()
@@ -110,10 +117,10 @@ class _Job:
 class _Layer:
     """Jobs that write side by side to one output, from the same integer rows."""
 
-    __slots__ = ("_args", "_dtype", "_jobs", "_kernel", "_num_layers", "_num_parts", "_size", "_thread_pool")
+    __slots__ = ("_args", "_dtype", "_jobs", "_kernel", "_num_layers", "_num_parts", "_size", "thread_pool")
 
     def __init__(self, jobs: Sequence[_Job], kind: int, thread_pool: ThreadPool, dtype: torch.dtype) -> None:
-        self._jobs, self._thread_pool, self._dtype = jobs, thread_pool, dtype
+        self._jobs, self.thread_pool, self._dtype = jobs, thread_pool, dtype
         self._num_layers = 2 if kind == GATED else 1
         self._size = int(jobs[0].args[_STEP])
         self._num_parts = _num_parts(jobs, self._num_layers, thread_pool.size)
@@ -126,29 +133,51 @@ class _Layer:
             self._args = np.concatenate([np.array(heads), [job.args for job in jobs]], 1)
 
     def run(
-        self, rows: torch.Tensor, dtype: torch.dtype, summand: torch.Tensor | None = None
+        self,
+        rows: torch.Tensor,
+        dtype: torch.dtype,
+        summand: torch.Tensor | None = None,
+        delta: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Multiplies rows, bfloat16 or float32; a summand has the output's type. Not thread-safe."""
+        """Multiplies rows, bfloat16 or float32; a summand has the output's type. Not thread-safe.
+
+        Args:
+            delta: see ``gemm.linear.TiledProduct.run``.
+        """
         assert summand is None or (summand.is_contiguous() and summand.dtype == dtype), "as the output"
         if len(rows) == 0:
-            return self._thread_pool.empty((0, self._size), dtype)
-        out = self._thread_pool.empty((len(rows), self._size), dtype)
+            return self.thread_pool.empty((0, self._size), dtype)
+        out = self.thread_pool.empty((len(rows), self._size), dtype)
         kept, _ = self._prepare(rows, out, summand)
         for job, own in zip(self._jobs[1:], self._args[1:, -_NUM_ARGS:], strict=True):
             own[_OUT] += job.first * dtype.itemsize
             own[_SUMMAND] += job.first * dtype.itemsize
-        self._thread_pool.run(self._kernel, self._args.ctypes.data, sum(self._num_parts))
+        kernel = self._kernel if delta is None else self._add(delta)
+        self.thread_pool.run(kernel, self._args.ctypes.data, sum(self._num_parts))
+        if delta is not None and len(self._jobs) > 1:
+            self._args[:, 0] = [job.kernel.address for job in self._jobs]
         del kept
         return out
+
+    def _add(self, delta: torch.Tensor) -> Kernel:
+        """Sets what is added to sums in the arguments; returns the kernel that adds it."""
+        kernels = [job.kernel_of(True) for job in self._jobs]
+        gate = 4 * (delta.shape[1] // self._num_layers) * (self._num_layers - 1)
+        for job, own in zip(self._jobs, self._args[:, -_NUM_ARGS:], strict=True):
+            own[_DELTA:] = delta.data_ptr() + 4 * job.first + gate, 4 * delta.shape[1], gate
+        if len(kernels) == 1:
+            return kernels[0]
+        self._args[:, 0] = [kernel.address for kernel in kernels]
+        return self._kernel
 
     def _prepare(
         self, rows: torch.Tensor, out: torch.Tensor, summand: torch.Tensor | None
     ) -> tuple[tuple[torch.Tensor, ...], int]:
         """Sets the arguments for some rows; gives memory to keep, and integer rows of each row."""
         assert rows.is_contiguous(), "rows must follow each other"
-        integers = integer_rows(rows, self._thread_pool)
+        integers = integer_rows(rows, self.thread_pool)
         scratch_size = min(integers.num_rows, _ROWS_AT_ONCE) * self._num_layers * PANEL * 4 + APART
-        scratch = self._thread_pool.empty(self._thread_pool.size * scratch_size, torch.uint8)
+        scratch = self.thread_pool.empty(self.thread_pool.size * scratch_size, torch.uint8)
         addresses = out.data_ptr(), out.dtype == torch.float32, 0 if summand is None else summand.data_ptr()
         args, each = self._args[:, -_NUM_ARGS:], integers.num_rows // len(rows)
         args[:, : _ROWS_EACH + 1] = (
@@ -211,7 +240,7 @@ class QuantizedLinear:
         weight: quantised, or as a file stores it: parts in layouts of their own.
     """
 
-    __slots__ = ("_dtype", "_plus", "in_features", "num_bytes", "num_weights", "panels", "plain")
+    __slots__ = ("_plus", "dtype", "in_features", "num_bytes", "num_weights", "panels", "plain")
 
     def __init__(
         self,
@@ -220,7 +249,7 @@ class QuantizedLinear:
         thread_pool: ThreadPool,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        self._dtype = dtype
+        self.dtype = dtype
         parts = weight.parts if isinstance(weight, StoredWeight) else (weight,)
         self.panels = tuple(pack(part, thread_pool) for part in parts)
         sizes = [part.size for part in self.panels]
@@ -241,20 +270,31 @@ class QuantizedLinear:
             for kind in (PLAIN, PLUS)
         )
 
+    @property
+    def thread_pool(self) -> ThreadPool:
+        return self.plain.thread_pool
+
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.plain.run(rows, self._dtype)
+        return self.plain.run(rows, self.dtype)
 
     def precise(self, rows: torch.Tensor) -> torch.Tensor:
         return self.plain.run(rows, torch.float32)
 
     def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
-        return self._plus.run(rows, self._dtype, summand)
+        return self._plus.run(rows, self.dtype, summand)
+
+    def changed(
+        self, rows: torch.Tensor, delta: torch.Tensor, summand: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See ``gemm.linear.TiledLinear.changed``."""
+        layer = self.plain if summand is None else self._plus
+        return layer.run(rows, self.dtype, summand, delta)
 
 
 class QuantizedGate:
     """Computes a gate and up, joined; implements ``linear.Gate``. A stored weight has one part."""
 
-    __slots__ = ("_dtype", "gated", "in_features", "num_bytes", "num_weights", "panels")
+    __slots__ = ("dtype", "gated", "in_features", "num_bytes", "num_weights", "panels")
 
     def __init__(
         self,
@@ -266,7 +306,7 @@ class QuantizedGate:
         dtype: torch.dtype = torch.bfloat16,
         joint: Joint = Activation.SILU,
     ) -> None:
-        self._dtype = dtype
+        self.dtype = dtype
         self.panels = pack(gate, thread_pool), pack(up, thread_pool)
         gate_panels, panels = self.panels
         self.in_features, size = panels.in_features, panels.size
@@ -276,8 +316,16 @@ class QuantizedGate:
         job = _Job(panels, bias, GATED, gate=gate_panels, joint=joint)
         self.gated = _Layer([job], GATED, thread_pool, dtype)
 
+    @property
+    def thread_pool(self) -> ThreadPool:
+        return self.gated.thread_pool
+
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.gated.run(rows, self._dtype)
+        return self.gated.run(rows, self.dtype)
+
+    def changed(self, rows: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        """See ``gemm.linear.TiledGate.changed``."""
+        return self.gated.run(rows, self.dtype, delta=delta)
 
 
 def _padded(bias: torch.Tensor | None, size: int) -> torch.Tensor:
@@ -289,16 +337,21 @@ def _padded(bias: torch.Tensor | None, size: int) -> torch.Tensor:
 
 
 @functools.cache
-def _linear_kernel(gate: Layout, weight: Layout, joint: Joint, registers: Registers) -> Kernel:
+def _linear_kernel(
+    gate: Layout, weight: Layout, joint: Joint, registers: Registers, has_delta: bool
+) -> Kernel:
     """A kernel of layers, and of gates in these layouts; a layer has its own as that of the gate."""
     names = [weight.name] if gate == weight else [gate.name, weight.name]
     names += [] if joint is Activation.SILU else [joint_name(joint)]
-    make = functools.partial(_make_linear, gate, weight, joint, registers)
+    names += ["delta"] * has_delta
+    make = functools.partial(_make_linear, gate, weight, joint, registers, has_delta)
     return Kernel("-".join(("linear", registers.name, *names)), _NUM_ARGS, make)
 
 
-def _make_linear(gate_layout: Layout, layout: Layout, joint: Joint, registers: Registers) -> Any:
-    finish, multiply = epilogue_kernel(joint), make_multiply(layout, registers)
+def _make_linear(
+    gate_layout: Layout, layout: Layout, joint: Joint, registers: Registers, has_delta: bool
+) -> Any:
+    finish, multiply = epilogue_kernel(joint, has_delta=has_delta), make_multiply(layout, registers)
     multiply_gate = multiply if gate_layout == layout else make_multiply(gate_layout, registers)
     line = vectors(PANEL, "float32")
     load, store, add = line.load, line.store, line.add
@@ -321,7 +374,9 @@ def _make_linear(gate_layout: Layout, layout: Layout, joint: Joint, registers: R
         item = 4 if is_float else 2
         out, summand = args[_OUT] + at * item, args[_SUMMAND] + at * item
         shape = (num_rows, min(PANEL, size - panel * PANEL))
-        return kind, is_float, sums, bias, out, summand, gate, (step, HEIGHT * step), shape
+        delta = args[_DELTA] + first_row * args[_DELTA_STEP] + panel * PANEL * 4
+        deltas = delta, args[_DELTA_STEP], args[_GATE_DELTA]
+        return kind, is_float, sums, bias, out, summand, gate, (step, HEIGHT * step), deltas, shape
 
     def linear(address: int, part: int, num_parts: int, thread: int) -> None:
         args = carray(as_pointer(address), (_NUM_ARGS,), np.int64)
