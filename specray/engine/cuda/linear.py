@@ -13,6 +13,7 @@ from specray.engine.cuda.align import Alignment
 from specray.engine.cuda.codes.packed import PackedWeight, stack_packed
 from specray.engine.cuda.codes.product_triton import multiply
 from specray.engine.cuda.epilogue import Epilogue, PlainWeight
+from specray.engine.cuda.low_rank_triton import join
 from specray.engine.cuda.plain_triton import multiply_plain
 from specray.engine.cuda.tiles import FREE, TileRule
 
@@ -126,3 +127,12 @@ class ProductGate:
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         out = torch.empty(len(rows), self.both.size // 2, dtype=self.dtype, device=rows.device)
         return multiply_any(rows, self.both, out, Epilogue(self.bias, joint=self.joint), self.rule)
+
+    def products(self, rows: torch.Tensor) -> torch.Tensor:
+        """Both layers' sums in float32: see ``adapters.layers.SplitGate``."""
+        out = torch.empty(len(rows), self.both.size, dtype=torch.float32, device=rows.device)
+        return multiply_any(rows, self.both, out, Epilogue(self.bias), self.rule)
+
+    def joined(self, both: torch.Tensor) -> torch.Tensor:
+        """What the product's epilogue makes of its sums."""
+        return join(both, self.joint, self.dtype)

@@ -132,7 +132,14 @@ class JoinedGate:
         return self.both.in_features
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return joined(self.both(rows), self.joint)
+        return self.joined(self.products(rows))
+
+    def products(self, rows: torch.Tensor) -> torch.Tensor:
+        """See ``adapters.layers.SplitGate``, as the next."""
+        return self.both(rows)
+
+    def joined(self, both: torch.Tensor) -> torch.Tensor:
+        return joined(both, self.joint)
 
 
 def joined(both: torch.Tensor, joint: Joint) -> torch.Tensor:

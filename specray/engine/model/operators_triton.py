@@ -43,8 +43,7 @@ class TritonGate(JoinedGate):
 
     __slots__ = ()
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        both = self.both(rows)
+    def joined(self, both: torch.Tensor) -> torch.Tensor:
         num_rows, size = both.shape[0], both.shape[1] // 2
         out = torch.empty(num_rows, size, dtype=both.dtype, device=both.device)
         _activate[(num_rows, triton.cdiv(size, _COLUMNS))](

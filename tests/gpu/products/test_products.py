@@ -34,6 +34,12 @@ def test_what_is_the_same_in_every_step_in_the_interpreter(part: str) -> None:
     _agrees("fixed_interpreted", part)
 
 
+@pytest.mark.parametrize("part", ["products", "prompts", "gates"])
+def test_kernels_of_adapters_in_the_interpreter(part: str) -> None:
+    pytest.importorskip("triton", minversion="3.9")
+    _agrees("adapters_interpreted", part)
+
+
 def _agrees(module: str, part: str) -> None:
     result = subprocess.run(
         [sys.executable, "-m", f"tests.gpu.products.{module}", part],
