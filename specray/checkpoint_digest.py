@@ -46,14 +46,21 @@ def adapter_digest(directory: Path) -> bytes:
     Raises:
         ConfigError: a file is missing or cannot be read.
     """
-    digest = blake2b(digest_size=_DIGEST_BYTES, person=b"specray adapter1")
+    contents = []
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         try:
-            content = (directory / name).read_bytes()
+            contents.append((directory / name).read_bytes())
         except OSError as error:
             raise ConfigError(
                 f"adapter {str(directory)!r}: {name} cannot be read: {error.strerror}"
             ) from None
+    return digest_of_adapter(contents)
+
+
+def digest_of_adapter(contents: Iterable[bytes]) -> bytes:
+    """The same, of the bytes of both files."""
+    digest = blake2b(digest_size=_DIGEST_BYTES, person=b"specray adapter1")
+    for content in contents:
         digest.update(len(content).to_bytes(8, "little"))
         digest.update(content)
     return digest.digest()

@@ -26,11 +26,16 @@ def read_json_file(file: Path, max_bytes: int = _MAX_BYTES) -> Any:
     size = file.stat().st_size
     if size > max_bytes:
         raise ValueError(f"{file.name} has {size} bytes; allowed: at most {max_bytes}")
+    return parse_json(file.name, file.read_bytes())
+
+
+def parse_json(name: str, content: bytes) -> Any:
+    """What the JSON in a file of that name says. ValueError: it is none, or is nested deeper than 64."""
     try:
-        values = json.loads(file.read_text("utf-8"))
+        values = json.loads(content.decode("utf-8"))
     except RecursionError:
-        raise ValueError(f"{file.name} is nested too deep; allowed: {_MAX_DEPTH} levels") from None
-    _check_depth(file.name, values)
+        raise ValueError(f"{name} is nested too deep; allowed: {_MAX_DEPTH} levels") from None
+    _check_depth(name, values)
     return values
 
 

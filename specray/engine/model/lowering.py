@@ -6,6 +6,7 @@ ranks each takes its own part.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -191,6 +192,28 @@ def lower_layer(
         output_gate=_output_gate(f"{prefix}self_attn.", config, taken, operators),
         place=config.attention_layers.index(index),
     )
+
+
+def changeable_linears(
+    index: int, config: DecoderConfig, taken: RankWeights, operators: Operators
+) -> dict[str, Callable[[], object]]:
+    """Makes a layer's linear layers that adapters may change, by the field of ``DecoderLayer``."""
+    prefix, num_queries = layer_prefix(index), config.num_attention_heads * config.head_dim
+
+    def local(name: str, size: int) -> object:
+        made = _projection(f"{prefix}{name}", size, False, taken, operators)
+        return made.local if isinstance(made, ReducedLinear) else made
+
+    def qkv() -> object:
+        made = _qkv(f"{prefix}self_attn.", config, taken, operators)
+        return made.linear if isinstance(made, NormedQueries) else made
+
+    return {
+        "qkv": qkv,
+        "output": lambda: local("self_attn.o_proj", num_queries),
+        "gate": lambda: _gate(f"{prefix}mlp.", config, taken, operators),
+        "down": lambda: local("mlp.down_proj", config.intermediate_size),
+    }
 
 
 def lower_norm(

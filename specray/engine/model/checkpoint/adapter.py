@@ -1,4 +1,5 @@
-"""LoRA adapters (Hu et al., 2021) as peft writes them, merged into the weights of a model when they are read.
+"""LoRA adapters (Hu et al., 2021) as peft writes them: merged into a model's weights when these are read, or
+computed beside them.
 
 A layer's weight becomes ``weight + scale * B @ A``. What a configuration may say beyond that (weights of
 magnitude, biases, whole modules, layers that are repeated, ...) is refused by name: it would be left out.
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load as load_tensors
 
 from specray.engine.model.checkpoint.headers import TensorHeader, file_headers, read_json
 from specray.engine.model.checkpoint.names import decoder_name
@@ -22,12 +24,17 @@ from specray.engine.model.checkpoint.source import WeightPart, WeightSource
 from specray.engine.model.checks.messages import one_line
 from specray.engine.model.checks.weights import listed
 from specray.engine.weights.stored_weight import StoredWeight
-from specray.errors import ConfigError
+from specray.errors import ConfigError, shown
+from specray.json_files import parse_json
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _BASE_PREFIX = "model."
-_DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
+_DOWN, _UP = ".lora_A", ".lora_B"
+# Of an adapter's name in training some files keep the usual one.
+_TENSOR = re.compile(rf"(?P<module>.*)(?P<kind>{re.escape(_DOWN)}|{re.escape(_UP)})(\.default)?\.weight")
+_REPEATED = re.compile(r"[*+{]")  # With several in a pattern, its search might take for ever.
+_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _WITHOUT_EFFECT = frozenset(
     {
         "auto_mapping",
@@ -55,6 +62,8 @@ _STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 class AdaptedLayer(NamedTuple):
     """Both matrices of one layer: their names in the file, and their shapes."""
 
+    module: str
+    """Name that the layer had in training."""
     down: str
     up: str
     rank: int
@@ -72,40 +81,54 @@ class HasParameters(Protocol):
 class Adapter:
     """An adapter whose configuration is understood."""
 
+    label: str
+    """What messages call it."""
     path: str
     config: Mapping[str, Any]
     layers: Mapping[str, AdaptedLayer]
     """By the name of the weight in the base."""
+    tensors: Mapping[str, torch.Tensor] | None = None
+    """By their names in the file; None: they are read there."""
 
     def placed(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, AdaptedLayer]:
         """The layers by the model's weight names; ConfigError: no such weight, or one of another shape."""
         found = {self._known(name, shapes): layer for name, layer in self.layers.items()}
         if len(found) < len(self.layers):
-            raise _refused(self.path, f"adapts a weight under two names: {listed(list(self.layers))}")
+            raise _refused(self.label, f"adapts a weight under two names: {listed(list(self.layers))}")
         missing = [name for name in found if name not in shapes]
         if missing:
-            raise _refused(self.path, f"adapts weights for which the model has no place: {listed(missing)}")
+            raise _refused(self.label, f"adapts weights for which the model has no place: {listed(missing)}")
         for name, layer in found.items():
             if shapes[name] != layer.shape:
                 raise _refused(
-                    self.path,
+                    self.label,
                     f"adapts {name} as {list(layer.shape)}, which the model has as {list(shapes[name])}",
                 )
         return found
 
+    def matrices(self, layer: AdaptedLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[rank, in_features]``, and ``[out_features, rank]`` times the scale; float32.
+
+        Raises ConfigError for a damaged file.
+        """
+        if self.tensors is not None:
+            down, up = self.tensors[layer.down], self.tensors[layer.up]
+        else:
+            try:
+                with safe_open(str(Path(self.path) / TENSOR_FILE), framework="pt", device="cpu") as file:
+                    down, up = file.get_tensor(layer.down), file.get_tensor(layer.up)
+            except (OSError, SafetensorError) as error:
+                raise _refused(self.label, f"cannot be read: {one_line(error)}") from None
+        return down.float(), up.float() * self._scale(layer)
+
     def difference(self, layer: AdaptedLayer, part: WeightPart | None = None) -> torch.Tensor:
         """What is added to a weight or a part of it, float32. Raises ConfigError for a damaged file."""
-        try:
-            with safe_open(str(Path(self.path) / TENSOR_FILE), framework="pt", device="cpu") as file:
-                down, up = file.get_tensor(layer.down).float(), file.get_tensor(layer.up).float()
-        except (OSError, SafetensorError) as error:
-            raise _refused(self.path, f"cannot be read: {one_line(error)}") from None
+        down, up = self.matrices(layer)
         if part is not None and part.dim == 0:
             up = up[part.start : part.stop]
         elif part is not None:
             down = down[:, part.start : part.stop]
-        product: torch.Tensor = up @ down
-        return product.mul_(self._scale(layer))
+        return up @ down
 
     def merge(self, model: HasParameters) -> None:
         """Adds every layer's difference to a model's parameters. Raises as :meth:`placed`, or for NaN."""
@@ -121,7 +144,7 @@ class Adapter:
         """A weight or a part of it with what is added, float32. Raises ConfigError for NaN and infinity."""
         total = weight.float() + self.difference(layer, part).to(weight.device)
         if not bool(torch.stack(torch.aminmax(total)).isfinite().all()):
-            raise _refused(self.path, f"makes the weight {name!r} hold NaN or infinite values")
+            raise _refused(self.label, f"makes the weight {name!r} hold NaN or infinite values")
         return total
 
     def _known(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
@@ -131,7 +154,7 @@ class Adapter:
 
     def _scale(self, layer: AdaptedLayer) -> float:
         alphas: Mapping[str, Any] = self.config.get("alpha_pattern") or {}
-        module = layer.down.removeprefix(_PREFIX).removesuffix(_DOWN)
+        module = layer.module
         # As peft finds them: the first that is the end of the name that the layer had in training.
         own = (alphas[key] for key in alphas if re.fullmatch(rf"(.*\.)?({key})", module))
         alpha = float(next(own, self.config["lora_alpha"]))
@@ -172,55 +195,97 @@ def read_adapter(path: str) -> Adapter:
             raise ConfigError(
                 f"target.adapter is {path!r}; allowed: a directory with {CONFIG_FILE} and {TENSOR_FILE}"
             )
-    config = read_json(directory / CONFIG_FILE)
-    _check_config(path, config)
-    return Adapter(str(directory), config, _layers(path, file_headers(directory / TENSOR_FILE)))
+    config, label = read_json(directory / CONFIG_FILE), f"target.adapter {path!r}"
+    _check_config(label, config)
+    headers = file_headers(directory / TENSOR_FILE)
+    return Adapter(label, str(directory), config, _layers(label, headers))
 
 
-def _check_config(path: str, config: Mapping[str, Any]) -> None:
+def adapter_of(label: str, config_bytes: bytes, tensor_bytes: bytes, *, max_rank: int) -> Adapter:
+    """An adapter from the bytes of its files, with its tensors.
+
+    Args:
+        label: what messages call it.
+
+    Raises:
+        ConfigError: with one sentence, for what is damaged or not computed here.
+    """
+    try:
+        config = parse_json(CONFIG_FILE, config_bytes)
+    except ValueError as error:
+        raise _refused(label, f"has a damaged {CONFIG_FILE}: {one_line(error)}") from None
+    if not isinstance(config, dict):
+        raise _refused(label, f"has no object in {CONFIG_FILE}")
+    _check_config(label, config)
+    try:
+        tensors = load_tensors(tensor_bytes)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise _refused(label, f"has a damaged {TENSOR_FILE}: {one_line(error)}") from None
+    headers = {
+        name: TensorHeader(_TYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    }
+    layers = _layers(label, headers)
+    for name, layer in layers.items():
+        if layer.rank > max_rank:
+            raise _refused(label, f"has rank {layer.rank} at {name}; allowed: at most {max_rank}")
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise _refused(label, f"holds NaN or infinite values in {name!r}")
+    return Adapter(label, "", config, layers, tensors)
+
+
+def _check_config(label: str, config: Mapping[str, Any]) -> None:
     alphas = config.get("alpha_pattern") or {}
     if config.get("peft_type") != "LORA":
-        raise _refused(path, f"has peft_type {config.get('peft_type')!r}; allowed: 'LORA'")
+        raise _refused(label, f"has peft_type {config.get('peft_type')!r}; allowed: 'LORA'")
     if not isinstance(alphas, Mapping) or not all(
         _is_number(alpha) for alpha in (config.get("lora_alpha"), *alphas.values())
     ):
-        raise _refused(path, "has no number in lora_alpha or alpha_pattern")
+        raise _refused(label, "has no number in lora_alpha or alpha_pattern")
     try:
         for pattern in alphas:
             re.compile(pattern)
+            if len(_REPEATED.findall(pattern)) > 1:
+                raise _refused(
+                    label, f"has the pattern {shown(pattern)} in alpha_pattern; allowed: one of *, + and {{"
+                )
     except re.error as error:
-        raise _refused(path, f"has a pattern in alpha_pattern that cannot be read: {error}") from None
+        raise _refused(label, f"has a pattern in alpha_pattern that cannot be read: {error}") from None
     if config.get("init_lora_weights") not in _STARTS:
         raise _refused(
-            path,
+            label,
             f"has init_lora_weights {config['init_lora_weights']!r}, which changes the base's weights; "
             "allowed: an adapter to the base as it is published",
         )
     if config.get("bias") not in (None, "none"):
-        raise _refused(path, f"has bias {config['bias']!r}; allowed: 'none'")
+        raise _refused(label, f"has bias {config['bias']!r}; allowed: 'none'")
     for name, value in config.items():
         if name not in _WITHOUT_EFFECT | _READ | {"bias", "init_lora_weights"} and value:
-            raise _refused(path, f"has {name} {value!r}, which is not merged; allowed: none")
+            raise _refused(label, f"has {name} {value!r}, which is not computed; allowed: none")
 
 
-def _layers(path: str, headers: Mapping[str, TensorHeader]) -> dict[str, AdaptedLayer]:
+def _layers(label: str, headers: Mapping[str, TensorHeader]) -> dict[str, AdaptedLayer]:
     layers: dict[str, AdaptedLayer] = {}
+    pairs: dict[str, dict[str, str]] = {}
     for name, header in headers.items():
-        module = name.removesuffix(_DOWN).removesuffix(_UP)
-        if module == name or len(header.shape) != 2 or header.dtype not in ("F32", "F16", "BF16"):
+        found = _TENSOR.fullmatch(name)
+        if found is None or len(header.shape) != 2 or header.dtype not in _TYPES.values():
             raise _refused(
-                path,
+                label,
                 f"holds {header.dtype} tensor {name!r} of shape {list(header.shape)}; allowed: "
-                f"matrices NAME{_DOWN} and NAME{_UP}",
+                f"matrices NAME{_DOWN}.weight and NAME{_UP}.weight",
             )
-        down, up = headers.get(f"{module}{_DOWN}"), headers.get(f"{module}{_UP}")
-        if down is None or up is None or len(up.shape) != 2 or not down.shape[0] == up.shape[1] > 0:
-            raise _refused(path, f"has no pair of matrices that fit each other for {module!r}")
-        weight = f"{module.removeprefix(_PREFIX)}.weight"
-        shape = up.shape[0], down.shape[1]
-        layers[weight] = AdaptedLayer(f"{module}{_DOWN}", f"{module}{_UP}", down.shape[0], shape)
+        if pairs.setdefault(found["module"], {}).setdefault(found["kind"], name) != name:
+            raise _refused(label, f"has two tensors for {found['module']}{found['kind']}")
+    for name, pair in pairs.items():
+        down, up = (headers[pair[kind]].shape if kind in pair else (0, 0) for kind in (_DOWN, _UP))
+        if not down[0] == up[1] > 0:
+            raise _refused(label, f"has no pair of matrices that fit each other for {name!r}")
+        module = name.removeprefix(_PREFIX)
+        layers[f"{module}.weight"] = AdaptedLayer(module, pair[_DOWN], pair[_UP], down[0], (up[0], down[1]))
     if not layers:
-        raise _refused(path, f"holds no tensors, or {TENSOR_FILE} is damaged")
+        raise _refused(label, f"holds no tensors, or {TENSOR_FILE} is damaged")
     return layers
 
 
@@ -228,5 +293,5 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _refused(path: str, problem: str) -> ConfigError:
-    return ConfigError(f"target.adapter {path!r} {problem}")
+def _refused(label: str, problem: str) -> ConfigError:
+    return ConfigError(f"{label} {problem}")

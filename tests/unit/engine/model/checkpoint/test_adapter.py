@@ -172,7 +172,7 @@ def test_the_model_that_is_served_is_the_merged_one(
     ("values", "named"),
     [
         ({"peft_type": "ADALORA"}, "has peft_type 'ADALORA'"),
-        ({"use_dora": True}, "has use_dora True, which is not merged"),
+        ({"use_dora": True}, "has use_dora True, which is not computed"),
         ({"modules_to_save": ["lm_head"]}, "has modules_to_save ['lm_head']"),
         ({"bias": "all"}, "has bias 'all'"),
         ({"init_lora_weights": "pissa"}, "has init_lora_weights 'pissa', which changes the base's weights"),

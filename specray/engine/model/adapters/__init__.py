@@ -1,0 +1,1 @@
+"""Adapters that are loaded while the model serves, and several of them in one step."""
