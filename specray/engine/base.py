@@ -12,6 +12,7 @@ import torch
 
 from specray.config import PrefixCache
 from specray.draft_tokens import NO_DRAFT
+from specray.engine.cache.adapters import LoadedAdapters
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
 from specray.engine.cache.prefix import PrefixIndex
 from specray.engine.cache.sequence import EngineSequence
@@ -37,6 +38,7 @@ class EngineBase:
         prefix_cache: whether computed prefixes are used again, or only those of prompts (``exact``). Those of
             recurrent layers are where their states have snapshots.
         num_check_tokens: tokens of the health check.
+        adapters: of a target; None: a draft, whose sequences go without.
     """
 
     def __init__(
@@ -48,8 +50,9 @@ class EngineBase:
         runner: Runner | None = None,
         prefix_cache: PrefixCache = False,
         num_check_tokens: int = 1,
+        adapters: LoadedAdapters | None = None,
     ) -> None:
-        self._info = info
+        self._info, self._adapters = info, adapters
         self._grammars = grammars
         states = self._states = None if runner is None else runner.states
         if states is not None:
@@ -70,13 +73,23 @@ class EngineBase:
             slots=states,
             copy_state=None if runner is None else runner.copy_state,
             prompts_only=prefix_cache == "exact",
+            adapters=adapters,
         )
 
     @property
     def info(self) -> EngineInfo:
         snapshots = self.table.snapshots
+        info = self._info
+        if self._adapters is not None:
+            info = replace(
+                info,
+                adapters=tuple(each.digest for each in self._adapters.loaded),
+                adapter_names=tuple(each.folder for each in self._adapters.loaded),
+                max_adapters=self._adapters.most,
+                max_adapter_rank=self._adapters.max_rank,
+            )
         return replace(
-            self._info,
+            info,
             num_blocks_in_use=self._num_blocks - self._allocator.num_free,
             num_prefix_cache_queries=self.table.num_queried_tokens,
             num_prefix_cache_hits=self.table.num_cached_tokens,
@@ -115,9 +128,15 @@ class RunnerEngine(EngineBase):
         can_evict: bool,
         prefix_cache: PrefixCache,
         grammars: GrammarMasks | None = None,
+        adapters: LoadedAdapters | None = None,
     ) -> None:
         super().__init__(
-            info, can_evict=can_evict, grammars=grammars, runner=runner, prefix_cache=prefix_cache
+            info,
+            can_evict=can_evict,
+            grammars=grammars,
+            runner=runner,
+            prefix_cache=prefix_cache,
+            adapters=adapters,
         )
         self._runner = runner
 

@@ -70,7 +70,13 @@ def build_target_engine(config: Config, *, parallel: ParallelContext | None = No
     compiler = _grammar_compiler(config.target, "target", runner.info.vocab_size)
     grammars = GrammarMasks(compiler)
     hits = runner.forward.expert_hits if isinstance(runner.forward, DecoderForward) else None
-    make_engine = partial(TargetEngine, device=runner.info.device, grammars=grammars, expert_hits=hits)
+    make_engine = partial(
+        TargetEngine,
+        device=runner.info.device,
+        grammars=grammars,
+        expert_hits=hits,
+        adapters=runner.adapters,
+    )
     info = replace(info, experts=None if hits is None else hits.info)
     if plan is None:
         make_engine = partial(make_engine, runner)
@@ -90,7 +96,11 @@ def build_target_engine(config: Config, *, parallel: ParallelContext | None = No
     )
     compiler.prepare()
     runner.cache.populate_aside()
-    return make_engine(info, prefix_cache=config.target.prefix_cache)
+    engine = make_engine(info, prefix_cache=config.target.prefix_cache)
+    if (wanted := config.target.adapters) is not None:
+        for folder in wanted.preload:
+            engine.load_adapter(folder, is_pinned=folder in wanted.pinned)
+    return engine
 
 
 def build_draft_engine(

@@ -29,6 +29,8 @@ class SequenceInput:
     marks: Sequence[tuple[int, int]] = ()
     """States that are kept on the way, none behind open tokens: of each its tokens, ascending, and the
     snapshot that it is put into."""
+    adapter_slot: int = -1
+    """Slot of the sequence's adapter; -1: it has none."""
 
     @property
     def end(self) -> int:
@@ -57,6 +59,19 @@ class StateCopy:
     base: int | None = None
     """Tokens in the slot's state, from which its records lead to the snapshot's. None: the other way: the
     slot gets what the snapshot has."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInput:
+    """Something to do with adapters. With a folder: read the adapter in it, and keep it ready."""
+
+    folder: str = ""
+    digest: bytes = b""
+    """What the bytes of the adapter in the folder must be."""
+    slot: int = -1
+    """Slot that the adapter which is ready is put into."""
+    is_cleared: bool = False
+    """The slot is emptied instead."""
 
 
 @dataclass(slots=True)

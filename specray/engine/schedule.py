@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from specray.draft_tokens import MAX_DRAFT_NODES
+from specray.engine.cache.adapters import AdapterMissingError
 from specray.engine.cache.sequence import EngineSequence
 from specray.engine.cache.sequences import UnknownSequenceError
 from specray.engine.cache.state_slots import STATE_UNIT, StateSlots
@@ -17,7 +18,7 @@ from specray.engine.step import ForwardOutput
 from specray.engine.visibility import MAX_TREE_ROWS, Visibility, branch_visibility, tree_visibility
 from specray.engine_info import EngineInfo
 from specray.errors import InvalidRequestError, OutOfBlocksError, OverloadedError, ProtocolError, SpecrayError
-from specray.types import ItemFailed, SpeculateItem, UnknownSequence, VerifyItem
+from specray.types import ADAPTER, ItemFailed, SpeculateItem, UnknownSequence, VerifyItem
 
 
 class Runner(Protocol):
@@ -144,7 +145,7 @@ def split_waves(
             the others are in the second, where they find that prefix computed.
     """
     rest = list(enumerate(items))
-    begun: set[tuple[str, tuple[int, ...]]] | None = None if num_shared_tokens is None else set()
+    begun: set[tuple[str, bytes, tuple[int, ...]]] | None = None if num_shared_tokens is None else set()
     while rest:
         wave: list[tuple[int, Item]] = []
         later: list[tuple[int, Item]] = []
@@ -153,8 +154,9 @@ def split_waves(
             waits = item.request_id in taken
             taken.add(item.request_id)
             if begun is not None and item.base_len == 0 and len(item.token_ids) > (num_shared_tokens or 0):
-                salt = "" if item.sampling is None else item.sampling.cache_salt
-                beginning = salt, item.token_ids[:num_shared_tokens]
+                sampling = item.sampling
+                salt, adapter = ("", b"") if sampling is None else (sampling.cache_salt, sampling.adapter)
+                beginning = salt, adapter, item.token_ids[:num_shared_tokens]
                 waits = waits or beginning in begun
                 begun.add(beginning)
             (later if waits else wave).append((index, item))
@@ -166,10 +168,13 @@ def failure_reply(item: SpeculateItem | VerifyItem, error: Exception) -> Unknown
     """What an item that raised ``error`` is answered."""
     if isinstance(error, UnknownSequenceError):
         return UnknownSequence(item.request_id, item.round_id, item.base_len)
-    is_retriable = isinstance(error, OutOfBlocksError | OverloadedError)
+    lacks_adapter = isinstance(error, AdapterMissingError)
+    is_retriable = lacks_adapter or isinstance(error, OutOfBlocksError | OverloadedError)
     message = str(error) if isinstance(error, SpecrayError) else f"{type(error).__name__}: {error}"
     is_invalid = isinstance(error, InvalidRequestError)
-    field = (error.field if isinstance(error, InvalidRequestError) else None) or ""
+    field = (error.field if isinstance(error, InvalidRequestError) else None) or (
+        ADAPTER if lacks_adapter else ""
+    )
     return ItemFailed(
         item.request_id,
         item.round_id,
@@ -293,7 +298,16 @@ def _plan_steps(work: Iterable[CatchUp | BranchStep], budget: int) -> Iterator[l
                     inputs, left = [], budget
                 last = min(len(item.token_ids), first + left)
                 block_ids, rows = sequence.block_table.block_ids, item.visibility[first:last]
-                inputs.append(SequenceInput(item.token_ids[first:last], 0, block_ids, last - first, rows))
+                inputs.append(
+                    SequenceInput(
+                        item.token_ids[first:last],
+                        0,
+                        block_ids,
+                        last - first,
+                        rows,
+                        adapter_slot=sequence.adapter_slot,
+                    )
+                )
                 left -= last - first
                 first = last
             continue
@@ -328,6 +342,7 @@ def _plan_steps(work: Iterable[CatchUp | BranchStep], budget: int) -> Iterator[l
                     sequence.state_slot or 0,
                     max(0, stop - max(start, settled)),
                     [(each.num_tokens, each.index) for each in marks if start < each.num_tokens <= stop],
+                    sequence.adapter_slot,
                 )
             )
             left = max(0, left - (stop - start))

@@ -20,7 +20,8 @@ from collections.abc import Sequence
 
 from specray.prefix_keys import UNIT_TOKENS, root_key, unit_key
 
-_BARE_ROOT = root_key()
+BARE_ROOT = root_key()
+"""The root of sequences whose K/V are the model's own, without a salt."""
 
 
 class PrefixIndex:
@@ -49,7 +50,7 @@ class PrefixIndex:
         num_blocks, rest = divmod(num_units, self.units_per_block)
         return num_blocks * self.block_size + rest * UNIT_TOKENS
 
-    def next_key(self, keys: Sequence[bytes], token_ids: Sequence[int], root: bytes = _BARE_ROOT) -> bytes:
+    def next_key(self, keys: Sequence[bytes], token_ids: Sequence[int], root: bytes = BARE_ROOT) -> bytes:
         """The key of the unit after ``keys`` in the sequence of ``token_ids``, which must reach its end.
 
         Args:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from specray.engine.cache.blocks import BlockTable
-from specray.prefix_keys import root_key
+from specray.engine.cache.prefix import BARE_ROOT
 
 
 class CopyTokens(Protocol):
@@ -46,17 +46,17 @@ class SequencePrefix:
 
     Args:
         table: the sequence's blocks.
-        cache_salt: units are shared with sequences of the same salt only.
+        root: from ``prefix_keys.root_key``: units are shared with sequences of the same root only.
     """
 
     __slots__ = ("_index", "_keys", "_root", "_table", "known_len", "next_len")
 
-    def __init__(self, table: BlockTable, cache_salt: str = "") -> None:
+    def __init__(self, table: BlockTable, root: bytes = BARE_ROOT) -> None:
         index = table.allocator.index
         assert index is not None, "without an index nothing is known"
         self._index = index
         self._table = table
-        self._root = root_key(cache_salt)
+        self._root = root
         self._set_keys([])
 
     @property

@@ -38,6 +38,8 @@ class EngineSequence:
     """Known units that others may use; None: there is no prefix cache."""
     state_slot: int | None = None
     """Slot of its states in recurrent layers; None: the model has none."""
+    adapter_slot: int = -1
+    """Slot of its adapter; -1: it has none."""
     snapshots: SequenceSnapshots | None = None
     """States that it leaves behind for others; None: it leaves none."""
     committed: CommittedTokens | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+from specray.engine.cache.adapters import LoadedAdapters
 from specray.engine.cache.blocks import BlockAllocator, BlockTable
 from specray.engine.cache.reuse import CopyTokens, SequencePrefix
 from specray.engine.cache.sequence import EngineSequence
@@ -17,7 +18,7 @@ from specray.engine.cache.snapshots import SequenceSnapshots, Snapshots
 from specray.engine.cache.state_slots import StateSlots
 from specray.engine.inputs import StateCopy
 from specray.errors import OutOfBlocksError, OverloadedError, ProtocolError, SpecrayError
-from specray.prefix_keys import UNIT_TOKENS
+from specray.prefix_keys import UNIT_TOKENS, root_key
 from specray.types import SamplingParams
 
 _MIN_IDLE_STEPS = 32
@@ -39,6 +40,7 @@ class SequenceTable:
         slots: for the states of recurrent layers; None: the model has none.
         copy_state: copies a state to or from a snapshot, at once; needed with an index and slots.
         prompts_only: what was computed behind a prompt's end is not used again.
+        adapters: that sequences may use; None: sequences are told of them, and go without.
     """
 
     def __init__(
@@ -51,8 +53,9 @@ class SequenceTable:
         slots: StateSlots | None = None,
         copy_state: Callable[[StateCopy], None] | None = None,
         prompts_only: bool = False,
+        adapters: LoadedAdapters | None = None,
     ) -> None:
-        self._slots = slots
+        self._slots, self._adapters = slots, adapters
         self.snapshots: Snapshots | None = None
         """States kept for other sequences; None: there are no states, or nothing is used again."""
         if slots is not None and allocator.index is not None:
@@ -109,8 +112,11 @@ class SequenceTable:
         num_held = sequence.num_tokens if sequence is not None else 0
         if base_len > num_held:
             raise UnknownSequenceError(f"{num_held} tokens are held, base_len is {base_len}")
+        is_new = sequence is None
         if sequence is None:
             sequence = self._new_sequence(request_id, sampling)
+        elif sampling is not None and sampling.adapter != sequence.sampling.adapter:
+            raise ProtocolError("sampling.adapter is another than the sequence began with; allowed: the same")
         # Before the reservation, which must not evict the sequence that it is for.
         sequence.last_used_step = self._step
         token_ids = self._reuse(sequence, base_len, token_ids, num_extra_tokens, max_new_tokens)
@@ -118,6 +124,8 @@ class SequenceTable:
         self._reserve(sequence, num_reserved)
         if self._slots is not None and sequence.state_slot is None:
             sequence.state_slot = self._slots.take()
+        if is_new and self._adapters is not None and sequence.sampling.adapter:
+            sequence.adapter_slot = self._adapters.use(sequence.sampling.adapter)
         self._restore_state(sequence)
         self.sequences[request_id] = sequence
         self.sequences.move_to_end(request_id)
@@ -244,6 +252,8 @@ class SequenceTable:
             sequence.release()
             if self._slots is not None and sequence.state_slot is not None:
                 self._slots.give(sequence.state_slot)
+            if self._adapters is not None and sequence.adapter_slot >= 0:
+                self._adapters.end_use(sequence.sampling.adapter)
 
     def check_integrity(self, reserved: Sequence[BlockTable] = ()) -> None:
         """Recomputes the ownership of all blocks from scratch.
@@ -303,12 +313,15 @@ class SequenceTable:
     def _new_sequence(self, request_id: str, sampling: SamplingParams | None) -> EngineSequence:
         if sampling is None:
             raise ProtocolError("sampling is missing; it is needed with base_len 0")
+        if self._adapters is not None and sampling.adapter:
+            self._adapters.check(sampling.adapter)
         if len(self.sequences) >= self._max_num_seqs and not self._evict_idle():
             raise OverloadedError(f"{self._max_num_seqs} sequences are held (max_num_seqs); none is idle")
         table = BlockTable(self._allocator)
         # Every row of a prompt with logprobs is computed, so it is no part of the prefix cache.
         shares = self._allocator.index is not None and sampling.num_prompt_logprobs is None
-        prefix = SequencePrefix(table, sampling.cache_salt) if shares else None
+        root = root_key(sampling.cache_salt, adapter=sampling.adapter)
+        prefix = SequencePrefix(table, root) if shares else None
         sequence = EngineSequence(request_id, sampling, table, prefix=prefix)
         if prefix is not None and self.snapshots is not None:
             keeps_outputs = not self._prompts_only

@@ -30,12 +30,14 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from specray.engine.group.step_channel import Channel, NetworkChannel, shared_channel
 from specray.engine.group.wire import (
     SentTables,
+    decode_adapter,
     decode_copy,
     decode_state_copy,
+    encode_adapter,
     encode_copy,
     encode_state_copy,
 )
-from specray.engine.inputs import CopyInput, Moves, SequenceInput, StateCopy
+from specray.engine.inputs import AdapterInput, CopyInput, Moves, SequenceInput, StateCopy
 from specray.errors import ConfigError, EngineLostError
 
 _HEADER_LEN = 3
@@ -54,13 +56,14 @@ class _Kind(enum.IntEnum):
     COPY = 3
     DRAW = 4
     STATE = 5
+    ADAPTER = 6
 
 
 class Received(NamedTuple):
     """Kind of a message to a follower."""
 
-    work: list[SequenceInput] | CopyInput | StateCopy
-    """A step, or a copy."""
+    work: list[SequenceInput] | CopyInput | StateCopy | AdapterInput
+    """A step, a copy, or something to do with adapters."""
     moves: Moves
     """Moves before it."""
     draws: list[int] | None = None
@@ -243,8 +246,12 @@ class ParallelContext:
         """Leader: hands a copy of states to the other ranks. Raises EngineLostError when one is gone."""
         self._send(_Kind.STATE, encode_state_copy(copy))
 
+    def send_adapter(self, work: AdapterInput) -> None:
+        """Leader: has the other ranks do something with adapters. Raises EngineLostError when one is gone."""
+        self._send(_Kind.ADAPTER, encode_adapter(work))
+
     def receive_step(self) -> Received | None:
-        """Follower: waits for the next step or copy; None: the leader has closed.
+        """Follower: waits for the next message with work; None: the leader has closed.
 
         Raises:
             EngineLostError: the leader is gone, or was silent for ``silence_timeout_s``.
@@ -260,6 +267,8 @@ class ParallelContext:
                 return Received(decode_copy(payload), moves)
             if kind == _Kind.STATE:
                 return Received(decode_state_copy(payload), moves)
+            if kind == _Kind.ADAPTER:
+                return Received(decode_adapter(payload), moves)
             if kind == _Kind.CLOSE:
                 return None
 

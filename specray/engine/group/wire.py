@@ -1,21 +1,22 @@
 """What the leader of a group says to the other ranks, as integers.
 
 A step is encoded per sequence: start, num_logits, num_tokens, base, num_shared, num_new, num_masks,
-state_slot, num_open, num_marks, then tokens, new blocks, masks (three integers each) and marks (two). Both
-sides remember the block tables of the step before: ``base`` is one more than the index of the table there
-whose first ``num_shared`` blocks begin this one; 0: none. So a decode step says no more of a long sequence
-than of a short one. A copy is: first, num_tokens, num_blocks, sources, destinations; one of states: slot,
-snapshot, num_tokens, base, -1 for none.
+state_slot, num_open, num_marks, adapter_slot, then tokens, new blocks, masks (three integers each) and marks
+(two). Both sides remember the block tables of the step before: ``base`` is one more than the index of the
+table there whose first ``num_shared`` blocks begin this one; 0: none. So a decode step says no more of a long
+sequence than of a short one. A copy is: first, num_tokens, num_blocks, sources, destinations; one of states:
+slot, snapshot, num_tokens, base, -1 for none. What is to be done with adapters is: slot, is_cleared, number
+of the folder's bytes, these, bytes of the digest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specray.engine.inputs import CopyInput, SequenceInput, StateCopy
+from specray.engine.inputs import AdapterInput, CopyInput, SequenceInput, StateCopy
 from specray.engine.visibility import Visibility
 
-_HEADER_LEN = 10
+_HEADER_LEN = 11
 
 
 class SentTables:
@@ -43,6 +44,7 @@ class SentTables:
                 item.state_slot,
                 item.num_open,
                 len(item.marks),
+                item.adapter_slot,
             )
             encoded += item.token_ids
             encoded += new
@@ -60,9 +62,8 @@ class SentTables:
         at = 0
         while at < len(encoded):
             header = encoded[at : at + _HEADER_LEN]
-            start, num_logits, num_tokens, base, num_shared, num_new, num_masks, slot, num_open, num_marks = (
-                header
-            )
+            start, num_logits, num_tokens, base, num_shared, num_new, num_masks, *others = header
+            state_slot, num_open, num_marks, adapter_slot = others
             tokens_at = at + _HEADER_LEN
             blocks_at = tokens_at + num_tokens
             rows_at = blocks_at + num_new
@@ -75,9 +76,8 @@ class SentTables:
             )
             marks = tuple(zip(encoded[marks_at:at:2], encoded[marks_at + 1 : at : 2], strict=True))
             token_ids, table = encoded[tokens_at:blocks_at], tables[-1]
-            inputs.append(
-                SequenceInput(token_ids, start, table, num_logits, visibility, slot, num_open, marks)
-            )
+            own = start, table, num_logits, visibility, state_slot, num_open, marks, adapter_slot
+            inputs.append(SequenceInput(token_ids, *own))
         self._remember(tables)
         return inputs
 
@@ -126,3 +126,14 @@ def encode_copy(copy: CopyInput) -> list[int]:
 def decode_copy(encoded: Sequence[int]) -> CopyInput:
     first, num_tokens, num_sources = encoded[:3]
     return CopyInput(encoded[3 : 3 + num_sources], encoded[3 + num_sources :], first, num_tokens)
+
+
+def encode_adapter(work: AdapterInput) -> list[int]:
+    folder = work.folder.encode()
+    return [work.slot, int(work.is_cleared), len(folder), *folder, *work.digest]
+
+
+def decode_adapter(encoded: Sequence[int]) -> AdapterInput:
+    slot, is_cleared, size = encoded[:3]
+    folder, digest = bytes(encoded[3 : 3 + size]).decode(), bytes(encoded[3 + size :])
+    return AdapterInput(folder, digest, slot, bool(is_cleared))

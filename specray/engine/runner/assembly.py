@@ -26,6 +26,7 @@ from specray.engine.device import (
 )
 from specray.engine.group.parallel import ParallelContext
 from specray.engine.inputs import SequenceInput
+from specray.engine.model.adapters.pool import AdapterPool
 from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.description import ModelArgs, model_path
 from specray.engine.model.layers.vocabulary import GatheredHead
@@ -35,6 +36,7 @@ from specray.engine.model.operators import Operators, PagedOperators, cpu_operat
 from specray.engine.model.quantized.formats import WeightFormats
 from specray.engine.model.quantized.operator_set import OperatorSet, operator_set
 from specray.engine.runner import determinism
+from specray.engine.runner.adapters import RunnerAdapters
 from specray.engine.runner.cache_sizes import choose_sizes
 from specray.engine.runner.cuda_graphs import SEQUENCES, WIDTHS, Bucket, CudaCapture, GraphedForward
 from specray.engine.runner.gpu_claim import claim_gpu, name_of, warn_of_turns
@@ -88,6 +90,8 @@ def build_runner(
     backend = _attention_backend(config, loaded, parallel)
     with naming(lambda: _too_large(loaded)):
         forward = _build_forward(config, loaded, parallel, backend, feature_layers)
+    with naming(lambda: "target.adapters.max_loaded or max_rank is too large; lower one of them"):
+        pool = adapter_pool(config, loaded, forward, parallel)
     if forward.cache_shape.has_states and role == "draft":
         raise ConfigError(f"model {loaded.name!r} has recurrent layers; allowed: as a target")
     block_size = _block_size(config, loaded, backend)
@@ -105,15 +109,59 @@ def build_runner(
         parallel.sums_in_order = determinism.is_fixed(config, device)
         parallel.start(group_choices(info))
     graphs = None
-    is_captured = config.cuda_graphs and device.type == "cuda" and backend is not None
-    if is_captured and isinstance(forward, DecoderForward) and forward.can_be_captured:
-        capture = CudaCapture(device)
-        graphs = GraphedForward(forward, cache, max_model_len=loaded.max_model_len, capture=capture)
+    graphed = _grapher(config, loaded, cache, is_paged=backend is not None)
+    if graphed is not None and isinstance(forward, DecoderForward) and forward.can_be_captured:
+        graphs = graphed(forward)
         buckets = prepared_buckets(role, config.max_num_seqs)
         graphs.prepare(buckets, _until(time.monotonic() + _CAPTURE_LIMIT_S, parallel))
-    runner = ModelRunner(forward, cache, info, parallel=parallel, graphs=graphs, head=_shared_head(forward))
+    adapters = None
+    if pool is not None and isinstance(config, TargetConfig) and config.adapters is not None:
+        own = graphed(pool.forward) if graphed and graphs is not None and pool.can_be_captured else None
+        adapters = RunnerAdapters(pool, config.adapters.directory, parallel, device=device, graphs=own)
+    runner = ModelRunner(
+        forward,
+        cache,
+        info,
+        parallel=parallel,
+        graphs=graphs,
+        head=_shared_head(forward),
+        adapters=adapters,
+    )
     give_back_memory()
     return _with_threads_left(runner)
+
+
+def _grapher(
+    config: EngineConfig, loaded: LoadedModel, cache: BlockCache, *, is_paged: bool
+) -> Callable[[Forward], GraphedForward] | None:
+    """Makes captured forwards, all in one memory; None: nothing is captured here."""
+    if not config.cuda_graphs or loaded.device.type != "cuda" or not is_paged:
+        return None
+    capture = CudaCapture(loaded.device)
+    return lambda forward: GraphedForward(forward, cache, max_model_len=loaded.max_model_len, capture=capture)
+
+
+def adapter_pool(
+    config: EngineConfig, loaded: LoadedModel, forward: Forward, parallel: ParallelContext | None
+) -> AdapterPool | None:
+    """Room for a target's adapters; None: it has none. Raises ConfigError where it cannot have any."""
+    if not isinstance(config, TargetConfig) or config.adapters is None:
+        return None
+    if not isinstance(forward, DecoderForward) or not isinstance(loaded.source, DecoderSource):
+        raise ConfigError(
+            f"target.adapters is set and model {loaded.name!r} runs with forward 'hf'; allowed: a model that "
+            "the decoder covers"
+        )
+    return AdapterPool(
+        forward,
+        loaded.source.config,
+        parallel,
+        num_slots=config.adapters.max_loaded,
+        max_rank=config.adapters.max_rank,
+        dtype=loaded.dtype,
+        device=loaded.device,
+        is_fixed=determinism.is_fixed(config, loaded.device),
+    )
 
 
 def _shared_head(forward: Forward) -> GatheredHead | None:

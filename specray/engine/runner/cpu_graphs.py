@@ -23,6 +23,7 @@ from specray.engine.cpu.gemm.rows import HEIGHT
 from specray.engine.cpu.graph import CpuGraph
 from specray.engine.cpu.memory_pool import MemoryPool
 from specray.engine.cpu.norm import FusedRMSNorm
+from specray.engine.model.adapters.layers import KernelLayer
 from specray.engine.model.decoder import DecoderForward, DecoderLayer, states_of
 from specray.engine.model.decoder_amx import AmxDecoderForward, packed
 from specray.engine.model.layers.experts import ExpertLayer, Sum
@@ -253,7 +254,9 @@ def with_cpu_graphs(forward: Forward) -> CpuGraphForward | None:
 
 
 def _is_one_kernel(linear: object) -> bool:
-    """Whether a linear layer is, without padding by torch."""
+    """Whether a linear layer is, without padding by torch, or kernels with what adapters add."""
+    if isinstance(linear, KernelLayer):
+        return _is_one_kernel(linear.base)
     return isinstance(linear, KERNEL_LINEARS) and getattr(linear, "has_whole_blocks", True)
 
 

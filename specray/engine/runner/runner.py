@@ -20,7 +20,7 @@ from specray.engine.cache.state_pool import StatePool
 from specray.engine.cache.state_slots import StateSlots
 from specray.engine.device import use_device
 from specray.engine.group.parallel import NO_MOVES, ParallelContext
-from specray.engine.inputs import CopyInput, Moves, SequenceInput, StateCopy
+from specray.engine.inputs import AdapterInput, CopyInput, Moves, SequenceInput, StateCopy
 from specray.engine.runner.cuda_graphs import Bucket, GraphedForward
 from specray.engine.sampling.device.select import choose_kernels
 from specray.engine.sampling.device.shards import SHARD_MULTIPLE, ShardDrawer, ShardDraws, best_of_ranks
@@ -28,6 +28,7 @@ from specray.engine.step import AttentionStep, Forward, ForwardOutput, SequenceR
 
 if TYPE_CHECKING:
     from specray.engine.model.layers.vocabulary import GatheredHead
+    from specray.engine.runner.adapters import RunnerAdapters
     from specray.engine.runner.cpu_graphs import CpuGraphForward
 
 
@@ -76,6 +77,7 @@ class ModelRunner:
 
     Args:
         head: of a forward whose logits are this rank's alone; None: they are whole.
+        adapters: that sequences may have; None: they have none.
         records: whether a CPU's steps are recorded and run again.
     """
 
@@ -89,18 +91,21 @@ class ModelRunner:
         graphs: GraphedForward | None = None,
         head: GatheredHead | None = None,
         records: bool = True,
+        adapters: RunnerAdapters | None = None,
     ) -> None:
         self.info = info
         self.cache = cache
         self.forward = forward
         self.graphs = graphs
+        self.adapters = adapters
         self._parallel = parallel
         self._head = head
         self._drawer = None if parallel is None or head is None else shard_drawer(parallel, head, info.device)
         self.pending_moves = Moves()
         """K/V that is moved before whatever comes next."""
-        self.cpu_graphs = _with_cpu_graphs(forward, info.device) if records and parallel is None else None
+        self.cpu_graphs = cpu_graphs_of(forward, info.device) if records and parallel is None else None
         """Runs steps that are kernels alone between tokens and logits, with threads of their own."""
+        self._can_advance = True
         self._forward: Forward = self.cpu_graphs or forward
 
     @property
@@ -170,9 +175,22 @@ class ModelRunner:
             ) from error
 
     def _run(self, inputs: Sequence[SequenceInput]) -> ForwardOutput:
+        self._can_advance = all(item.adapter_slot < 0 for item in inputs)
+        if not self._can_advance:
+            assert self.adapters is not None, "slots are those of adapters"
+            return self._run_adapted(self.adapters, inputs)
         if self.graphs is not None and (bucket := self.graphs.bucket_for(inputs)) is not None:
             return self._run_captured(self.graphs, bucket, inputs)
         return self._forward(self._plan(inputs))
+
+    def _run_adapted(self, adapters: RunnerAdapters, inputs: Sequence[SequenceInput]) -> ForwardOutput:
+        slots = [item.adapter_slot for item in inputs for _ in item.token_ids]
+        if adapters.graphs is not None and (bucket := adapters.graphs.bucket_for(inputs)) is not None:
+            adapters.pool.rows.begin(slots, None)
+            return self._run_captured(adapters.graphs, bucket, inputs)
+        step = self._plan(inputs)
+        adapters.pool.rows.begin(slots, step.logit_rows)
+        return adapters.forward(step)
 
     @torch.inference_mode()
     def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> ForwardOutput | None:
@@ -186,7 +204,7 @@ class ModelRunner:
             Logits ``[len(kept), vocab_size]`` and features, there until the next step; None where ``run`` has
             to be told everything.
         """
-        if self.cpu_graphs is None or self.pending_moves:
+        if self.cpu_graphs is None or self.pending_moves or not self._can_advance:
             return None
         return self.cpu_graphs.advance(kept, token_ids)
 
@@ -208,6 +226,10 @@ class ModelRunner:
                     continue
                 if isinstance(work, StateCopy):
                     self._copy_state(work)
+                    continue
+                if isinstance(work, AdapterInput):
+                    assert self.adapters is not None, "all ranks have the same configuration"
+                    self.adapters.follow(work)
                     continue
                 # The leader captures and replays the same forwards, so that their collectives meet.
                 output = self._run(work)
@@ -342,7 +364,8 @@ class ModelRunner:
         return ForwardOutput(logits[index], features)
 
 
-def _with_cpu_graphs(forward: Forward, device: torch.device) -> CpuGraphForward | None:
+def cpu_graphs_of(forward: Forward, device: torch.device) -> CpuGraphForward | None:
+    """The forward with its shapes recorded; None: it is not made of kernels of the CPU alone."""
     if device.type != "cpu":
         return None
     try:

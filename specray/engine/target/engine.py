@@ -17,6 +17,7 @@ from torch import Tensor
 from specray.config import PrefixCache
 from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.engine.base import RunnerEngine
+from specray.engine.cache.adapters import AdapterRanks, LoadedAdapters
 from specray.engine.features.drafting import TargetDrafting
 from specray.engine.features.growing import DraftRequest, draft_request
 from specray.engine.features.remote.sending import FeatureSender
@@ -62,6 +63,7 @@ class TargetEngine(RunnerEngine):
         drafting: with a drafter of the target's own, over a runner that feeds it; None: there is none.
         features: sends features to a drafter elsewhere, over a runner that keeps them; None: there is none.
         expert_hits: counts of the runner's forward; None: it has no experts.
+        adapters: that it has its ranks load; None: it knows none.
     """
 
     def __init__(
@@ -75,8 +77,16 @@ class TargetEngine(RunnerEngine):
         drafting: TargetDrafting | None = None,
         features: FeatureSender | None = None,
         expert_hits: ExpertHits | None = None,
+        adapters: AdapterRanks | None = None,
     ) -> None:
-        super().__init__(runner, info, can_evict=False, prefix_cache=prefix_cache, grammars=grammars)
+        super().__init__(
+            runner,
+            info,
+            can_evict=False,
+            prefix_cache=prefix_cache,
+            grammars=grammars,
+            adapters=LoadedAdapters(adapters),
+        )
         self._drafting = drafting
         self._features = features
         self._expert_hits = expert_hits
@@ -93,6 +103,16 @@ class TargetEngine(RunnerEngine):
             self._lookaheads.pop(request_id, None)
         if self._drafting is not None:
             self._drafting.forget(request_ids)
+
+    def load_adapter(self, folder: str, digest: bytes = b"", *, is_pinned: bool = False) -> bytes:
+        """See ``interfaces.SyncAdapterEngine``."""
+        assert self._adapters is not None, "a target has a place for some"
+        return self._adapters.load(folder, digest, is_pinned=is_pinned)
+
+    def unload_adapter(self, digest: bytes) -> None:
+        """See ``interfaces.SyncAdapterEngine``."""
+        assert self._adapters is not None, "a target has a place for some"
+        self._adapters.unload(digest)
 
     @torch.inference_mode()
     def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from specray.engine.group.wire import SentTables, decode_copy, encode_copy
-from specray.engine.inputs import CopyInput, SequenceInput
+from specray.engine.group.wire import SentTables, decode_adapter, decode_copy, encode_adapter, encode_copy
+from specray.engine.inputs import AdapterInput, CopyInput, SequenceInput
 from specray.engine.visibility import Visibility
 
-HEADER_LEN = 10
+HEADER_LEN = 11
 
 
 def row(block_ids: list[int], num_tokens: int = 1) -> SequenceInput:
@@ -25,9 +25,18 @@ def test_a_step_survives_the_wire() -> None:
         SequenceInput([9], 0, [1], 0),
         SequenceInput([5, 6], 64, [8], 2, state_slot=3, num_open=1),
         SequenceInput([5, 6, 7], 63, [9], 0, state_slot=2, marks=((64, 5), (65, 0))),
+        SequenceInput([5], 64, [9], 1, adapter_slot=2),
     ]
     assert SentTables().decode(SentTables().encode(inputs)) == inputs
     assert SentTables().decode([]) == []
+
+
+@pytest.mark.parametrize(
+    "work",
+    [AdapterInput("sql-é", bytes(range(32))), AdapterInput(slot=3), AdapterInput(slot=0, is_cleared=True)],
+)
+def test_what_is_done_with_adapters_survives_the_wire(work: AdapterInput) -> None:
+    assert decode_adapter(encode_adapter(work)) == work
 
 
 def test_a_copy_survives_the_wire() -> None:
