@@ -1,4 +1,4 @@
-"""``specray bench router``, ``rpc``, ``forwards``, ``drafting``: single parts of a service; ``idle``: all."""
+"""``specray bench router``, ``rpc``, ``forwards``, ``adapters``, ``drafting``: parts; ``idle``: all."""
 
 from __future__ import annotations
 
@@ -143,6 +143,50 @@ def forwards(
         )
     ]
     wide_console().print(forwards_table(costs, title=f"{role} {model}, {dtype}"))
+    write_json([asdict(cost) for cost in costs], json_path)
+
+
+def adapters(
+    model: options.Model = "embedded",
+    dtype: options.Dtype = "bfloat16",
+    device: options.Device = "auto",
+    num_threads: options.NumThreads = None,
+    num_sequences: options.NumSequences = None,
+    num_adapters: Annotated[
+        list[int] | None, typer.Option(min=0, help="Different adapters in a step; may be repeated.")
+    ] = None,
+    rank: Annotated[int, typer.Option(min=1, max=512, help="Rank of the adapters.")] = 16,
+    context_len: ContextLen = 256,
+    num_repeats: NumRepeats = 50,
+    json_path: options.JsonPath = None,
+) -> None:
+    """Measure what LoRA adapters cost a target's step, beside the same model without any, in turns."""
+    from pathlib import Path
+    from tempfile import TemporaryDirectory
+
+    from specray.environment import apply_thread_environment
+
+    apply_thread_environment()
+    from specray.bench.adapters import adapters_table, measure_adapters
+    from specray.cli.bench.engines import engine_of
+    from specray.cli.output import wide_console, write_json
+    from specray.config import TargetConfig
+
+    engine = engine_of(
+        options.EngineRole.TARGET, model=model, dtype=dtype, device=device, num_threads=num_threads
+    )
+    assert isinstance(engine, TargetConfig), "of a target"
+    with TemporaryDirectory(prefix="specray-adapters-") as directory:
+        costs = measure_adapters(
+            engine,
+            Path(directory),
+            num_rows=num_sequences or [1, 8],
+            num_adapters=num_adapters or [0, 1, 4],
+            rank=rank,
+            context_len=context_len,
+            num_repeats=num_repeats,
+        )
+    wide_console().print(adapters_table(costs, title=f"adapters of rank {rank}, target {model}, {dtype}"))
     write_json([asdict(cost) for cost in costs], json_path)
 
 
