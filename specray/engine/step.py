@@ -16,9 +16,10 @@ from specray.engine.visibility import Visibility
 Slots = slice | torch.Tensor
 """Slots of the cache: a slice, or an int64 tensor ``[num_tokens]``."""
 
-SLOT, BASE, NUM_KEPT, SETTLED, FIRST_ROW, NUM_OPEN = range(6)
-"""Columns of a step's table for recurrent layers: of each sequence its slot, tokens in the state, records
-that are put into it first, tokens before its open rows, the first of these rows, and their number."""
+SLOT, BASE, START, SETTLED, FIRST_ROW, NUM_OPEN = range(6)
+"""Columns of a step's table for recurrent layers, int32: of each sequence its slot, tokens in the state,
+tokens before its rows (those from the state on are in records), tokens before its open rows, the first of
+these, and their number. Padding is zeros: a sequence of no rows."""
 NUM_COLUMNS = 6
 """Number of these columns."""
 
@@ -220,6 +221,7 @@ class PagedBatch:
     """Most rows of one sequence."""
     has_masks: bool
     """True if visibility is read; False: each sequence's rows are a chain of its last tokens."""
+    states: torch.Tensor | None = None  # [num_sequences, 6]: a step's table for recurrent layers, if any
 
 
 @dataclass(frozen=True, slots=True)

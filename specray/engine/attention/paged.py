@@ -17,7 +17,16 @@ import torch
 import torch.nn.functional as F
 
 from specray.engine.attention.base import HeadNorm, Rotary, rotate_heads
-from specray.engine.step import AttentionStep, HeadShape, KVCache, PagedBatch, SequenceRows, Slots
+from specray.engine.cache.state_pool import StateRows, write_table
+from specray.engine.step import (
+    NUM_COLUMNS,
+    AttentionStep,
+    HeadShape,
+    KVCache,
+    PagedBatch,
+    SequenceRows,
+    Slots,
+)
 from specray.engine.visibility import is_visible
 
 _ALIGNED_INTS = 4
@@ -114,11 +123,14 @@ class BatchShape:
     max_rows: int
     """Most rows of one sequence."""
     has_masks: bool = False
+    has_states: bool = False
+    """Whether recurrent layers read the batch, too."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
         rows, sequences = self.num_rows, self.num_sequences
-        return (2 * rows, *[rows] * 6, sequences + 1, sequences, sequences * self.max_num_blocks)
+        states = (sequences * NUM_COLUMNS,) if self.has_states else ()
+        return (2 * rows, *[rows] * 6, sequences + 1, sequences, sequences * self.max_num_blocks, *states)
 
     @property
     def starts(self) -> list[int]:
@@ -145,15 +157,21 @@ class HostBatch:
         self._ancestors = views[0].view(np.int64)
         self._token_ids, self._positions, self._slots = views[1:4]
         self._kv_indices, self._prefix_lens, self._first_indices = views[4:7]
-        self._first_rows, self._lengths, self._tables = views[7:]
+        self._first_rows, self._lengths, self._tables, *self._states = views[7:]
 
     def fill(
-        self, rows: Sequence[SequenceRows], token_ids: Sequence[int], *, num_ahead: Sequence[int] = ()
+        self,
+        rows: Sequence[SequenceRows],
+        token_ids: Sequence[int],
+        *,
+        num_ahead: Sequence[int] = (),
+        states: Sequence[StateRows] = (),
     ) -> None:
         """Writes a step; what of the shape it does not use is padding.
 
         Args:
             num_ahead: of each sequence, tokens after its rows whose blocks are written too; empty: none.
+            states: the same rows as recurrent layers see them, if there are any.
         """
         shape, count = self.shape, len(rows)
         num_used = len(token_ids)
@@ -173,6 +191,8 @@ class HostBatch:
         all_single = shape.num_rows == shape.num_sequences
         self._first_rows[count:] = range(count, shape.num_sequences + 1) if all_single else num_used
         self._lengths[count:] = 1
+        for table in self._states:
+            write_table(table, states)
 
     def _fill_rows(self, index: int, item: SequenceRows, num_ahead: int) -> None:
         assert item.num_rows <= self.shape.max_rows, (item, self.shape)
@@ -227,7 +247,7 @@ class DeviceBatch:
     def batch(self) -> PagedBatch:
         """The step that was loaded last; part of what is captured."""
         ancestors, _, positions, slots, kv_indices, prefix_lens, first_indices, *others = self.views
-        first_rows, lengths, tables = others
+        first_rows, lengths, tables, *states = others
         return PagedBatch(
             first_rows,
             lengths,
@@ -240,6 +260,7 @@ class DeviceBatch:
             ancestors.view(torch.int64),
             self._shape.max_rows,
             self._shape.has_masks,
+            states[0] if states else None,
         )
 
 
@@ -395,5 +416,5 @@ def _visible(batch: PagedBatch, index: torch.Tensor, num_keys: int, window: int 
 
 def split_packed(packed: Any, shape: BatchShape) -> list[Any]:
     parts = [packed[start : start + size] for start, size in zip(shape.starts, shape.sizes, strict=False)]
-    parts[-1] = parts[-1].reshape(shape.num_sequences, shape.max_num_blocks)
+    parts[9:] = [part.reshape(shape.num_sequences, -1) for part in parts[9:]]
     return parts

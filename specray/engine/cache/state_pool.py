@@ -15,11 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from specray.engine.cache.state_slots import StateSlots
+from specray.engine.cache.state_slots import STATE_UNIT, StateSlots
 from specray.engine.inputs import StateCopy
 from specray.engine.step import NUM_COLUMNS, SequenceRows, StateShape
 
@@ -98,6 +101,15 @@ Mix = Callable[[torch.Tensor, "StatePool", int], torch.Tensor]
 """What lies between a recurrent layer's projections (``layers.delta.Mixer``)."""
 
 
+class PromptChunks(NamedTuple):
+    """Rows that go into states at once, in chunks, on the device; int32."""
+
+    sequences: torch.Tensor
+    """``[num_prompts, 5]``: slot, tokens in the state, tokens before the rows, first chunk, how many."""
+    chunks: torch.Tensor
+    """``[num_chunks, 2]``: first row, number of rows."""
+
+
 class StatePool(StateSlots):
     """Slots with memory.
 
@@ -120,13 +132,18 @@ class StatePool(StateSlots):
         sizes = num_slots, max_open, num_snapshots
         # Not zeros: memory is given as it is written.
         self.layers = [_empty(shape, sizes, dtype, device) for shape in shapes]
-        self.table = torch.zeros(num_slots, NUM_COLUMNS, dtype=torch.int64, device=device)
-        """What the step that runs does with each of its sequences, ``[num_slots, 6]``; those of no rows are
-        padding. It stays where it is, so that captured forwards read it. Columns: ``step.SLOT`` and on."""
+        self._own_table = torch.zeros(num_slots, NUM_COLUMNS, dtype=torch.int32, device=device)
+        # It stays where it is, so that a CPU's captured forwards read it.
+        self.table = self._own_table
+        """What the step that runs does with each of its sequences, ``[num_sequences, 6]``; those of no rows
+        are padding. Columns: ``step.SLOT`` and on."""
         self.rows: list[StateRows] = []
-        """Rows of the step that runs, or of its phase: of each sequence those that follow each other."""
+        """Rows of the step that runs, or of its phase: of each sequence those that follow each other. Empty
+        while ``table`` alone describes them."""
         self._phases: list[Phase] = []
         """What is run before these rows."""
+        self._chunks: dict[int, PromptChunks | None] = {}
+        """Chunks of the step, by the identity of its lists of rows."""
 
     @contextmanager
     def step(self, rows: Sequence[SequenceRows]) -> Iterator[None]:
@@ -145,9 +162,25 @@ class StatePool(StateSlots):
             for number in range(max((len(item.marks) for item in rows), default=0))
         ]
         self.rows = [last for *_, last in pieces if last.end > last.start]
-        self.table.copy_(self._table_of(self.rows))
+        self._chunks.clear()
+        # As in ``paged.DeviceBatch.load``: not pinned, so it may be given up at once.
+        self.table.copy_(self._table_of(self.rows), non_blocking=True)
         yield
         self.finish(rows)
+
+    def begin_open(self, rows: Sequence[SequenceRows]) -> list[StateRows]:
+        """Begins a step whose rows are all open, for who describes it in a table of his own and ends it."""
+        bases = self.begin(rows)
+        return [_pieces(item, base)[-1] for item, base in zip(rows, bases, strict=True)]
+
+    @contextmanager
+    def described_by(self, table: torch.Tensor) -> Iterator[None]:
+        """A step that others have begun: its rows are what ``table`` says when it runs, and all are open."""
+        self.rows, self._phases, self.table = [], [], table
+        try:
+            yield
+        finally:
+            self.table = self._own_table
 
     @property
     def has_settled_rows(self) -> bool:
@@ -191,18 +224,39 @@ class StatePool(StateSlots):
         return Phase(rows, self._table_of(rows).to(self.table.device), copies)
 
     def _table_of(self, rows: Sequence[StateRows]) -> torch.Tensor:
-        table = np.zeros(self.table.shape, dtype=np.int64)
-        for index, item in enumerate(rows):
-            is_prompt = item.settled > item.start
-            table[index] = (
-                item.slot,
-                item.settled if is_prompt else item.base,
-                0 if is_prompt else item.start - item.base,
-                item.settled,
-                item.first_row + item.settled - item.start,
-                item.end - item.settled,
-            )
+        table = np.empty(self._own_table.shape, dtype=np.int32)
+        write_table(table, rows)
         return torch.from_numpy(table)
+
+    @property
+    def chunks(self) -> PromptChunks | None:
+        """The rows that settle at once; None: all are open."""
+        key = id(self.rows)
+        if key not in self._chunks:
+            prompts = [item for item in self.rows if item.settled > item.start]
+            self._chunks[key] = _chunks(prompts, self.table.device) if prompts else None
+        return self._chunks[key]
+
+
+def write_table(table: NDArray[np.int32], rows: Sequence[StateRows]) -> None:
+    """Writes what a step does with its sequences, ``[num_sequences, 6]``, and padding behind them."""
+    for index, item in enumerate(rows):
+        first_open = item.first_row + item.settled - item.start
+        table[index] = item.slot, item.base, item.start, item.settled, first_open, item.end - item.settled
+    table[len(rows) :] = 0
+
+
+def _chunks(prompts: Sequence[StateRows], device: torch.device) -> PromptChunks:
+    sequences: list[tuple[int, ...]] = []
+    chunks: list[tuple[int, ...]] = []
+    for item in prompts:
+        first_end = item.start // STATE_UNIT * STATE_UNIT + STATE_UNIT
+        cuts = [item.start, *range(first_end, item.settled, STATE_UNIT), item.settled]
+        sequences.append((item.slot, item.base, item.start, len(chunks), len(cuts) - 1))
+        chunks += [(item.first_row + begin - item.start, end - begin) for begin, end in pairwise(cuts)]
+    packed = torch.from_numpy(np.array([*chain(*sequences, *chunks)], dtype=np.int32))
+    both = packed.to(device, non_blocking=True).tensor_split((5 * len(sequences),))
+    return PromptChunks(both[0].view(-1, 5), both[1].view(-1, 2))
 
 
 def _pieces(item: SequenceRows, base: int) -> list[StateRows]:

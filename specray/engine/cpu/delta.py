@@ -20,10 +20,10 @@ from specray.engine.step import (
     BASE,
     FIRST_ROW,
     NUM_COLUMNS,
-    NUM_KEPT,
     NUM_OPEN,
     SETTLED,
     SLOT,
+    START,
     StateShape,
 )
 
@@ -66,7 +66,7 @@ def _make_delta(dtype: str, key_dim: int, value_dim: int, num_taps: int, shared:
     @kernel()
     def run_group(args: Any, floats: Any, row: int, head: int, scratch: int) -> None:
         """Computes the heads of a sequence that share a key head."""
-        table = carray(as_pointer(args[TABLE]), (args[NUM_SEQUENCES] * NUM_COLUMNS,), np.int64)
+        table = carray(as_pointer(args[TABLE]), (args[NUM_SEQUENCES] * NUM_COLUMNS,), np.int32)
         at = row * NUM_COLUMNS
         slot, settled, first, count = (
             table[at + SLOT],
@@ -74,7 +74,10 @@ def _make_delta(dtype: str, key_dim: int, value_dim: int, num_taps: int, shared:
             table[at + FIRST_ROW],
             table[at + NUM_OPEN],
         )
-        base, kept, most = table[at + BASE], table[at + NUM_KEPT], args[MAX_OPEN]
+        base, start, most = table[at + BASE], table[at + START], args[MAX_OPEN]
+        # Rows that settled at once are in the state already.
+        base = settled if settled > start else base
+        kept = start - base if settled == start else 0
         num_heads, num_key_heads = args[HEADS], args[KEY_HEADS]
         all_keys = num_key_heads * key_dim
         channels = 2 * all_keys + num_heads * value_dim
@@ -137,7 +140,7 @@ def _make_delta(dtype: str, key_dim: int, value_dim: int, num_taps: int, shared:
     def delta(address: int, part: int, num_parts: int, thread: int) -> None:
         args = carray(as_pointer(address), (NUM_ARGS,), np.int64)
         floats = carray(as_pointer(address), (2 * NUM_ARGS,), np.float32)
-        table = carray(as_pointer(args[TABLE]), (args[NUM_SEQUENCES] * NUM_COLUMNS,), np.int64)
+        table = carray(as_pointer(args[TABLE]), (args[NUM_SEQUENCES] * NUM_COLUMNS,), np.int32)
         scratch, heads = args[SCRATCH] + 4 * thread * args[SCRATCH_SIZE], args[KEY_HEADS]
         for item in range(part, args[NUM_SEQUENCES] * heads, num_parts):
             if table[item // heads * NUM_COLUMNS + NUM_OPEN] > 0:

@@ -165,10 +165,11 @@ class DecoderForward:
     @property
     def can_be_captured(self) -> bool:
         """Whether a forward of one shape always runs the same operators."""
-        if self.is_recurrent:
-            return False
         gates = (layer.gate for layer in self.layers)
-        return all(gate.can_be_captured for gate in gates if isinstance(gate, ExpertLayer | WithSharedMlp))
+        mixers = (layer.mixer for layer in self.layers if layer.mixer is not None)
+        return all(mixer.can_be_captured for mixer in mixers) and all(
+            gate.can_be_captured for gate in gates if isinstance(gate, ExpertLayer | WithSharedMlp)
+        )
 
     @property
     def is_recurrent(self) -> bool:
@@ -192,7 +193,13 @@ class DecoderForward:
 
     def stepping(self, step: Step) -> AbstractContextManager[None]:
         """What the states need around a forward."""
-        return states_of(step).step(step.attention.rows) if self.is_recurrent else nullcontext()
+        if not self.is_recurrent:
+            return nullcontext()
+        batch = step.attention.batch
+        if batch is None:
+            return states_of(step).step(step.attention.rows)
+        assert batch.states is not None, "who describes a step in tensors begins it"
+        return states_of(step).described_by(batch.states)
 
     def decode(self, hidden: torch.Tensor, step: Step) -> ForwardOutput:
         """Computes the output from the embedded tokens, ``[num_rows, hidden_size]``."""

@@ -70,6 +70,11 @@ class KernelDelta:
         self._args_address = self._args.ctypes.data
         self._scratch = torch.empty(0)
 
+    @property
+    def can_be_captured(self) -> bool:
+        """A CPU's captures, which are of kernels alone, know this one."""
+        return True
+
     def __call__(self, projected: torch.Tensor, pool: StatePool, place: int) -> torch.Tensor:
         """Not thread-safe."""
         shape, layer, args = self.shape, pool.layers[place], self._args
@@ -109,7 +114,7 @@ class KernelDelta:
                 fields.TABLE,
             ]
         ] = [tensor.data_ptr() for tensor in tensors]
-        args[fields.NUM_SEQUENCES], args[fields.MAX_OPEN] = pool.num_slots, pool.max_open
+        args[fields.NUM_SEQUENCES], args[fields.MAX_OPEN] = len(pool.table), pool.max_open
         args[fields.SCRATCH], args[fields.SCRATCH_SIZE] = self._scratch.data_ptr(), scratch_size
         num_threads = self._thread_pool.size
         num_parts = 1 if num_threads == 1 else _PARTS_PER_THREAD * num_threads

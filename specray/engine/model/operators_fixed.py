@@ -14,19 +14,20 @@ import torch
 from specray.engine.activation import Activation, Joint
 from specray.engine.cuda.align import align_heads
 from specray.engine.cuda.epilogue import PlainWeight
-from specray.engine.cuda.experts_triton import TritonExperts
 from specray.engine.cuda.linear import ProductGate, ProductLinear
 from specray.engine.cuda.norm_triton import RowNorm
 from specray.engine.cuda.plain_triton import multiply_plain
 from specray.engine.cuda.tiles import FIXED
 from specray.engine.model.layers.experts import ExpertLayer, ExpertMlp
 from specray.engine.model.operators_torch import TorchOperators
+from specray.engine.model.operators_triton import delta_mixer, expert_layer
 from specray.engine.weights.stored_weight import Weight, numbers_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from specray.engine.model.decoder import Norm
+    from specray.engine.model.layers.delta import GatedDelta, Mixer
     from specray.engine.model.layers.latent.projections import HeadProduct
     from specray.engine.model.layers.routing import Router
     from specray.engine.model.linear import Gate, Linear
@@ -55,8 +56,10 @@ class FixedOperators(TorchOperators):
         return ProductLinear((PlainWeight(weight.contiguous()),), bias, weight.dtype, FIXED)
 
     def experts(self, router: Router, experts: Sequence[ExpertMlp]) -> ExpertLayer:
-        made = TritonExperts.of(experts, FIXED)
-        return super().experts(router, experts) if made is None else ExpertLayer(router, made)
+        return expert_layer(router, experts, self.dtype, FIXED) or super().experts(router, experts)
+
+    def gated_delta(self, mixer: GatedDelta) -> Mixer:
+        return delta_mixer(mixer, self.dtype)
 
     def head_product(self, weight: torch.Tensor) -> HeadProduct:
         num_heads, in_features, size = weight.shape

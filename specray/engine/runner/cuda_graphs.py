@@ -20,6 +20,7 @@ import torch
 
 from specray.engine.attention.paged import BatchShape, DeviceBatch, HostBatch
 from specray.engine.cache.blocks import BlockCache
+from specray.engine.cache.state_pool import StatePool
 from specray.engine.inputs import SequenceInput
 from specray.engine.step import AttentionStep, Forward, ForwardOutput, SequenceRows, Step
 
@@ -119,6 +120,7 @@ class GraphedForward:
         self._forward = forward
         self._cache = cache
         self._max_num_blocks = -(-max_model_len // cache.block_size)
+        self._states = cache.states if isinstance(cache.states, StatePool) else None
         self.capture = capture
         self._prepared: dict[Bucket, _Prepared] = {}
         self._logits: torch.Tensor | None = None  # [MAX_ROWS, vocab_size], of whichever bucket ran last
@@ -128,8 +130,11 @@ class GraphedForward:
         return tuple(bucket for bucket, prepared in self._prepared.items() if prepared.is_captured)
 
     def bucket_for(self, inputs: Sequence[SequenceInput]) -> Bucket | None:
-        """The bucket that holds a step; None: it is beyond them, or branches lie beyond the longest table."""
+        """The bucket that holds a step; None: it is beyond them, or branches lie beyond the longest table, or
+        rows go into the states of recurrent layers at once, as those of prompts do."""
         if max(item.end for item in inputs) > self._max_num_blocks * self._cache.block_size:
+            return None
+        if self._states is not None and any(item.num_open < len(item.token_ids) for item in inputs):
             return None
         return bucket_for(inputs)
 
@@ -159,9 +164,12 @@ class GraphedForward:
             Logits and features of every row; the next step overwrites them, whatever its bucket.
         """
         prepared = self._get(bucket)
-        prepared.host.fill(rows, token_ids)
+        states = () if self._states is None else self._states.begin_open(rows)
+        prepared.host.fill(rows, token_ids, states=states)
         prepared.on_device.load(prepared.host)
         logits, features = prepared.run()
+        if self._states is not None:
+            self._states.finish(rows)
         if features is not None:
             features = {layer: rows[: len(token_ids)] for layer, rows in features.items()}
         return ForwardOutput(logits[: len(token_ids)], features)
@@ -180,6 +188,7 @@ class GraphedForward:
             max_num_blocks=self._max_num_blocks,
             max_rows=bucket.width,
             has_masks=bucket.has_masks,
+            has_states=self._states is not None,
         )
         spare_slot = (cache.num_blocks - 1) * cache.block_size
         host = HostBatch(shape, block_size=cache.block_size, spare_slot=spare_slot)

@@ -23,6 +23,11 @@ class Mixer(Protocol):
     @property
     def shape(self) -> StateShape: ...
 
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a step without prompts always runs the same operators, and waits for nothing."""
+        ...
+
     def __call__(self, projected: torch.Tensor, pool: StatePool, place: int) -> torch.Tensor:
         """Runs the rows of the pool's step through layer ``place`` of the pool."""
         ...
@@ -44,6 +49,10 @@ class GatedDelta:
     eps: float
     rate_scale: float = 1.0
     """Largest rate of learning; with 2, a state may change its sign."""
+
+    @property
+    def can_be_captured(self) -> bool:
+        return False
 
     def __call__(self, projected: torch.Tensor, pool: StatePool, place: int) -> torch.Tensor:
         shape, layer = self.shape, pool.layers[place]

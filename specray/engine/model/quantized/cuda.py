@@ -12,12 +12,12 @@ from specray.engine.cuda.codes.check import check_product
 from specray.engine.cuda.codes.layout import CodeLayout
 from specray.engine.cuda.codes.look_up_triton import CodeEmbedding
 from specray.engine.cuda.codes.packed import Packable, PackedWeight, can_pack, pack
-from specray.engine.cuda.experts_triton import TritonExperts
 from specray.engine.cuda.linear import ProductGate, ProductLinear
 from specray.engine.cuda.tiles import FREE, TileRule
 from specray.engine.model.layers.experts import ExpertLayer, ExpertMlp
 from specray.engine.model.layers.vocabulary import TableEmbedding
 from specray.engine.model.linear import JoinedGate
+from specray.engine.model.operators_triton import expert_layer
 from specray.engine.weights.quantization import Quantization
 from specray.engine.weights.quantized_weight import quantize
 from specray.engine.weights.stored_weight import StoredWeight, Weight, join, numbers_of
@@ -117,8 +117,8 @@ class CodeOperators:
         return self._others.latent_queries(queries)
 
     def experts(self, router: Router, experts: Sequence[ExpertMlp]) -> ExpertLayer:
-        made = TritonExperts.of(experts, self._rule)
-        return self._others.experts(router, experts) if made is None else ExpertLayer(router, made)
+        made = expert_layer(router, experts, self._dtype, self._rule)
+        return made or self._others.experts(router, experts)
 
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
         return self._others.norm(weight, eps)

@@ -58,10 +58,10 @@ def test_the_table_says_what_a_step_does() -> None:
     """A prompt's rows go into the state but for its last ones; records that stay do so before a verify."""
     pool = make_pool()
     with pool.step([rows_of(0, 5, 4)]):
-        assert pool.table.tolist() == [[0, 1, 0, 1, 1, 4], [0] * 6] and pool.has_settled_rows
+        assert pool.table.tolist() == [[0, 0, 0, 1, 1, 4], [0] * 6] and pool.has_settled_rows
     verify = SequenceRows(0, 2, 3, [0], (), 0, 2)
     with pool.step([verify, SequenceRows(2, 1, 0, [1], (), 1, 1)]):
-        assert pool.table.tolist() == [[0, 1, 2, 3, 0, 2], [1, 0, 0, 0, 2, 1]]
+        assert pool.table.tolist() == [[0, 1, 3, 3, 0, 2], [1, 0, 0, 0, 2, 1]]
         assert not pool.has_settled_rows
 
 
