@@ -25,6 +25,8 @@ _REPLICA_OPTIONS = {
 _ACTOR_OPTIONS = {
     "TargetConfig": _REPLICA_OPTIONS,
     "DraftConfig": _REPLICA_OPTIONS,
+    "ModelDraftConfig": _REPLICA_OPTIONS,
+    "PoolConfig": _REPLICA_OPTIONS,
     "IngressConfig": _REPLICA_OPTIONS,
 }
 

@@ -6,6 +6,7 @@ SpecrayError
 │   ├── ModelNotFoundError HTTP 404, NOT_FOUND
 │   └── GrammarError       a grammar cannot be enforced on an engine
 ├── UnauthenticatedError   the caller sent no known API key: HTTP 401, UNAUTHENTICATED
+├── NotAllowedError        the caller's API key may not do this: HTTP 403, PERMISSION_DENIED
 ├── OverloadedError        queues are full: HTTP 429 with Retry-After, RESOURCE_EXHAUSTED
 ├── DeadlineExceededError  the request's deadline has passed: HTTP 504, DEADLINE_EXCEEDED
 ├── EngineLostError        a worker died, hung or was partitioned: retriable
@@ -66,6 +67,10 @@ class GrammarError(InvalidRequestError):
 
 class UnauthenticatedError(SpecrayError):
     """The caller sent no key or an unknown one. The message does not repeat it."""
+
+
+class NotAllowedError(SpecrayError):
+    """The caller's key may not do this; the message says what a key needs for it."""
 
 
 class OverloadedError(SpecrayError):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 import ray
@@ -15,7 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from specray.actors.client import SERVE_ERRORS
 from specray.config import Config
 from specray.requests import RequestLife
-from specray.telemetry.exposition import labelled, merged
+from specray.telemetry.exposition import labelled, merged, with_vllm_names
 from specray.telemetry.logs import configure_logging
 
 if TYPE_CHECKING:
@@ -73,29 +74,34 @@ class SpansElsewhere:
         self._loop.call_soon_threadsafe(lambda: self._tracing.request_ended(life, time.monotonic()))
 
 
+Deployment = tuple[str, str]
+"""Names of an application and of a deployment in it."""
+
+
 class AllMetrics:
     """Metrics of every replica of some deployments, each with the labels of its replica.
 
     Serve chooses which replica answers a scrape, so each replica must answer for all.
 
     Args:
-        deployments: names within ``app_name``; their replicas have a method ``metrics_text``.
+        deployments: returns those that there are; their replicas have a method ``metrics_text``.
+        models: models of applications, whose metrics get vLLM's names, too.
         monotonic: clock in seconds.
     """
 
     def __init__(
         self,
-        app_name: str,
-        deployments: Sequence[str],
+        deployments: Callable[[], Awaitable[Sequence[Deployment]]],
         *,
+        models: Mapping[str, str] = MappingProxyType({}),
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._monotonic = monotonic
-        self._last: dict[tuple[str, str], tuple[float, list[str]]] = {}
+        self._last: dict[tuple[Deployment, str], tuple[float, list[str]]] = {}
         """Last answer of each deployment and node: time in seconds, texts."""
-        self._handles: dict[str, DeploymentHandle[object]] = {
-            name: serve.get_deployment_handle(name, app_name=app_name) for name in deployments
-        }
+        self._deployments = deployments
+        self._models = models
+        self._handles: dict[Deployment, DeploymentHandle[object]] = {}
 
     async def text(self, scope: str = "service") -> str:
         """All metrics in Prometheus text format; with the scope ``node``, those of this node's replicas.
@@ -104,22 +110,27 @@ class AllMetrics:
         answer, for STALE_S.
         """
         node_id = ray.get_runtime_context().get_node_id() if scope == "node" else ""
-        texts = await asyncio.gather(*(self._of(name, node_id) for name in self._handles))
+        there = await self._deployments()
+        texts = await asyncio.gather(*(self._of(each, node_id) for each in there))
         return merged(text for replicas in texts for text in replicas)
 
-    async def _of(self, name: str, node_id: str) -> list[str]:
+    async def _of(self, name: Deployment, node_id: str) -> list[str]:
+        if name not in self._handles:
+            self._handles[name] = serve.get_deployment_handle(name[1], app_name=name[0])
         try:
             response = self._handles[name].broadcast("metrics_text", node_id)
             results = await response.results_async(timeout_s=GATHER_TIMEOUT_S, return_exceptions=True)
         except TimeoutError:
             said_s, texts = self._last.get((name, node_id), (0.0, []))
-            logger.warning("%s did not return its metrics within %g s", name, GATHER_TIMEOUT_S)
+            logger.warning("%s did not return its metrics within %g s", name[1], GATHER_TIMEOUT_S)
             return texts if self._monotonic() - said_s <= STALE_S else []
         except SERVE_ERRORS as error:
             # A deployment without replicas is normal: a Draft may be scaled to none.
-            logger.debug("no metrics of %s: %s", name, str(error) or type(error).__name__)
+            logger.debug("no metrics of %s: %s", name[1], str(error) or type(error).__name__)
             return []
         texts = [result for result in results if isinstance(result, str)]
+        if (model := self._models.get(name[0])) is not None:
+            texts = [with_vllm_names(text, model) for text in texts]
         self._last[name, node_id] = self._monotonic(), texts
         return texts
 

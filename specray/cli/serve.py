@@ -45,14 +45,21 @@ def serve(
         typer.Argument(help="Configuration file (YAML); options on the command line take precedence."),
     ] = None,
     settings: options.Settings = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Option("--model", help="One of several models, each with a draft of its own. May be repeated."),
+    ] = None,
 ) -> None:
     """Serve a pair over HTTP (OpenAI-compatible) and gRPC until Ctrl-C; by default a small chat model.
 
     Without --target, smollm2-135m-instruct is fetched once (93 MB); failing that, it is the embedded pair.
     """
-    from specray.cli.settings import build_config, pair_options
+    from specray.cli.settings import build_config, pair_options, several_models
 
-    merged = build_config(config, pair_options(**asdict(given)), settings or [], chooses_target=True)
+    values = pair_options(**asdict(given))
+    if models:
+        values["models"] = several_models(models)
+    merged = build_config(config, values, settings or [], chooses_target=True)
 
     from specray.serving.launch import end_time_s, run_service
 

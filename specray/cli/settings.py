@@ -15,6 +15,7 @@ from specray.config import (
     MODEL_FREE_DRAFTS,
     REMOTE_FEATURES,
     Config,
+    pairs,
     parse_config,
     prefer_drafter,
     read_config_file,
@@ -70,15 +71,29 @@ def build_config(
         if value is not None:
             _assign(values, key, value)
     _assign_all(values, assignments)
-    if chooses_target:
+    if chooses_target and not values.get("models"):
         choose_target(values)
-    prefer_drafter(values)
-    has_chosen_draft = choose_draft(values)
-    _check_pair(values)
+    chosen = list[tuple[dict[str, Any], bool]]()
+    for pair in pairs(values):
+        prefer_drafter(pair)
+        chosen.append((pair, choose_draft(pair)))
+        _check_pair(pair)
     # Whatever is wrong is said before anything is fetched.
     parse_config(values)
-    use_checkpoints(values, has_chosen_draft=has_chosen_draft)
+    for pair, has_chosen_draft in chosen:
+        use_checkpoints(pair, has_chosen_draft=has_chosen_draft)
+    for pool in values.get("drafts") or ():
+        use_checkpoints({"name": "", "draft": pool}, has_chosen_draft=False)
     return parse_config(values)
+
+
+def several_models(names: Sequence[str]) -> list[dict[str, Any]]:
+    """The configuration's ``models`` for what a user calls them; each gets the name of its files."""
+    models = list[dict[str, Any]]()
+    for name in names:
+        called = Path(name).stem if Path(name).suffix == ".gguf" else Path(name).name
+        models.append({"name": called or name, "target": {"model": name}})
+    return models
 
 
 def changed_config(values: dict[str, Any], assignments: Sequence[str]) -> Config:
@@ -142,7 +157,8 @@ def _check_pair(values: Mapping[str, Any]) -> None:
     if draft.get("enabled", True):
         _check_draft_name(draft.get("model", EMBEDDED))
     is_own_target = target.get("model", EMBEDDED) != EMBEDDED
-    if is_own_target and draft.get("enabled", True) and "model" not in draft:
+    has_draft = "model" in draft or draft.get("pool") is not None
+    if is_own_target and draft.get("enabled", True) and not has_draft:
         raise ConfigError(
             f"draft.model is not set for the target {target['model']}; "
             "allowed: a model with the target's tokenizer (--draft PATH), or no draft (--draft none)"

@@ -24,10 +24,18 @@ from specray.config.engine import (
     PrefixCache,
     TargetConfig,
 )
+from specray.config.models import LoadingConfig, ModelConfig, PoolConfig
 from specray.config.router import RouterConfig
 from specray.config.scaling import DraftScalingConfig, RouterScalingConfig, ScalingConfig
 from specray.config.section import Section
-from specray.config.service import Config, load_config, parse_config, prefer_drafter, read_config_file
+from specray.config.service import (
+    Config,
+    load_config,
+    pairs,
+    parse_config,
+    prefer_drafter,
+    read_config_file,
+)
 from specray.config.speculation import SpeculationConfig
 
 __all__ = [
@@ -51,7 +59,10 @@ __all__ = [
     "IngressConfig",
     "KeyConfig",
     "KeySpeculationConfig",
+    "LoadingConfig",
     "LoggingConfig",
+    "ModelConfig",
+    "PoolConfig",
     "PrefixCache",
     "RouterConfig",
     "RouterScalingConfig",
@@ -63,6 +74,7 @@ __all__ = [
     "TelemetryConfig",
     "TlsConfig",
     "load_config",
+    "pairs",
     "parse_config",
     "prefer_drafter",
     "read_config_file",

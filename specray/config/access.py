@@ -91,6 +91,9 @@ class KeyConfig(Section):
     can_manage: bool = Field(
         False, description="Whether it may change what is served: load and unload models and adapters."
     )
+    models: tuple[str, ...] | None = Field(
+        None, min_length=1, description="Names of the only models that it may ask for; default: all."
+    )
     max_requests: int | None = Field(
         None,
         ge=1,

@@ -80,6 +80,10 @@ STATIC_REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "grpc": "the gRPC server is started with it",
         "logging.terminal": "Ray is started with it",
         "metrics": "the application is built with it",
+        "models": "each model is an application of its own",
+        "drafts": "each draft is an application of its own",
+        "default_model": "each Ingress is started with it",
+        "loading": "the owner of models is started with it",
         "telemetry": "the exporter of spans is started with it",
     }
 )

@@ -5,8 +5,10 @@ Unknown keys are errors. Everything has a default; an empty file serves the embe
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -29,11 +31,17 @@ from specray.config.engine import (
     DraftConfig,
     TargetConfig,
 )
+from specray.config.models import LoadingConfig, ModelConfig, PoolConfig
 from specray.config.router import RouterConfig
 from specray.config.section import Section
 from specray.config.speculation import SpeculationConfig
 from specray.errors import ConfigError
 from specray.types import DraftKind
+
+_REPLACED: Final = ("served_model_name", "target", "draft")
+"""Sections of a service of one model, for which each of several has its own."""
+DEFAULTS_OF_MODELS: Final = ("speculation", "router", "chat")
+"""Sections of the service that are defaults for those of each model."""
 
 
 class Config(Section):
@@ -55,14 +63,81 @@ class Config(Section):
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
+    models: tuple[ModelConfig, ...] = Field(
+        (),
+        description="Several models, in place of served_model_name, target and draft; speculation, router "
+        "and chat beside it are defaults for each.",
+    )
+    drafts: tuple[PoolConfig, ...] = Field((), description="Drafts that several of `models` share.")
+    default_model: str | None = Field(
+        None, description="One of `models`, for requests that name none; default: the only one."
+    )
+    loading: LoadingConfig = Field(default_factory=LoadingConfig)
+
+    @model_validator(mode="after")
+    def _check_models(self) -> Config:
+        if not self.models:
+            for name in ("drafts", "default_model"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} is set without models; allowed: together with models")
+            return self
+        for name in _REPLACED:
+            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
+                raise ValueError(f"{name} is set together with models; allowed: one of them")
+        _check_unique("models", [name for each in self.models for name in each.names])
+        _check_unique("drafts", [each.name for each in self.drafts])
+        pools = [each.name for each in self.drafts]
+        for model in self.models:
+            if model.draft.pool is not None and model.draft.pool not in pools:
+                raise ValueError(
+                    f"models: draft.pool of {model.name!r} is {model.draft.pool!r}; "
+                    f"allowed: {', '.join(pools) or 'none, since there are no drafts'}"
+                )
+            _check_drafter(model.target, model.draft)
+        names = [name for each in self.models for name in each.names]
+        if self.default_model is not None and self.default_model not in names:
+            raise ValueError(f"default_model is {self.default_model!r}; allowed: {', '.join(names)}")
+        return self
+
+    def of_model(self, name: str) -> Config:
+        """The configuration of one of ``models`` as that of a service of it alone.
+
+        Raises:
+            KeyError: no model has this name; aliases are none.
+        """
+        model = {each.name: each for each in self.models}[name]
+        draft: DraftConfig = model.draft
+        if model.draft.pool is not None:
+            draft = {each.name: each for each in self.drafts}[model.draft.pool]
+        values = {key: value for key, value in draft if key in DraftConfig.model_fields}
+        own = {
+            "served_model_name": name,
+            "target": model.target,
+            "draft": DraftConfig.model_construct(**values),
+            **{section: getattr(model, section) for section in DEFAULTS_OF_MODELS},
+            "models": (),
+            "drafts": (),
+            "default_model": None,
+        }
+        return self.model_copy(update=own)
+
+    def of_pool(self, name: str) -> Config:
+        """The configuration of one of ``drafts``, as that of a service whose Draft it is. Raises KeyError."""
+        pool = {each.name: each for each in self.drafts}[name]
+        values = {key: value for key, value in pool if key in DraftConfig.model_fields}
+        users = [each.target for each in self.models if each.draft.pool == name]
+        own = {
+            "target": users[0] if users else self.target,
+            "draft": DraftConfig.model_construct(**values),
+            "models": (),
+            "drafts": (),
+            "default_model": None,
+        }
+        return self.model_copy(update=own)
 
     @model_validator(mode="after")
     def _check_drafter(self) -> Config:
-        draft, drafter = self.draft, self.target.drafter
-        if draft.enabled and draft.model in (DraftKind.FEATURES, REMOTE_FEATURES) and drafter is None:
-            raise ValueError(
-                f"draft.model is {draft.model!r} without target.drafter; allowed: both, or another model"
-            )
+        _check_drafter(self.target, self.draft)
         return self
 
     @property
@@ -71,6 +146,10 @@ class Config(Section):
         if self.served_model_name is not None:
             return self.served_model_name
         return "specray-embedded" if self.target.model == EMBEDDED else Path(self.target.model).name
+
+
+_PATHS: Final = (("target", "model"), ("draft", "model"), ("target", "drafter"), ("target", "adapter"))
+"""Keys of a pair that may be paths."""
 
 
 def prefer_drafter(values: dict[str, Any]) -> None:
@@ -84,6 +163,39 @@ def prefer_drafter(values: dict[str, Any]) -> None:
         draft.setdefault("model", DraftKind.FEATURES.value)
 
 
+def pairs(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The nested dictionaries that have a target and a draft: each of several models', or all."""
+    models = values.get("models")
+    if not models:
+        yield values
+    elif isinstance(models, (list, tuple)):
+        yield from (model for model in models if isinstance(model, dict))
+
+
+def _merge_defaults(values: dict[str, Any]) -> None:
+    """Puts the service's own values under those of each model."""
+    for model in pairs(values):
+        if model is values:
+            return
+        for section in DEFAULTS_OF_MODELS:
+            above, own = values.get(section), model.get(section)
+            if isinstance(above, dict) and (own is None or isinstance(own, dict)):
+                model[section] = {**above, **(own or {})}
+
+
+def _check_drafter(target: TargetConfig, draft: DraftConfig) -> None:
+    if draft.enabled and draft.model in (DraftKind.FEATURES, REMOTE_FEATURES) and target.drafter is None:
+        raise ValueError(
+            f"draft.model is {draft.model!r} without target.drafter; allowed: both, or another model"
+        )
+
+
+def _check_unique(field: str, names: Sequence[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{field} have the name {name!r} twice; allowed: a name once, aliases too")
+
+
 def parse_config(values: dict[str, Any]) -> Config:
     """Validates a configuration given as nested dictionaries.
 
@@ -91,7 +203,11 @@ def parse_config(values: dict[str, Any]) -> Config:
         ConfigError: names every wrong key, its value and what is allowed.
     """
     values = {name: dict(each) if isinstance(each, dict) else each for name, each in values.items()}
-    prefer_drafter(values)
+    if isinstance(models := values.get("models"), (list, tuple)):
+        values["models"] = deepcopy(list(models))
+    _merge_defaults(values)
+    for pair in pairs(values):
+        prefer_drafter(pair)
     try:
         return Config.model_validate(values)
     except ValidationError as error:
@@ -105,10 +221,13 @@ def parse_config(values: dict[str, Any]) -> Config:
 
 def _shown_input(kind: str, location: tuple[int | str, ...], value: object) -> str:
     # A user may have written a key in place of its hash; keys must not get into logs.
-    is_secret = location[:1] == ("auth",) and (
-        isinstance(value, (dict, list))
-        or location[-1] in ("auth", "keys", "sha256")
-        or location[-2:-1] == ("keys",)
+    is_secret = not location or (
+        location[:1] == ("auth",)
+        and (
+            isinstance(value, (dict, list))
+            or location[-1] in ("auth", "keys", "sha256")
+            or location[-2:-1] == ("keys",)
+        )
     )
     return "" if kind == "extra_forbidden" or is_secret else f" (got {value!r})"
 
@@ -134,13 +253,11 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(f"configuration file {path} must hold a mapping, not a {type(values).__name__}")
-    for role, key in (
-        ("target", "model"),
-        ("draft", "model"),
-        ("target", "drafter"),
-        ("target", "adapter"),
-    ):
-        _resolve_model(values.get(role), key, Path(path).parent)
+    sections = [(pair.get(role), key) for pair in pairs(values) for role, key in _PATHS]
+    drafts = values.get("drafts")
+    sections += [(draft, "model") for draft in (drafts if isinstance(drafts, list) else ())]
+    for section, key in sections:
+        _resolve_model(section, key, Path(path).parent)
     return values
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,15 +126,32 @@ def check_chains(config: Config, *, is_library: bool) -> None:
 
 
 def check_models(config: Config) -> None:
-    """Checks the models of a service, and that the target can verify what is drafted.
+    """Checks the models of a service, and that each target can verify what is drafted.
 
     Raises:
-        ConfigError: as :func:`check_pair` and :func:`check_chains`.
+        ConfigError: as :func:`check_pair` and :func:`check_chains`; of several models, with its name.
     """
+    if config.models:
+        _check_several(config)
+        return
     has_checkpoint = config.draft.has_model and not config.draft.reads_features
     target = check_pair(config.target, config.draft if has_checkpoint else None)
     if target.has_recurrent_layers:
         check_chains(config, is_library=target.is_library)
+
+
+def _check_several(config: Config) -> None:
+    shared = Counter(model.draft.pool for model in config.models)
+    for model in config.models:
+        alone = config.of_model(model.name)
+        if model.draft.pool is not None and shared[model.draft.pool] > 1:
+            # A draft translates for the vocabulary of one target.
+            draft = alone.draft.model_copy(update={"vocabulary": "same"})
+            alone = alone.model_copy(update={"draft": draft})
+        try:
+            check_models(alone)
+        except ConfigError as error:
+            raise ConfigError(f"model {model.name!r}: {error}") from None
 
 
 def check_pair(target: EngineConfig, draft: EngineConfig | None) -> ModelSummary:

@@ -15,6 +15,7 @@ from specray.errors import (
     EngineLostError,
     InvalidRequestError,
     ModelNotFoundError,
+    NotAllowedError,
     OverloadedError,
     SpecrayError,
     UnauthenticatedError,
@@ -48,6 +49,8 @@ def status_of(error: Exception, *, logs: bool = True) -> RpcStatus:
             return RpcStatus(grpc.StatusCode.INVALID_ARGUMENT, _details(error), _field(error))
         case UnauthenticatedError():
             return RpcStatus(grpc.StatusCode.UNAUTHENTICATED, _details(error))
+        case NotAllowedError():
+            return RpcStatus(grpc.StatusCode.PERMISSION_DENIED, _details(error))
         case OverloadedError():
             seconds = str(max(1, math.ceil(error.retry_after_s)))
             return RpcStatus(grpc.StatusCode.RESOURCE_EXHAUSTED, _details(error), ((RETRY_AFTER, seconds),))
@@ -77,6 +80,8 @@ def error_of(error: aio.AioRpcError) -> SpecrayError:
             return InvalidRequestError(details)
         case grpc.StatusCode.UNAUTHENTICATED:
             return UnauthenticatedError(details)
+        case grpc.StatusCode.PERMISSION_DENIED:
+            return NotAllowedError(details)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineExceededError(details)
         case grpc.StatusCode.UNAVAILABLE:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from specray.adapter_folders import ADAPTER_NAME, is_adapter_name
@@ -58,6 +58,7 @@ class AdapterCatalog:
     Args:
         config: None: there are none.
         base: name of the model without an adapter.
+        aliases: further names of it.
         loader: the Routers.
         store: default: one of this process alone.
         is_shared: there are other Ingresses: a change is answered once all have seen it.
@@ -68,6 +69,7 @@ class AdapterCatalog:
         config: AdaptersConfig | None,
         *,
         base: str,
+        aliases: Sequence[str] = (),
         loader: AdapterLoader | None,
         store: AdapterStore | None = None,
         is_shared: bool = False,
@@ -75,6 +77,7 @@ class AdapterCatalog:
     ) -> None:
         self._config = config
         self._base = base
+        self._bases = (base, *aliases)
         self._loader = loader
         self._store = store or OwnStore()
         self._is_shared = is_shared
@@ -100,8 +103,9 @@ class AdapterCatalog:
             OverloadedError, EngineLostError: it could not be loaded now.
         """
         named = ""
-        if model and model != self._base:
-            named = model.removeprefix(f"{self._base}:")
+        if model and model not in self._bases:
+            base, colon, rest = model.partition(":")
+            named = rest if colon and base in self._bases else model
         if named and adapter and named != adapter:
             raise InvalidRequestError(
                 f"adapter is {shown(adapter)} and model names {shown(named)}; allowed: one of them",
@@ -131,7 +135,7 @@ class AdapterCatalog:
         """
         if self._config is None:
             raise InvalidRequestError("this service has no adapters; set target.adapters", field="lora_name")
-        if not is_adapter_name(name) or name == self._base:
+        if not is_adapter_name(name) or name in self._bases:
             raise InvalidRequestError(
                 f"lora_name is {shown(name)}; allowed: what matches {ADAPTER_NAME}, but not the model's name",
                 field="lora_name",

@@ -19,32 +19,26 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from specray.actors.client import ServeRouterClient
-from specray.actors.live import AdapterNames, LiveReplica
+from specray.actors.live import LiveReplica
 from specray.actors.mailbox import Mailbox
 from specray.actors.node import keep_serve_on_loopback, listen_address
 from specray.actors.router import RouterReplica
-from specray.actors.routing import routes_by_prefix
-from specray.actors.telemetry import AllMetrics, begin_logs, begin_traces, is_on_node, with_labels
+from specray.actors.telemetry import begin_logs, begin_traces, is_on_node, with_labels
 from specray.config import Config, parse_config
 from specray.config.live import LiveConfig, Served
 from specray.errors import ConfigError
-from specray.grammar import PreparedCompiler
-from specray.routing import shared_choice
+from specray.loading.owner import ModelUse
 from specray.rpc.channel import ChannelOptions, channel_options, check_can_listen, parse_address
 from specray.rpc.inference.messages import MAX_OPEN_CALLS
 from specray.rpc.inference.server import InferenceServer
 from specray.serving.admission.api_keys import Keyring
-from specray.serving.admission.capacity import Admission
+from specray.serving.behind import Behind, OnePair, Parts, SeveralModels
 from specray.serving.gc_schedule import Collector
-from specray.serving.grpc.handler import GrpcIngress, served
-from specray.serving.http.app import build_http_app
+from specray.serving.grpc.handler import served
 from specray.serving.http.edge.connections import Connections
 from specray.serving.http.server import PORT_WAIT_S, HttpServer
 from specray.serving.observe import CallObserver
 from specray.serving.ports import claimed
-from specray.serving.warmup import warm_up
-from specray.tokenization import load_tokenizer
 
 STOP_MARGIN_S = 10.0
 
@@ -87,28 +81,16 @@ class IngressReplica:
         self._live = LiveReplica(self._now, store=store)
         self._store = store
         self._tracing = begin_traces(config, role="ingress")
-        app_name = serve.get_replica_context().app_name
-        self._deployments = ("Ingress", "Router", *(["Draft"] if config.draft.has_replicas else []))
-        self._all_metrics = AllMetrics(app_name, self._deployments)
-        self._observer = CallObserver(config.logging, tracing=self._tracing)
         self._mailbox = Mailbox(listen_address(config, "ingress"), options=channel_options(config.rpc))
-        client = ServeRouterClient(
-            serve.get_deployment_handle("Router", app_name=app_name),
-            # Seconds by which a call to the router outlives the router's own request deadline, so that its
-            # message arrives.
-            timeout_s=config.router.request_timeout_s + 10.0,
-            mailbox=self._mailbox,
-            choice=shared_choice(app_name) if routes_by_prefix(config) else None,
-            on_choice=self._observer.metrics.observe_choice,
+        parts = Parts(
+            self._now,
+            self._mailbox,
+            CallObserver(config.logging, tracing=self._tracing),
+            Keyring(config.auth),
+            serve.get_replica_context().app_name,
+            store,
         )
-        # The names outlive this process; those of another application are others.
-        names = AdapterNames(store or f"app-{app_name}")
-        self._admission = Admission.of(client, config, store=names)
-        self._tokenizer = load_tokenizer(config.target.model)
-        warm_up(self._tokenizer)
-        self._compiler = PreparedCompiler.of(self._tokenizer)
-        self._compiler.prepare()
-        self._keyring = Keyring(config.auth)
+        self._behind: Behind = SeveralModels(parts) if config.models else OnePair(parts)
         self._has_http_server = config.http.server == "ingress"
 
     @property
@@ -116,17 +98,10 @@ class IngressReplica:
         return self._config.ingress.num_replicas > 1
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_http_app(
-            client=self._admission,
-            tokenizer=self._tokenizer,
-            config=self._now,
-            keyring=self._keyring,
-            lifespan=self._lifespan,
-            observer=self._observer,
-            metrics_text=self._all_metrics.text,
+        return self._behind.http_app(
+            self._lifespan,
             # Serve's proxy sets the header, where there is one.
             names_answers=self._has_http_server,
-            compiler=self._compiler,
         )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -146,16 +121,29 @@ class IngressReplica:
         return await self._live.take(values)
 
     async def served(self) -> Served:
-        return Served(self._now.now.model_dump(mode="json"), self._store, self._deployments)
+        return Served(self._now.now.model_dump(mode="json"), self._store, self._behind.deployments)
 
     async def named_ends(self) -> str:
-        return self._tokenizer.named_ends() or "no token"
+        return self._behind.named_ends()
+
+    async def model_usage(self) -> dict[str, ModelUse]:
+        """See ``owner.Ingresses``; of this one."""
+        return self._several.catalog.uses.usage()
+
+    async def close_model(self, name: str, is_forced: bool) -> bool:
+        """See ``owner.Ingresses``; of this one."""
+        return self._several.catalog.uses.close(name, is_forced=is_forced)
+
+    @property
+    def _several(self) -> SeveralModels:
+        assert isinstance(self._behind, SeveralModels), "only Models asks for uses"
+        return self._behind
 
     async def metrics_text(self, node_id: str = "") -> str:
         """This replica's metrics; none if it is not on the node with that id. Empty: on any."""
         if not is_on_node(node_id):
             return ""
-        return with_labels(self._observer.metrics.text())
+        return with_labels(self._behind.observer.metrics.text())
 
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
@@ -166,7 +154,7 @@ class IngressReplica:
             await self._mailbox.start()
             self._servers = IngressServers(self._start_grpc, partial(self._start_http, app))
             stack.push_async_callback(self._servers.stop)
-            collector = asyncio.create_task(Collector(lambda: self._admission.capacity.num_requests).run())
+            collector = asyncio.create_task(Collector(lambda: self._behind.admission.places.num_calls).run())
             stack.callback(collector.cancel)
             yield
 
@@ -178,7 +166,7 @@ class IngressReplica:
             if not self._shares_ports:
                 await _wait_for_port("grpc.port", f"{grpc.host}:{grpc.port}")
             await stack.enter_async_context(
-                served(self._grpc_server(), self._admission.routers, grace_s=grace_s)
+                served(self._grpc_server(), self._behind.admission.routers, grace_s=grace_s)
             )
 
     async def _start_http(self, app: FastAPI, stack: AsyncExitStack) -> None:
@@ -207,14 +195,7 @@ class IngressReplica:
         )
 
     def _grpc_server(self) -> InferenceServer:
-        config = self._config
-        handler = GrpcIngress(
-            client=self._admission,
-            tokenizer=self._tokenizer,
-            config=self._now,
-            observer=self._observer,
-            compiler=self._compiler,
-        )
+        config, handler = self._config, self._behind.grpc_handler()
         return InferenceServer(
             handler,
             address=f"{config.grpc.host}:{config.grpc.port}",
@@ -223,7 +204,7 @@ class IngressReplica:
                 reuse_port=self._shares_ports,
                 max_connections=config.http.max_connections,
             ),
-            admit=handler.admitter(self._keyring),
+            admit=handler.admitter(self._behind.keyring),
             on_refused=handler.refused,
             has_reflection=config.grpc.reflection,
             # Those whose messages come, those that are answered, and those that are refused meanwhile.

@@ -6,19 +6,20 @@ import json
 import logging
 import math
 import os
-import re
 import secrets
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final
 
+from specray.actors.causes import root_cause
 from specray.config import EMBEDDED, Config
+from specray.config.models import slug
 from specray.environment import apply_ray_environment, external_ray_address
 from specray.errors import ConfigError
 from specray.serving.own_ray.ends import children, end_children, end_without_destructors
@@ -34,6 +35,8 @@ KEEP_ALIVE_TIMEOUT_S = 90
 SERVE_START_S = 180.0
 EXIT_LOST = 1
 POLL_INTERVAL_S = 0.1
+ANSWER_S = 10.0
+"""Seconds for the owner of models to say their states."""
 STATUS_INTERVAL_S = 0.5
 """Seconds between two looks at Serve's status during a start. Each takes processor time that the start needs:
 with ten a second, this process used a quarter of a core."""
@@ -106,7 +109,9 @@ def running_service(
             _deployed(config, deploy or partial(_run, store=store), store, on_lost),
             watched(serve_parts, on_lost),
         ):
-            wait_running(stop, timeout_s=config.router.start_timeout_s + 60.0)
+            timeout_s = config.router.start_timeout_s + 60.0
+            wait_running(stop, timeout_s=timeout_s)
+            wait_loaded(config, stop, timeout_s=timeout_s)
             yield
 
 
@@ -139,10 +144,13 @@ def _deployed(
             deploy(config)
         yield
     finally:
-        # In a cluster that was there before, other applications stay.
+        # In a cluster that was there before, other applications stay. The owner of models goes first.
         serve.delete(APP_NAME)
+        for app in _model_apps(config):
+            serve.delete(app)
         forget_stored(store)
-        AdapterNames(store).forget()
+        for name in ("", *(model.name for model in config.models)):
+            AdapterNames(f"{store}-{slug(name)}" if name else store).forget()
 
 
 def with_own_server(config: Config) -> Config:
@@ -319,31 +327,50 @@ def wait_running(stop: threading.Event, *, timeout_s: float) -> None:
         raise ConfigError(f"the service did not start: {root_cause(reasons)}")
 
 
-def root_cause(messages: Sequence[str]) -> str:
-    """Finds the cause in Serve's messages, which hold the tracebacks of every process on the way.
+def wait_loaded(config: Config, stop: threading.Event, *, timeout_s: float) -> None:
+    """Waits until the models that several are to start with are loaded, or a stop is asked for.
 
-    Each traceback of one of our errors ends with its class and text; a ConfigError says most. Without any of
-    them it is the last line. Serve's controller logs all of it.
+    Raises:
+        ConfigError: one could not be loaded, or not in time.
     """
-    text = "\n".join(filter(None, messages))
-    errors = re.findall(r"^specray\.errors\.(\w+): (.+)$", text, re.MULTILINE)
-    for name, message in errors:
-        if name == ConfigError.__name__:
-            return str(message)
-    if errors:
-        return str(errors[-1][1])
-    return text.strip().splitlines()[-1] if text.strip() else "Serve does not say why"
+    from ray import serve
+
+    wanted = [model.name for model in config.models if model.load == "start"]
+    handle = serve.get_deployment_handle("Models", app_name=APP_NAME) if wanted else None
+    end = time.monotonic() + timeout_s * len(wanted)
+    while handle is not None and not stop.wait(STATUS_INTERVAL_S):
+        statuses = handle.statuses.remote().result(timeout_s=ANSWER_S)
+        if all(statuses[name].state == "loaded" for name in wanted):
+            return
+        for name in wanted:
+            if statuses[name].state == "failed":
+                raise ConfigError(f"model {name!r} could not be loaded: {statuses[name].reason}")
+        if time.monotonic() > end:
+            raise ConfigError(f"the models were not loaded within {timeout_s * len(wanted):g} s")
+
+
+def _model_apps(config: Config) -> list[str]:
+    """Applications of the service beside its own that are there."""
+    if not config.models:
+        return []
+    from ray import serve
+
+    from specray.actors.models.applications import app_of, app_of_pool
+
+    apps = [app_of(each.name) for each in config.models] + [app_of_pool(each.name) for each in config.drafts]
+    there = serve.status().applications
+    return [app for app in apps if app in there]
 
 
 def _announce(config: Config) -> None:
     url = f"http://{config.http.host}:{config.http.port}"
     grpc = f"{config.grpc.host}:{config.grpc.port}" if config.grpc.port else "off"
-    draft = config.draft.model if config.draft.enabled else "none"
-    path, body = example_call(config)
-    ends = _named_ends()
+    alone = config.of_model(config.models[0].name) if config.models else config
+    path, body = example_call(alone)
+    ends = "" if config.models else _named_ends()
     print(
         f"""
-specray serves {config.model_name}  (target {config.target.model}, draft {draft})
+specray serves {_served(config)}
   HTTP  {url}/v1   (OpenAI-compatible)
   gRPC  {grpc}   (specray.v1.InferenceService){ends}
 
@@ -354,6 +381,20 @@ Try it:
 Ctrl-C stops every process.""",
         flush=True,
     )
+
+
+def _served(config: Config) -> str:
+    """What is served, for people."""
+    lines = list[str]()
+    if not config.models:
+        draft = config.draft.model if config.draft.enabled else "none"
+        return f"{config.model_name}  (target {config.target.model}, draft {draft})"
+    for model in config.models:
+        alone = config.of_model(model.name)
+        draft = alone.draft.model if alone.draft.enabled else "none"
+        loads = "" if model.load == "start" else ", loaded on demand"
+        lines.append(f"  {model.name}  (target {alone.target.model}, draft {draft}{loads})")
+    return "\n".join([f"{len(lines)} models", *lines])
 
 
 def _named_ends() -> str:

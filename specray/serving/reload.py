@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from specray.config import Config, RpcConfig
 from specray.config.live import KeyChange, Served, Values, changes, check_live, digest, split
+from specray.config.service import DEFAULTS_OF_MODELS
 from specray.environment import apply_ray_environment, external_ray_address
 from specray.errors import ConfigError
 from specray.serving.launch import APP_NAME
@@ -43,6 +44,7 @@ def reload_service(
         new = wanted(served.values)
         found = changes(Config.model_validate(served.values), new)
         check_live(found)
+        check_defaults(new, found)
         if served.store is None:
             raise ConfigError(
                 "this service was deployed by Serve's own configuration; write live values under user_config "
@@ -51,6 +53,17 @@ def reload_service(
         if found:
             _apply(served, split(new)[1], timeout_s=timeout_s)
         return found
+
+
+def check_defaults(new: Config, found: Sequence[KeyChange]) -> None:
+    """Raises ConfigError for a change of what several models have of their own."""
+    for change in found:
+        section = change.key.partition(".")[0]
+        if new.models and section in DEFAULTS_OF_MODELS:
+            raise ConfigError(
+                f"{change}: {section} beside models is a default, with which each model was loaded; this "
+                "changes only with a new start of the service"
+            )
 
 
 @contextmanager

@@ -31,8 +31,9 @@ def ray_service_validator() -> Draft7Validator:
     return Draft7Validator(strict_crd_schema(path))
 
 
-def test_the_examples_are_cpu_one_gpu_small_and_big_gpus_and_one_secured() -> None:
-    assert [path.stem for path in EXAMPLES] == ["cpu", "one-gpu", "one-small-eight-big", "secured"]
+def test_the_examples_are_cpu_gpus_one_secured_and_one_of_two_models() -> None:
+    names = ["cpu", "one-gpu", "one-small-eight-big", "secured", "two-models"]
+    assert [path.stem for path in EXAMPLES] == names
 
 
 @each_example

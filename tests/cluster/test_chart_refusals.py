@@ -24,7 +24,7 @@ def test_an_image_must_be_named(helm: Renderer) -> None:
     [
         ({"replicas": 2}, "", "replicas"),
         ({"image": {"name": "x"}}, "/image", "name"),
-        ({"config": {"drafts": []}}, "/config", "drafts"),
+        ({"config": {"draughts": []}}, "/config", "draughts"),
         ({"config": {"target": {"modle": "x"}}}, "/config/target", "modle"),
         (
             {"config": {"target": {"ray_actor_options": {"max_restarts": 1}}}},

@@ -15,6 +15,7 @@ from specray.config import Config
 from specray.engine.model.library import LibraryConfig
 from specray.serving.metrics import IngressMetrics
 from specray.telemetry.metrics import DraftMetrics, RouterMetrics
+from specray.telemetry.models import ModelMetrics
 from tests.unit.engine.model.checkpoints import family_config
 from tests.unit.engine.model.zoo import FAMILIES
 
@@ -63,8 +64,12 @@ def literal_values(kind: Any) -> set[str]:
 
 
 def documented_key(key: str) -> str:
-    """The row of a key: those of both engines and of both autoscaling sections are written once."""
+    """The row of a key: what engines, autoscaling and models have in common is written once."""
     head, _, rest = key.partition(".")
+    if head == "models" and "." in rest and rest != "draft.pool":
+        return documented_key(rest)
+    if head == "drafts" and rest != "name":
+        return documented_key(f"draft.{rest}")
     if rest.startswith("autoscaling."):
         return rest
     own = {"enabled", "vocabulary_ids", "draft", "inner_draft_tokens", "vocabulary", "window"}
@@ -80,9 +85,8 @@ def test_configuration_has_every_key_with_its_default() -> None:
     keys = list(config_keys(Config))
     sections = {key.rpartition(".")[0] for key, _, _ in keys}
     for key, default, literals in keys:
-        if key in sections - {"draft.autoscaling", "router.autoscaling", "rpc.tls", "auth.keys"} and not (
-            key.endswith("speculation") and "." in key
-        ):
+        own_rows = {"draft.autoscaling", "router.autoscaling", "rpc.tls", "auth.keys"}
+        if key in sections - own_rows - {"auth.keys.speculation"}:
             continue
         shown, allowed, meaning = rows[documented_key(key)]
         if default is PydanticUndefined:
@@ -98,7 +102,7 @@ def test_configuration_has_every_key_with_its_default() -> None:
 
 def metric_names() -> set[str]:
     """Names of all metrics, without the suffix that counters get."""
-    sources = (RouterMetrics(), DraftMetrics(), IngressMetrics())
+    sources = (RouterMetrics(), DraftMetrics(), IngressMetrics(), ModelMetrics())
     return {family.name for source in sources for family in source.registry.collect()}
 
 

@@ -52,6 +52,15 @@
 {{- fail (printf "config.%s.ray_actor_options.label_selector: there is no worker group %s" $part $wanted) -}}
 {{- end -}}
 {{- end -}}
+{{- range $model := .Values.config.models -}}
+{{- range $part := list "draft" "target" -}}
+{{- $of := dict "Values" (dict "config" $model "workerGroups" $.Values.workerGroups) -}}
+{{- if not (include "specray.groupsOf" (dict "root" $of "part" $part)) -}}
+{{- $wanted := dig $part "ray_actor_options" "label_selector" "specray.io/group" "" $model -}}
+{{- fail (printf "config.models %s: %s.ray_actor_options.label_selector: there is no worker group %s" $model.name $part $wanted) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- if .Values.config.grpc.port -}}
 {{- $num := dig "ingress" "num_replicas" 1 .Values.config | int -}}
 {{- $group := include "specray.ingressGroup" . -}}

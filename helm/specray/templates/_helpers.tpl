@@ -97,6 +97,10 @@ logging: [format, level, requests]
 {{- $args = merge (dict "draft" (omit $draft "model")) (omit .Values.config "draft") -}}
 {{- end -}}
 {{- $names := fromYaml (include "specray.liveKeys" .) -}}
+{{- if .Values.config.models -}}
+{{- /* What is a default for each model's own deployments is no live value of this application's. */ -}}
+{{- $names = omit $names "speculation" "router" "chat" -}}
+{{- end -}}
 {{- $static := dict -}}
 {{- $live := dict -}}
 {{- range $section, $values := $args -}}
@@ -140,6 +144,7 @@ applications:
       - name: Ingress
         user_config:
           {{- toYaml $live | nindent 10 }}
+      {{- if not .Values.config.models }}
       - name: Router
         user_config:
           {{- toYaml (omit $live "auth") | nindent 10 }}
@@ -149,6 +154,7 @@ applications:
       - name: Draft
         user_config:
           {{- toYaml (merge (dict "draft" (ternary (dict "model" $model) (dict) (ne $model ""))) (pick $live "logging")) | nindent 10 }}
+      {{- end }}
       {{- end }}
       {{- end }}
       {{- end }}

@@ -8,14 +8,19 @@ from typing import Annotated
 import typer
 
 from specray.cli import options
+from specray.cli.models import running
 
 EMBEDDED = "embedded"
 """Name of the embedded model, repeated here since ``specray.config`` is slow to import."""
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Fetch, convert, list and remove models; evaluate pairs; inflate checkpoints; trim vocabularies.",
+    help="Fetch, convert, list and remove models; load and unload those of a service; evaluate pairs; "
+    "inflate checkpoints; trim vocabularies.",
 )
+app.command()(running.running)
+app.command()(running.load)
+app.command()(running.unload)
 
 
 @app.command()

@@ -49,7 +49,8 @@ def choose_draft(values: Values) -> bool:
     """
     target, draft = section(values, "target"), section(values, "draft")
     known = DEFAULT_MODEL if target.get("model") == AUTO else _source(target)
-    if not isinstance(known, KnownModel) or "model" in draft or not draft.get("enabled", True):
+    is_chosen = "model" in draft or draft.get("pool") is not None
+    if not isinstance(known, KnownModel) or is_chosen or not draft.get("enabled", True):
         return False
     own = compact_draft(known)
     other = DRAFT_WITHOUT_OWN if known.draft is None else known.draft.name
@@ -98,8 +99,8 @@ def section(values: Values, name: str) -> Values:
 
 
 def _name(values: Values, name: str) -> None:
-    """Names the served model, unless its user has."""
-    if values.get("served_model_name") is None:
+    """Names the served model, unless its user has, as each of several models is named."""
+    if "name" not in values and values.get("served_model_name") is None:
         values["served_model_name"] = name
 
 

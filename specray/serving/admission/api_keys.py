@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Final
 
 from specray.config import AuthConfig, KeyConfig
-from specray.errors import InvalidRequestError, OverloadedError, UnauthenticatedError
+from specray.errors import InvalidRequestError, NotAllowedError, OverloadedError, UnauthenticatedError
 from specray.requests import GenerateRequest, Quota, ServiceLevel, SpeculationParams
 
 KEY_PREFIX: Final = "sk-specray-"
@@ -68,6 +68,14 @@ class Caller:
     def can_manage(self) -> bool:
         """Without a key: whoever calls from this machine, which the endpoint checks."""
         return self._key is None or self._key.can_manage
+
+    def check_model(self, name: str) -> None:
+        """Raises NotAllowedError unless the key may ask for the model of this name, which is no alias."""
+        key = self._key
+        if key is not None and key.models is not None and name not in key.models:
+            raise NotAllowedError(
+                f"key {key.name!r} may not ask for model {name!r}; allowed: {', '.join(key.models)}"
+            )
 
     def tenant_of(self, request: GenerateRequest) -> str:
         """Returns the tenant that is charged for a request, whatever the request claims; empty: none."""

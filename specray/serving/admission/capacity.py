@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -152,13 +152,19 @@ class Admission:
     """
 
     def __init__(
-        self, routers: RouterClient, capacity: RouterCapacity, places: Places, adapters: AdapterCatalog
+        self,
+        routers: RouterClient,
+        capacity: RouterCapacity,
+        places: Places,
+        adapters: AdapterCatalog,
+        texts: TextWork | None = None,
     ) -> None:
         self.routers = routers
         self.capacity = capacity
         self.places = places
         self.adapters = adapters
-        self.texts = TextWork()
+        self.texts = texts or TextWork()
+        self._to_models: list[Admission] = []
 
     @classmethod
     def of(
@@ -172,14 +178,22 @@ class Admission:
         if isinstance(routers, Admission):
             return routers
         places = Places(config.ingress.max_ongoing_requests, timeout_s=config.router.request_timeout_s)
-        adapters = AdapterCatalog(
-            config.target.adapters,
-            base=config.model_name,
-            loader=routers if isinstance(routers, AdapterLoader) else None,
-            store=store,
-            is_shared=config.ingress.num_replicas > 1,
-        )
+        adapters = _adapters(routers, config, store)
         return cls(routers, RouterCapacity(max_requests(config)), places, adapters)
+
+    def to_model(
+        self, routers: RouterClient, config: Config, *, store: AdapterStore, aliases: Sequence[str]
+    ) -> Admission:
+        """The admission to one of several models, which shares places and threads with the others."""
+        adapters = _adapters(routers, config, store, aliases)
+        made = Admission(routers, RouterCapacity(max_requests(config)), self.places, adapters, self.texts)
+        self._to_models.append(made)
+        return made
+
+    @property
+    def num_requests(self) -> int:
+        """Requests on their way to the routers, or there."""
+        return self.capacity.num_requests + sum(each.num_requests for each in self._to_models)
 
     @contextmanager
     def entered(self, request: GenerateRequest) -> Iterator[None]:
@@ -195,6 +209,19 @@ class Admission:
             raise
         finally:
             self.capacity.end(*standing, refusal)
+
+
+def _adapters(
+    routers: RouterClient, config: Config, store: AdapterStore | None, aliases: Sequence[str] = ()
+) -> AdapterCatalog:
+    return AdapterCatalog(
+        config.target.adapters,
+        base=config.model_name,
+        aliases=aliases,
+        loader=routers if isinstance(routers, AdapterLoader) else None,
+        store=store,
+        is_shared=config.ingress.num_replicas > 1,
+    )
 
 
 def max_requests(config: Config) -> int:

@@ -126,6 +126,7 @@ class Place:
         self._is_answered = False
         self.is_displaced = False
         self._waiting: asyncio.Timeout | None = None
+        self._at_end: list[Callable[[], None]] = []
 
     @property
     def turn(self) -> Turn:
@@ -199,7 +200,13 @@ class Place:
         if self._waiting is not None:
             self._waiting.reschedule(asyncio.get_running_loop().time())
 
+    def at_end(self, action: Callable[[], None]) -> None:
+        """Calls ``action`` when the call leaves its place, after the last of its answer."""
+        self._at_end.append(action)
+
     def leave(self) -> None:
+        while self._at_end:
+            self._at_end.pop()()
         self._places.forget(self)
         self.release_body()
         self.quota.close()

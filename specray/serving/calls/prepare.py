@@ -69,6 +69,16 @@ class PreparedCall:
     """Seconds after which the ingress gives up on the routers."""
 
 
+async def read_in_turn(work: Callable[[], ResultT], place: Place, admission: Admission) -> ResultT:
+    """Returns what ``work`` reads of a call's body; a long one is read in a thread.
+
+    Raises:
+        OverloadedError, DeadlineExceededError: too many texts of others go first.
+    """
+    expected_s = place.num_bytes * SECONDS_PER_BYTE
+    return await admission.texts.run(work, place.turn, expected_s=expected_s)
+
+
 class CallPreparer:
     """Prepares the calls of one Ingress.
 
@@ -95,13 +105,8 @@ class CallPreparer:
         self._defaults = load_defaults(config.now)
 
     async def read(self, work: Callable[[], ResultT], place: Place) -> ResultT:
-        """Returns what ``work`` reads of a call's body; a long one is read in a thread.
-
-        Raises:
-            OverloadedError, DeadlineExceededError: too many texts of others go first.
-        """
-        expected_s = place.num_bytes * SECONDS_PER_BYTE
-        return await self._admission.texts.run(work, place.turn, expected_s=expected_s)
+        """See ``read_in_turn``."""
+        return await read_in_turn(work, place, self._admission)
 
     async def work(self, work: Callable[[], ResultT], place: Place, *, size: int | None = None) -> ResultT:
         """Returns what ``work`` on the tokens of a call returns; on many, it is done in a thread.
@@ -131,6 +136,7 @@ class CallPreparer:
             place.limit(asked.timeout_s)
         async with place.in_time():
             limits = await self._limits.get()
+            place.caller.check_model(limits.model_name)
             ref = await self.adapter_of(asked.model)
             options = await self._admitted(asked, limits, place)
             if options.adapter:

@@ -26,6 +26,7 @@ from specray.rpc.inference.types import (
     GenerateEvent,
     GenerateParams,
     Incoming,
+    InferenceHandler,
     TokenUsage,
 )
 from specray.rpc.status import status_of
@@ -33,11 +34,12 @@ from specray.serving.admission.api_keys import Caller, Keyring
 from specray.serving.admission.capacity import Admission
 from specray.serving.admission.places import Place
 from specray.serving.calls.limits import ServiceLimits
-from specray.serving.calls.prepare import Asked, CallPreparer
+from specray.serving.calls.prepare import Asked, CallPreparer, read_in_turn
 from specray.serving.calls.prompts import Prompt
 from specray.serving.generation import Delta, close, stream
 from specray.serving.grpc.chat import read_chat
 from specray.serving.http.schemas import DEFAULT_MAX_TOKENS
+from specray.serving.models.catalog import PlacedHandler
 from specray.serving.observe import CallObserver, CallRecord
 from specray.serving.readiness import ReadyStatus
 from specray.serving.validation import RANGES, GenerationOptions
@@ -64,12 +66,12 @@ class GrpcIngress:
         self._observer = observer or CallObserver(config.logging)
         self._admission = Admission.of(client, config)
         self._tokenizer = tokenizer
-        self._limits = ServiceLimits(self._admission.routers, tokenizer, live)
+        self.limits = ServiceLimits(self._admission.routers, tokenizer, live)
         self._calls = CallPreparer(
             admission=self._admission,
             tokenizer=tokenizer,
             config=live,
-            limits=self._limits,
+            limits=self.limits,
             compiler=compiler or PreparedCompiler.of(tokenizer),
         )
         self._model_name = config.model_name
@@ -77,21 +79,13 @@ class GrpcIngress:
 
     def admitter(self, keyring: Keyring) -> Admitter:
         """Returns the function that lets calls in by their metadata, and gives each its place."""
+        return admitter(self, keyring, self._admission, lambda: self.limits.max_chat_bytes)
 
-        @contextmanager
-        def admit(call: Incoming) -> Iterator[AdmittedCall]:
-            caller = keyring.identify(call.authorization)
-            if call.method != "Generate":
-                yield PlainCall(self)
-                return
-            with self._admission.places.arrive(caller) as place:
-                if call.timeout_s is not None:
-                    place.limit(_within_range(call.timeout_s))
-                handler = copy.copy(self)
-                handler._place = place
-                yield _Entered(handler, place, self._calls, self._limits)
-
-        return admit
+    def at(self, place: Place) -> GrpcIngress:
+        """The handler of the call that has this place."""
+        handler = copy.copy(self)
+        handler._place = place
+        return handler
 
     async def generate(self, params: GenerateParams) -> AsyncGenerator[GenerateEvent, None]:
         """See rpc.inference.InferenceHandler."""
@@ -151,7 +145,7 @@ class GrpcIngress:
     async def info(self) -> ServiceInfo:
         """See rpc.inference.InferenceHandler."""
         with self._observed(self._observer.begin("grpc", "Info")):
-            return dataclasses.replace(await self._limits.info(), model=self._model_name)
+            return dataclasses.replace(await self.limits.info(), model=self._model_name)
 
     def refused(self, method: str, error: Exception) -> None:
         """See rpc.inference_types.Refused."""
@@ -173,14 +167,37 @@ class GrpcIngress:
             self._observer.end(record, code)
 
 
+def admitter(
+    handler: PlacedHandler, keyring: Keyring, admission: Admission, max_bytes: Callable[[], int]
+) -> Admitter:
+    """Returns the function that lets calls in by their metadata, and gives each its place.
+
+    Args:
+        max_bytes: returns the bytes of the longest message.
+    """
+
+    @contextmanager
+    def admit(call: Incoming) -> Iterator[AdmittedCall]:
+        caller = keyring.identify(call.authorization)
+        if call.method != "Generate":
+            yield PlainCall(handler)
+            return
+        with admission.places.arrive(caller) as place:
+            if call.timeout_s is not None:
+                place.limit(_within_range(call.timeout_s))
+            yield _Entered(handler.at(place), place, admission, max_bytes)
+
+    return admit
+
+
 @dataclass(frozen=True, slots=True)
 class _Entered:
     """rpc.inference_types.AdmittedCall of a call that has a place."""
 
-    handler: GrpcIngress
+    handler: InferenceHandler
     place: Place
-    calls: CallPreparer
-    limits: ServiceLimits
+    admission: Admission
+    max_bytes: Callable[[], int]
 
     async def receive(self, message: Awaitable[bytes], decode: Callable[[bytes], ParamsT]) -> ParamsT:
         """See rpc.inference_types.AdmittedCall."""
@@ -189,11 +206,10 @@ class _Entered:
         except TimeoutError:
             raise DeadlineExceededError("the call's message came too slowly") from None
         self.place.hold(len(data))
-        if len(data) > self.limits.max_chat_bytes:
-            most = self.limits.max_chat_bytes
+        if len(data) > (most := self.max_bytes()):
             raise InvalidRequestError(f"the message has {len(data)} bytes; allowed: {most}")
         self.place.begin()
-        return await self.calls.read(partial(decode, data), self.place)
+        return await read_in_turn(partial(decode, data), self.place, self.admission)
 
 
 @asynccontextmanager

@@ -30,12 +30,23 @@ class Identity:
     system_fingerprint: str
     """Changes with the version, the checkpoints and the settings on which outputs may depend."""
 
-    def model(self, info: ServiceInfo, adapter: AdapterRef | None = None) -> dict[str, Any]:
+    def model(self, info: ServiceInfo | None, adapter: AdapterRef | None = None) -> dict[str, Any]:
         """Returns the model as an entry of /v1/models: vLLM's fields, and what outputs depend on.
 
         Args:
+            info: what its Router says; None: it is not loaded.
             adapter: what changes its weights; None: nothing.
         """
+        told = (
+            {}
+            if info is None
+            else {
+                "max_model_len": info.max_model_len,
+                "checkpoint": info.checkpoint,
+                "is_deterministic": info.is_deterministic,
+                "isa": info.isa,
+            }
+        )
         return {
             "id": self.name if adapter is None else adapter.name,
             "object": "model",
@@ -44,10 +55,7 @@ class Identity:
             "root": self.root if adapter is None else adapter.folder,
             "parent": None if adapter is None else self.name,
             "adapter": None if adapter is None else adapter.digest.hex(),
-            "max_model_len": info.max_model_len,
-            "checkpoint": info.checkpoint,
-            "is_deterministic": info.is_deterministic,
-            "isa": info.isa,
+            **told,
             "permission": [self._permission()],
         }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -28,6 +28,13 @@ class Broadcast:
         if isinstance(self._results, Exception):
             raise self._results
         return list(self._results)
+
+
+def there(*names: str) -> Callable[[], Awaitable[list[tuple[str, str]]]]:
+    async def deployments() -> list[tuple[str, str]]:
+        return [("app", name) for name in names]
+
+    return deployments
 
 
 def family(deployment: str, replica: str, value: int) -> str:
@@ -56,7 +63,7 @@ async def test_who_answers_is_shown(
         return Broadcast(found)
 
     monkeypatch.setattr(serve, "get_deployment_handle", handle)
-    text = await AllMetrics("app", ["Ingress", "Router"]).text()
+    text = await AllMetrics(there("Ingress", "Router")).text()
     lines = text.splitlines()
     assert lines[:2] == ["# HELP a A.", "# TYPE a gauge"]
     assert [float(line.rsplit(" ", 1)[1]) for line in lines[2:]] == values
@@ -78,7 +85,7 @@ async def test_a_deployment_that_is_silent_is_as_it_was_for_a_while(monkeypatch:
             return Broadcast(answers.pop(0))
 
     monkeypatch.setattr(serve, "get_deployment_handle", lambda name, *, app_name: Handle())
-    metrics = AllMetrics("app", ["Router"], monotonic=lambda: next(times))
+    metrics = AllMetrics(there("Router"), monotonic=lambda: next(times))
     values = []
     while answers:
         lines = (await metrics.text()).splitlines()

@@ -13,11 +13,11 @@ import pytest
 import ray
 from transformers import AutoConfig, T5Config
 
+from specray.actors.causes import root_cause
 from specray.cli.app import run
 from specray.config import parse_config
 from specray.errors import ConfigError
 from specray.serving import launch
-from specray.serving.launch import root_cause
 from tests.unit.engine.model.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.slow

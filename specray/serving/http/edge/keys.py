@@ -11,10 +11,10 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from specray.errors import UnauthenticatedError
+from specray.errors import NotAllowedError, UnauthenticatedError
 from specray.serving.admission.api_keys import Caller, Keyring
 from specray.serving.http.edge.observe import record_of
-from specray.serving.problems import HttpError, problem_response
+from specray.serving.problems import problem_response
 
 LAB_PATH: Final = "/lab"
 """Path of the page on which people try prompts; those of its files are below it."""
@@ -98,19 +98,15 @@ def check_manager(request: Request) -> None:
     """Lets a call change what is served: by a key that may, or without keys from this machine itself.
 
     Raises:
-        HttpError: 403, not allowed.
+        NotAllowedError: it may not.
     """
     caller = caller_of(request)
     if not caller.can_manage:
-        raise HttpError(
-            403, f"this key may not call {request.url.path}; needed: can_manage", code="not_allowed"
-        )
+        raise NotAllowedError(f"this key may not call {request.url.path}; needed: can_manage")
     if caller.name is None and not _is_own_call(request):
-        raise HttpError(
-            403,
+        raise NotAllowedError(
             f"{request.url.path} is answered without a key on loopback only, without a proxy or a page of "
-            "another origin; needed elsewhere: a key with can_manage",
-            code="not_allowed",
+            "another origin; needed elsewhere: a key with can_manage"
         )
 
 
@@ -126,6 +122,4 @@ def _is_own_call(request: Request) -> bool:
 
 def check_observer(request: Request) -> None:
     if not caller_of(request).can_observe:
-        raise HttpError(
-            403, f"this key may not read {request.url.path}; needed: can_observe", code="not_allowed"
-        )
+        raise NotAllowedError(f"this key may not read {request.url.path}; needed: can_observe")

@@ -21,6 +21,8 @@ class LoadAdapterRequest(BaseModel):
     lora_name: str
     lora_path: str
     load_inplace: bool = False
+    model: str | None = None
+    """Which of several models it changes."""
 
 
 class UnloadAdapterRequest(BaseModel):
@@ -28,6 +30,7 @@ class UnloadAdapterRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
     lora_name: str
+    model: str | None = None
 
 
 def add_adapter_routes(app: FastAPI, api: OpenAiApi, catalog: AdapterCatalog) -> None:

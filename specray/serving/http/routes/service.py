@@ -29,10 +29,19 @@ SCOPES: Final = ("service", "node")
 METRICS_TIMEOUT_S = 10.0
 
 
-def add_service_routes(app: FastAPI, admission: Admission, *, is_terse: Callable[[], bool]) -> None:
+def add_service_routes(
+    app: FastAPI,
+    admission: Admission,
+    *,
+    is_terse: Callable[[], bool],
+    checks_ready: Callable[[str | None], Awaitable[None]] | None = None,
+) -> None:
     """Adds what probes and gateways ask for.
 
-    ``is_terse``: True while a caller without a key learns that the service is not ready, but not why.
+    Args:
+        is_terse: True while a caller without a key learns that the service is not ready, but not why.
+        checks_ready: raises EngineLostError unless the model that /ready names is ready, without a name the
+            service; default: asks the Router.
     """
 
     liveness = Liveness(admission.routers)
@@ -45,9 +54,12 @@ def add_service_routes(app: FastAPI, admission: Admission, *, is_terse: Callable
         return JSONResponse({"status": "ok"})
 
     @app.api_route("/ready", methods=GET)
-    async def ready() -> JSONResponse:
+    async def ready(request: Request) -> JSONResponse:
         try:
-            await check_ready(admission.routers)
+            if checks_ready is None:
+                await check_ready(admission.routers)
+            else:
+                await checks_ready(request.query_params.get("model"))
         except EngineLostError:
             if is_terse():
                 raise EngineLostError("not ready") from None
@@ -56,7 +68,7 @@ def add_service_routes(app: FastAPI, admission: Admission, *, is_terse: Callable
 
     @app.api_route("/load", methods=GET)
     async def load() -> JSONResponse:
-        return JSONResponse({"server_load": admission.capacity.num_requests})
+        return JSONResponse({"server_load": admission.num_requests})
 
     @app.api_route("/version", methods=GET)
     async def version() -> JSONResponse:

@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import uvicorn
+from fastapi import FastAPI
 
 from specray.config import Config, parse_config
 from specray.config.live import LiveConfig
@@ -81,6 +82,13 @@ async def serving(
     """Runs the application while the block runs."""
     config = config or parse_config({"served_model_name": MODEL})
     app = build_http_app(client=client, tokenizer=tokenizer, config=config, observer=observer)
+    async with running(app) as service:
+        yield service
+
+
+@asynccontextmanager
+async def running(app: FastAPI) -> AsyncIterator[Service]:
+    """Runs an application while the block runs."""
     protocol = protocol_class(Connections(64))
     options = uvicorn.Config(
         app, http=protocol, host="127.0.0.1", port=0, log_level="error", lifespan="off", ws="none"

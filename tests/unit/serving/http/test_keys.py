@@ -19,7 +19,7 @@ from starlette.types import Message
 
 from specray.cli.generate import Sampling, from_server
 from specray.config import Config, parse_config
-from specray.errors import InvalidRequestError, OverloadedError, UnauthenticatedError
+from specray.errors import InvalidRequestError, NotAllowedError, OverloadedError, UnauthenticatedError
 from specray.fakes import FakeRouterClient
 from specray.interfaces import RouterClient
 from specray.requests import ServiceLevel
@@ -31,7 +31,6 @@ from specray.serving.grpc.handler import GrpcIngress
 from specray.serving.http.edge.keys import KeyMiddleware, check_manager
 from specray.serving.http.edge.observe import ObserveMiddleware
 from specray.serving.observe import CallObserver
-from specray.serving.problems import HttpError
 from tests.unit.serving.http.service import (
     INFO,
     MODEL,
@@ -439,8 +438,8 @@ async def manage(keyring: Keyring, client: str, headers: dict[str, str]) -> int:
     async def answer(request: Request) -> Response:
         try:
             check_manager(request)
-        except HttpError as error:
-            return Response(status_code=error.status)
+        except NotAllowedError:
+            return Response(status_code=403)
         return Response()
 
     app = KeyMiddleware(Starlette(routes=[Route("/load", answer)]), keyring)

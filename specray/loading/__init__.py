@@ -1,0 +1,1 @@
+"""Which of several models are loaded: decides it, does it, and counts who uses them."""
