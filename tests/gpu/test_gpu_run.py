@@ -136,7 +136,8 @@ def test_sampling_on_a_cpu_needs_no_model_and_gives_every_figure(tmp_path: Path)
 def test_attention_and_proposals_on_a_cpu_give_every_figure(
     tmp_path: Path, run_here: Callable[..., None]
 ) -> None:
-    stages = ("--stage", "attention", "--stage", "experts", "--stage", "proposals")
+    names = ("attention", "experts", "recurrent", "proposals")
+    stages = [part for name in names for part in ("--stage", name)]
     run_here(*stages, "--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--report", str(tmp_path))
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["failures"], report["shapes"]) == ([], {})
@@ -148,6 +149,13 @@ def test_attention_and_proposals_on_a_cpu_give_every_figure(
     assert [(time["format"], time["num_rows"]) for time in experts] == [("float32", 1), ("float32", 3)]
     # Two are chosen for each row; rows share some of them by chance.
     assert experts[0]["num_hit"] == 2.0 and 2.0 <= experts[1]["num_hit"] <= 6.0
+    recurrent = report["recurrent"]["times"]
+    assert [(time["kind"], time["num_sequences"], time["num_rows"]) for time in recurrent] == [
+        ("step", 1, 1),
+        ("step", 2, 3),
+        ("prompt", 1, 70),
+    ]
+    assert [time["share"] is None for time in recurrent] == [False, False, True]
     captures = report["proposals"]["captures"]
     assert captures["num_captured"] == captures["num_shapes"] == 6 * 8 + 3 * 6 * 2
     proposals = report["proposals"]["times"]
@@ -180,6 +188,7 @@ def test_without_a_device_the_message_says_so_and_the_report_has_it(tmp_path: Pa
         ("attention", {"is_tiny": True}),
         ("products", {"is_tiny": True}),
         ("experts", {"is_tiny": True}),
+        ("recurrent", {"is_tiny": True}),
         ("proposals", {"path": EMBEDDED, "dtype": "float32", "is_tiny": True}),
         ("models", {"size": "tiny", "directory": "unused"}),
     ],
@@ -201,6 +210,7 @@ def test_a_stage_that_takes_too_long_is_ended_and_the_report_is_written(tmp_path
             "attention: attention",
             "products: products",
             "experts: experts",
+            "recurrent: recurrent",
             "proposals: proposals",
             "tiny checkpoint: models",
         )
@@ -233,8 +243,9 @@ def test_default_options_measure_everything_on_one_device(monkeypatch: pytest.Mo
     monkeypatch.setattr(runs, "measure_gpu", measure)
     assert run(["bench", "gpu", "--report", "x"]) == 0
     (plan,) = plans
-    first = ("sampling", "attention", "products", "experts", "proposals", "forwards", "determinism")
-    assert plan.stages == (*first, "pair", "transformers")
+    first = ("sampling", "attention", "products", "experts", "recurrent")
+    later = ("proposals", "forwards", "determinism", "pair", "transformers")
+    assert plan.stages == (*first, *later)
     assert (plan.shapes, plan.device, plan.draft_device) == (("1b", "8b"), "cuda", "cuda")
 
 

@@ -81,6 +81,7 @@ def _parts(report: Report) -> Iterator[str]:
         "attention": _attention,
         "products": _products,
         "experts": _experts,
+        "recurrent": _recurrent,
         "proposals": _proposals,
     }
     for name, parts in once.items():
@@ -196,6 +197,25 @@ def _experts(experts: Row) -> Iterator[str]:
         "of dense": "share",
     }
     yield _table(columns, experts["times"])
+
+
+def _recurrent(recurrent: Row) -> Iterator[str]:
+    sizes = recurrent["sizes"]
+    yield "## Recurrent layers"
+    yield (
+        f"{sizes['num_layers']} layers of {sizes['num_heads']} heads of {sizes['head_dim']}, with "
+        f"`{recurrent['mixer']}`; beside them torch's operators, and a copy of the states."
+    )
+    columns: dict[str, Column] = {
+        "rows of": "kind",
+        "sequences": "num_sequences",
+        "rows": "num_rows",
+        "ms": ("ms", 3),
+        "torch ms": ("torch_ms", 3),
+        "copy ms": ("copy_ms", 3),
+        "of copy": "share",
+    }
+    yield _table(columns, recurrent["times"])
 
 
 def _left_out(states: Mapping[str, str], usual: str) -> Iterator[str]:

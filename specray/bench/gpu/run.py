@@ -20,7 +20,7 @@ from specray.config import EMBEDDED
 
 _MAX_ERROR_CHARS = 1500
 
-_ONCE = ("sampling", "attention", "products", "experts")
+_ONCE = ("sampling", "attention", "products", "experts", "recurrent")
 """Stages that need no model, and are measured once, whatever the shape of the target."""
 
 

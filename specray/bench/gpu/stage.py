@@ -92,6 +92,15 @@ def experts(device: str, is_tiny: bool) -> dict[str, Any]:
     return measure(torch.device(device), workload)
 
 
+def recurrent(device: str, is_tiny: bool) -> dict[str, Any]:
+    """Times recurrent layers alone in this process."""
+    import torch
+
+    from specray.bench.gpu.recurrent import TINY, RecurrentLoad, measure
+
+    return measure(torch.device(device), TINY if is_tiny else RecurrentLoad())
+
+
 def proposals(path: str, device: str, dtype: str, is_tiny: bool) -> dict[str, Any]:
     """Times the proposals of a draft in this process."""
     from specray.bench.gpu.proposals import LARGE, TINY, ProposalLoad, measure
@@ -140,7 +149,19 @@ def _engine(path: str, device: str, dtype: str) -> dict[str, Any]:
 _STAGES: Final[dict[str, Callable[..., dict[str, Any]]]] = {
     stage.__name__: stage
     for stage in (
-        *(models, sampling, attention, products, experts, proposals, forwards, determinism, pair, peer),
+        *(
+            models,
+            sampling,
+            attention,
+            products,
+            experts,
+            recurrent,
+            proposals,
+            forwards,
+            determinism,
+            pair,
+            peer,
+        ),
     )
 }
 

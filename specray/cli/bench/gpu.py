@@ -34,6 +34,7 @@ class GpuStage(StrEnum):
     ATTENTION = "attention"
     PRODUCTS = "products"
     EXPERTS = "experts"
+    RECURRENT = "recurrent"
     PROPOSALS = "proposals"
     FORWARDS = "forwards"
     DETERMINISM = "determinism"
