@@ -185,6 +185,16 @@ class TargetConfig(EngineConfig):
         "target. Set, and with no draft.model, it drafts for all requests.",
     )
 
+    drafter_vocabulary_ids: str | None = Field(
+        None,
+        description="File with the token ids that 'mtp' may propose: a JSON list, .npy or .safetensors; it "
+        "drafts through these rows of the target's head; default: all.",
+    )
+    drafter_head_quantization: WeightFormat = Field(
+        "none",
+        description="Format of a copy of the target's head through which 'mtp' drafts; none: the head.",
+    )
+
     adapter: str | None = Field(
         None,
         min_length=1,
@@ -217,6 +227,11 @@ class TargetConfig(EngineConfig):
         """YAML reads on and off as truth values."""
         return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
 
+    @field_validator("drafter_vocabulary_ids")
+    @classmethod
+    def _absolute_file(cls, file: str | None) -> str | None:
+        return None if file is None else str(Path(file).expanduser().absolute())
+
     @field_validator("drafter", "adapter")
     @classmethod
     def _absolute_directory(cls, path: str | None) -> str | None:
@@ -225,6 +240,9 @@ class TargetConfig(EngineConfig):
 
     @model_validator(mode="after")
     def _check_options(self) -> TargetConfig:
+        for name, plain in (("drafter_vocabulary_ids", None), ("drafter_head_quantization", "none")):
+            if (value := getattr(self, name)) != plain and self.drafter != MTP:
+                raise ValueError(f"{name} is {value!r} with drafter {self.drafter!r}; allowed with: {MTP!r}")
         self._check_formats()
         self._check_rank_options()
         return self

@@ -42,6 +42,8 @@ class TargetParts:
     num_blocks: int
     """Blocks of the target's cache; a drafter's K/V and features lie in blocks of the same ids."""
     block_size: int
+    token_ids: NDArray[np.int64] | None = None
+    """Token ids of the logits, ascending; None: all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from specray.engine.features.base import FeatureStore, Placement, TargetShape
 from specray.engine.features.block.layout import BlockLayout
 from specray.engine.features.drafting import TargetDrafting
 from specray.engine.features.loader import Layout, drafter_name, load_drafter, load_fuser, read_drafter
-from specray.engine.features.parts import choose_operators, described_shape, target_parts
+from specray.engine.features.parts import DraftHead, choose_operators, described_shape, target_parts
 from specray.engine.features.remote.sending import FeatureSender
 from specray.engine.features.tap import FeatureTap
 from specray.engine.model.description import ModelArgs, describe
@@ -34,6 +34,8 @@ class DrafterPlan:
     max_model_len: int
     max_num_seqs: int
     """Sequences for which it drafts at once, at most."""
+    head: DraftHead
+    """What it draws through."""
     is_remote: bool = False
     """It runs in the draft's process, to which features are sent."""
 
@@ -55,6 +57,7 @@ class DrafterPlan:
         # A group's leader has a shard of the target's embedding and head, and reads both once more.
         num_again = 2 * shape.vocab_size * shape.hidden_size if self.args.tensor_parallel_size > 1 else 0
         num_bytes = (layout.num_weights + num_again) * self.item_bytes
+        num_bytes += self.head.num_bytes(shape, self.item_bytes)
         step_bytes = layout.mask_bytes(self.max_model_len, self.item_bytes)
         if isinstance(layout, BlockLayout):
             step_bytes = layout.logit_bytes(self.max_num_seqs, shape.vocab_size)
@@ -70,7 +73,8 @@ def plan_drafter(config: TargetConfig, *, is_remote: bool = False) -> DrafterPla
     shape = described_shape(described)
     layout = read_drafter(config.drafter, args, shape, DTYPES[config.dtype])
     item_bytes, longest = _ITEM_BYTES[config.dtype], described.max_model_len
-    return DrafterPlan(layout, shape, args, item_bytes, longest, config.max_num_seqs, is_remote)
+    head = DraftHead.of(config, shape.vocab_size)
+    return DrafterPlan(layout, shape, args, item_bytes, longest, config.max_num_seqs, head, is_remote)
 
 
 def tap_features(
@@ -85,7 +89,7 @@ def tap_features(
         ConfigError: it cannot be loaded next to this target.
     """
     info = runner.info
-    parts = target_parts(runner, plan.layout, plan.shape, plan.args)
+    parts = target_parts(runner, plan.layout, plan.shape, plan.args, plan.head)
     drafter = load_drafter(plan.layout, parts)
     store = FeatureStore(
         parts.num_blocks, parts.block_size, drafter.feature_size, like=runner.cache.layers[0]

@@ -32,6 +32,15 @@ def test_who_drafts(draft: dict[str, Any] | None, kind: DraftKind, has_model: bo
     assert "model" not in values.get("draft", {}) or draft is not None, "what was given stays as it is"
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("drafter_vocabulary_ids", "/ids.json"), ("drafter_head_quantization", "int4")]
+)
+def test_a_head_for_drafting_is_of_mtp_alone(name: str, value: str) -> None:
+    assert getattr(parse_config({"target": {"drafter": "mtp", name: value}}).target, name) == value
+    with pytest.raises(ConfigError, match=rf"{name} is '{value}' with drafter None; allowed with: 'mtp'"):
+        parse_config({"target": {name: value}})
+
+
 def test_features_without_a_drafter_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"draft\.model is 'features' without target\.drafter"):
         parse_config({"draft": {"model": "features"}})

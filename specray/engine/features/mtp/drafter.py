@@ -109,7 +109,7 @@ class MtpDrafter(ChainedDrafter):
         self.feature_layers = layout.feature_layers
         self.feature_size = layout.hidden_size
         self.max_draft_tokens: int | None = None
-        self.token_ids: NDArray[np.int64] | None = None
+        self.token_ids: NDArray[np.int64] | None = parts.token_ids
         self.rank_acceptance: tuple[tuple[float, ...], ...] = ()
         self._layers = lower_mtp(layout, parts)
         self._cache = BlockCache(

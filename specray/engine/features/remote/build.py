@@ -15,7 +15,7 @@ from specray.engine.device import choose_device, hardware_of, num_threads_for, u
 from specray.engine.features.base import FeatureDrafter, FeatureStore, TargetParts, TargetShape
 from specray.engine.features.block.layout import BlockLayout
 from specray.engine.features.loader import Layout, drafter_name, load_drafter, read_drafter
-from specray.engine.features.parts import read_embedding, read_head, target_shape
+from specray.engine.features.parts import DraftHead, read_embedding, read_head, target_shape
 from specray.engine.model.loader import DecoderSource, LoadedModel, load_model
 from specray.engine.model.operators import Operators, cpu_operators, cuda_operators
 from specray.engine.model.quantized.formats import PLAIN
@@ -77,18 +77,19 @@ def load_drafter_alone(config: Config) -> LoadedDrafter:
             "'features')"
         )
     torch.set_num_threads(draft.num_threads or num_threads_for(layout.num_weights * dtype.itemsize))
-    operators = _operators(dtype, device)
+    operators, own = _operators(dtype, device), DraftHead.of(config.target, shape.vocab_size)
     info = _info(draft, layout, loaded, shape)
     parts = TargetParts(
         shape,
         read_embedding(loaded.source, dtype) if layout.reads_embedding else _unread,
-        read_head(loaded.source, operators) if layout.reads_head else _unread,
+        read_head(loaded.source, operators, own, dtype, device) if layout.reads_head else _unread,
         operators,
         dtype,
         device,
         info.max_model_len,
         info.num_blocks,
         info.block_size,
+        own.token_ids,
     )
     with naming(lambda: f"draft.cache_memory_gib is {draft.cache_memory_gib}; lower it"):
         drafter = load_drafter(layout, parts)

@@ -20,6 +20,7 @@ OFFSETS = "d2t"
 MEMBERS = "t2d"
 """Name of the tensor next to it that says of each token id whether it has a row; it is not needed."""
 _SETTING = "draft.vocabulary_ids"
+DRAFTER_SETTING = "target.drafter_vocabulary_ids"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,8 @@ class TrimmedHead:
     """Row of each in the weight as it is stored."""
 
 
-def read_head(file: str, vocab_size: int) -> TrimmedHead:
-    """The head that ``draft.vocabulary_ids`` leaves of a whole one.
+def read_head(file: str, vocab_size: int, setting: str = _SETTING) -> TrimmedHead:
+    """The head that ``draft.vocabulary_ids``, or another setting, leaves of a whole one.
 
     Args:
         file: ids as a JSON list, an array of numpy (.npy), or the only tensor of a safetensors file.
@@ -42,8 +43,8 @@ def read_head(file: str, vocab_size: int) -> TrimmedHead:
     Raises:
         ConfigError: the file cannot be read, or an id is out of range or there twice.
     """
-    ids = _as_ids(_read_file(Path(file)), f"{_SETTING}: {file}")
-    _check_ids(ids, vocab_size, f"{_SETTING}: {file}")
+    ids = _as_ids(_read_file(Path(file), setting), f"{setting}: {file}")
+    _check_ids(ids, vocab_size, f"{setting}: {file}")
     token_ids = np.sort(ids)
     return TrimmedHead(token_ids, token_ids)
 
@@ -95,7 +96,7 @@ def _as_ids(values: Any, what: str) -> NDArray[np.int64]:
     return array.astype(np.int64)
 
 
-def _read_file(file: Path) -> Any:
+def _read_file(file: Path, setting: str) -> Any:
     try:
         if file.suffix == ".npy":
             return np.load(file, allow_pickle=False)
@@ -103,7 +104,7 @@ def _read_file(file: Path) -> Any:
             return _only_tensor(file)
         return read_json_file(file)
     except (OSError, ValueError, EOFError, SafetensorError) as error:
-        raise ConfigError(f"{_SETTING}: {file} cannot be read: {error}") from None
+        raise ConfigError(f"{setting}: {file} cannot be read: {error}") from None
 
 
 def _only_tensor(file: Path) -> Any:

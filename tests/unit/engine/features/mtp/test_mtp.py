@@ -222,6 +222,35 @@ def test_the_layer_of_a_gguf_file_is_that_of_the_checkpoint(tmp_path: Path, name
         assert float((found - expected).abs().max()) < 1e-4 * float(expected.abs().max())
 
 
+@pytest.mark.parametrize("format", ["none", "int8"])
+def test_a_head_for_drafting_alone(tmp_path: Path, format: str) -> None:
+    """It draws the best of its tokens; outputs stay the target's."""
+    written, ids = write_target(tmp_path, "Qwen3.5"), [3, 90, *range(10, 40)]
+    file = tmp_path / "ids.json"
+    file.write_text(json.dumps(ids))
+    settings = {"drafter_vocabulary_ids": str(file), "drafter_head_quantization": format}
+    target, session = make_target(written.path, "mtp", **settings), Session("a", list(PROMPT))
+    watched = watch(target)
+    [verdict] = step(target, [session], [NO_DRAFT], K)
+    [logits], _ = drafted(written, session.token_ids, 1)
+    found, expected = watched.logits[0][0], logits[sorted(ids)]
+    assert len(found) == len(ids)
+    error = float((found - expected).abs().max()) / float(expected.abs().max())
+    assert error < 1e-4 if format == "none" else 1e-4 < error < 0.02
+    assert verdict.draft.token_ids[0] == sorted(ids)[int(found.argmax())]
+    output = generate(target, Session("b", list(PROMPT)), 16, K)
+    assert output == reference_greedy(reference_model(written.path), PROMPT, 16)
+
+
+def test_ids_of_a_drafting_head_that_are_no_tokens_are_refused(tmp_path: Path) -> None:
+    path, file = write_target(tmp_path, "MiMo").path, tmp_path / "ids.json"
+    file.write_text("[1, 96]")
+    with pytest.raises(
+        ConfigError, match=r"target.drafter_vocabulary_ids: .* holds token id 96; allowed: 0..95"
+    ):
+        make_target(path, "mtp", drafter_vocabulary_ids=str(file))
+
+
 def drop(weights: Weights, name: str) -> None:
     del weights[name]
 
