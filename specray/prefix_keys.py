@@ -14,6 +14,8 @@ from typing import Final
 
 UNIT_TOKENS: Final = 16
 """Most tokens of a unit."""
+SNAPSHOT_TOKENS: Final = 64
+"""Tokens between the places where recurrent layers may have a snapshot, and prompts can be cut."""
 _KEY_BYTES: Final = 32
 _ROOT_VERSION: Final = b"specray root 1"
 """Name of the root's fields and their order; another field makes another version."""

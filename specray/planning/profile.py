@@ -26,6 +26,7 @@ INFO_FIELDS: Final = (
     "max_num_batched_tokens",
     "block_size",
     "num_blocks",
+    "num_snapshots",
     "dtype",
     "context_token_s",
 )
@@ -107,6 +108,7 @@ class EngineProfile(_Part):
     max_num_batched_tokens: int = Field(ge=1)
     block_size: int = Field(ge=1)
     num_blocks: int = Field(ge=0, description="Blocks of the KV cache; 0: unknown, and not limited.")
+    num_snapshots: int = Field(0, ge=0, description="Room for snapshots of recurrent layers' states.")
     dtype: str = ""
     step_times: tuple[StepTimePoint, ...] = ()
     context_token_s: float = Field(

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from typing import Final, Literal
 
 from specray.errors import EngineLostError, OverloadedError
-from specray.prefix_keys import UNIT_TOKENS, short_keys
+from specray.prefix_keys import SNAPSHOT_TOKENS, UNIT_TOKENS, short_keys
 from specray.requests import GenerateRequest, OutputChunk, RouterLoad
 from specray.routing.loads import Loads
 from specray.routing.prefix_map import PrefixMap
@@ -21,6 +21,8 @@ MIN_PREFIX_TOKENS: Final = 64
 """Tokens below which a prompt is not looked up: computing it is cheaper than being wrong."""
 COST_OF_COMPANY: Final = 16
 """Steps by which a request on a full Router is expected to delay its company, and be delayed by it."""
+_TOLERANCE: Final = UNIT_TOKENS + SNAPSHOT_TOKENS
+"""Tokens by which less may be found than a Router has computed: models go on from places apart."""
 TIE_S: Final = 0.005
 TIE_SHARE: Final = 0.05
 NUM_KEPT: Final = 64
@@ -154,7 +156,7 @@ class RouterChoice:
             return None
         del self._sent[chunk.request_id]
         expected = sent.choice.num_expected_tokens
-        if sent.oldest_use is not None and chunk.num_cached_tokens < expected - UNIT_TOKENS:
+        if sent.oldest_use is not None and chunk.num_cached_tokens < expected - _TOLERANCE:
             self.map.forget_until(router, sent.oldest_use)
         if sent.keys:
             whole = (*sent.token_ids, *token_ids)

@@ -12,7 +12,7 @@ from specray.cli.bench.gpu import gpu
 from specray.cli.bench.methods import methods
 from specray.cli.bench.overlap import overlap
 from specray.cli.bench.overload import overload
-from specray.cli.bench.parts import adapters, drafting, forwards, idle, router, rpc
+from specray.cli.bench.parts import adapters, drafting, forwards, idle, prefix, router, rpc
 from specray.cli.bench.plain import plain
 from specray.cli.bench.prediction import prediction
 from specray.cli.bench.quantization import quantization
@@ -38,7 +38,7 @@ app = typer.Typer(
 )
 _COMMANDS = (
     *(serve, compare, methods, overlap, trace, soak, overload, plain, prediction, structured),
-    *(forwards, adapters, quantization, drafting, router, routing, rpc, idle, gpu),
+    *(forwards, adapters, quantization, prefix, drafting, router, routing, rpc, idle, gpu),
 )
 for command in _COMMANDS:
     app.command()(command)

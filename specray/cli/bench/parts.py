@@ -1,4 +1,4 @@
-"""``specray bench router``, ``rpc``, ``forwards``, ``adapters``, ``drafting``: parts; ``idle``: all."""
+"""``specray bench router``, ``rpc``, ``forwards``, ``adapters``, ``prefix``, ``drafting``, ``idle``."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ Agreement = Annotated[float, typer.Option(min=0, max=1, help="Probability that a
 TransportOption = Annotated[Transport, typer.Option(help="Connection between router and worker.")]
 NewTokens = Annotated[list[int] | None, typer.Option(min=1, help="New tokens per sequence; may be repeated.")]
 ContextLen = Annotated[int, typer.Option(min=0, help="Tokens of each sequence that are in the KV cache.")]
+PromptLens = Annotated[
+    list[int] | None,
+    typer.Option(min=3, help="Tokens of the second turn's prompt; may be repeated. Default: 2000."),
+]
 NumRepeats = Annotated[int, typer.Option(min=1, help="Measurements per size.")]
 NumSessions = Annotated[
     list[int] | None, typer.Option(min=1, help="Requests at a time; may be repeated. Default: 1 8 32.")
@@ -187,6 +191,42 @@ def adapters(
             num_repeats=num_repeats,
         )
     wide_console().print(adapters_table(costs, title=f"adapters of rank {rank}, target {model}, {dtype}"))
+    write_json([asdict(cost) for cost in costs], json_path)
+
+
+def prefix(
+    model: options.Model = "embedded",
+    dtype: options.Dtype = "bfloat16",
+    device: options.Device = "auto",
+    num_threads: options.NumThreads = None,
+    prompt_len: PromptLens = None,
+    answer_len: Annotated[int, typer.Option(min=1, help="Tokens of the answer before the message.")] = 64,
+    message_len: Annotated[int, typer.Option(min=1, help="Tokens of the message.")] = 64,
+    num_repeats: Annotated[int, typer.Option(min=1, help="Repetitions, each of other tokens.")] = 5,
+    json_path: options.JsonPath = None,
+) -> None:
+    """Measure the first token of a chat's second turn, with a warm prefix cache and with a cold one."""
+    from specray.environment import apply_thread_environment
+
+    apply_thread_environment()
+    from specray.bench.prefix import Turn, measure_turn, turns_table
+    from specray.cli.output import wide_console, write_json
+    from specray.cli.settings import build_config
+    from specray.engine.build import build_target_engine
+
+    lengths = prompt_len or [2000]
+    values = {"model": model, "dtype": dtype, "device": device, "num_threads": num_threads, "profile_s": 0}
+    values |= {"max_model_len": max(lengths) + 16, "max_num_seqs": 2}
+    engine = build_target_engine(
+        build_config(
+            None, {f"target.{key}": value for key, value in values.items()} | {"draft.enabled": False}
+        )
+    )
+    costs = [
+        measure_turn(engine, Turn(length, answer_len, message_len), num_repeats=num_repeats, seed=length)
+        for length in lengths
+    ]
+    wide_console().print(turns_table(costs, title=f"target {model}, {dtype}"))
     write_json([asdict(cost) for cost in costs], json_path)
 
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specray.engine.step import SequenceRows
+from specray.prefix_keys import SNAPSHOT_TOKENS
 
-STATE_UNIT = 64
+STATE_UNIT = SNAPSHOT_TOKENS
 """Tokens between the places where a prompt can be cut without another bit in recurrent layers."""
 MAX_OPEN_ROWS = 8
 """Open rows of a sequence, at most: a sampled token's and those of seven draft tokens. Each has records, of a

@@ -7,7 +7,7 @@ from typing import Final
 
 from specray.engine_info import EngineInfo
 from specray.planning.simulation.busy import Held
-from specray.prefix_keys import UNIT_TOKENS, root_key, short_keys
+from specray.prefix_keys import SNAPSHOT_TOKENS, UNIT_TOKENS, root_key, short_keys
 from specray.routing import PrefixMap
 from specray.types import VerifyItem
 
@@ -19,6 +19,8 @@ class PrefixCache:
     """What the cache of one simulated target holds: the least recently used prefix goes first."""
 
     def __init__(self, info: EngineInfo) -> None:
+        self._step = SNAPSHOT_TOKENS if info.num_snapshots else UNIT_TOKENS
+        """Tokens between the places up to which something is found."""
         num_units = info.num_blocks * info.block_size // UNIT_TOKENS
         self._map = PrefixMap(max_units=num_units or _ANY)
 
@@ -32,7 +34,8 @@ class PrefixCache:
             return 0
         # The last token of a prompt is computed, for its logits.
         keys = _keys(held.token_ids[: len(held.token_ids) - item.sample])
-        num_found = max(0, self._map.match("", keys) * UNIT_TOKENS - item.base_len)
+        length = self._map.match("", keys) * UNIT_TOKENS
+        num_found = max(0, length // self._step * self._step - item.base_len)
         held.finds = num_found == len(item.token_ids)
         return num_found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from specray.config import parse_config
@@ -54,6 +56,18 @@ def test_samples_are_repeated_with_vllms_labels() -> None:
     info = fake_target().info
     size, number = str(info.block_size), str(info.num_blocks)
     assert value("vllm:cache_config_info", ("block_size", size), ("num_gpu_blocks", number)) == 1
+
+
+def test_snapshots_are_those_of_the_target_and_the_ones_that_went_are_counted_on() -> None:
+    metrics, info = RouterMetrics(), fake_target().info
+    for held, evicted in ((3, 5), (4, 7), (1, 2)):
+        metrics.observe_engine(
+            "target", replace(info, num_snapshots_held=held, num_snapshots_evicted=evicted)
+        )
+        metrics.observe_engine("draft", info)
+    found = {name: value for (name, _), value in samples(metrics.text()).items()}
+    assert found["specray_target_snapshots"] == 1
+    assert found["specray_target_snapshots_evicted_total"] == 7 + 2, "the engine has started anew"
 
 
 def test_every_family_of_the_table_is_there_once() -> None:

@@ -38,6 +38,13 @@ def test_a_shared_prefix_is_computed_once_and_found_then() -> None:
     assert run.window_s < alone.window_s
 
 
+def test_with_recurrent_layers_a_prefix_is_found_up_to_a_snapshot() -> None:
+    load = ClosedLoad(1, 5, FixedLength(200), FixedLength(1), prefixes=SharedPrefixes(1, 112))
+    for num_snapshots, found in ((0, 112), (8, 64)):
+        run = simulate_closed(plain_kit(num_snapshots=num_snapshots), load, num_drafts=0)
+        assert run.found_share == pytest.approx(4 * found / 1000)
+
+
 def test_prompts_that_share_nothing_find_nothing() -> None:
     prefixes = SharedPrefixes(1, 64, share=1e-9)
     load = ClosedLoad(2, 20, FixedLength(100), FixedLength(1), prefixes=prefixes)
