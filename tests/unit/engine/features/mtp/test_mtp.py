@@ -104,6 +104,18 @@ def test_drafts_are_those_of_generate(
     assert seen >= 10 * num_layers
 
 
+def test_layers_in_turn_grow_trees_longer_than_their_number(tmp_path: Path) -> None:
+    path = write_target(tmp_path, "GLM", num_mtp_layers=2).path
+    target, tree = make_target(path, "mtp"), TreeBudget.of_widths((2, 2, 1))
+    [alone] = step(target, [Session("a", list(PROMPT))], [NO_DRAFT], K)
+    [beside] = step(target, [Session("b", list(PROMPT))], [NO_DRAFT], K, next_tree=tree)
+    draft = beside.draft
+    paths = {tuple(draft.token_ids[node] for node in draft.path(leaf)) for leaf in range(len(draft))}
+    assert tuple(alone.draft.token_ids) in paths and len(draft) >= 6
+    output = generate(target, Session("c", list(PROMPT)), 20, K, next_tree=tree)
+    assert output == reference_greedy(reference_model(path), PROMPT, 20)
+
+
 def test_nodes_of_a_tree_see_their_own_path(written: Written) -> None:
     target, session = make_target(written.path, "mtp"), Session("a", list(PROMPT))
     [verdict] = step(target, [session], [NO_DRAFT], K, next_tree=TreeBudget.of_widths((2, 1, 1)))
