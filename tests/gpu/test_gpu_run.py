@@ -109,13 +109,17 @@ def test_whole_run_on_a_cpu_gives_equal_tokens_and_every_figure(
 @pytest.mark.slow
 def test_a_mixture_on_a_cpu_gives_equal_tokens(tmp_path: Path, run_here: Callable[..., None]) -> None:
     sizes = ("--num-prompts", "2", "--max-tokens", "8", "--num-repeats", "1", "--k", "2")
-    options = ("--shape", "tiny-moe", "--device", "cpu", "--dtype", "float32", *sizes, "--stage", "pair")
-    run_here(*options, "--report", str(tmp_path))
+    options = ("--shape", "tiny-moe", "--device", "cpu", "--dtype", "float32", *sizes)
+    run_here(*options, "--stage", "pair", "--stage", "determinism", "--report", str(tmp_path))
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["failures"] == []
     results = report["shapes"]["tiny-moe"]
-    assert sorted(results) == ["checkpoint", "pair float32"]
+    assert sorted(results) == ["checkpoint", "determinism", "pair float32"]
     assert [entry["num_equal"] for entry in results["pair float32"]["agreements"]] == [2, 2, 2, 2]
+    assert [(time["width"], time["on_equal"]) for time in results["determinism"]["times"]] == [
+        *[(1, 1), (3, 3)] * 2,
+        (40, 40),
+    ]
 
 
 def test_sampling_on_a_cpu_needs_no_model_and_gives_every_figure(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ class _StageRun:
         # The linear layers alone are no bound of a mixture; its experts have a stage of their own.
         if not shape.endswith("moe"):
             self._stage("forwards", "forwards", **common, dtype=plan.dtype, is_tiny=is_tiny)
-            self._stage("determinism", "determinism", **common, dtype=plan.dtype, is_tiny=is_tiny)
+        self._stage("determinism", "determinism", **common, dtype=plan.dtype, is_tiny=is_tiny)
         if shape == "1b":
             drafting = {**common, "device": plan.draft_device, "dtype": plan.dtype}
             self._stage("proposals", "proposals", **drafting, is_tiny=False)
