@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
@@ -98,12 +99,17 @@ def forget_stored(key: str) -> None:
 class AdapterNames:
     """What adapters' names stand for, in the cluster's key-value store: each name has a key of its own.
 
+    Every change sets a mark, so that who reads again and finds the same mark need not read the names.
+
     Args:
         store: key of the service; the names of another service are others.
     """
 
     def __init__(self, store: str) -> None:
         self._prefix = f"{store}/adapters/"
+        self._mark_key = f"{store}/adapters-mark"
+        self._read_mark: Values | None = None
+        self._known: dict[str, AdapterRef] = {}
 
     async def read(self) -> dict[str, AdapterRef]:
         return await asyncio.to_thread(self._read)
@@ -111,24 +117,34 @@ class AdapterNames:
     async def write(self, ref: AdapterRef) -> None:
         values = {"digest": ref.digest.hex(), "folder": ref.folder, "is_pinned": ref.is_pinned}
         await asyncio.to_thread(write_stored, self._prefix + ref.name, values)
+        await asyncio.to_thread(self._mark)
 
     async def remove(self, name: str) -> None:
         await asyncio.to_thread(forget_stored, self._prefix + name)
+        await asyncio.to_thread(self._mark)
 
     def forget(self) -> None:
         """Forgets all names. Asks Ray, and so blocks."""
-        for key in self._keys():
+        for key in (*self._keys(), self._mark_key):
             forget_stored(key)
+
+    def _mark(self) -> None:
+        write_stored(self._mark_key, {"mark": secrets.token_hex(8)})
 
     def _keys(self) -> list[str]:
         keys = internal_kv._internal_kv_list(self._prefix, namespace=_NAMESPACE)
         return [key.decode() if isinstance(key, bytes) else key for key in keys]
 
     def _read(self) -> dict[str, AdapterRef]:
+        # Before the names: what changes meanwhile sets another mark.
+        mark = read_stored(self._mark_key)
+        if mark is None or mark == self._read_mark:
+            return dict(self._known)
         found: dict[str, AdapterRef] = {}
         for key in self._keys():
             if (values := read_stored(key)) is not None:
                 name = key.removeprefix(self._prefix)
                 digest = bytes.fromhex(values["digest"])
                 found[name] = AdapterRef(name, digest, values["folder"], values["is_pinned"])
-        return found
+        self._known, self._read_mark = found, mark
+        return dict(found)

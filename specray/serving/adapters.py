@@ -84,6 +84,7 @@ class AdapterCatalog:
         self._monotonic = monotonic
         self._known: dict[str, AdapterRef] = {}
         self._read_s: float | None = None
+        self._reading = asyncio.Lock()
         self._turn = asyncio.Lock()
 
     async def refs(self) -> list[AdapterRef]:
@@ -115,8 +116,9 @@ class AdapterCatalog:
         if not name:
             return None
         if self._config is not None and is_adapter_name(name):
-            if not self._is_fresh:
-                await self._refresh()
+            async with self._reading:
+                if not self._is_fresh:
+                    await self._refresh()
             if (ref := self._known.get(name) or await self._found_first(name)) is not None:
                 return ref
         field, value = ("model", model) if named else (ADAPTER, adapter)
