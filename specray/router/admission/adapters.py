@@ -76,8 +76,11 @@ class AdapterRoom:
 
     # For the queue
 
-    def lets_in(self, request: GenerateRequest) -> bool:
+    def lets_in(self, request: GenerateRequest, *, is_begun: bool) -> bool:
         """Whether the request may run now; if not, its adapter will be loaded, or give its place.
+
+        Args:
+            is_begun: it ran before, and its adapter gives its place only after its end.
 
         Raises:
             InvalidRequestError: the adapter cannot be loaded.
@@ -91,7 +94,7 @@ class AdapterRoom:
             if self._names.get(ref.digest) != ref.name:
                 self._name({**self._names, ref.digest: ref.name})
             self._used_s[ref.digest] = self._clock.monotonic()
-            return ref.digest != self._closed
+            return is_begun or ref.digest != self._closed
         self._wanted.setdefault(ref.digest, ref)
         self._begin()
         return False

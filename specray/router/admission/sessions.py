@@ -171,7 +171,7 @@ class Sessions:
         if self._adapters is None:
             return True
         try:
-            if self._adapters.lets_in(live.session.request):
+            if self._adapters.lets_in(live.session.request, is_begun=live.admitted_s is not None):
                 return True
             self.queue.set_aside(live)
         except InvalidRequestError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from specray.config.adapters import AdaptersConfig
-from specray.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
+from specray.errors import DeadlineExceededError, EngineLostError, InvalidRequestError, OverloadedError
 from specray.fakes import FakeAdapterTarget, LocalVerifier, VirtualClock
 from specray.requests import AdapterRef, GenerateRequest, Resumption, SpeculationParams
 from specray.router.scheduler import of_few_adapters
@@ -300,3 +301,65 @@ async def test_who_waits_for_an_adapter_can_go_away(clock: VirtualClock) -> None
         assert not running.done()
         assert (await running).token_ids == expected(long)
         await pair.settle()
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_any_order_of_requests_swaps_unloads_and_losses_ends_with_the_right_tokens(
+    clock: VirtualClock, seed: int
+) -> None:
+    """Whoever was let in gets its tokens; only who waits for bytes that are gone is refused."""
+    rng = random.Random(seed)
+    folders = {name: digest_of(name) for name in NAMES}
+    turn = asyncio.Lock()
+    made: list[FakeAdapterTarget] = []
+    verifiers: list[LocalVerifier] = []
+
+    async def connect() -> LocalVerifier:
+        # All targets see the same files.
+        made.append(new_target(max_adapters=rng.choice([1, 2, 4])))
+        made[-1].folders = folders
+        verifiers.append(LocalVerifier(made[-1], clock))
+        return verifiers[-1]
+
+    async def use(pair: Pair, number: int) -> None:
+        name = rng.choice(["", *NAMES])
+        given = asking(name, f"r{number}", max_tokens=rng.randint(1, 20), temperature=rng.choice([0.0, 1.0]))
+        if name:
+            ref = AdapterRef(name, folders[name], name)
+            given = replace(given, adapter=ref, sampling=replace(given.sampling, adapter=ref.digest))
+        was = folders.get(name)
+        try:
+            assert (await pair.router.complete(given)).token_ids == expected(given)
+        except InvalidRequestError as error:
+            assert "has other bytes now" in str(error)
+            assert folders[name] != was
+
+    async def swap(pair: Pair, number: int) -> None:
+        name = rng.choice(NAMES)
+        async with turn:
+            old, folders[name] = folders[name], digest_of(f"{name} {number}")
+            assert await pair.router.load_adapter(name) == folders[name]
+            await pair.router.unload_adapter(old)
+
+    async with serving(clock, verifier=connect, adapters=CONFIG, num_speculative_tokens=3) as pair:
+        tasks = []
+        for number in range(60):
+            match rng.random():
+                case draw if draw < 0.75:
+                    tasks.append(asyncio.create_task(use(pair, number)))
+                case draw if draw < 0.9:
+                    tasks.append(asyncio.create_task(swap(pair, number)))
+                case draw if draw < 0.93 and len(made) < 4:
+                    verifiers[-1].lose()
+                case _:
+                    for request_id in list(made[-1].held_request_ids)[:1]:
+                        made[-1].fail_next(request_id, "no room", is_retriable=True)
+            await asyncio.sleep(rng.choice([0.0, 0.5 * TARGET_S, 4 * TARGET_S]))
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            # A command finds no target while there is none.
+            assert result is None or isinstance(result, EngineLostError), result
+        await asyncio.sleep(1.0)
+        assert made[-1].held_request_ids == frozenset()
+        for adapter in made[-1].slots.loaded:
+            made[-1].unload_adapter(adapter.digest)
+        assert made[-1].slots.loaded == ()
