@@ -70,3 +70,20 @@ def test_outputs_with_mtp_are_those_without(tmp_path: Path, family: str, num_tok
         expected = generate(plain, sessions[0], 24, 0)
         assert generate(drafting, sessions[1], 24, num_tokens) == expected
         assert len(sessions[1].accepted) <= 24
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_prefix_that_was_found_brings_the_features_of_its_tokens(tmp_path: Path, family: str) -> None:
+    """Drafts, and so accepted tokens, are those of a cold cache."""
+    path, prompt = write_target(tmp_path, family).path, [(7 * i * i + i) % 90 + 2 for i in range(90)]
+    sizes = {"max_num_batched_tokens": 128, "max_model_len": 128}
+    said = []
+    for names in (("a",), ("b", "c")):
+        engine = make_target(path, "mtp", **sizes)
+        for name in names:
+            session = Session(name, list(prompt), SamplingParams(temperature=0.0, num_prompt_tokens=90))
+            output = generate(engine, session, 20, K)
+            engine.release([name])
+        said.append((output, session.accepted))
+    assert said[0] == said[1]
+    assert engine.info.num_prefix_cache_hits >= 64
