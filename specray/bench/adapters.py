@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from specray.bench.core.report import number, table_of
 from specray.bench.core.turns import medians_ms
 from specray.bench.forwards import wait_for
-from specray.config import TargetConfig
+from specray.config import AdaptersConfig, TargetConfig
 from specray.engine.inputs import SequenceInput
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.runner import ModelRunner
@@ -57,14 +57,13 @@ def measure_adapters(
     Raises:
         ConfigError: the model takes no adapters, or has no room for the sequences.
     """
-    config = config.model_copy(update={"max_num_seqs": max(num_rows)})
-    plain = build_runner(config, role="target")
-    most = max(num_adapters)
-    settings = {"directory": str(directory), "max_rank": rank, "max_loaded": most, "max_per_step": 1}
-    adapted = build_runner(
-        TargetConfig.model_validate({**config.model_dump(), "adapters": settings}), role="target"
-    )
+    most = max(1, *num_adapters)
+    settings = AdaptersConfig(directory=str(directory), max_rank=rank, max_loaded=most, max_per_step=1)
+    own = config.model_copy(update={"max_num_seqs": max(num_rows), "adapters": settings})
+    adapted = build_runner(own, role="target")
     assert adapted.adapters is not None, "the configuration has some"
+    # Over the same weights, which are in no cache twice.
+    plain = ModelRunner(adapted.forward, adapted.cache, adapted.info, graphs=adapted.graphs)
     for slot in range(most):
         _write_random(directory / str(slot), adapted.adapters.pool.weight_shapes(), rank, slot)
         adapted.adapters.prepare(str(slot), b"")
