@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from specray.engine.inputs import SequenceInput
+from specray.engine.runner.cpu_graphs import CpuGraphForward
 from specray.engine.runner.runner import ModelRunner
 from tests.unit.engine.adapters.files import adapted_runner, write_adapter
 from tests.unit.engine.model.checkpoints import (
@@ -25,6 +26,12 @@ SLOTS = (0, 1, -1, 2, 3, 0, -1, 1)
 """Of a batch of eight sequences, with four adapters."""
 NUM_STEPS = 5
 """So many that steps of one shape are recorded, and run again."""
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose steps are recorded: all sizes are whole blocks."""
+    return write_checkpoint(tmp_path_factory.mktemp("recorded"), "llama", intermediate_size=96)
 
 
 def item(tokens: Sequence[int], start: int, block: int, slot: int, num_logits: int = 1) -> SequenceInput:
@@ -110,10 +117,10 @@ def outputs_of(runner: ModelRunner, batch: Sequence[tuple[int, int]]) -> dict[in
     ],
 )
 def test_a_sequence_has_the_same_bits_alone_and_among_four_adapters(
-    tmp_path: Path, changes: dict[str, Any]
+    tmp_path: Path, recorded: Path, changes: dict[str, Any]
 ) -> None:
     """And those of no adapter have the bits of a model that knows none."""
-    names, base = ("a", "b", "c", "d"), write_checkpoint(tmp_path / "base", "llama", intermediate_size=96)
+    names, base = ("a", "b", "c", "d"), recorded
     for seed, name in enumerate(names):
         write_adapter(tmp_path / name, base, seed=seed, rank=1 + 2 * seed)
     runner = adapted_runner(base, tmp_path, names, **changes)
@@ -127,12 +134,12 @@ def test_a_sequence_has_the_same_bits_alone_and_among_four_adapters(
 
 
 def test_a_slot_that_another_adapter_takes_is_read_anew_by_recorded_steps(
-    tmp_path: Path, llama: Path
+    tmp_path: Path, recorded: Path
 ) -> None:
     for seed, name in enumerate("ab"):
-        write_adapter(tmp_path / name, llama, seed=seed, rank=2 + 5 * seed)
-    runner = adapted_runner(llama, tmp_path, ("a", "b"))
-    assert runner.adapters is not None
+        write_adapter(tmp_path / name, recorded, seed=seed, rank=2 + 5 * seed)
+    runner = adapted_runner(recorded, tmp_path, ("a", "b"))
+    assert runner.adapters is not None and isinstance(runner.adapters.forward, CpuGraphForward)
     first, second = (outputs_of(runner, [(0, slot)])[0] for slot in (0, 1))
     assert not torch.equal(first, second)
     runner.adapters.prepare("b", b"")
@@ -142,12 +149,14 @@ def test_a_slot_that_another_adapter_takes_is_read_anew_by_recorded_steps(
     assert torch.equal(outputs_of(runner, [(0, 0)])[0], outputs_of(runner, [(0, -1)])[0])
 
 
-def test_a_step_after_one_with_adapters_is_told_everything(tmp_path: Path, llama: Path) -> None:
+def test_a_step_after_one_with_adapters_is_told_everything(tmp_path: Path, recorded: Path) -> None:
     """What a step of the base left behind is not what the step before it was."""
-    write_adapter(tmp_path / "a", llama)
-    runner = adapted_runner(llama, tmp_path, ("a",))
+    write_adapter(tmp_path / "a", recorded)
+    runner = adapted_runner(recorded, tmp_path, ("a",))
     for _ in range(NUM_STEPS):
         runner.run([item([5], 0, 0, -1)])
+    assert runner.advance([0], [7]) is not None
+    runner.run([item([5], 0, 0, -1)])
     runner.run([item([5], 0, 1, 0)])
     assert runner.advance([0], [7]) is None
 
