@@ -79,7 +79,7 @@ class StateShape:
     num_heads: int
     """Heads, ``[key_dim, value_dim]`` each; 0: the layer is a convolution alone."""
     num_key_heads: int
-    """Heads of keys, each shared by as many heads as another."""
+    """Keys of a record, each shared by as many heads as another."""
     key_dim: int
     value_dim: int
     gate_dim: int

@@ -273,7 +273,7 @@ def _pieces(item: SequenceRows, base: int) -> list[StateRows]:
 
 def for_heads(each: torch.Tensor, num_heads: int) -> torch.Tensor:
     """What heads of keys have, ``[..., num_key_heads, size]``, for all heads."""
-    return each.repeat_interleave(num_heads // each.shape[-2], -2)
+    return each.repeat_interleave(num_heads // max(1, each.shape[-2]), -2)
 
 
 def learned(state: torch.Tensor, key: torch.Tensor, update: torch.Tensor) -> torch.Tensor:

@@ -16,9 +16,9 @@ from specray.engine.cpu.thread_pool import APART, Kernel, ThreadPool, as_pointer
 _MAX_LANES = 16
 (
     _ROWS, _OUT, _NUM_ROWS, _WEIGHT, _SIZE, _EPS, _BLOCK_STEP, _SCRATCH, _SUMMAND, _ROW_STEP, _OUT_STEP,
-    _REST,
-) = range(12)  # fmt: skip
-_NUM_ARGS = 12
+    _REST, _NUM_GROUPS,
+) = range(13)  # fmt: skip
+_NUM_ARGS = 13
 MIN_SHARED_SIZE = 65_536
 """Minimum number of elements for which a second thread pays off."""
 _SCRATCH_SIZE = HEIGHT * _MAX_LANES * 4 + APART
@@ -30,20 +30,22 @@ class FusedRMSNorm:
     """Computes x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019) with float32 sums.
 
     Args:
-        weight: ``[size]``, float32 or the type of the rows.
+        weight: ``[size]``, or ``[num_groups, size]`` for parts of each row that are normed by themselves,
+            float32 or the type of the rows.
         dtype: of the rows, bfloat16 or float32; None: as the weight.
     """
 
     __slots__ = (
-        "_args", "_args_address", "_kernel", "_lanes", "_number_format", "_size", "_thread_pool", "_weight",
-        "_weight_format",
+        "_args", "_args_address", "_kernel", "_lanes", "_num_groups", "_number_format", "_size",
+        "_thread_pool", "_weight", "_weight_format",
     )  # fmt: skip
 
     def __init__(
         self, weight: torch.Tensor, eps: float, thread_pool: ThreadPool, dtype: torch.dtype | None = None
     ) -> None:
         self._thread_pool = thread_pool
-        self._size = weight.shape[0]
+        self._size = weight.shape[-1]
+        self._num_groups = weight.numel() // self._size
         self._weight = weight.contiguous()
         self._lanes = next(lanes for lanes in (_MAX_LANES, 8, 4, 2, 1) if self._size % lanes == 0)
         self._number_format = str(dtype or weight.dtype).removeprefix("torch.")
@@ -51,12 +53,18 @@ class FusedRMSNorm:
         self._kernel = _norm_kernel(self._number_format, self._weight_format, self._lanes)
         self._args = np.zeros(_NUM_ARGS, dtype=np.int64)
         self._args[_WEIGHT], self._args[_SIZE] = self._weight.data_ptr(), self._size
+        self._args[_NUM_GROUPS] = self._num_groups
         self._args.view(np.float32)[2 * _EPS] = eps
         self._args_address = self._args.ctypes.data
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Norms rows ``[num_rows, size]``, each contiguous; returns contiguous ones. Not thread-safe."""
-        return self.into(rows, self._thread_pool.empty((rows.shape[0], rows.shape[1]), rows.dtype))
+        """Norms rows ``[num_rows, num_groups * size]``, each contiguous, to contiguous ones.
+
+        Rows of several groups follow each other. Not thread-safe.
+        """
+        parts = rows if self._num_groups == 1 else rows.view(-1, self._size)
+        out = self._thread_pool.empty((parts.shape[0], parts.shape[1]), rows.dtype)
+        return self.into(parts, out).view(rows.shape)
 
     def into(self, rows: torch.Tensor, out: torch.Tensor, *, rest: int = 0) -> torch.Tensor:
         """Norms rows, each contiguous, to others; copies ``rest`` numbers behind each. Not thread-safe."""
@@ -122,7 +130,7 @@ def _make_norm(dtype: str, weight_dtype: str, lanes: int, *, has_summand: bool) 
             factor = splat(_ONE / np.sqrt(total(squares) / np.float32(size) + eps))
             for place in range(0, size, lanes):
                 number = mul(load(args[_ROWS], first + place), factor)
-                weight = load_weight(args[_WEIGHT], place)
+                weight = load_weight(args[_WEIGHT], row % args[_NUM_GROUPS] * size + place)
                 if has_summand:
                     summand = load(args[_SUMMAND], row * size + place)
                     store(args[_OUT], out + place, fma(number, weight, summand))

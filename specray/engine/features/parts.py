@@ -17,8 +17,8 @@ from specray.engine.model.checkpoint.vocabulary import read_head as read_ids
 from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.decoder_config import EMBEDDING, HEAD
 from specray.engine.model.description import ModelArgs, ModelDescription, describe
+from specray.engine.model.layers.vocabulary import rounded_scale
 from specray.engine.model.loader import DecoderSource, load_model
-from specray.engine.model.lowering import rounded_scale
 from specray.engine.model.operators import Operators, cpu_operators, cuda_operators
 from specray.engine.model.quantized.formats import WeightFormats
 from specray.engine.model.quantized.operator_set import operator_set

@@ -22,7 +22,7 @@ from specray.engine.model.layers.delta import Mixer
 from specray.engine.model.layers.expert_hits import ExpertHits
 from specray.engine.model.layers.experts import ExpertLayer
 from specray.engine.model.layers.latent.projections import LatentOutput, LatentQueries
-from specray.engine.model.layers.normed import NormedProjection, NormedQueries, Rows
+from specray.engine.model.layers.normed import Absent, NormedProjection, NormedQueries, Rows
 from specray.engine.model.layers.shared_mlp import WithSharedMlp
 from specray.engine.model.linear import Linear, Weights
 from specray.engine.step import CacheShape, ForwardOutput, Step
@@ -89,7 +89,10 @@ class WideRMSNorm(RMSNorm):
 
 
 class RowGate(Protocol):
-    """``attended * sigmoid(linear(rows))``, of rows of the residual stream and what is attended to."""
+    """``attended * sigmoid(linear(rows))``, of rows of the residual stream and what is attended to.
+
+    Each of the linear layer's numbers is of as many that follow each other.
+    """
 
     def __call__(self, rows: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The contents of ``attended`` are lost."""
@@ -103,12 +106,26 @@ class SigmoidGate:
     linear: Linear
 
     def __call__(self, rows: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        return attended.mul_(self.linear(rows).sigmoid_())
+        gates = self.linear(rows).sigmoid_()
+        attended.view(*gates.shape, -1).mul_(gates[..., None])
+        return attended
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentPart:
+    """What a layer does beside attention, to the same rows: it keeps a state."""
+
+    linear: Linear
+    """All that the mixer takes."""
+    mixer: Mixer
+    output: Projection
+    place: int
+    """Place of its state among all states."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One decoder layer's weights on this rank."""
+    """One decoder layer's weights on this rank; parts that it has not are ``normed.Absent``."""
 
     input_norm: Norm
     qkv: Rows
@@ -128,6 +145,14 @@ class DecoderLayer:
     """What a recurrent layer does in the place of attention; None: it attends."""
     place: int = 0
     """Place of its keys and values among those of all layers that attend; of its state, among all states."""
+    beside: RecurrentPart | None = None
+    """What it does beside attention; None: nothing."""
+
+    @property
+    def mixers(self) -> list[Mixer]:
+        """What keeps states."""
+        beside = None if self.beside is None else self.beside.mixer
+        return [each for each in (self.mixer, beside) if each is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +191,7 @@ class DecoderForward:
     def can_be_captured(self) -> bool:
         """Whether a forward of one shape always runs the same operators."""
         gates = (layer.gate for layer in self.layers)
-        mixers = (layer.mixer for layer in self.layers if layer.mixer is not None)
+        mixers = (mixer for layer in self.layers for mixer in layer.mixers)
         return all(mixer.can_be_captured for mixer in mixers) and all(
             gate.can_be_captured for gate in gates if isinstance(gate, ExpertLayer | WithSharedMlp)
         )
@@ -174,16 +199,17 @@ class DecoderForward:
     @property
     def is_recurrent(self) -> bool:
         """Some layers keep states."""
-        return any(layer.mixer is not None for layer in self.layers)
+        return bool(self.cache_shape.states)
 
     def linears(self) -> list[Weights]:
         """Linear layers of this rank, without those of groups and experts, in the forward's order."""
         kinds: list[object] = []
         for layer in self.layers:
             qkv = layer.qkv.linears if isinstance(layer.qkv, LatentQueries) else (layer.qkv,)
+            beside = () if layer.beside is None else (layer.beside.linear, layer.beside.output)
             kinds += [
                 kind.linear if isinstance(kind, NormedProjection | NormedQueries | LatentOutput) else kind
-                for kind in (*qkv, layer.output, layer.gate, layer.down)
+                for kind in (*qkv, layer.output, *beside, layer.gate, layer.down)
             ]
         return [kind for kind in (*kinds, self.head) if isinstance(kind, Weights)]
 
@@ -213,16 +239,24 @@ class DecoderForward:
                 features[index] = _scaled(hidden if is_safe else hidden.clone(), self.residual_scale)
             rows = layer.input_norm(hidden)
             qkv = layer.qkv(rows)
-            if layer.mixer is not None:
+            if isinstance(layer.qkv, Absent):
+                attended = rows
+            elif layer.mixer is not None:
                 attended = states_of(step).run(layer.mixer, qkv, layer.place)
             else:
                 attended = attention.attend(layer.place, qkv, layer.head_norm, layer.window, layer.sinks)
             if layer.output_gate is not None:
                 attended = layer.output_gate(rows, attended)
+            beside, other = layer.beside, None
+            if beside is not None:
+                other = states_of(step).run(beside.mixer, beside.linear(rows), beside.place)
             if index == last and is_cut and step.logit_rows is not None:
                 # Nothing after the last attention is needed of rows whose logits nobody wants.
                 attended, hidden = attended[step.logit_rows], hidden[step.logit_rows]
+                other = None if other is None else other[step.logit_rows]
             hidden = layer.output.plus(attended, hidden)
+            if beside is not None and other is not None:
+                hidden = beside.output.plus(other, hidden)
             rows = layer.post_attention_norm(hidden)
             hidden = layer.down.plus(layer.gate(rows), hidden)
         normed = self.final_norm(hidden)

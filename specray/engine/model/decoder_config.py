@@ -110,8 +110,18 @@ class DecoderConfig:
     residual_scale: float = 1.0
     """Factor of what attention and MLP add to the residual stream."""
     logit_scale: float = 1.0
-    has_joined_weights: bool = False
-    """Queries, keys and values are one weight of the checkpoint, and so are both halves of a gated pair."""
+    has_joined_queries: bool = False
+    """Queries, keys and values are one weight of the checkpoint."""
+    has_joined_gates: bool = False
+    """Both halves of a gated pair are one weight of the checkpoint."""
+    has_gated_mlps: bool = True
+    """MLPs join two linear layers; else there is one, and the square of what is above zero."""
+    gate_scale: float = 1.0
+    """Factor of what an MLP's activation reads."""
+    down_scale: float = 1.0
+    """Factor of what an MLP gives."""
+    attention_scale: float = 1.0
+    """Factor of what attention gives."""
     experts: Experts | None = None
     has_sinks: bool = False
     """Each query head has a score that takes weight and has no value."""
@@ -119,8 +129,14 @@ class DecoderConfig:
     """Behind each head's rows of the query weight are as many that gate what the head attends to."""
     latent: LatentAttention | None = None
     """Sizes of latent attention, in each layer that attends; None: keys and values are stored."""
+    has_head_gates: bool = False
+    """What each head attends to is multiplied by the sigmoid of a product of its own."""
     recurrent: RecurrentLayers | None = None
-    """Layers that keep a state in the place of attention; None: there are none."""
+    """Layers that keep a state; None: there are none."""
+    attending: tuple[bool, ...] | None = None
+    """Which layers attend; None: those without a state."""
+    with_mlps: tuple[bool, ...] | None = None
+    """Which layers have an MLP or experts; None: all. A layer with nothing else has one norm."""
 
     @property
     def moe_intermediate_size(self) -> int | None:
@@ -150,8 +166,9 @@ class DecoderConfig:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Layers that attend, each of which keeps keys and values."""
-        layers = range(self.num_hidden_layers)
-        return tuple(layer for layer in layers if self.recurrent is None or not self.recurrent.layers[layer])
+        recurs = (False,) * self.num_hidden_layers if self.recurrent is None else self.recurrent.layers
+        attends = self.attending or tuple(not each for each in recurs)
+        return tuple(layer for layer, each in enumerate(attends) if each)
 
     @property
     def num_attended(self) -> int:
@@ -182,7 +199,7 @@ class DecoderConfig:
     def _layer_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}
         attends = layer in self.attention_layers
-        if self.recurrent is not None and not attends:
+        if self.recurrent is not None and self.recurrent.layers[layer]:
             shapes |= self.recurrent.weight_shapes(self.hidden_size)
         attention = self._attention() if attends and self.latent is None else {}
         if attends and self.latent is not None:
@@ -199,17 +216,44 @@ class DecoderConfig:
                 shapes[f"{name}.bias"] = (rows,)
         if self.has_head_norm and attends:
             shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (self.head_dim,)
-        if self.has_whole_norm:
+        if self.has_whole_norm and attends:
             shapes["self_attn.q_norm.weight"] = (self.num_attention_heads * self.head_dim,)
             shapes["self_attn.k_norm.weight"] = (self.num_key_value_heads * self.head_dim,)
-        for name in norm_names(self):
+        for name in self.norm_names(layer):
             shapes[f"{name}.weight"] = (self.hidden_size,)
-        if self.has_sinks:
+        if self.has_sinks and attends:
             shapes[SINKS] = (self.num_attention_heads,)
+        if self.has_head_gates and attends:
+            shapes["self_attn.g_proj.weight"] = (self.num_attention_heads, self.hidden_size)
         if self._has_experts(layer):
             assert self.experts is not None, "the layer has some"
-            shapes |= self.experts.weight_shapes(self.hidden_size, has_mlp_bias=self.has_mlp_bias)
+            shapes |= self.experts.weight_shapes(
+                self.hidden_size, has_mlp_bias=self.has_mlp_bias, is_gated=self.has_gated_mlps
+            )
         return shapes
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer has an MLP or experts."""
+        return self.with_mlps is None or self.with_mlps[layer]
+
+    def recurs(self, layer: int) -> bool:
+        """Whether a layer keeps a state."""
+        return self.recurrent is not None and self.recurrent.layers[layer]
+
+    def has_sandwich(self, layer: int) -> bool:
+        """Whether what a layer adds to the residual stream is normed before."""
+        return self.has_sandwich_norms and (self.has_input_norms or layer in self.attention_layers)
+
+    def norm_names(self, layer: int) -> tuple[str, ...]:
+        """Norms of a layer over the hidden size."""
+        mixes = self.recurs(layer) or layer in self.attention_layers
+        if not (mixes and self.has_mlp(layer)):
+            return (INPUT_NORM,)
+        if not self.has_sandwich(layer):
+            return INPUT_NORM, ATTENTION_NORM
+        if not self.has_input_norms:
+            return ATTENTION_NORM, MLP_OUTPUT_NORM
+        return INPUT_NORM, ATTENTION_NORM, MLP_NORM, MLP_OUTPUT_NORM
 
     def _has_experts(self, layer: int) -> bool:
         return self.experts is not None and self.experts.layers[layer]
@@ -218,7 +262,7 @@ class DecoderConfig:
         hidden, has_bias = self.hidden_size, self.has_qkv_bias
         query, key = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         output = {"self_attn.o_proj": (hidden, query, self.has_output_bias)}
-        if self.has_joined_weights:
+        if self.has_joined_queries:
             return {"self_attn.qkv_proj": (query + 2 * key, hidden, has_bias), **output}
         return {
             "self_attn.q_proj": (query * (1 + self.has_output_gate), hidden, has_bias),
@@ -229,10 +273,12 @@ class DecoderConfig:
 
     def _mlp(self, layer: int) -> dict[str, tuple[int, int, bool]]:
         hidden, inner, has_bias = self.hidden_size, self.intermediate_size, self.has_mlp_bias
-        if self._has_experts(layer):
+        if self._has_experts(layer) or not self.has_mlp(layer):
             return {}
         down = {"mlp.down_proj": (hidden, inner, has_bias)}
-        if self.has_joined_weights:
+        if not self.has_gated_mlps:
+            return {"mlp.up_proj": (inner, hidden, has_bias), **down}
+        if self.has_joined_gates:
             return {"mlp.gate_up_proj": (2 * inner, hidden, has_bias), **down}
         return {
             "mlp.gate_proj": (inner, hidden, has_bias),
@@ -282,6 +328,14 @@ MODEL_TYPES = frozenset(
         "qwen3_next",
         "solar_open",
         "youtu",
+        "bamba",
+        "falcon_h1",
+        "granitemoehybrid",
+        "lfm2",
+        "lfm2_moe",
+        "lfm3",
+        "nemotron_h",
+        "olmo_hybrid",
     }
 )
 """Types of which the decoder covers what the readers in ``families`` say."""
@@ -291,13 +345,6 @@ ATTENTION_NORM = "post_attention_layernorm"
 """Norm after attention; before the MLP, unless there is a norm of that name."""
 MLP_NORM = "pre_feedforward_layernorm"
 MLP_OUTPUT_NORM = "post_feedforward_layernorm"
-
-
-def norm_names(config: DecoderConfig) -> tuple[str, ...]:
-    if not config.has_input_norms:
-        return ATTENTION_NORM, MLP_OUTPUT_NORM
-    names = (INPUT_NORM, ATTENTION_NORM)
-    return (*names, MLP_NORM, MLP_OUTPUT_NORM) if config.has_sandwich_norms else names
 
 
 def layer_prefix(layer: int) -> str:

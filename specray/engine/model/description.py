@@ -38,6 +38,8 @@ _SHARED_FIELDS = (
     "shared_intermediate_size",
 )
 """Numbers that the ranks of a group must be able to share."""
+_REPEATED = frozenset({"num_key_value_heads", "mamba_n_groups", "n_groups"})
+"""Those of which several ranks of the decoder can have the same part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +196,7 @@ def _describe_with(library: Any, args: ModelArgs, directory: Path | None) -> Mod
 
 def _shared_fields(decoder: DecoderConfig) -> dict[str, int | None]:
     fields = {name: getattr(decoder, name) for name in _SHARED_FIELDS}
-    recurrent = decoder.recurrent
-    return fields if recurrent is None else {**fields, recurrent.shared_field: recurrent.num_shared}
+    return fields | ({} if decoder.recurrent is None else decoder.recurrent.shared_fields)
 
 
 def _adapter(args: ModelArgs, described: ModelDescription) -> Adapter | None:
@@ -263,10 +264,10 @@ def _max_model_len(args: ModelArgs, limit: int | None) -> int:
 
 
 def _check_shards(args: ModelArgs, fields: Mapping[str, Any], *, has_decoder: bool) -> None:
-    """Raises ConfigError if the ranks cannot share each layer; the decoder's ranks may repeat key heads."""
+    """Raises ConfigError if the ranks cannot share each layer; the decoder's may repeat heads of keys."""
     size = args.tensor_parallel_size
     for field, value in fields.items():
-        can_repeat = has_decoder and field == "num_key_value_heads"
+        can_repeat = has_decoder and field in _REPEATED
         # By layer in Gemma 3n.
         for number in sorted(set(value)) if isinstance(value, (list, tuple)) else [value]:
             if number is None or number % size == 0 or (can_repeat and size % number == 0):

@@ -142,6 +142,28 @@ class JoinedGate:
         return joined(both, self.joint)
 
 
+@dataclass(frozen=True, slots=True)
+class SquaredLinear:
+    """Implements :class:`Gate` where there is no gate: the square of what is above zero of a linear layer."""
+
+    linear: Linear
+
+    @property
+    def num_weights(self) -> int:
+        return self.linear.num_weights
+
+    @property
+    def num_bytes(self) -> int:
+        return self.linear.num_bytes
+
+    @property
+    def in_features(self) -> int:
+        return self.linear.in_features
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.linear(rows).relu_().square_()
+
+
 def joined(both: torch.Tensor, joint: Joint) -> torch.Tensor:
     """The outputs of gate and up, ``[num_rows, 2 * size]``, as ``[num_rows, size]``."""
     gate, up = both.chunk(2, -1)

@@ -7,19 +7,17 @@ ranks each takes its own part.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from specray.engine.attention.base import HeadNorm
 from specray.engine.model.checkpoint.rank_weights import RankWeights
-from specray.engine.model.decoder import DecoderForward, DecoderLayer
+from specray.engine.model.decoder import DecoderForward, DecoderLayer, RecurrentPart
 from specray.engine.model.decoder_config import (
     ATTENTION_NORM,
-    EMBEDDING,
     FINAL_NORM,
-    HEAD,
     INPUT_NORM,
     MLP_NORM,
     MLP_OUTPUT_NORM,
@@ -32,15 +30,10 @@ from specray.engine.model.layers.expert_lowering import lower_experts
 from specray.engine.model.layers.experts import ExpertLayer, Sum
 from specray.engine.model.layers.latent.lowering import lower_latent
 from specray.engine.model.layers.latent.projections import LatentOutput
-from specray.engine.model.layers.mixer_lowering import lower_mixer, rows_of
-from specray.engine.model.layers.normed import NormedProjection, NormedQueries, Unnormed
+from specray.engine.model.layers.mixer_lowering import by_kind, lower_mixer, rows_of
+from specray.engine.model.layers.normed import Absent, NormedProjection, NormedQueries
 from specray.engine.model.layers.shared_mlp import WithSharedMlp
-from specray.engine.model.layers.vocabulary import (
-    GatheredHead,
-    ScaledEmbedding,
-    ShardedEmbedding,
-    TableEmbedding,
-)
+from specray.engine.model.layers.vocabulary import embedding_and_head
 from specray.engine.model.quantized.operator_set import OperatorSet
 from specray.engine.model.rotary import rotated_first, tables_of_layers
 from specray.engine.step import CacheShape, HeadShape
@@ -49,7 +42,7 @@ from specray.engine.weights.stored_weight import StoredWeight, Weight, alike, jo
 if TYPE_CHECKING:
     from specray.engine.group.parallel import ParallelContext
     from specray.engine.model.checkpoint.source import WeightSource
-    from specray.engine.model.decoder import Embedding, Norm, OutputHead, Projection, RowGate
+    from specray.engine.model.decoder import Norm, Projection, RowGate
     from specray.engine.model.layers.normed import Rows
     from specray.engine.model.linear import Gate, Linear
     from specray.engine.model.operators import Operators
@@ -97,14 +90,14 @@ def lower(
     taken = RankWeights(weights, parallel)
     if not isinstance(operators, OperatorSet):
         operators = OperatorSet(operators, operators)
-    embedding, head, device = _embedding_and_head(config, taken, operators, head_rows)
+    embedding, head, device = embedding_and_head(config, taken, operators, head_rows)
     operators = operators.layers
     attention = operators.attention(tables_of_layers(config, max_model_len, device), shape)
     lowered = [
         lower_layer(index, config, shape, taken, operators) for index in range(config.num_hidden_layers)
     ]
     layers, expert_hits = count_hits(lowered, config.experts, device)
-    states = tuple(layer.mixer.shape for layer in layers if layer.mixer is not None)
+    states = tuple(mixer.shape for layer in layers for mixer in layer.mixers)
     return DecoderForward(
         embedding=embedding,
         layers=layers,
@@ -142,54 +135,93 @@ def lower_layer(
     index: int, config: DecoderConfig, shape: HeadShape, taken: RankWeights, operators: Operators
 ) -> DecoderLayer:
     """Builds one layer; ``shape`` is what :func:`head_shape` says. Raises ConfigError as :func:`lower`."""
-    prefix, is_sandwich = layer_prefix(index), config.has_sandwich_norms
+    norms = config.norm_names(index)
 
     def norm(name: str) -> Norm:
-        return lower_norm(f"{prefix}{name}.weight", config, taken, operators)
+        return lower_norm(f"{layer_prefix(index)}{name}.weight", config, taken, operators)
 
-    def input_norm(name: str) -> Norm:
-        return norm(name) if config.has_input_norms else Unnormed()
-
-    if config.recurrent is not None and config.recurrent.layers[index]:
-        mixing = lower_mixer(prefix, config, config.recurrent, taken, operators)
-        mixed = _projection(f"{prefix}{mixing.output}", mixing.num_outputs, False, taken, operators)
-        gate, down = _mlp(index, config, taken, operators)
-        return DecoderLayer(
-            input_norm=norm(INPUT_NORM),
-            qkv=mixing.linear,
-            head_norm=None,
-            output=mixed,
-            post_attention_norm=norm(ATTENTION_NORM),
-            gate=gate,
-            down=down,
-            window=None,
-            mixer=mixing.mixer,
-            place=sum(config.recurrent.layers[:index]),
-        )
-    linear = _projection(
-        f"{prefix}self_attn.o_proj", config.num_attended, config.has_output_bias, taken, operators
+    layer = DecoderLayer(
+        input_norm=norm(INPUT_NORM) if INPUT_NORM in norms else Absent(),
+        qkv=Absent(),
+        head_norm=None,
+        output=Absent(),
+        post_attention_norm=Absent(),
+        gate=Absent(),
+        down=Absent(),
+        window=None,
     )
-    output: Projection = NormedProjection(linear, norm(ATTENTION_NORM)) if is_sandwich else linear
-    if config.latent is None:
-        qkv: Rows = _qkv(f"{prefix}self_attn.", config, taken, operators)
-    else:
-        qkv, values = lower_latent(prefix, config, config.latent, taken, operators)
-        output = LatentOutput(values, output)
-    gate, down = _mlp(index, config, taken, operators)
-    sinks = None
+    if config.has_mlp(index):
+        gate, down = _mlp(index, config, taken, operators)
+        added = _before_stream(down, index, MLP_OUTPUT_NORM, config, taken, operators)
+        layer = replace(layer, gate=gate, down=added)
+        mlp_norm = MLP_NORM if config.has_sandwich(index) else ATTENTION_NORM
+        if norms == (INPUT_NORM,):
+            return replace(layer, input_norm=Absent(), post_attention_norm=layer.input_norm)
+        layer = replace(layer, post_attention_norm=norm(mlp_norm) if mlp_norm in norms else Absent())
+    part = _recurrent_part(index, config, taken, operators)
+    if index in config.attention_layers:
+        return replace(_with_attention(layer, index, config, shape, taken, operators), beside=part)
+    assert part is not None, "the layer does something"
+    return replace(layer, qkv=part.linear, output=part.output, mixer=part.mixer, place=part.place)
+
+
+def _recurrent_part(
+    index: int, config: DecoderConfig, taken: RankWeights, operators: Operators
+) -> RecurrentPart | None:
+    """What a layer that keeps a state has; None: it keeps none."""
+    layers, prefix = config.recurrent, layer_prefix(index)
+    if layers is None or not layers.layers[index]:
+        return None
+    mixing = lower_mixer(prefix, layers, taken, operators)
+    places = f"{prefix}{mixing.output}", mixing.num_outputs, mixing.has_output_bias
+    output = _projection(*places, taken, operators, scale=mixing.output_scale)
+    added = _before_stream(output, index, ATTENTION_NORM, config, taken, operators)
+    return RecurrentPart(mixing.linear, mixing.mixer, added, sum(layers.layers[:index]))
+
+
+def _before_stream(
+    projection: Linear | ReducedLinear | Sum,
+    index: int,
+    norm: str,
+    config: DecoderConfig,
+    taken: RankWeights,
+    operators: Operators,
+) -> Projection:
+    """With the norm of what a layer adds to the residual stream, where it has one."""
+    if not config.has_sandwich(index):
+        return projection
+    name = f"{layer_prefix(index)}{norm}.weight"
+    return NormedProjection(projection, lower_norm(name, config, taken, operators))
+
+
+def _with_attention(
+    layer: DecoderLayer,
+    index: int,
+    config: DecoderConfig,
+    shape: HeadShape,
+    taken: RankWeights,
+    operators: Operators,
+) -> DecoderLayer:
+    prefix, sinks = f"{layer_prefix(index)}self_attn.", None
     if config.has_sinks:
-        sinks = taken.share(f"{prefix}{SINKS}", config.num_attention_heads, dim=0).float().clone()
-    return DecoderLayer(
-        input_norm=input_norm(INPUT_NORM),
+        name = f"{layer_prefix(index)}{SINKS}"
+        sinks = taken.share(name, config.num_attention_heads, dim=0).float().clone()
+    places = f"{prefix}o_proj", config.num_attended, config.has_output_bias
+    linear = _projection(*places, taken, operators, scale=config.attention_scale)
+    output = _before_stream(linear, index, ATTENTION_NORM, config, taken, operators)
+    if config.latent is None:
+        qkv: Rows = _qkv(prefix, config, taken, operators)
+    else:
+        qkv, values = lower_latent(layer_prefix(index), config, config.latent, taken, operators)
+        output = LatentOutput(values, output)
+    return replace(
+        layer,
         qkv=qkv,
-        head_norm=_head_norm(f"{prefix}self_attn.", config, shape, taken) if config.has_head_norm else None,
+        head_norm=_head_norm(prefix, config, shape, taken) if config.has_head_norm else None,
         output=output,
-        post_attention_norm=input_norm(MLP_NORM if is_sandwich else ATTENTION_NORM),
-        gate=gate,
-        down=NormedProjection(down, norm(MLP_OUTPUT_NORM)) if is_sandwich else down,
         window=config.windows[index],
         sinks=sinks,
-        output_gate=_output_gate(f"{prefix}self_attn.", config, taken, operators),
+        output_gate=_output_gate(prefix, config, taken, operators),
         place=config.attention_layers.index(index),
     )
 
@@ -221,8 +253,8 @@ def lower_norm(
 ) -> Norm:
     """A norm over the hidden size, and a factor of what it gives. Raises ConfigError as :func:`lower`.
 
-    Everything in the residual stream is divided by its scale (see ``_embedding_scale``), which a norm undoes
-    but for the number that keeps it from dividing by zero.
+    Everything in the residual stream is divided by its scale (``vocabulary.embedding_scale``), which a norm
+    undoes but for the number that keeps it from dividing by zero.
     """
     weight = _norm_weight(name, config, taken)
     if factor != 1.0:
@@ -244,7 +276,7 @@ def _qkv(
 
     names = [f"{prefix}{name}_proj" for name in "qkv"]
     firsts: list[int | None] = [None, None, None]
-    if config.has_joined_weights:
+    if config.has_joined_queries:
         names, firsts = [f"{prefix}qkv_proj"] * 3, [0, num_queries, num_queries + num_keys]
     parts = [
         taken.part(num_queries, dim=0, first=firsts[0]),
@@ -259,7 +291,7 @@ def _qkv(
     if config.has_qkv_bias:
         biases = [taken.weights.take(f"{name}.bias", part) for name, part in zip(names, parts, strict=True)]
     if config.has_output_gate:
-        index = _alternate(weights[0].shape[0], config.head_dim, 0)
+        index = by_kind(weights[0].shape[0], (config.head_dim,) * 2).chunk(2)[0]
         weights[0] = rows_of(weights[0], index)
         biases[:1] = (bias[index.to(bias.device)] for bias in biases[:1])
     if order is not None:
@@ -279,22 +311,20 @@ def _qkv(
 def _output_gate(
     prefix: str, config: DecoderConfig, taken: RankWeights, operators: Operators
 ) -> RowGate | None:
-    """The gate whose rows lie behind those of each head's queries."""
+    """The gate whose rows lie behind those of each head's queries, or that has one number for each head."""
+    if config.has_head_gates:
+        weight = taken.weight(f"{prefix}g_proj.weight", taken.part(config.num_attention_heads, dim=0))
+        return operators.row_gate(_linear(weight, None, operators), weight.shape[0], config.head_dim)
     if not config.has_output_gate:
         return None
     num_queries = config.num_attention_heads * config.head_dim
     part = taken.part(2 * num_queries, dim=0)
     both = taken.weight(f"{prefix}q_proj.weight", part)
-    index = _alternate(both.shape[0], config.head_dim, 1)
+    index = by_kind(both.shape[0], (config.head_dim,) * 2).chunk(2)[1]
     bias = None
     if config.has_qkv_bias:
         bias = taken.weights.take(f"{prefix}q_proj.bias", part)[index]
     return operators.row_gate(_linear(rows_of(both, index), bias, operators), len(index))
-
-
-def _alternate(num_rows: int, size: int, place: int) -> torch.Tensor:
-    """Indices of every other run of ``size`` rows: the first ones, or the second."""
-    return torch.arange(num_rows).view(-1, 2, size)[:, place].reshape(-1)
 
 
 def _linear(weight: Weight, bias: torch.Tensor | None, operators: Operators) -> Linear:
@@ -322,7 +352,12 @@ def _mlp(
     if config.experts is not None and config.experts.layers[index]:
         return lower_experts(prefix, config.experts, config, taken, operators), Sum(taken.parallel)
     down = _projection(
-        f"{prefix}mlp.down_proj", config.intermediate_size, config.has_mlp_bias, taken, operators
+        f"{prefix}mlp.down_proj",
+        config.intermediate_size,
+        config.has_mlp_bias,
+        taken,
+        operators,
+        scale=config.down_scale,
     )
     return _gate(f"{prefix}mlp.", config, taken, operators), down
 
@@ -331,26 +366,49 @@ def _gate(prefix: str, config: DecoderConfig, taken: RankWeights, operators: Ope
     size = config.intermediate_size
     names = [f"{prefix}{name}_proj" for name in ("gate", "up")]
     firsts: list[int | None] = [None, None]
-    if config.has_joined_weights:
+    if config.has_joined_gates:
         names, firsts = [f"{prefix}gate_up_proj"] * 2, [0, size]
     places = [(name, taken.part(size, dim=0, first=first)) for name, first in zip(names, firsts, strict=True)]
-    gate, up = alike([taken.weight(f"{name}.weight", part) for name, part in places])
+    if not config.has_gated_mlps:
+        name, part = places[1]
+        bias = taken.weights.take(f"{name}.bias", part).clone() if config.has_mlp_bias else None
+        return operators.squared(_linear(taken.weight(f"{name}.weight", part), bias, operators))
+    weights = [taken.weight(f"{name}.weight", part) for name, part in places]
+    if config.gate_scale != 1.0:
+        weights[0] = _scaled(taken.weights.take(f"{names[0]}.weight", places[0][1]), config.gate_scale)
+    gate, up = alike(weights)
     if not config.has_mlp_bias:
         return operators.gate(gate, up, None, None, config.activation)
     gate_bias, up_bias = (taken.weights.take(f"{name}.bias", part).clone() for name, part in places)
+    gate_bias = _scaled(gate_bias, config.gate_scale)
     if isinstance(gate, torch.Tensor):
         gate_bias, up_bias = gate_bias.to(gate.dtype), up_bias.to(gate.dtype)
     return operators.gate(gate, up, gate_bias, up_bias, config.activation)
 
 
 def _projection(
-    name: str, in_features: int, has_bias: bool, taken: RankWeights, operators: Operators
+    name: str,
+    in_features: int,
+    has_bias: bool,
+    taken: RankWeights,
+    operators: Operators,
+    *,
+    scale: float = 1.0,
 ) -> Linear | ReducedLinear:
-    weight = taken.weight(f"{name}.weight", taken.part(in_features, dim=1))
+    part = taken.part(in_features, dim=1)
+    weight = taken.weight(f"{name}.weight", part)
     bias = taken.whole(f"{name}.bias") if has_bias else None
+    if scale != 1.0:
+        weight = _scaled(taken.weights.take(f"{name}.weight", part), scale)
+        bias = None if bias is None else _scaled(bias, scale)
     if taken.parallel is None:
         return _linear(weight, bias, operators)
     return ReducedLinear(operators.linear(weight, None), bias, taken.parallel)
+
+
+def _scaled(numbers: torch.Tensor, factor: float) -> torch.Tensor:
+    """Numbers times a factor that a model has behind a layer, rounded to their type."""
+    return numbers if factor == 1.0 else (numbers.float() * factor).to(numbers.dtype)
 
 
 def _head_norm(prefix: str, config: DecoderConfig, shape: HeadShape, taken: RankWeights) -> HeadNorm:
@@ -360,59 +418,3 @@ def _head_norm(prefix: str, config: DecoderConfig, shape: HeadShape, taken: Rank
         query, key = (weight[order.to(weight.device)] for weight in (query, key))
     weight = torch.cat((query.expand(shape.num_heads, -1), key.expand(shape.num_kv_heads, -1)))
     return HeadNorm(weight, config.rms_norm_eps)
-
-
-def _look_ups(
-    config: DecoderConfig, table: Weight, tied_head: Linear | None, operators: OperatorSet
-) -> Embedding:
-    """The table with the model's scale: in its numbers where no other part holds the same memory."""
-    if isinstance(table, StoredWeight):
-        make = operators.embedding or operators.stored_embedding
-        assert make is not None, "it would have come as numbers"
-        embedding = make(table, tied_head)
-        scale = _embedding_scale(config, operators.dtype)
-        return embedding if scale == 1.0 else ScaledEmbedding(embedding, scale)
-    scale = _embedding_scale(config, table.dtype)
-    if scale == 1.0:
-        if operators.embedding is not None:
-            return operators.embedding(table, tied_head)
-        return TableEmbedding(table)
-    if operators.embedding is not None:
-        return operators.embedding(table * scale, None)
-    if tied_head is not None and table.device.type != "cpu":
-        return ScaledEmbedding(TableEmbedding(table), scale)
-    return TableEmbedding(table * scale)
-
-
-def rounded_scale(config: DecoderConfig, dtype: torch.dtype) -> float:
-    return float(torch.tensor(config.embedding_scale, dtype=dtype)) if config.has_scaled_embedding else 1.0
-
-
-def _embedding_scale(config: DecoderConfig, dtype: torch.dtype) -> float:
-    """Factor of the residual stream's input: one division in place of a factor in each layer's addition."""
-    scale = rounded_scale(config, dtype) if config.has_scaled_embedding else config.embedding_scale
-    return scale / config.residual_scale
-
-
-def _embedding_and_head(
-    config: DecoderConfig, taken: RankWeights, operators: OperatorSet, head_rows: torch.Tensor | None
-) -> tuple[Embedding, OutputHead, torch.device]:
-    vocab_size, parallel, is_tied = config.vocab_size, taken.parallel, config.tie_word_embeddings
-    part = taken.part(vocab_size, dim=0)
-    has_makers = operators.embedding is not None or operators.stored_embedding is not None
-    table = taken.weight(EMBEDDING, part) if has_makers else taken.weights.take(EMBEDDING, part)
-    if isinstance(table, torch.Tensor) and operators.embedding is None:
-        table = table.clone()
-    if head_rows is not None:
-        head_weight = taken.chosen(EMBEDDING if is_tied else HEAD, head_rows)
-    else:
-        head_weight = table if is_tied else taken.weight(HEAD, part)
-    num_logits = vocab_size if head_rows is None else len(head_rows)
-    # The table is needed in its own layout for look-ups, so a tied head is a second copy where it is packed.
-    head = operators.head.linear(head_weight, None)
-    embedding = _look_ups(config, table, head if is_tied and head_rows is None else None, operators)
-    device = operators.device if isinstance(table, StoredWeight) else table.device
-    if parallel is None:
-        return embedding, head, device
-    embedding = ShardedEmbedding(embedding, table.shape[0], parallel.first_row(vocab_size), parallel)
-    return embedding, GatheredHead(head, num_logits, parallel), device

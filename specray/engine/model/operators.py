@@ -16,9 +16,10 @@ from specray.engine.activation import Activation, Joint
 from specray.engine.attention.base import Attention
 from specray.engine.attention.paged import AttendPaged, PagedAttention, StoreRows
 from specray.engine.model.decoder import Norm, RowGate
-from specray.engine.model.layers.delta import GatedDelta, Mixer
+from specray.engine.model.layers.delta import Mixer
 from specray.engine.model.layers.experts import ExpertLayer, ExpertMlp
 from specray.engine.model.layers.latent.projections import HeadProduct, LatentQueries
+from specray.engine.model.layers.mixer_lowering import PlainMixer
 from specray.engine.model.layers.normed import Rows
 from specray.engine.model.layers.routing import Router
 from specray.engine.model.linear import Gate, Linear
@@ -66,12 +67,19 @@ class Operators(Protocol):
         """Makes a layer of experts from a router and MLPs of one shape, whose layers it has made."""
         ...
 
-    def row_gate(self, linear: Linear, size: int) -> RowGate:
-        """Makes a gate of what is attended to, of a layer that it has made, with ``size`` outputs."""
+    def row_gate(self, linear: Linear, size: int, width: int = 1) -> RowGate:
+        """Makes a gate of what is attended to, of a layer that it has made, with ``size`` outputs.
+
+        Each is of ``width`` numbers of what is attended to.
+        """
         ...
 
-    def gated_delta(self, mixer: GatedDelta) -> Mixer:
+    def mixer(self, mixer: PlainMixer) -> Mixer:
         """Makes what computes a recurrent layer as this one does."""
+        ...
+
+    def squared(self, linear: Linear) -> Gate:
+        """Makes ``max(linear(x), 0)^2``, an MLP's first part without a gate, of a layer that it has made."""
         ...
 
     def head_product(self, weight: torch.Tensor) -> HeadProduct:
@@ -102,7 +110,7 @@ class PagedOperators:
     def __init__(self, others: Operators, dtype: torch.dtype, attend: AttendPaged, store: StoreRows) -> None:
         self.linear, self.gate, self.norm = others.linear, others.gate, others.norm
         self.router, self.experts = others.router, others.experts
-        self.row_gate, self.gated_delta = others.row_gate, others.gated_delta
+        self.row_gate, self.mixer, self.squared = others.row_gate, others.mixer, others.squared
         self.head_product, self.latent_queries = others.head_product, others.latent_queries
         self._dtype = dtype
         self._attend = attend

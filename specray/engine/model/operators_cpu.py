@@ -12,8 +12,6 @@ import torch
 
 from specray.engine.activation import Activation, Joint
 from specray.engine.attention.cpu import CpuAttention
-from specray.engine.cache.state_pool import StatePool, StateRows
-from specray.engine.cpu import delta as fields
 from specray.engine.cpu.attention.attend import MAX_QUERIES
 from specray.engine.cpu.attention.kernel import attention_kernel
 from specray.engine.cpu.experts.choose import Choice, choose
@@ -23,11 +21,14 @@ from specray.engine.cpu.gemm.linear import TiledGate, TiledLinear, can_tile
 from specray.engine.cpu.gemm.quantized.linear import QuantizedGate, QuantizedLinear
 from specray.engine.cpu.heads import KernelHeadProduct
 from specray.engine.cpu.norm import FusedRMSNorm
-from specray.engine.cpu.row_gate import NUM_ARGS, gate_kernel
+from specray.engine.cpu.row_gate import NUM_ARGS, gate_kernel, square_kernel
 from specray.engine.cpu.thread_pool import ThreadPool
+from specray.engine.model.layers.convolution import ShortConvolution
 from specray.engine.model.layers.expert_config import Groups, Score
 from specray.engine.model.layers.experts import ExpertLayer, ExpertMlp
 from specray.engine.model.layers.latent.projections import LatentQueries
+from specray.engine.model.layers.mixers.kernels import KernelConvolution, KernelMixer
+from specray.engine.model.layers.mixers.mamba import Mamba
 from specray.engine.model.layers.routing import Router
 from specray.engine.model.operators_torch import TorchOperators
 from specray.engine.weights.stored_weight import Weight, numbers_of
@@ -35,101 +36,58 @@ from specray.engine.weights.stored_weight import Weight, numbers_of
 if TYPE_CHECKING:
     from specray.engine.attention.base import Attention
     from specray.engine.model.decoder import Norm, RowGate
-    from specray.engine.model.layers.delta import GatedDelta, Mixer
+    from specray.engine.model.layers.delta import Mixer
     from specray.engine.model.layers.latent.projections import HeadProduct
+    from specray.engine.model.layers.mixer_lowering import PlainMixer
     from specray.engine.model.layers.normed import Rows
     from specray.engine.model.linear import Gate, Linear
     from specray.engine.model.rotary import RotaryTables
     from specray.engine.step import HeadShape
 
 
-_PARTS_PER_THREAD = 4
-"""Parts of a kernel over states per thread: few since each has heads of its own."""
 _MIN_SHARED_SIZE = 65_536
 """Numbers from which on a second thread pays off."""
 
 
-class KernelDelta:
-    """Implements ``layers.delta.Mixer``; prompts' rows are torch's, chunk by chunk."""
+def _lanes(size: int) -> int:
+    return next(lanes for lanes in (16, 8, 4, 2, 1) if size % lanes == 0)
 
-    def __init__(self, mixer: GatedDelta, dtype: torch.dtype, thread_pool: ThreadPool) -> None:
-        self.shape = mixer.shape
-        self._mixer = mixer
+
+class KernelSquared:
+    """Implements ``linear.Gate`` where there is no gate."""
+
+    def __init__(self, linear: Linear, dtype: torch.dtype, thread_pool: ThreadPool) -> None:
+        self.linear = linear
+        self.num_weights, self.num_bytes = linear.num_weights, linear.num_bytes
+        self.in_features = linear.in_features
         self._thread_pool = thread_pool
-        shape = mixer.shape
-        number_format = str(dtype).removeprefix("torch.")
-        sizes = shape.key_dim, shape.value_dim, shape.num_taps, shape.num_heads // shape.num_key_heads
-        self._kernel = fields.delta_kernel(number_format, *sizes)
-        self._args = np.zeros(fields.NUM_ARGS, dtype=np.int64)
-        tensors = mixer.taps, mixer.decay_rates, mixer.decay_bias, mixer.norm
-        self._args[[fields.TAPS, fields.RATES, fields.BIAS, fields.NORM]] = [
-            tensor.data_ptr() for tensor in tensors
-        ]
-        self._args[[fields.HEADS, fields.KEY_HEADS]] = shape.num_heads, shape.num_key_heads
-        self._args.view(np.float32)[[2 * fields.EPS, 2 * fields.RATE_SCALE]] = mixer.eps, mixer.rate_scale
-        self._args_address = self._args.ctypes.data
-        self._scratch = torch.empty(0)
+        self._number_format = str(dtype).removeprefix("torch.")
+        self._args = np.zeros(NUM_ARGS, dtype=np.int64)
 
-    @property
-    def can_be_captured(self) -> bool:
-        """A CPU's captures, which are of kernels alone, know this one."""
-        return True
-
-    def __call__(self, projected: torch.Tensor, pool: StatePool, place: int) -> torch.Tensor:
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Not thread-safe."""
-        shape, layer, args = self.shape, pool.layers[place], self._args
-        assert projected.is_contiguous(), "rows follow each other"
-        size = shape.num_heads * shape.value_dim
-        out = self._thread_pool.empty((len(projected), size), projected.dtype)
-        for item in pool.rows:
-            if item.settled > item.start:
-                rows = slice(item.first_row, item.first_row + item.settled - item.start)
-                settled = StateRows(
-                    item.slot, item.base, item.start, item.settled, item.settled, item.first_row
-                )
-                out[rows] = self._mixer.run(projected[rows], layer, settled)
-        scratch_size = fields.scratch_size(shape, pool.max_open)
-        if not len(self._scratch):
-            # Recorded kernels go on using it.
-            self._scratch = torch.zeros(self._thread_pool.size * scratch_size)
-        tensors = (
-            projected,
-            out,
-            layer.states,
-            layer.updates,
-            layer.decays,
-            layer.keys,
-            layer.inputs,
-            pool.table,
+        out = self.linear(rows)
+        assert out.is_contiguous(), "rows follow each other"
+        self._args[:] = 0, out.data_ptr(), out.numel()
+        is_shared = out.numel() >= _MIN_SHARED_SIZE
+        self._thread_pool.run(
+            square_kernel(self._number_format, _lanes(out.shape[1])),
+            self._args.ctypes.data,
+            self._thread_pool.size if is_shared else 1,
         )
-        args[
-            [
-                fields.ROWS,
-                fields.OUT,
-                fields.STATES,
-                fields.UPDATES,
-                fields.DECAYS,
-                fields.KEYS,
-                fields.INPUTS,
-                fields.TABLE,
-            ]
-        ] = [tensor.data_ptr() for tensor in tensors]
-        args[fields.NUM_SEQUENCES], args[fields.MAX_OPEN] = len(pool.table), pool.max_open
-        args[fields.SCRATCH], args[fields.SCRATCH_SIZE] = self._scratch.data_ptr(), scratch_size
-        num_threads = self._thread_pool.size
-        num_parts = 1 if num_threads == 1 else _PARTS_PER_THREAD * num_threads
-        self._thread_pool.run(self._kernel, self._args_address, num_parts)
         return out
 
 
 class KernelRowGate:
     """Implements ``decoder.RowGate``."""
 
-    def __init__(self, linear: Linear, dtype: torch.dtype, thread_pool: ThreadPool, size: int) -> None:
+    def __init__(
+        self, linear: Linear, dtype: torch.dtype, thread_pool: ThreadPool, size: int, width: int = 1
+    ) -> None:
         self.linear = linear
         self._thread_pool = thread_pool
-        lanes = next(lanes for lanes in (16, 8, 4, 2, 1) if size % lanes == 0)
-        self._kernel = gate_kernel(str(dtype).removeprefix("torch."), lanes)
+        lanes = _lanes(size if width == 1 else width)
+        self._kernel = gate_kernel(str(dtype).removeprefix("torch."), lanes, width)
         self._args = np.zeros(NUM_ARGS, dtype=np.int64)
 
     def __call__(self, rows: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
@@ -195,11 +153,18 @@ class KernelOperators(TorchOperators):
         hidden_size = experts[0].gate.in_features
         return ExpertLayer(chooses, KernelExperts(*groups, hidden_size, self.thread_pool))
 
-    def row_gate(self, linear: Linear, size: int) -> RowGate:
-        return KernelRowGate(linear, self.dtype, self.thread_pool, size)
+    def row_gate(self, linear: Linear, size: int, width: int = 1) -> RowGate:
+        return KernelRowGate(linear, self.dtype, self.thread_pool, size, width)
 
-    def gated_delta(self, mixer: GatedDelta) -> Mixer:
-        return KernelDelta(mixer, self.dtype, self.thread_pool)
+    def mixer(self, mixer: PlainMixer) -> Mixer:
+        if isinstance(mixer, ShortConvolution):
+            return KernelConvolution(mixer, self.dtype, self.thread_pool)
+        if isinstance(mixer, Mamba) and mixer.norm is not None and mixer.norm.is_first:
+            return mixer
+        return KernelMixer(mixer, self.dtype, self.thread_pool)
+
+    def squared(self, linear: Linear) -> Gate:
+        return KernelSquared(linear, self.dtype, self.thread_pool)
 
     def head_product(self, weight: torch.Tensor) -> HeadProduct:
         return KernelHeadProduct(weight, self.thread_pool)

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from specray.engine.model.decoder import Norm
-    from specray.engine.model.layers.delta import GatedDelta, Mixer
+    from specray.engine.model.layers.delta import Mixer
     from specray.engine.model.layers.latent.projections import HeadProduct
+    from specray.engine.model.layers.mixer_lowering import PlainMixer
     from specray.engine.model.layers.routing import Router
     from specray.engine.model.linear import Gate, Linear
 
@@ -58,7 +59,7 @@ class FixedOperators(TorchOperators):
     def experts(self, router: Router, experts: Sequence[ExpertMlp]) -> ExpertLayer:
         return expert_layer(router, experts, self.dtype, FIXED) or super().experts(router, experts)
 
-    def gated_delta(self, mixer: GatedDelta) -> Mixer:
+    def mixer(self, mixer: PlainMixer) -> Mixer:
         return delta_mixer(mixer, self.dtype)
 
     def head_product(self, weight: torch.Tensor) -> HeadProduct:

@@ -10,12 +10,13 @@ from specray.engine.activation import Activation, Joint
 from specray.engine.attention.base import Attention, LayeredAttention, Rotary
 from specray.engine.attention.sdpa import PlainAttention
 from specray.engine.model.decoder import Norm, RMSNorm, RowGate, SigmoidGate, WideRMSNorm
-from specray.engine.model.layers.delta import GatedDelta, Mixer
+from specray.engine.model.layers.delta import Mixer
 from specray.engine.model.layers.experts import ExpertLayer, ExpertMlp, ExpertsInTurn
 from specray.engine.model.layers.latent.projections import HeadProduct, LatentQueries, TorchHeadProduct
+from specray.engine.model.layers.mixer_lowering import PlainMixer
 from specray.engine.model.layers.normed import Rows
 from specray.engine.model.layers.routing import Router
-from specray.engine.model.linear import Gate, Linear, make_gate, make_linear
+from specray.engine.model.linear import Gate, Linear, SquaredLinear, make_gate, make_linear
 from specray.engine.model.rotary import RotaryTables
 from specray.engine.step import HeadShape
 from specray.engine.weights.stored_weight import Weight, numbers_of
@@ -57,11 +58,14 @@ class TorchOperators:
     def experts(self, router: Router, experts: Sequence[ExpertMlp]) -> ExpertLayer:
         return ExpertLayer(router, ExpertsInTurn(experts))
 
-    def row_gate(self, linear: Linear, size: int) -> RowGate:
+    def row_gate(self, linear: Linear, size: int, width: int = 1) -> RowGate:
         return SigmoidGate(linear)
 
-    def gated_delta(self, mixer: GatedDelta) -> Mixer:
+    def mixer(self, mixer: PlainMixer) -> Mixer:
         return mixer
+
+    def squared(self, linear: Linear) -> Gate:
+        return SquaredLinear(linear)
 
     def head_product(self, weight: torch.Tensor) -> HeadProduct:
         return TorchHeadProduct(weight)

@@ -23,6 +23,7 @@ from specray.engine.cuda.recurrent.step_triton import advance
 from specray.engine.cuda.tiles import FREE, TileRule
 from specray.engine.model.layers.delta import GatedDelta, Mixer
 from specray.engine.model.layers.experts import ExpertLayer, ExpertMlp, ExpertsInTurn
+from specray.engine.model.layers.mixer_lowering import PlainMixer
 from specray.engine.model.layers.recurrences import HeadRows
 from specray.engine.model.layers.routing import Router
 from specray.engine.model.linear import Gate, JoinedGate, PlainLinear
@@ -166,7 +167,7 @@ class TritonOperators(TorchOperators):
     def experts(self, router: Router, experts: Sequence[ExpertMlp]) -> ExpertLayer:
         return expert_layer(router, experts, self.dtype) or super().experts(router, experts)
 
-    def gated_delta(self, mixer: GatedDelta) -> Mixer:
+    def mixer(self, mixer: PlainMixer) -> Mixer:
         return delta_mixer(mixer, self.dtype)
 
 
@@ -188,8 +189,10 @@ def expert_layer(
     return ExpertLayer(router, made)
 
 
-def delta_mixer(mixer: GatedDelta, dtype: torch.dtype) -> Mixer:
-    """The layer in kernels; the layer itself where they do not work here."""
+def delta_mixer(mixer: PlainMixer, dtype: torch.dtype) -> Mixer:
+    """The layer in kernels; the layer itself where they do not work here, or do not know its kind."""
+    if not isinstance(mixer, GatedDelta) or mixer.shape.gate_dim > 1 or mixer.has_sigmoid:
+        return mixer
     made, shape, device = TritonDelta(mixer), mixer.shape, mixer.taps.device
     width = shape.num_channels + shape.num_heads * (shape.value_dim + 2)
     rows = torch.randn(_NUM_ROWS, width, generator=torch.Generator().manual_seed(0)).to(device, dtype)

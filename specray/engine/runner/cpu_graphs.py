@@ -28,15 +28,16 @@ from specray.engine.model.decoder import DecoderForward, DecoderLayer, states_of
 from specray.engine.model.decoder_amx import AmxDecoderForward, packed
 from specray.engine.model.layers.experts import ExpertLayer, Sum
 from specray.engine.model.layers.latent.projections import LatentOutput
-from specray.engine.model.layers.normed import NormedProjection
+from specray.engine.model.layers.mixers.kernels import KernelConvolution, KernelMixer
+from specray.engine.model.layers.normed import Absent, NormedProjection
 from specray.engine.model.layers.shared_mlp import WithSharedMlp
 from specray.engine.model.layers.vocabulary import ScaledEmbedding, TableEmbedding
 from specray.engine.model.operators_cpu import (
-    KernelDelta,
     KernelLatentQueries,
     KernelRouter,
     KernelRowGate,
     KernelSharedMlp,
+    KernelSquared,
 )
 from specray.engine.step import CacheShape, Forward, ForwardOutput, KVCache, Step
 
@@ -221,8 +222,10 @@ def with_cpu_graphs(forward: Forward) -> CpuGraphForward | None:
             norms.append(layer.qkv.query_norm or layer.qkv.latent_norm)
         else:
             linears.append(layer.qkv)
-        if layer.mixer is not None and not isinstance(layer.mixer, KernelDelta):
+        if not all(isinstance(mixer, KernelMixer | KernelConvolution) for mixer in layer.mixers):
             return None
+        if layer.beside is not None:
+            linears += [layer.beside.linear, layer.beside.output]
         if layer.output_gate is not None:
             if not isinstance(layer.output_gate, KernelRowGate):
                 return None
@@ -235,7 +238,7 @@ def with_cpu_graphs(forward: Forward) -> CpuGraphForward | None:
                 linears.append(projection.linear)
             else:
                 linears.append(projection)
-    is_kernels = all(isinstance(norm, FusedRMSNorm) for norm in norms) and all(
+    is_kernels = all(isinstance(norm, FusedRMSNorm | Absent) for norm in norms) and all(
         _is_one_kernel(linear) or _is_captured(linear) for linear in linears
     )
     if forward.feature_layers and (forward.residual_scale, forward.logit_scale) != (1.0, 1.0):
@@ -255,6 +258,7 @@ def with_cpu_graphs(forward: Forward) -> CpuGraphForward | None:
 
 def _is_one_kernel(linear: object) -> bool:
     """Whether a linear layer is, without padding by torch, or kernels with what adapters add."""
+    linear = linear.linear if isinstance(linear, KernelSquared) else linear
     if isinstance(linear, KernelLayer):
         return _is_one_kernel(linear.base)
     return isinstance(linear, KERNEL_LINEARS) and getattr(linear, "has_whole_blocks", True)
@@ -281,4 +285,4 @@ def _is_captured(kind: object) -> bool:
         return _is_captured(kind.experts) and all(_is_one_kernel(part) for part in parts)
     if isinstance(kind, ExpertLayer):
         return kind.can_be_captured and isinstance(kind.router, KernelRouter)
-    return isinstance(kind, RowSum) or (isinstance(kind, Sum) and kind.parallel is None)
+    return isinstance(kind, RowSum | Absent) or (isinstance(kind, Sum) and kind.parallel is None)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.engine.cpu.test_delta import make_mixer, projected, run
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from specray.engine.cache.state_pool import StatePool
@@ -27,7 +28,6 @@ from specray.engine.model.operators_triton import TritonDelta, TritonOperators, 
 from specray.engine.runner import assembly
 from specray.engine.runner.cuda_graphs import Bucket
 from specray.engine.step import SequenceRows, StateShape
-from tests.unit.engine.cpu.test_delta import make_mixer, projected, run
 from tests.unit.engine.harness import verify_all
 from tests.unit.engine.model.checkpoints import write_family
 from tests.unit.engine.model.test_recurrent_targets import (
@@ -310,7 +310,7 @@ def proofs() -> None:
     """A layer whose kernels give other numbers, or do not run here, is left to torch's operators."""
     shape = StateShape(2, 1, 4, 6, 1, 20, 3)
     mixer, operators = make_mixer(shape), TritonOperators(torch.float32)
-    assert isinstance(operators.gated_delta(mixer), TritonDelta)
+    assert isinstance(operators.mixer(mixer), TritonDelta)
     gate, down = (torch.randn(3, *size) for size in ((16, 8), (8, 8)))
     experts = [
         ExpertMlp(operators.gate(*both.chunk(2), None, None), operators.linear(end, None))
@@ -323,7 +323,7 @@ def proofs() -> None:
         operators_triton.TritonExperts.__call__ = wrong  # type: ignore[assignment]
         assert not operators.experts(router, experts).can_be_captured
     operators_triton.advance = lambda *args: None
-    assert operators.gated_delta(mixer) is mixer
+    assert operators.mixer(mixer) is mixer
 
 
 if __name__ == "__main__":

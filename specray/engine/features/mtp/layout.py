@@ -284,6 +284,8 @@ class _MtpReader:
             own_ropes=tuple((layer, decoder.ropes[kind]) for layer in range(num_layers)),
             experts=experts,
             recurrent=None,
+            attending=None,
+            with_mlps=None,
             tie_word_embeddings=True,
         )
 

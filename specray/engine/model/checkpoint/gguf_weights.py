@@ -36,7 +36,7 @@ from specray.engine.model.layers.expert_config import (
     SHARED_GATE,
     expert_prefix,
 )
-from specray.engine.model.layers.recurrent_config import RATES
+from specray.engine.model.layers.recurrent_config import RATES, DeltaLayers
 from specray.engine.weights.block_type import BlockType
 from specray.engine.weights.stored_weight import StoredWeight
 from specray.errors import ConfigError
@@ -44,7 +44,6 @@ from specray.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from specray.engine.model.layers.recurrent_config import DeltaLayers
 
 _log = logging.getLogger(__name__)
 
@@ -148,7 +147,7 @@ class GgufWeights(NamedWeights):
         """What the file's numbers are in terms of the decoder: norms may be stored with their one."""
         is_shifted = config.has_shifted_norms and self._file.architecture not in _SHIFTED
         recurrent = config.recurrent
-        if recurrent is not None:
+        if isinstance(recurrent, DeltaLayers):
             recurrent = replace(recurrent, has_rates=self._file.architecture in _HYBRIDS)
         return replace(config, has_shifted_norms=is_shifted, recurrent=recurrent)
 
@@ -290,7 +289,7 @@ def _places(config: DecoderConfig, file: GgufFile) -> Iterator[tuple[str, _Tenso
 def _layer_places(config: DecoderConfig, layer: int, file: GgufFile) -> Iterator[tuple[str, _TensorRows]]:
     """A layer's weights, by their names in it; also of one after the last, which predicts further tokens."""
     names, recurrent = _layer_names(config, layer, file), config.recurrent
-    if recurrent is not None and recurrent.layers[layer : layer + 1] == (True,):
+    if isinstance(recurrent, DeltaLayers) and recurrent.layers[layer : layer + 1] == (True,):
         names = {name: tensor for name, tensor in names.items() if tensor not in _ATTENTION.values()}
         for name, tensor in _DELTA.items():
             if (stored := f"blk.{layer}.{tensor}") in file.tensors:
@@ -357,9 +356,9 @@ def _layer_names(config: DecoderConfig, layer: int, file: GgufFile) -> dict[str,
     if _has_experts(config, layer, file):
         shared = {f"{SHARED}.{name}_proj": f"ffn_{name}_shexp" for name in ("gate", "up", "down")}
         return names | shared | {ROUTER: _ROUTER, SHARED_GATE: _SHARED_GATE}
-    left_out = "gate_proj" if config.has_joined_weights else "gate_up_proj"
+    left_out = "gate_proj" if config.has_joined_gates else "gate_up_proj"
     mlp = {name: stored for name, stored in _MLP.items() if name != left_out}
-    if config.has_joined_weights:
+    if config.has_joined_gates:
         del mlp["up_proj"]
     return names | {f"mlp.{name}": stored for name, stored in mlp.items()}
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from specray.engine.model.checks.weights import PREDICTOR
 from specray.engine.model.decoder_config import HEAD, DecoderConfig, layer_prefix
 from specray.engine.model.layers.expert_config import DOWN, Stacked
+from specray.engine.model.layers.recurrent_config import DELTA_CONVOLUTIONS, DeltaLayers, DeltaWeights
 
 _TEXT_PARTS = ("embed_tokens", "layers", "norm")
 _BASE_PREFIX = "model."
@@ -19,6 +20,26 @@ _IN_LAYERS = re.compile(r"(^|\.)layers\.\d+\.")
 _ALIASES = tuple(
     (re.compile(pattern), name)
     for pattern, name in (
+        # Nemotron-H, whose layers are one part each.
+        (r"(\.layers\.\d+)\.norm\.", r"\1.input_layernorm."),
+        (r"\.mixer\.([qkvo]_proj)\.", r".self_attn.\1."),
+        (r"\.mixer\.(in_proj|out_proj|conv1d|norm|A_log$|D$|dt_bias$)", r".mamba.\1"),
+        (r"\.mixer\.", ".mlp."),
+        # OLMo Hybrid.
+        (r"\.attention_layer_norm\.", ".input_layernorm."),
+        (r"\.feedforward_layer_norm\.", ".post_attention_layernorm."),
+        # Bamba, Falcon-H1, LFM2.
+        (r"\.feed_forward\.", ".mlp."),
+        (r"\.mlp\.w1\.", ".mlp.gate_proj."),
+        (r"\.mlp\.w3\.", ".mlp.up_proj."),
+        (r"\.mlp\.w2\.", ".mlp.down_proj."),
+        (r"\.operator_norm\.", ".input_layernorm."),
+        (r"\.ffn_norm\.", ".post_attention_layernorm."),
+        (r"\.post_operator_norm\.", ".post_attn_norm."),
+        (r"\.self_attn\.([qk])_layernorm\.", r".self_attn.\1_norm."),
+        (r"\.self_attn\.out_proj\.", ".self_attn.o_proj."),
+        (r"\.self_attn\.gate_proj\.", ".self_attn.g_proj."),
+        (r"\.pre_ff_layernorm\.", ".post_attention_layernorm."),
         # Mixtral, MiniMax-M2, Granite.
         (r"\.block_sparse_moe\.", ".mlp."),
         (r"\.mlp\.experts\.(\d+)\.w1\.", r".mlp.experts.\1.gate_proj."),
@@ -41,6 +62,12 @@ _ALIASES = tuple(
         (r"\.self_attn\.softmax_offset$", ".self_attn.sinks"),
     )
 )
+_ENDS = (
+    # Nemotron-H.
+    (re.compile(r"(^|\.)embeddings\.weight$"), r"\1embed_tokens.weight"),
+    # Nemotron-H, Bamba, Falcon-H1, LFM2.
+    (re.compile(r"(^|\.)(?:norm_f|final_layernorm|embedding_norm)\.weight$"), r"\1norm.weight"),
+)
 _OWN_OUTPUT_NORM = re.compile(r"\.post_(?:self_attn_layernorm|attn_norm)\.weight$")
 _OUTPUT_NORMS = (
     (re.compile(r"\.post_attention_layernorm\."), ".pre_feedforward_layernorm."),
@@ -51,10 +78,8 @@ _OUTPUT_NORMS = (
 
 
 def decoder_name(name: str) -> str:
-    """The name of a layer's weight, without a look at the others; any other name as it is."""
-    if not _IN_LAYERS.search(name):
-        return name
-    for pattern, other in _ALIASES:
+    """The name of a weight, without a look at the others."""
+    for pattern, other in _ALIASES if _IN_LAYERS.search(name) else _ENDS:
         name = pattern.sub(other, name)
     return name
 
@@ -69,10 +94,13 @@ def decoder_names(names: Iterable[str], *, text_alone: bool = False) -> dict[str
         text_alone: leave out what is of no language model, such as the parts of a multimodal one.
     """
     stored = list(names)
-    has_output_norms = any(_OWN_OUTPUT_NORM.search(name) for name in stored)
-    root, found = _text_root(stored), {}
-    for first in stored:
-        name = decoder_name(first)
+    own = [decoder_name(name) for name in stored]
+    if not any(".mlp.experts" in name for name in own):
+        # Granite calls an MLP shared where there are no experts, too.
+        own = [name.replace(".mlp.shared_experts.", ".mlp.") for name in own]
+    has_output_norms = any(_OWN_OUTPUT_NORM.search(name) for name in own)
+    root, found = _text_root(own), {}
+    for first, name in zip(stored, own, strict=True):
         for pattern, other in _OUTPUT_NORMS if has_output_norms else ():
             renamed = pattern.sub(other, name)
             if renamed != name:
@@ -100,9 +128,27 @@ def _text_root(names: Iterable[str]) -> str:
 def as_stored(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> DecoderConfig:
     """The configuration with experts stacked where the files have them so, or apart where they have not.
 
+    Convolutions are cut where the files cut them: transformers writes three parts of one size, however many
+    channels queries, keys and values have.
+
     Args:
         shapes: of the files' weights, by the names that :func:`decoder_names` gives them.
     """
+    return _with_stored_experts(_with_stored_convolutions(config, shapes), shapes)
+
+
+def _with_stored_convolutions(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> DecoderConfig:
+    layers = config.recurrent
+    if not isinstance(layers, DeltaLayers) or layers.weights is not DeltaWeights.APART:
+        return config
+    prefix = f"{layer_prefix(layers.layers.index(True))}{layers.prefix}"
+    found = [shapes.get(f"{prefix}{name}.weight", (0,))[0] for name in DELTA_CONVOLUTIONS]
+    if sum(found) != layers.num_channels:
+        return config
+    return replace(config, recurrent=replace(layers, conv_sizes=tuple(found)))
+
+
+def _with_stored_experts(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> DecoderConfig:
     experts = config.experts
     layers = tuple(map(layer_prefix, range(config.num_hidden_layers)))
     joined = [shapes[name] for name in shapes if name.endswith(DOWN) and name.startswith(layers)]

@@ -48,12 +48,15 @@ class RankWeights:
         return self.weights.take(name, part) if stored is None else stored
 
     def key_heads(self, config: DecoderConfig, first: int | None = None) -> WeightPart | None:
-        """Rows of one rank's key or value heads: an equal run, or the one head that its queries share."""
-        num_heads, head_dim = config.num_key_value_heads, config.head_dim
+        """Rows of one rank's key or value heads."""
+        return self.heads(config.num_key_value_heads, config.head_dim, first)
+
+    def heads(self, num_heads: int, size: int, first: int | None = None) -> WeightPart | None:
+        """Rows of one rank's share of some heads: an equal run, or the one that several ranks have."""
         if self.parallel is None or self.parallel.world_size <= num_heads:
-            return self.part(num_heads * head_dim, dim=0, first=first)
-        start = self.parallel.rank * num_heads // self.parallel.world_size * head_dim + (first or 0)
-        return WeightPart(0, start, start + head_dim)
+            return self.part(num_heads * size, dim=0, first=first)
+        start = self.parallel.rank * num_heads // self.parallel.world_size * size + (first or 0)
+        return WeightPart(0, start, start + size)
 
     def chosen(self, name: str, rows: torch.Tensor) -> Weight:
         """One rank's equal run of some rows of a linear layer's weight."""

@@ -23,11 +23,20 @@ from specray.engine.model.decoder_config import (
     RopeFormula,
     RopeTable,
 )
-from specray.engine.model.families.hybrids import DELTA, delta_switches, has_delta_heads
-from specray.engine.model.families.latent import LATENT, can_be_latent, latent_switches
+from specray.engine.model.families.config_json import DEFAULT_ROPE_THETA
+from specray.engine.model.families.hybrids import DELTA, HYBRIDS, can_lower_hybrid
+from specray.engine.model.families.latent import LATENT, latent_switches
 from specray.engine.model.families.mixtures import can_route, experts_of
 
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
+_OWN_ACTIVATIONS = {
+    "gemma3_text": "hidden_activation",
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3")),
+    "nemotron_h": "mamba_hidden_act",
+}
+"""Fields of activations that are not ``hidden_act``; None: it is SiLU. Nemotron-H's MLPs have another."""
+_OWN_NORM_EPS = {**dict.fromkeys(("lfm2", "lfm2_moe"), "norm_eps"), "nemotron_h": "layer_norm_epsilon"}
+"""Fields of what is added under the root of norms that are not ``rms_norm_eps``."""
 _GRANITE_MIXTURES = frozenset({"granitemoe", "granitemoe_swa", "granitemoeshared"})
 _WITH_ATTENTION_BIAS = (
     _GRANITE_MIXTURES
@@ -41,18 +50,36 @@ _WITH_ATTENTION_BIAS = (
         "granite",
         "gpt_oss",
         "aria_text",
+        "bamba",
         "dots1",
+        "falcon_h1",
         "flex_olmo",
         "flint",
+        "granitemoehybrid",
         "hy_v3",
+        "lfm3",
         "mellum",
+        "olmo_hybrid",
         "olmoe",
     }
 )
 """Types in which ``attention_bias`` means all projections."""
 _QKV_BIAS = {"glm4_moe": "attention_bias", "solar_open": "attention_bias", "qwen2_moe": "qkv_bias"}
 """Fields that mean the projections before attention alone."""
-_WITH_MLP_BIAS = frozenset({"llama", "smollm3", "granite", "aria_text", "deepseek_v2", "hy_v3", "minicpm3"})
+_WITH_MLP_BIAS = frozenset(
+    {
+        "llama",
+        "smollm3",
+        "granite",
+        "aria_text",
+        "bamba",
+        "deepseek_v2",
+        "falcon_h1",
+        "hy_v3",
+        "minicpm3",
+        "nemotron_h",
+    }
+)
 _WITH_HEAD_NORM = DELTA | frozenset(
     {
         "qwen3",
@@ -63,11 +90,14 @@ _WITH_HEAD_NORM = DELTA | frozenset(
         "flint",
         "hy_v3",
         "kolibri1",
+        "lfm2",
+        "lfm2_moe",
+        "lfm3",
         "mellum",
     }
 )
-_WITH_WHOLE_NORM = frozenset({"flex_olmo", "minimax_m2", "olmoe"})
-_PARTLY_ROTATED = DELTA | {"phi3", "glm4_moe", "minimax_m2"}
+_WITH_WHOLE_NORM = frozenset({"flex_olmo", "minimax_m2", "olmo_hybrid", "olmoe"})
+_PARTLY_ROTATED = DELTA | {"phi3", "glm4_moe", "minimax_m2", "bamba"}
 """Types that may rotate a part of each head."""
 _ROTATED_IN_WINDOWS = frozenset({"exaone_moe", "flint", "kolibri1"})
 """Types whose layers without a window have no rotary embeddings."""
@@ -79,10 +109,10 @@ _TEXT_PARTS = {
 }
 """Text parts of multimodal models that compute what another type does: a text's positions are the same on all
 of their axes."""
-_ROPE_BY_KIND = frozenset({"gemma3_text", "mellum"})
+_ROPE_BY_KIND = frozenset({"gemma3_text", "lfm3", "mellum"})
 _WITHOUT_WINDOWS = (
     (_GRANITE_MIXTURES - {"granitemoe_swa"})
-    | DELTA
+    | (set(HYBRIDS) - {"lfm3"})
     | LATENT
     | {
         "llama",
@@ -113,13 +143,10 @@ def can_lower(config: Any) -> bool:
     ):
         return False
     kinds = set(getattr(config, "layer_types", None) or ())
-    if config.model_type in DELTA:
-        if not has_delta_heads(config):
+    if config.model_type in HYBRIDS:
+        if not can_lower_hybrid(config):
             return False
-        kinds.discard("linear_attention")
-    if config.model_type in LATENT and not can_be_latent(config):
-        return False
-    if kinds - {"full_attention", "sliding_attention"}:
+    elif kinds - {"full_attention", "sliding_attention"}:
         return False
     if "sliding_attention" in kinds and config.sliding_window == 0:
         return False
@@ -152,7 +179,8 @@ def decoder_config_of(config: Any, *, max_model_len: int) -> DecoderConfig:
             f"{config.num_key_value_heads}"
         )
     rope, own_ropes = _ropes(config, max_model_len)
-    switches = _SWITCHES[model_type](config) if model_type in _SWITCHES else {}
+    switches = {} if model_type not in _SWITCHES else _SWITCHES[model_type](config)
+    switches |= {} if model_type not in HYBRIDS else HYBRIDS[model_type](config)
     rotary_dim = int(head_dim * _rotary_share(config))
     made = DecoderConfig(
         model_type=model_type,
@@ -163,7 +191,7 @@ def decoder_config_of(config: Any, *, max_model_len: int) -> DecoderConfig:
         num_attention_heads=num_heads,
         num_key_value_heads=config.num_key_value_heads,
         head_dim=head_dim,
-        rms_norm_eps=config.rms_norm_eps,
+        rms_norm_eps=_norm_eps(config),
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
         has_qkv_bias=has_bias or _has_qkv_bias(config),
@@ -212,19 +240,18 @@ def _granite(config: Any) -> dict[str, Any]:
 
 
 _SWITCHES: dict[str, Callable[[Any], dict[str, Any]]] = {
-    **dict.fromkeys(DELTA, delta_switches),
     **dict.fromkeys(LATENT, latent_switches),
     "gemma3_text": _gemma3,
     "granite": _granite,
-    **dict.fromkeys(("granitemoe", "granitemoeshared"), _granite),
+    **dict.fromkeys(("granitemoe", "granitemoeshared", "granitemoehybrid"), _granite),
     "granitemoe_swa": lambda config: {**_granite(config), "has_sinks": True},
-    "phi3": lambda config: {"has_joined_weights": True},
+    "phi3": lambda config: {"has_joined_queries": True, "has_joined_gates": True},
     "ernie4_5_moe": lambda config: {"has_neighbour_pairs": True},
     "flex_olmo": lambda config: {"has_sandwich_norms": True, "has_input_norms": False},
     "kolibri1": lambda config: {"has_sandwich_norms": True},
     **dict.fromkeys(("flint", "gpt_oss"), lambda config: {"has_sinks": True}),
 }
-"""What types have that Llama has not."""
+"""What types have that Llama has not, but for recurrent layers."""
 
 
 def _has_qkv_bias(config: Any) -> bool:
@@ -234,6 +261,12 @@ def _has_qkv_bias(config: Any) -> bool:
 
 def _mlp_size(config: Any) -> int:
     """Width of the layers with one MLP; of a type without such, that of its experts."""
+    if config.model_type == "granitemoehybrid" and not config.num_local_experts:
+        return int(config.shared_intermediate_size)
+    if config.model_type == "lfm2" and config.block_auto_adjust_ff_dim:
+        share, factor = int(2 * config.intermediate_size / 3), config.block_ffn_dim_multiplier
+        unit = config.block_multiple_of
+        return share if factor is None else -(-int(factor * share) // unit) * unit
     size: int = getattr(config, "intermediate_size", None) or config.moe_intermediate_size
     return size
 
@@ -243,12 +276,19 @@ def _head_dim(config: Any) -> int:
 
 
 def _activation(config: Any) -> str:
-    name: str = config.hidden_activation if config.model_type == "gemma3_text" else config.hidden_act
-    return name
+    field = _OWN_ACTIVATIONS.get(config.model_type, "hidden_act")
+    return "silu" if field is None else str(getattr(config, field))
+
+
+def _norm_eps(config: Any) -> float:
+    return float(getattr(config, _OWN_NORM_EPS.get(config.model_type, "rms_norm_eps")))
 
 
 def _rotary_share(config: Any) -> float:
     """Share of each head that is rotated; of layers of several kinds, the first that is not all of it."""
+    if config.model_type == "lfm3":
+        # Frequencies of what is not rotated are zero.
+        return 1.0
     values = getattr(config, "rope_parameters", None) or {}
     nested = (each for each in values.values() if isinstance(each, Mapping))
     named = [each.get("partial_rotary_factor") for each in (values, *nested)]
@@ -287,6 +327,9 @@ def _ropes(config: Any, max_model_len: int) -> tuple[Rope, tuple[tuple[int, Rope
         bases = config.layer_rope_theta[: config.num_hidden_layers]
         own = [_rope(_with_theta(config, theta), max_model_len) if theta else None for theta in bases]
         return _rope(config, max_model_len), tuple(enumerate(own))
+    if not _is_rotated(config):
+        layers = range(config.num_hidden_layers)
+        return RopeFormula(DEFAULT_ROPE_THETA), tuple((layer, None) for layer in layers)
     rope = _rope(config, max_model_len)
     if config.model_type == "smollm3":
         # The list may be longer than the model.
@@ -295,6 +338,13 @@ def _ropes(config: Any, max_model_len: int) -> tuple[Rope, tuple[tuple[int, Rope
     if config.model_type in _ROTATED_IN_WINDOWS and config.sliding_window is not None:
         return rope, tuple((layer, None) for layer, window in enumerate(_windows(config)) if window is None)
     return rope, ()
+
+
+def _is_rotated(config: Any) -> bool:
+    if config.model_type == "granitemoehybrid":
+        return bool(config.position_embedding_type == "rope")
+    values = getattr(config, "rope_parameters", None)
+    return values is not None and values.get("rope_theta") is not None
 
 
 def _with_theta(config: Any, theta: float) -> Any:

@@ -24,6 +24,7 @@ _NUM_SUMMED = 2
 """Best experts of a group that decide which groups are left (DeepSeek-V3, 2024)."""
 _EPSILON = 1e-20
 """What DeepSeek-V3 and its kin add to a sum of weights."""
+_LFM_EPSILON = 1e-6
 
 
 def experts_of(config: Any) -> Experts | None:
@@ -150,6 +151,30 @@ def _granite(config: Any) -> Experts:
     return _experts(config, routing, stacked=Stacked(), shared=shared)
 
 
+def _granite_hybrid(config: Any) -> Experts | None:
+    return _granite(config) if config.num_local_experts else None
+
+
+def _nemotron(config: Any) -> Experts:
+    layers = tuple(kind == "moe" for kind in config.layer_types)
+    shared = SharedMlp(config.moe_shared_expert_intermediate_size)
+    return _experts(config, _grouped(config), layers=layers, shared=shared)
+
+
+def _lfm2_moe(config: Any) -> Experts:
+    routing = Routing(
+        config.num_experts_per_tok,
+        score=Score.SIGMOID,
+        choice_bias=(_count(config),) if config.use_expert_bias else None,
+        is_normed=bool(config.norm_topk_prob),
+        epsilon=_LFM_EPSILON,
+        scale=float(config.routed_scaling_factor),
+        is_rounded=True,
+    )
+    layers = tuple(layer >= config.num_dense_layers for layer in range(config.num_hidden_layers))
+    return _experts(config, routing, layers=layers)
+
+
 def _aria(config: Any) -> Experts:
     routing = Routing(config.moe_topk, chooses_by_product=True, is_rounded=True)
     shared = SharedMlp(config.intermediate_size * config.moe_num_shared_experts)
@@ -261,12 +286,15 @@ _READERS: dict[str, Callable[[Any], Experts | None]] = {
     "gpt_oss": _gpt_oss,
     "granitemoe": _granite,
     "granitemoe_swa": _granite,
+    "granitemoehybrid": _granite_hybrid,
     "granitemoeshared": _granite,
     "hy_v3": _hy_v3,
     "kolibri1": _kolibri,
+    "lfm2_moe": _lfm2_moe,
     "mellum": _mellum,
     "minimax_m2": _minimax_m2,
     "mixtral": _mixtral,
+    "nemotron_h": _nemotron,
     "olmoe": _olmoe,
     "qwen2_moe": _qwen2_moe,
     "qwen3_5_moe_text": _qwen3_5_moe,

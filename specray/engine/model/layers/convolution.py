@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from specray.engine.cache.state_pool import LayerStates, StateRows
+from specray.engine.cache.state_pool import LayerStates, StatePool, StateRows
+from specray.engine.step import StateShape
 
 
 def convolve(
@@ -33,3 +36,32 @@ def convolve(
     count = min(num_rows, len(ring))
     ring[places[len(places) - count :]] = rows[num_rows - count :]
     return total if bias is None else total + bias
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvolution:
+    """Implements ``delta.Mixer``: layers that are a convolution alone, with two gates (LFM2).
+
+    Rows are ``[B | C | x]``, a number of each for every channel: B times x is convolved, and the result is
+    multiplied by C.
+    """
+
+    shape: StateShape
+    taps: torch.Tensor  # [num_taps, num_channels], float32
+    bias: torch.Tensor | None  # [num_channels], float32
+
+    @property
+    def can_be_captured(self) -> bool:
+        return False
+
+    def __call__(self, projected: torch.Tensor, pool: StatePool, place: int) -> torch.Tensor:
+        out = projected.new_empty(len(projected), self.shape.num_channels)
+        for item in pool.rows:
+            rows = slice(item.first_row, item.first_row + item.end - item.start)
+            out[rows] = self.run(projected[rows], pool.layers[place], item)
+        return out
+
+    def run(self, projected: torch.Tensor, layer: LayerStates, item: StateRows) -> torch.Tensor:
+        """The rows of one sequence."""
+        first, last, x = projected.chunk(3, -1)
+        return last.float() * convolve(first * x, self.taps, self.bias, layer, item)

@@ -107,11 +107,14 @@ class Experts:
         names = (f"{ROUTER}.weight", f"{ROUTER}.bias") if self.routing.is_wide else ()
         return (*names, CHOICE_BIAS)
 
-    def weight_shapes(self, hidden_size: int, *, has_mlp_bias: bool) -> dict[str, tuple[int, ...]]:
+    def weight_shapes(
+        self, hidden_size: int, *, has_mlp_bias: bool, is_gated: bool = True
+    ) -> dict[str, tuple[int, ...]]:
         """The weights of a layer, by name.
 
         Args:
             has_mlp_bias: the MLPs that compute every token have biases.
+            is_gated: each MLP joins two linear layers; else it has no ``gate_proj``.
         """
         shapes: dict[str, tuple[int, ...]] = {f"{ROUTER}.weight": (self.num_experts, hidden_size)}
         if self.routing.has_bias:
@@ -121,9 +124,9 @@ class Experts:
         shapes |= (
             self._apart(hidden_size) if self.stacked is None else self._together(self.stacked, hidden_size)
         )
-        return (
-            shapes if self.shared is None else shapes | self._shared(self.shared, hidden_size, has_mlp_bias)
-        )
+        if self.shared is not None:
+            shapes |= self._shared(self.shared, hidden_size, has_mlp_bias)
+        return shapes if is_gated else {name: shapes[name] for name in shapes if ".gate_proj" not in name}
 
     def _apart(self, hidden: int) -> dict[str, tuple[int, ...]]:
         linears: dict[str, tuple[int, int]] = {}

@@ -39,7 +39,7 @@ def lower_experts(
     prefix: str, experts: Experts, config: DecoderConfig, taken: RankWeights, operators: Operators
 ) -> ExpertLayer | WithSharedMlp:
     """The experts of the layer whose weights' names begin with ``prefix``."""
-    maker = _MlpMaker(taken, operators, config.activation)
+    maker = _MlpMaker(taken, operators, config.activation, config.has_gated_mlps)
 
     def lowered(number: int) -> ExpertMlp:
         if experts.stacked is not None:
@@ -82,7 +82,8 @@ def _router(prefix: str, experts: Experts, taken: RankWeights, operators: Operat
 class _Parts:
     """This rank's weights and biases of an MLP."""
 
-    gate: Weight
+    gate: Weight | None
+    """None: an MLP has one linear layer before ``down``, which is ``up``."""
     up: Weight
     down: Weight
     gate_bias: torch.Tensor | None
@@ -98,9 +99,14 @@ class _MlpMaker:
     taken: RankWeights
     operators: Operators
     activation: Activation
+    is_gated: bool
 
     def make(self, parts: _Parts, clamp: Clamp | None = None) -> ExpertMlp:
         down = self.operators.linear(parts.down, _like(parts.down_bias, parts.down))
+        if parts.gate is None:
+            return ExpertMlp(
+                self.operators.squared(self.operators.linear(parts.up, _like(parts.up_bias, parts.up))), down
+            )
         gate, up = alike([parts.gate, parts.up])
         gate_bias, up_bias = _like(parts.gate_bias, gate), _like(parts.up_bias, up)
         return ExpertMlp(self.operators.gate(gate, up, gate_bias, up_bias, clamp or self.activation), down)
@@ -114,14 +120,15 @@ class _MlpMaker:
             names, firsts = [f"{prefix}gate_up_proj"] * 2, [0, size]
         places = [
             (name, taken.part(size, dim=0, first=first)) for name, first in zip(names, firsts, strict=True)
-        ]
-        gate, up = (taken.weight(f"{name}.weight", part) for name, part in places)
+        ][0 if self.is_gated else 1 :]
+        weights = [taken.weight(f"{name}.weight", part) for name, part in places]
+        gate, up = weights[0] if self.is_gated else None, weights[-1]
         down = taken.weight(f"{prefix}down_proj.weight", taken.part(size, dim=1))
         if not has_bias:
             return _Parts(gate, up, down, None, None, None)
-        gate_bias, up_bias = (taken.weights.take(f"{name}.bias", part).clone() for name, part in places)
+        biases = [taken.weights.take(f"{name}.bias", part).clone() for name, part in places]
         down_bias = taken.whole(f"{prefix}down_proj.bias") if taken.is_first else None
-        return _Parts(gate, up, down, gate_bias, up_bias, down_bias)
+        return _Parts(gate, up, down, biases[0] if self.is_gated else None, biases[-1], down_bias)
 
     def stacked(self, prefix: str, stacked: Stacked, experts: Experts, number: int) -> _Parts:
         """The parts of one expert of those whose weights are one."""

@@ -37,14 +37,15 @@ class NormedProjection:
 
 
 @dataclass(frozen=True, slots=True)
-class Unnormed:
-    """Implements ``decoder.Norm`` where there is none."""
+class Absent:
+    """In the place of what a layer has not: rows go through it, and it adds nothing to others."""
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return rows
 
     def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
-        return summand.add_(rows)
+        """The summand."""
+        return summand
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ def advance(
         place = (item.settled + row) % size
         layer.updates[item.slot, place] = update
         layer.decays[item.slot, place] = decays[row]
-        layer.keys[item.slot, place] = heads.keys[row]
+        layer.keys[item.slot, place] = for_heads(heads.keys[row], layer.keys.shape[2])
 
 
 def absorb(heads: HeadRows, state: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:

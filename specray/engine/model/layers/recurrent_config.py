@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,6 +12,17 @@ if TYPE_CHECKING:
 
 RATES = "A"
 """Rates of decay by head, below 0, where files have them in the place of ``A_log``."""
+
+
+class DeltaWeights(Enum):
+    """How a layer of the gated delta rule has what it computes with."""
+
+    JOINED = auto()
+    """In two weights, key head by key head (Qwen3-Next)."""
+    BY_USE = auto()
+    """In four: queries, keys and values; gates; learning rates; decays (Qwen3.5)."""
+    APART = auto()
+    """Each of the six in one, and three convolutions (OLMo Hybrid)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +38,22 @@ class DeltaLayers:
     value_dim: int
     num_taps: int
     """Inputs that an output of the convolution is made of."""
-    is_joined: bool
-    """Everything is in two weights, key head by key head (Qwen3-Next); False: in four (Qwen3.5)."""
+    weights: DeltaWeights
+    norm_eps: float
+    """Number under the root of the norm of what heads give."""
+    rate_scale: float = 1.0
+    """Largest rate of learning; with 2, a state may change its sign."""
+    conv_sizes: tuple[int, ...] | None = None
+    """Channels that each of three convolutions has in the files; None: those of queries, keys and values."""
     has_rates: bool = False
     """Files hold the rates of decay themselves, below 0; False: the logarithms of what is above 0."""
 
     prefix = "linear_attn."
-    shared_field = "linear_num_key_heads"
 
     @property
-    def num_shared(self) -> int:
-        """Heads that ranks can share."""
-        return self.num_key_heads
+    def shared_fields(self) -> dict[str, int]:
+        """Numbers that ranks share, by their names in the configuration."""
+        return {"linear_num_key_heads": self.num_key_heads}
 
     def state_shape(self, num_ranks: int) -> StateShape:
         """What a layer keeps of a sequence, for the heads of one rank."""
@@ -50,22 +66,169 @@ class DeltaLayers:
 
     def weight_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         """Every weight of a layer between its norms."""
-        keys, values = self.num_key_heads * self.key_dim, self.num_heads * self.value_dim
-        sizes = {"qkv": 2 * keys + values, "z": values, "b": self.num_heads, "a": self.num_heads}
-        if self.is_joined:
-            sizes = {"qkvz": 2 * (keys + values), "ba": 2 * self.num_heads}
+        keys, values, heads = (
+            self.num_key_heads * self.key_dim,
+            self.num_heads * self.value_dim,
+            self.num_heads,
+        )
+        inputs = {"in_proj_qkv": 2 * keys + values, "in_proj_z": values}
+        inputs |= {"in_proj_b": heads, "in_proj_a": heads}
+        convolved = {"conv1d": 2 * keys + values}
+        if self.weights is DeltaWeights.JOINED:
+            inputs = {"in_proj_qkvz": 2 * (keys + values), "in_proj_ba": 2 * heads}
+        elif self.weights is DeltaWeights.APART:
+            inputs = {"q_proj": keys, "k_proj": keys, "v_proj": values}
+            inputs |= {"g_proj": values, "b_proj": heads, "a_proj": heads}
+            convolved = dict(zip(DELTA_CONVOLUTIONS, self.conv_sizes or (keys, keys, values), strict=True))
         shapes: dict[str, tuple[int, ...]] = {
-            f"in_proj_{name}.weight": (size, hidden_size) for name, size in sizes.items()
-        }
-        shapes |= {
-            "conv1d.weight": (2 * keys + values, 1, self.num_taps),
-            RATES if self.has_rates else "A_log": (self.num_heads,),
-            "dt_bias": (self.num_heads,),
-            "norm.weight": (self.value_dim,),
-            "out_proj.weight": (hidden_size, values),
+            **{f"{name}.weight": (size, hidden_size) for name, size in inputs.items()},
+            **{f"{name}.weight": (size, 1, self.num_taps) for name, size in convolved.items()},
+            RATES if self.has_rates else "A_log": (heads,),
+            "dt_bias": (heads,),
+            f"{self.norm_name}.weight": (self.value_dim,),
+            f"{self.output_name}.weight": (hidden_size, values),
         }
         return {f"{self.prefix}{name}": shape for name, shape in shapes.items()}
 
+    @property
+    def num_channels(self) -> int:
+        """Numbers of a row that are convolved, of all ranks."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
 
-RecurrentLayers = DeltaLayers
+    @property
+    def norm_name(self) -> str:
+        return "o_norm" if self.weights is DeltaWeights.APART else "norm"
+
+    @property
+    def output_name(self) -> str:
+        return "o_proj" if self.weights is DeltaWeights.APART else "out_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class Multipliers:
+    """Factors of the parts of what a Mamba layer's input projection gives."""
+
+    gate: float
+    values: float
+    keys: float
+    queries: float
+    steps: float
+
+
+@dataclass(frozen=True, slots=True)
+class MambaLayers:
+    """Layers of Mamba 2 (``layers.mamba``)."""
+
+    layers: tuple[bool, ...]
+    """Which layers they are."""
+    num_heads: int
+    num_groups: int
+    """Groups of heads that share keys and queries; a divisor of the heads."""
+    key_dim: int
+    value_dim: int
+    num_taps: int
+    norm_eps: float | None
+    """Number under the root of the norm of what heads give; None: there is no norm."""
+    field_names: tuple[str, str]
+    """What the configuration calls heads and groups."""
+    is_normed_first: bool = False
+    """The norm is before the gate."""
+    has_conv_bias: bool = True
+    has_input_bias: bool = False
+    has_output_bias: bool = False
+    steps: tuple[float, float] = (0.0, float("inf"))
+    """Least and longest step."""
+    multipliers: Multipliers | None = None
+    output_scale: float = 1.0
+    """Factor of what the output projection gives."""
+
+    prefix = "mamba."
+
+    @property
+    def shared_fields(self) -> dict[str, int]:
+        """Numbers that ranks share, by their names in the configuration."""
+        return dict(zip(self.field_names, (self.num_heads, self.num_groups), strict=True))
+
+    def num_local_groups(self, num_ranks: int) -> int:
+        """Groups of a rank's heads: with more ranks than groups, several ranks have the same one."""
+        return max(1, self.num_groups // num_ranks)
+
+    def state_shape(self, num_ranks: int) -> StateShape:
+        """What a layer keeps of a sequence, for the heads of one rank."""
+        from specray.engine.step import StateShape
+
+        heads, groups = self.num_heads // num_ranks, self.num_local_groups(num_ranks)
+        # Each run of heads is a piece of work, and has a copy of its group's keys in records.
+        run = next(size for size in range(_MAX_RUN, 0, -1) if heads // groups % size == 0)
+        num_channels = 2 * groups * self.key_dim + heads * self.value_dim
+        return StateShape(heads, heads // run, self.key_dim, self.value_dim, 1, num_channels, self.num_taps)
+
+    def weight_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """Every weight of a layer between its norms."""
+        values, keys, heads = self.num_heads * self.value_dim, self.num_groups * self.key_dim, self.num_heads
+        num_channels, num_inputs = values + 2 * keys, 2 * values + 2 * keys + heads
+        shapes: dict[str, tuple[int, ...]] = {
+            "in_proj.weight": (num_inputs, hidden_size),
+            "conv1d.weight": (num_channels, 1, self.num_taps),
+            "out_proj.weight": (hidden_size, values),
+            **dict.fromkeys(("A_log", "D", "dt_bias"), (heads,)),
+        }
+        if self.norm_eps is not None:
+            shapes["norm.weight"] = (values,)
+        for has_bias, name, size in (
+            (self.has_conv_bias, "conv1d.bias", num_channels),
+            (self.has_input_bias, "in_proj.bias", num_inputs),
+            (self.has_output_bias, "out_proj.bias", hidden_size),
+        ):
+            if has_bias:
+                shapes[name] = (size,)
+        return {f"{self.prefix}{name}": shape for name, shape in shapes.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionLayers:
+    """Layers that are a short convolution alone (``layers.convolution``)."""
+
+    layers: tuple[bool, ...]
+    """Which layers they are."""
+    num_channels: int
+    num_taps: int
+    has_bias: bool
+    """The convolution and both projections have one."""
+
+    prefix = "conv."
+
+    @property
+    def shared_fields(self) -> dict[str, int]:
+        """Numbers that ranks share, by their names in the configuration."""
+        return {"hidden_size": self.num_channels}
+
+    def state_shape(self, num_ranks: int) -> StateShape:
+        """What a layer keeps of a sequence, for the channels of one rank."""
+        from specray.engine.step import StateShape
+
+        return StateShape(0, 0, 0, 0, 1, self.num_channels // num_ranks, self.num_taps)
+
+    def weight_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """Every weight of a layer between its norms."""
+        channels = self.num_channels
+        shapes: dict[str, tuple[int, ...]] = {
+            "in_proj.weight": (3 * channels, hidden_size),
+            "conv.weight": (channels, 1, self.num_taps),
+            "out_proj.weight": (hidden_size, channels),
+        }
+        if self.has_bias:
+            shapes |= {
+                "in_proj.bias": (3 * channels,),
+                "conv.bias": (channels,),
+                "out_proj.bias": (hidden_size,),
+            }
+        return {f"{self.prefix}{name}": shape for name, shape in shapes.items()}
+
+
+DELTA_CONVOLUTIONS = "q_conv1d", "k_conv1d", "v_conv1d"
+"""Names of convolutions that have weights apart."""
+_MAX_RUN = 8
+"""Heads of a group that one piece of work computes, at most."""
+RecurrentLayers = DeltaLayers | MambaLayers | ConvolutionLayers
 """The recurrent layers of a model, which are of one kind."""

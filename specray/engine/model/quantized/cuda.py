@@ -25,8 +25,9 @@ from specray.engine.weights.stored_weight import StoredWeight, Weight, join, num
 if TYPE_CHECKING:
     from specray.engine.attention.base import Attention
     from specray.engine.model.decoder import Embedding, Norm, RowGate
-    from specray.engine.model.layers.delta import GatedDelta, Mixer
+    from specray.engine.model.layers.delta import Mixer
     from specray.engine.model.layers.latent.projections import HeadProduct, LatentQueries
+    from specray.engine.model.layers.mixer_lowering import PlainMixer
     from specray.engine.model.layers.normed import Rows
     from specray.engine.model.layers.routing import Router
     from specray.engine.model.linear import Gate, Linear
@@ -104,11 +105,14 @@ class CodeOperators:
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         return self._others.router(weight, bias)
 
-    def row_gate(self, linear: Linear, size: int) -> RowGate:
-        return self._others.row_gate(linear, size)
+    def row_gate(self, linear: Linear, size: int, width: int = 1) -> RowGate:
+        return self._others.row_gate(linear, size, width)
 
-    def gated_delta(self, mixer: GatedDelta) -> Mixer:
-        return self._others.gated_delta(mixer)
+    def mixer(self, mixer: PlainMixer) -> Mixer:
+        return self._others.mixer(mixer)
+
+    def squared(self, linear: Linear) -> Gate:
+        return self._others.squared(linear)
 
     def head_product(self, weight: torch.Tensor) -> HeadProduct:
         return self._others.head_product(weight)

@@ -23,7 +23,16 @@ pytestmark = pytest.mark.slow
 
 PROMPTS = [[(11 * i * i + 3 * i) % 90 + 2 for i in range(75)], [5, 7]]
 NUM_TOKENS = 20
-NAMES = ["qwen3_5", "qwen3_next", "qwen3_5_moe"]
+NAMES = [
+    "qwen3_5",
+    "qwen3_next",
+    "qwen3_5_moe",
+    "olmo_hybrid",
+    "granitemoehybrid",
+    "nemotron_h",
+    "falcon_h1-normed",
+    "lfm3",
+]
 
 
 def serve_ranks(
@@ -74,6 +83,7 @@ def lead(runner: Any, outputs: list[list[int]]) -> list[list[int]]:
     return [session.token_ids[len(prompt) :] for session, prompt in zip(sessions, PROMPTS, strict=True)]
 
 
+@pytest.mark.timeout(900)
 def test_two_ranks_say_what_generate_says(tmp_path: Path) -> None:
     cases = []
     for name in NAMES:

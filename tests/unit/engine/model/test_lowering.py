@@ -140,7 +140,7 @@ def test_joined_weights_are_those_apart(parallel: ParallelContext | None) -> Non
             halves = [apart[f"{prefix}mlp.{name}_proj.{kind}"] for name in ("gate", "up")]
             joined[f"{prefix}self_attn.qkv_proj.{kind}"] = torch.cat(queries)
             joined[f"{prefix}mlp.gate_up_proj.{kind}"] = torch.cat(halves)
-    config = replace(CONFIG, has_joined_weights=True)
+    config = replace(CONFIG, has_joined_queries=True, has_joined_gates=True)
     assert {name: tuple(tensor.shape) for name, tensor in joined.items()} == config.weight_shapes()
     rows = torch.randn(3, CONFIG.hidden_size, generator=numbers)
     layers = [

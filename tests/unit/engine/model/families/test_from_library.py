@@ -86,7 +86,7 @@ def test_windows_of_smollm3_count_only_where_they_are_used() -> None:
 def test_part_of_a_head_is_rotated() -> None:
     config = config_of("phi3", rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5})
     decoder = decoder_config_of(config, max_model_len=64)
-    assert (decoder.head_dim, decoder.rotary_dim, decoder.has_joined_weights) == (8, 4, True)
+    assert (decoder.head_dim, decoder.rotary_dim, decoder.has_joined_queries) == (8, 4, True)
     order = rotated_first(decoder)
     # The pairs (0, 2) and (1, 3) lie half a head apart.
     assert order is not None and order.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]

@@ -7,31 +7,44 @@ import torch
 
 from specray.engine.cache.state_pool import StatePool
 from specray.engine.cpu.thread_pool import ThreadPool
+from specray.engine.model.layers.convolution import ShortConvolution
 from specray.engine.model.layers.delta import GatedDelta, Mixer
-from specray.engine.model.operators_cpu import KernelDelta
+from specray.engine.model.layers.mixer_lowering import PlainMixer
+from specray.engine.model.layers.mixers.mamba import GroupNorm, Mamba
+from specray.engine.model.operators_cpu import KernelOperators
 from specray.engine.step import SequenceRows, StateShape
 
 CPU = torch.device("cpu")
-SHAPES = [
-    StateShape(4, 2, 8, 12, 1, 2 * 16 + 48, 4),
-    StateShape(4, 4, 32, 64, 1, 2 * 128 + 256, 3),
+SHAPES = {
+    "delta-8x12": StateShape(4, 2, 8, 12, 1, 2 * 16 + 48, 4),
+    "delta-32x64": StateShape(4, 4, 32, 64, 1, 2 * 128 + 256, 3),
     # Channels that are no multiple of a vector.
-    StateShape(3, 1, 10, 6, 1, 2 * 10 + 18, 2),
-]
+    "delta-10x6": StateShape(3, 1, 10, 6, 1, 2 * 10 + 18, 2),
+    # Two groups, and two pieces of work in each.
+    "mamba-16x32": StateShape(8, 4, 16, 32, 1, 2 * 32 + 256, 4),
+    "mamba-10x6": StateShape(3, 1, 10, 6, 1, 2 * 10 + 18, 2),
+    "convolution-48": StateShape(0, 0, 0, 0, 1, 48, 3),
+    "convolution-600": StateShape(0, 0, 0, 0, 1, 600, 7),
+}
+GROUPS = {"mamba-16x32": 2, "mamba-10x6": 1}
 
 
-def make_mixer(shape: StateShape) -> GatedDelta:
+def make_mixer(name: str) -> PlainMixer:
     torch.manual_seed(0)
-    heads = shape.num_heads
-    return GatedDelta(
-        shape,
-        torch.randn(shape.num_taps, shape.num_channels),
-        torch.rand(heads) + 0.1,
-        torch.randn(heads),
-        torch.rand(shape.value_dim),
-        1e-6,
-        2.0,
-    )
+    shape = SHAPES[name]
+    heads, taps = shape.num_heads, torch.randn(shape.num_taps, shape.num_channels)
+    if name.startswith("convolution"):
+        return ShortConvolution(shape, taps, torch.randn(shape.num_channels))
+    rates, bias = torch.rand(heads) + 0.1, torch.randn(heads)
+    if name.startswith("delta"):
+        return GatedDelta(shape, taps, rates, bias, torch.rand(shape.value_dim), 1e-6, 2.0)
+    norm = GroupNorm(torch.rand(GROUPS[name], heads * shape.value_dim // GROUPS[name]), 1e-6)
+    channels, skips = torch.randn(shape.num_channels), torch.randn(heads)
+    return Mamba(shape, GROUPS[name], taps, channels, rates, bias, skips, norm, (0.01, 2.0), 1.5, 0.5)
+
+
+def make_kernel(name: str, dtype: torch.dtype, num_threads: int) -> Mixer:
+    return KernelOperators(dtype, num_threads, ThreadPool(num_threads)).mixer(make_mixer(name))
 
 
 def make_pool(shape: StateShape, dtype: torch.dtype) -> StatePool:
@@ -41,8 +54,11 @@ def make_pool(shape: StateShape, dtype: torch.dtype) -> StatePool:
     return pool
 
 
-def projected(shape: StateShape, num_rows: int, seed: int) -> torch.Tensor:
-    width = shape.num_channels + shape.num_heads * (shape.value_dim + 2)
+def projected(name: str, num_rows: int, seed: int) -> torch.Tensor:
+    shape = SHAPES[name]
+    width = shape.num_channels + shape.num_heads * (shape.value_dim + 1 + name.startswith("delta"))
+    if name.startswith("convolution"):
+        width = 3 * shape.num_channels
     return torch.randn(num_rows, width, generator=torch.Generator().manual_seed(seed))
 
 
@@ -57,14 +73,16 @@ def run(mixer: Mixer, pool: StatePool, rows: torch.Tensor, *parts: tuple[int, in
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"),
-    list(zip(SHAPES, (torch.float32, torch.bfloat16, torch.bfloat16), strict=True)),
-    ids=["8x12", "32x64", "10x6"],
+    ("name", "dtype"),
+    [
+        (name, torch.float32 if name in ("delta-8x12", "mamba-16x32", "convolution-600") else torch.bfloat16)
+        for name in SHAPES
+    ],
 )
-def test_kernel_and_operators_agree(shape: StateShape, dtype: torch.dtype) -> None:
+def test_kernel_and_operators_agree(name: str, dtype: torch.dtype) -> None:
     """Prompts of one token and of several, verifies of which nothing, some and all stays, side by side."""
-    mixer = make_mixer(shape)
-    kernel = KernelDelta(mixer, dtype, ThreadPool(2))
+    mixer, kernel, shape = make_mixer(name), make_kernel(name, dtype, 2), SHAPES[name]
+    assert type(kernel) is not type(mixer)
     pools = make_pool(shape, dtype), make_pool(shape, dtype)
     steps = [
         [(0, 0, 1, 1), (2, 0, 70, 4)],
@@ -73,7 +91,7 @@ def test_kernel_and_operators_agree(shape: StateShape, dtype: torch.dtype) -> No
         [(2, 72, 1, 1), (1, 9, 8, 8), (0, 3, 20, 1)],
     ]
     for seed, parts in enumerate(steps):
-        rows = projected(shape, sum(count for _, _, count, _ in parts), seed).to(dtype)
+        rows = projected(name, sum(count for _, _, count, _ in parts), seed).to(dtype)
         found, expected = (
             run(each, pool, rows, *parts) for each, pool in zip((kernel, mixer), pools, strict=True)
         )
@@ -81,12 +99,12 @@ def test_kernel_and_operators_agree(shape: StateShape, dtype: torch.dtype) -> No
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("name", ["delta-32x64", "mamba-16x32", "convolution-600"])
 @pytest.mark.parametrize("num_open", range(1, 9))
-def test_whatever_is_refused_others_have_plain_decodings_bits(num_open: int) -> None:
+def test_whatever_is_refused_others_have_plain_decodings_bits(num_open: int, name: str) -> None:
     """Beside another sequence, whose rows need not be as many."""
-    shape = SHAPES[1]
-    kernel = KernelDelta(make_mixer(shape), torch.bfloat16, ThreadPool(1))
-    right, wrong = (projected(shape, 80, seed).bfloat16() for seed in (1, 2))
+    shape, kernel = SHAPES[name], make_kernel(name, torch.bfloat16, 2)
+    right, wrong = (projected(name, 80, seed).bfloat16() for seed in (1, 2))
     plain = make_pool(shape, torch.bfloat16)
     output = torch.cat([run(kernel, plain, right[row : row + 1], (0, row, 1, 1)) for row in range(40)])
     for num_kept in range(num_open + 1):
