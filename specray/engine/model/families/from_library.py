@@ -25,7 +25,7 @@ from specray.engine.model.decoder_config import (
 )
 from specray.engine.model.families.config_json import DEFAULT_ROPE_THETA
 from specray.engine.model.families.hybrids import DELTA, HYBRIDS, can_lower_hybrid
-from specray.engine.model.families.latent import LATENT, latent_switches
+from specray.engine.model.families.latent import LATENT, can_be_latent, latent_switches
 from specray.engine.model.families.mixtures import can_route, experts_of
 
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
@@ -147,6 +147,8 @@ def can_lower(config: Any) -> bool:
         if not can_lower_hybrid(config):
             return False
     elif kinds - {"full_attention", "sliding_attention"}:
+        return False
+    if config.model_type in LATENT and not can_be_latent(config):
         return False
     if "sliding_attention" in kinds and config.sliding_window == 0:
         return False
