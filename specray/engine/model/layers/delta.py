@@ -38,17 +38,20 @@ class GatedDelta:
     """Implements :class:`Mixer`.
 
     Rows are ``[queries | keys | values | z | b | a]``: all heads' queries, keys and values, which are
-    convolved; a gate of each output; and of each head what gives its rate of learning and its decay.
+    convolved; a gate of each output; and of each head what gives its rate of learning and its decays: one, or
+    one for each of a key's numbers (Kimi delta attention).
     """
 
     shape: StateShape
     taps: torch.Tensor  # [num_taps, num_channels], float32
     decay_rates: torch.Tensor  # [num_heads], float32: A, above 0
-    decay_bias: torch.Tensor  # [num_heads], float32
+    decay_bias: torch.Tensor  # [num_heads * gate_dim], float32
     norm: torch.Tensor  # [value_dim], float32
     eps: float
     rate_scale: float = 1.0
     """Largest rate of learning; with 2, a state may change its sign."""
+    has_sigmoid: bool = False
+    """The gate of outputs is a sigmoid; else SiLU."""
 
     @property
     def can_be_captured(self) -> bool:
@@ -70,24 +73,25 @@ class GatedDelta:
         recur(heads, layer, item, out)
         z = projected[:, shape.num_channels :][:, : shape.num_heads * shape.value_dim]
         normed = F.rms_norm(out, self.norm.shape, self.norm, self.eps).flatten(1)
-        return (normed * F.silu(z.float())).to(projected.dtype)
+        gate = z.float().sigmoid() if self.has_sigmoid else F.silu(z.float())
+        return (normed * gate).to(projected.dtype)
 
     def heads(self, projected: torch.Tensor, layer: LayerStates, item: StateRows) -> HeadRows:
         shape, num_rows = self.shape, len(projected)
         num_keys, num_values = shape.num_key_heads * shape.key_dim, shape.num_heads * shape.value_dim
-        sizes = [shape.num_channels, num_values, shape.num_heads, shape.num_heads]
+        sizes = [shape.num_channels, num_values, shape.num_heads, shape.num_heads * shape.gate_dim]
         mixed, _, b, a = torch.split(projected, sizes, -1)
         mixed = F.silu(convolve(mixed, self.taps, None, layer, item))
         queries, keys, values = torch.split(mixed, [num_keys, num_keys, num_values], -1)
         queries, keys = (
             _normed(each.view(num_rows, shape.num_key_heads, shape.key_dim)) for each in (queries, keys)
         )
-        log_decays = -self.decay_rates * F.softplus(a.float() + self.decay_bias)
+        steps = F.softplus(a.float() + self.decay_bias).view(num_rows, shape.num_heads, shape.gate_dim)
         return HeadRows(
             queries * shape.key_dim**-0.5,
             keys,
             values.view(num_rows, shape.num_heads, shape.value_dim),
-            log_decays[..., None],
+            -self.decay_rates[:, None] * steps,
             b.float().sigmoid() * self.rate_scale,
         )
 

@@ -20,6 +20,8 @@ SHAPES = {
     "delta-32x64": StateShape(4, 4, 32, 64, 1, 2 * 128 + 256, 3),
     # Channels that are no multiple of a vector.
     "delta-10x6": StateShape(3, 1, 10, 6, 1, 2 * 10 + 18, 2),
+    # A decay for each of a key's numbers.
+    "kimi-16x32": StateShape(2, 2, 16, 32, 16, 2 * 32 + 64, 4),
     # Two groups, and two pieces of work in each.
     "mamba-16x32": StateShape(8, 4, 16, 32, 1, 2 * 32 + 256, 4),
     "mamba-10x6": StateShape(3, 1, 10, 6, 1, 2 * 10 + 18, 2),
@@ -36,11 +38,12 @@ def make_mixer(name: str) -> PlainMixer:
     if name.startswith("convolution"):
         return ShortConvolution(shape, taps, torch.randn(shape.num_channels))
     rates, bias = torch.rand(heads) + 0.1, torch.randn(heads)
-    if name.startswith("delta"):
-        return GatedDelta(shape, taps, rates, bias, torch.rand(shape.value_dim), 1e-6, 2.0)
-    norm = GroupNorm(torch.rand(GROUPS[name], heads * shape.value_dim // GROUPS[name]), 1e-6)
+    if name.startswith(("delta", "kimi")):
+        bias, norm = torch.randn(heads * shape.gate_dim), torch.rand(shape.value_dim)
+        return GatedDelta(shape, taps, rates, bias, norm, 1e-6, 2.0, name.startswith("kimi"))
+    group_norm = GroupNorm(torch.rand(GROUPS[name], heads * shape.value_dim // GROUPS[name]), 1e-6)
     channels, skips = torch.randn(shape.num_channels), torch.randn(heads)
-    return Mamba(shape, GROUPS[name], taps, channels, rates, bias, skips, norm, (0.01, 2.0), 1.5, 0.5)
+    return Mamba(shape, GROUPS[name], taps, channels, rates, bias, skips, group_norm, (0.01, 2.0), 1.5, 0.5)
 
 
 def make_kernel(name: str, dtype: torch.dtype, num_threads: int) -> Mixer:
@@ -56,7 +59,8 @@ def make_pool(shape: StateShape, dtype: torch.dtype) -> StatePool:
 
 def projected(name: str, num_rows: int, seed: int) -> torch.Tensor:
     shape = SHAPES[name]
-    width = shape.num_channels + shape.num_heads * (shape.value_dim + 1 + name.startswith("delta"))
+    num_gates = shape.gate_dim + (not name.startswith("mamba"))
+    width = shape.num_channels + shape.num_heads * (shape.value_dim + num_gates)
     if name.startswith("convolution"):
         width = 3 * shape.num_channels
     return torch.randn(num_rows, width, generator=torch.Generator().manual_seed(seed))
@@ -99,7 +103,7 @@ def test_kernel_and_operators_agree(name: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", ["delta-32x64", "mamba-16x32", "convolution-600"])
+@pytest.mark.parametrize("name", ["delta-32x64", "kimi-16x32", "mamba-16x32", "convolution-600"])
 @pytest.mark.parametrize("num_open", range(1, 9))
 def test_whatever_is_refused_others_have_plain_decodings_bits(num_open: int, name: str) -> None:
     """Beside another sequence, whose rows need not be as many."""

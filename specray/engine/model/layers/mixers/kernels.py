@@ -51,6 +51,7 @@ class KernelMixer:
             shape.num_taps,
             shape.num_heads // shape.num_key_heads,
             isinstance(mixer, GatedDelta),
+            isinstance(mixer, GatedDelta) and mixer.has_sigmoid,
         )
         self._kernel = fields.recurrence_kernel(self._rule)
         self._args = np.zeros(fields.NUM_ARGS, dtype=np.int64)
