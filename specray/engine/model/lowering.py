@@ -7,7 +7,7 @@ ranks each takes its own part.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,6 +32,12 @@ from specray.engine.model.layers.latent.lowering import lower_latent
 from specray.engine.model.layers.latent.projections import LatentOutput
 from specray.engine.model.layers.mixer_lowering import by_kind, lower_mixer, rows_of
 from specray.engine.model.layers.normed import Absent, NormedProjection, NormedQueries
+from specray.engine.model.layers.projections import (
+    ReducedLinear,
+    lower_linear,
+    lower_projection,
+    scaled,
+)
 from specray.engine.model.layers.shared_mlp import WithSharedMlp
 from specray.engine.model.layers.vocabulary import embedding_and_head
 from specray.engine.model.quantized.operator_set import OperatorSet
@@ -115,22 +121,6 @@ def lower(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ReducedLinear:
-    """Some input features of a linear layer: the ranks' results are summed."""
-
-    local: Linear
-    bias: torch.Tensor | None
-    parallel: ParallelContext
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        total = self.parallel.all_reduce(self.local(rows))
-        return total if self.bias is None else total.add_(self.bias)
-
-    def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
-        return self(rows).add_(summand)
-
-
 def lower_layer(
     index: int, config: DecoderConfig, shape: HeadShape, taken: RankWeights, operators: Operators
 ) -> DecoderLayer:
@@ -174,7 +164,7 @@ def _recurrent_part(
         return None
     mixing = lower_mixer(prefix, layers, taken, operators)
     places = f"{prefix}{mixing.output}", mixing.num_outputs, mixing.has_output_bias
-    output = _projection(*places, taken, operators, scale=mixing.output_scale)
+    output = lower_projection(*places, taken, operators, scale=mixing.output_scale)
     added = _before_stream(output, index, ATTENTION_NORM, config, taken, operators)
     return RecurrentPart(mixing.linear, mixing.mixer, added, sum(layers.layers[:index]))
 
@@ -207,7 +197,7 @@ def _with_attention(
         name = f"{layer_prefix(index)}{SINKS}"
         sinks = taken.share(name, config.num_attention_heads, dim=0).float().clone()
     places = f"{prefix}o_proj", config.num_attended, config.has_output_bias
-    linear = _projection(*places, taken, operators, scale=config.attention_scale)
+    linear = lower_projection(*places, taken, operators, scale=config.attention_scale)
     output = _before_stream(linear, index, ATTENTION_NORM, config, taken, operators)
     if config.latent is None:
         qkv: Rows = _qkv(prefix, config, taken, operators)
@@ -233,7 +223,7 @@ def changeable_linears(
     prefix, num_queries = layer_prefix(index), config.num_attention_heads * config.head_dim
 
     def local(name: str, size: int) -> object:
-        made = _projection(f"{prefix}{name}", size, False, taken, operators)
+        made = lower_projection(f"{prefix}{name}", size, False, taken, operators)
         return made.local if isinstance(made, ReducedLinear) else made
 
     def qkv() -> object:
@@ -297,7 +287,7 @@ def _qkv(
     if order is not None:
         weights[:2] = (_reordered(weight, order) for weight in weights[:2])
         biases[:2] = (_reordered_numbers(bias, order) for bias in biases[:2])
-    linear = _linear(join(weights), torch.cat(biases) if biases else None, operators)
+    linear = lower_linear(join(weights), torch.cat(biases) if biases else None, operators)
     if not config.has_whole_norm:
         return linear
     norms = [
@@ -314,7 +304,7 @@ def _output_gate(
     """The gate whose rows lie behind those of each head's queries, or that has one number for each head."""
     if config.has_head_gates:
         weight = taken.weight(f"{prefix}g_proj.weight", taken.part(config.num_attention_heads, dim=0))
-        return operators.row_gate(_linear(weight, None, operators), weight.shape[0], config.head_dim)
+        return operators.row_gate(lower_linear(weight, None, operators), weight.shape[0], config.head_dim)
     if not config.has_output_gate:
         return None
     num_queries = config.num_attention_heads * config.head_dim
@@ -324,14 +314,7 @@ def _output_gate(
     bias = None
     if config.has_qkv_bias:
         bias = taken.weights.take(f"{prefix}q_proj.bias", part)[index]
-    return operators.row_gate(_linear(rows_of(both, index), bias, operators), len(index))
-
-
-def _linear(weight: Weight, bias: torch.Tensor | None, operators: Operators) -> Linear:
-    """Kernels of stored weights take a bias as the file has it; others take it in the weight's type."""
-    if bias is not None and isinstance(weight, torch.Tensor):
-        bias = bias.to(weight.dtype)
-    return operators.linear(weight, bias)
+    return operators.row_gate(lower_linear(rows_of(both, index), bias, operators), len(index))
 
 
 def _reordered(weight: Weight, order: torch.Tensor) -> Weight:
@@ -351,7 +334,7 @@ def _mlp(
     prefix = layer_prefix(index)
     if config.experts is not None and config.experts.layers[index]:
         return lower_experts(prefix, config.experts, config, taken, operators), Sum(taken.parallel)
-    down = _projection(
+    down = lower_projection(
         f"{prefix}mlp.down_proj",
         config.intermediate_size,
         config.has_mlp_bias,
@@ -372,43 +355,18 @@ def _gate(prefix: str, config: DecoderConfig, taken: RankWeights, operators: Ope
     if not config.has_gated_mlps:
         name, part = places[1]
         bias = taken.weights.take(f"{name}.bias", part).clone() if config.has_mlp_bias else None
-        return operators.squared(_linear(taken.weight(f"{name}.weight", part), bias, operators))
+        return operators.squared(lower_linear(taken.weight(f"{name}.weight", part), bias, operators))
     weights = [taken.weight(f"{name}.weight", part) for name, part in places]
     if config.gate_scale != 1.0:
-        weights[0] = _scaled(taken.weights.take(f"{names[0]}.weight", places[0][1]), config.gate_scale)
+        weights[0] = scaled(taken.weights.take(f"{names[0]}.weight", places[0][1]), config.gate_scale)
     gate, up = alike(weights)
     if not config.has_mlp_bias:
         return operators.gate(gate, up, None, None, config.activation)
     gate_bias, up_bias = (taken.weights.take(f"{name}.bias", part).clone() for name, part in places)
-    gate_bias = _scaled(gate_bias, config.gate_scale)
+    gate_bias = scaled(gate_bias, config.gate_scale)
     if isinstance(gate, torch.Tensor):
         gate_bias, up_bias = gate_bias.to(gate.dtype), up_bias.to(gate.dtype)
     return operators.gate(gate, up, gate_bias, up_bias, config.activation)
-
-
-def _projection(
-    name: str,
-    in_features: int,
-    has_bias: bool,
-    taken: RankWeights,
-    operators: Operators,
-    *,
-    scale: float = 1.0,
-) -> Linear | ReducedLinear:
-    part = taken.part(in_features, dim=1)
-    weight = taken.weight(f"{name}.weight", part)
-    bias = taken.whole(f"{name}.bias") if has_bias else None
-    if scale != 1.0:
-        weight = _scaled(taken.weights.take(f"{name}.weight", part), scale)
-        bias = None if bias is None else _scaled(bias, scale)
-    if taken.parallel is None:
-        return _linear(weight, bias, operators)
-    return ReducedLinear(operators.linear(weight, None), bias, taken.parallel)
-
-
-def _scaled(numbers: torch.Tensor, factor: float) -> torch.Tensor:
-    """Numbers times a factor that a model has behind a layer, rounded to their type."""
-    return numbers if factor == 1.0 else (numbers.float() * factor).to(numbers.dtype)
 
 
 def _head_norm(prefix: str, config: DecoderConfig, shape: HeadShape, taken: RankWeights) -> HeadNorm:

@@ -14,8 +14,8 @@ import torch
 
 from specray.engine.model.adapters.rows import AdapterRows, RowPlan
 from specray.engine.model.layers.normed import NormedProjection, NormedQueries
+from specray.engine.model.layers.projections import ReducedLinear
 from specray.engine.model.linear import Linear
-from specray.engine.model.lowering import ReducedLinear
 
 if TYPE_CHECKING:
     from specray.engine.cpu.low_rank_layer import KernelLowRank
