@@ -61,12 +61,18 @@ class Part:
 def places_of(config: DecoderConfig) -> Iterator[tuple[Place, tuple[str, ...]]]:
     """The layers that adapters may change, with the names of their weights in a checkpoint.
 
-    Experts, recurrent layers and projections of latent attention are none of them.
+    Experts, recurrent layers and projections of latent attention are none of them, nor what is multiplied by
+    a number of the model, nor MLPs without a gate.
     """
     shapes = config.weight_shapes()
+    left_out = {
+        "output": config.attention_scale != 1.0,
+        "gate": config.gate_scale != 1.0 or not config.has_gated_mlps,
+        "down": config.down_scale != 1.0 or not config.has_gated_mlps,
+    }
     for layer in range(config.num_hidden_layers):
         for field, modules in MODULES.items():
-            if config.latent is not None and field in ("qkv", "output"):
+            if left_out.get(field) or (config.latent is not None and field in ("qkv", "output")):
                 continue
             names = tuple(f"{layer_prefix(layer)}{module}.weight" for module in modules)
             if config.has_output_gate:
