@@ -68,7 +68,7 @@ def measure(device: torch.device, workload: RecurrentLoad) -> dict[str, Any]:
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     operators = cuda_operators(dtype, device) if device.type == "cuda" else cpu_operators(dtype, 1)
     plain = _mixer(workload, device)
-    made = operators.gated_delta(plain)
+    made = operators.mixer(plain)
     times = [_step(plain, made, workload, *sizes, device, dtype) for sizes in workload.steps]
     times += [_prompt(plain, made, workload, num_rows, device, dtype) for num_rows in workload.prompts]
     return {
