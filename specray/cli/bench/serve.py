@@ -1,8 +1,10 @@
-"""``specray bench serve`` and ``routing``: a running server, and conversations on several Routers."""
+"""``specray bench serve``, ``routing`` and ``loading``: a running server, several Routers, several models."""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -29,6 +31,28 @@ def serve(plan: ServePlan, json_path: options.JsonPath = None) -> None:
         Console().print(category_table(result))
     write_json(serve_json(result), json_path)
     raise typer.Exit(report_failures([text for arm in result.arms for text in arm.errors]))
+
+
+def loading(
+    target: options.TargetModel = None,
+    draft: options.Draft = None,
+    num_loads: Annotated[int, typer.Option(min=3, help="Loads and unloads.")] = 10,
+    page_path: Annotated[Path | None, typer.Option("--page", help="Page of Markdown to write.")] = None,
+) -> None:
+    """Measure what loading and unloading one of several models costs it and its neighbours, here."""
+    from specray.bench.core.report import page
+    from specray.bench.loading import loading_table, measure_loading
+    from specray.cli.output import wide_console
+    from specray.cli.settings import build_config, pair_options
+
+    config = build_config(None, pair_options(target=target, draft=draft))
+    pair = {name: getattr(config, name).model_dump(mode="json") for name in ("target", "draft")}
+    table = loading_table(measure_loading(pair, num_loads=num_loads))
+    wide_console().print(table)
+    if page_path is not None:
+        note = "Of one pair: two models stay loaded, one comes and goes, five are never loaded."
+        text = page("Loading models", "specray bench loading", [note], [table])
+        page_path.write_text(text, encoding="utf-8")
 
 
 @options.flattened
