@@ -16,13 +16,13 @@ import triton.language as tl
 
 from specray.engine.activation import Activation, Clamp, Joint
 from specray.engine.cache.state_pool import LayerStates, StatePool
-from specray.engine.cuda.experts_triton import TritonExperts
 from specray.engine.cuda.recurrent.chunks_triton import absorb
 from specray.engine.cuda.recurrent.heads_triton import DeltaGates, keep, mix
 from specray.engine.cuda.recurrent.step_triton import advance
 from specray.engine.cuda.tiles import FREE, TileRule
 from specray.engine.model.layers.delta import GatedDelta, Mixer
 from specray.engine.model.layers.experts import ExpertLayer, ExpertMlp, ExpertsInTurn
+from specray.engine.model.layers.experts_triton import TritonExperts
 from specray.engine.model.layers.mixer_lowering import PlainMixer
 from specray.engine.model.layers.recurrences import HeadRows
 from specray.engine.model.layers.routing import Router

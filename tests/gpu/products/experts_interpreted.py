@@ -9,10 +9,10 @@ from dataclasses import replace
 import torch
 
 from specray.engine.activation import Activation, Clamp, Joint
-from specray.engine.cuda.experts_triton import TritonExperts
 from specray.engine.cuda.tiles import FIXED
 from specray.engine.model.layers.expert_config import Routing
 from specray.engine.model.layers.experts import ExpertMlp, ExpertMlps, ExpertsInTurn
+from specray.engine.model.layers.experts_triton import TritonExperts
 from specray.engine.model.layers.routing import Router
 from specray.engine.model.operators_torch import TorchOperators
 from specray.engine.model.quantized.cuda import CodeOperators

@@ -16,12 +16,12 @@ from specray.engine.attention.latent_triton import LatentAttend
 from specray.engine.attention.paged import AttendPaged, attend_gathered, make_batch, store_rows
 from specray.engine.attention.select import Backend
 from specray.engine.attention.triton import TritonAttend
-from specray.engine.cuda.experts_triton import TritonExperts
 from specray.engine.cuda.linear import ProductGate, ProductLinear
 from specray.engine.cuda.tiles import FREE
 from specray.engine.model.decoder import RMSNorm
 from specray.engine.model.description import ModelArgs
 from specray.engine.model.layers.experts import ExpertLayer
+from specray.engine.model.layers.experts_triton import TritonExperts
 from specray.engine.model.layers.shared_mlp import WithSharedMlp
 from specray.engine.model.linear import JoinedGate, PlainLinear
 from specray.engine.model.loader import DecoderSource, load_model
