@@ -10,8 +10,8 @@ from specray.engine.activation import Activation, Clamp, Joint
 from specray.engine.cuda.align import align
 from specray.engine.cuda.align_triton import align_pairs, count_hits
 from specray.engine.cuda.tiles import FIXED, FREE, TileRule
-from specray.engine.model.layers.experts import ExpertMlp
-from specray.engine.model.layers.experts_triton import TritonExperts
+from specray.engine.model.layers.experts.layer import ExpertMlp
+from specray.engine.model.layers.experts.triton import TritonExperts
 from specray.engine.model.linear import JoinedGate, PlainLinear
 from tests.gpu.expert_cases import CASES, check_alignment, routing
 

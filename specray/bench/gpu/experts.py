@@ -15,9 +15,9 @@ import torch
 
 from specray.bench.core.turns import medians_ms
 from specray.bench.forwards import wait_for
-from specray.engine.model.layers.expert_config import Routing
-from specray.engine.model.layers.experts import ExpertMlp, ExpertMlps, ExpertsInTurn
-from specray.engine.model.layers.routing import Router
+from specray.engine.model.layers.experts.config import Routing
+from specray.engine.model.layers.experts.layer import ExpertMlp, ExpertMlps, ExpertsInTurn
+from specray.engine.model.layers.experts.routing import Router
 from specray.engine.model.linear import Linear
 from specray.engine.model.operators import Operators, cpu_operators, cuda_operators
 from specray.engine.model.operators_torch import TorchOperators

@@ -21,8 +21,8 @@ from specray.engine.attention.paged import PagedAttention
 from specray.engine.attention.select import Model, choose_backend
 from specray.engine.inputs import SequenceInput
 from specray.engine.model.decoder import DecoderForward
-from specray.engine.model.layers.experts import ExpertLayer
-from specray.engine.model.layers.shared_mlp import WithSharedMlp
+from specray.engine.model.layers.experts.layer import ExpertLayer
+from specray.engine.model.layers.experts.shared_mlp import WithSharedMlp
 from specray.engine.model.linear import Weights
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.cuda_graphs import Capture, CudaCapture, GraphedForward, run_again

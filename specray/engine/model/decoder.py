@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from specray.engine.attention.base import Attention, HeadNorm
 from specray.engine.cache.state_pool import StatePool
 from specray.engine.model.layers.delta import Mixer
-from specray.engine.model.layers.expert_hits import ExpertHits
-from specray.engine.model.layers.experts import ExpertLayer
+from specray.engine.model.layers.experts.hits import ExpertHits
+from specray.engine.model.layers.experts.layer import ExpertLayer
+from specray.engine.model.layers.experts.shared_mlp import WithSharedMlp
 from specray.engine.model.layers.latent.projections import LatentOutput, LatentQueries
 from specray.engine.model.layers.normed import Absent, NormedProjection, NormedQueries, Rows
-from specray.engine.model.layers.shared_mlp import WithSharedMlp
 from specray.engine.model.linear import Linear, Weights
 from specray.engine.step import CacheShape, ForwardOutput, Step
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specray.engine.activation import Activation
-from specray.engine.model.layers.expert_config import Experts
+from specray.engine.model.layers.experts.config import Experts
 from specray.engine.model.layers.latent.config import LATENT_UP, LatentAttention
 from specray.engine.model.layers.recurrent_config import RecurrentLayers
 

@@ -25,9 +25,10 @@ from specray.engine.model.decoder_config import (
     DecoderConfig,
     layer_prefix,
 )
-from specray.engine.model.layers.expert_hits import count_hits
-from specray.engine.model.layers.expert_lowering import lower_experts
-from specray.engine.model.layers.experts import ExpertLayer, Sum
+from specray.engine.model.layers.experts.hits import count_hits
+from specray.engine.model.layers.experts.layer import ExpertLayer, Sum
+from specray.engine.model.layers.experts.lowering import lower_experts
+from specray.engine.model.layers.experts.shared_mlp import WithSharedMlp
 from specray.engine.model.layers.latent.lowering import lower_latent
 from specray.engine.model.layers.latent.projections import LatentOutput
 from specray.engine.model.layers.mixer_lowering import by_kind, lower_mixer, rows_of
@@ -38,7 +39,6 @@ from specray.engine.model.layers.projections import (
     lower_projection,
     scaled,
 )
-from specray.engine.model.layers.shared_mlp import WithSharedMlp
 from specray.engine.model.layers.vocabulary import embedding_and_head
 from specray.engine.model.quantized.operator_set import OperatorSet
 from specray.engine.model.rotary import rotated_first, tables_of_layers

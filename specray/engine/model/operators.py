@@ -17,11 +17,11 @@ from specray.engine.attention.base import Attention
 from specray.engine.attention.paged import AttendPaged, PagedAttention, StoreRows
 from specray.engine.model.decoder import Norm, RowGate
 from specray.engine.model.layers.delta import Mixer
-from specray.engine.model.layers.experts import ExpertLayer, ExpertMlp
+from specray.engine.model.layers.experts.layer import ExpertLayer, ExpertMlp
+from specray.engine.model.layers.experts.routing import Router
 from specray.engine.model.layers.latent.projections import HeadProduct, LatentQueries
 from specray.engine.model.layers.mixer_lowering import PlainMixer
 from specray.engine.model.layers.normed import Rows
-from specray.engine.model.layers.routing import Router
 from specray.engine.model.linear import Gate, Linear
 from specray.engine.model.operators_torch import TorchOperators, by_layer
 from specray.engine.step import HeadShape

@@ -24,12 +24,12 @@ from specray.engine.cpu.norm import FusedRMSNorm
 from specray.engine.cpu.row_gate import NUM_ARGS, gate_kernel, square_kernel
 from specray.engine.cpu.thread_pool import ThreadPool
 from specray.engine.model.layers.convolution import ShortConvolution
-from specray.engine.model.layers.expert_config import Groups, Score
-from specray.engine.model.layers.experts import ExpertLayer, ExpertMlp
+from specray.engine.model.layers.experts.config import Groups, Score
+from specray.engine.model.layers.experts.layer import ExpertLayer, ExpertMlp
+from specray.engine.model.layers.experts.routing import Router
 from specray.engine.model.layers.latent.projections import LatentQueries
 from specray.engine.model.layers.mixers.kernels import KernelConvolution, KernelMixer
 from specray.engine.model.layers.mixers.mamba import Mamba
-from specray.engine.model.layers.routing import Router
 from specray.engine.model.operators_torch import TorchOperators
 from specray.engine.weights.stored_weight import Weight, numbers_of
 

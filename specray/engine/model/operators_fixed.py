@@ -18,7 +18,7 @@ from specray.engine.cuda.linear import ProductGate, ProductLinear
 from specray.engine.cuda.norm_triton import RowNorm
 from specray.engine.cuda.plain_triton import multiply_plain
 from specray.engine.cuda.tiles import FIXED
-from specray.engine.model.layers.experts import ExpertLayer, ExpertMlp
+from specray.engine.model.layers.experts.layer import ExpertLayer, ExpertMlp
 from specray.engine.model.operators_torch import TorchOperators
 from specray.engine.model.operators_triton import delta_mixer, expert_layer
 from specray.engine.weights.stored_weight import Weight, numbers_of
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from specray.engine.model.decoder import Norm
     from specray.engine.model.layers.delta import Mixer
+    from specray.engine.model.layers.experts.routing import Router
     from specray.engine.model.layers.latent.projections import HeadProduct
     from specray.engine.model.layers.mixer_lowering import PlainMixer
-    from specray.engine.model.layers.routing import Router
     from specray.engine.model.linear import Gate, Linear
 
 

@@ -11,11 +11,11 @@ from specray.engine.attention.base import Attention, LayeredAttention, Rotary
 from specray.engine.attention.sdpa import PlainAttention
 from specray.engine.model.decoder import Norm, RMSNorm, RowGate, SigmoidGate, WideRMSNorm
 from specray.engine.model.layers.delta import Mixer
-from specray.engine.model.layers.experts import ExpertLayer, ExpertMlp, ExpertsInTurn
+from specray.engine.model.layers.experts.layer import ExpertLayer, ExpertMlp, ExpertsInTurn
+from specray.engine.model.layers.experts.routing import Router
 from specray.engine.model.layers.latent.projections import HeadProduct, LatentQueries, TorchHeadProduct
 from specray.engine.model.layers.mixer_lowering import PlainMixer
 from specray.engine.model.layers.normed import Rows
-from specray.engine.model.layers.routing import Router
 from specray.engine.model.linear import Gate, Linear, SquaredLinear, make_gate, make_linear
 from specray.engine.model.rotary import RotaryTables
 from specray.engine.step import HeadShape

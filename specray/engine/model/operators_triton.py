@@ -21,11 +21,11 @@ from specray.engine.cuda.recurrent.heads_triton import DeltaGates, keep, mix
 from specray.engine.cuda.recurrent.step_triton import advance
 from specray.engine.cuda.tiles import FREE, TileRule
 from specray.engine.model.layers.delta import GatedDelta, Mixer
-from specray.engine.model.layers.experts import ExpertLayer, ExpertMlp, ExpertsInTurn
-from specray.engine.model.layers.experts_triton import TritonExperts
+from specray.engine.model.layers.experts.layer import ExpertLayer, ExpertMlp, ExpertsInTurn
+from specray.engine.model.layers.experts.routing import Router
+from specray.engine.model.layers.experts.triton import TritonExperts
 from specray.engine.model.layers.mixer_lowering import PlainMixer
 from specray.engine.model.layers.recurrences import HeadRows
-from specray.engine.model.layers.routing import Router
 from specray.engine.model.linear import Gate, JoinedGate, PlainLinear
 from specray.engine.model.operators_torch import TorchOperators
 from specray.engine.step import SequenceRows, StateShape

@@ -26,11 +26,11 @@ from specray.engine.cpu.norm import FusedRMSNorm
 from specray.engine.model.adapters.layers import KernelLayer
 from specray.engine.model.decoder import DecoderForward, DecoderLayer, states_of
 from specray.engine.model.decoder_amx import AmxDecoderForward, packed
-from specray.engine.model.layers.experts import ExpertLayer, Sum
+from specray.engine.model.layers.experts.layer import ExpertLayer, Sum
+from specray.engine.model.layers.experts.shared_mlp import WithSharedMlp
 from specray.engine.model.layers.latent.projections import LatentOutput
 from specray.engine.model.layers.mixers.kernels import KernelConvolution, KernelMixer
 from specray.engine.model.layers.normed import Absent, NormedProjection
-from specray.engine.model.layers.shared_mlp import WithSharedMlp
 from specray.engine.model.layers.vocabulary import ScaledEmbedding, TableEmbedding
 from specray.engine.model.operators_cpu import (
     KernelLatentQueries,

@@ -10,8 +10,8 @@ from specray.config import EngineConfig, TargetConfig
 from specray.engine.attention.select import Backend, Model, choose_backend, fixed_backend
 from specray.engine.group.parallel import ParallelContext
 from specray.engine.model.decoder import DecoderForward
-from specray.engine.model.layers.experts import ExpertLayer
-from specray.engine.model.layers.shared_mlp import WithSharedMlp
+from specray.engine.model.layers.experts.layer import ExpertLayer
+from specray.engine.model.layers.experts.shared_mlp import WithSharedMlp
 from specray.engine.model.linear import PlainLinear, Weights
 from specray.engine.model.loader import DecoderSource, LoadedModel
 from specray.engine.model.lowering import head_shape

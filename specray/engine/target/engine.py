@@ -21,7 +21,7 @@ from specray.engine.cache.adapters import AdapterRanks, LoadedAdapters
 from specray.engine.features.drafting import TargetDrafting
 from specray.engine.features.growing import DraftRequest, draft_request
 from specray.engine.features.remote.sending import FeatureSender
-from specray.engine.model.layers.expert_hits import ExpertHits
+from specray.engine.model.layers.experts.hits import ExpertHits
 from specray.engine.sampling.draws import best_tokens
 from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.sampling.logprobs import token_logprobs

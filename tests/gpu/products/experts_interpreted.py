@@ -10,10 +10,10 @@ import torch
 
 from specray.engine.activation import Activation, Clamp, Joint
 from specray.engine.cuda.tiles import FIXED
-from specray.engine.model.layers.expert_config import Routing
-from specray.engine.model.layers.experts import ExpertMlp, ExpertMlps, ExpertsInTurn
-from specray.engine.model.layers.experts_triton import TritonExperts
-from specray.engine.model.layers.routing import Router
+from specray.engine.model.layers.experts.config import Routing
+from specray.engine.model.layers.experts.layer import ExpertMlp, ExpertMlps, ExpertsInTurn
+from specray.engine.model.layers.experts.routing import Router
+from specray.engine.model.layers.experts.triton import TritonExperts
 from specray.engine.model.operators_torch import TorchOperators
 from specray.engine.model.quantized.cuda import CodeOperators
 from specray.engine.weights.block_type import BlockType

@@ -20,9 +20,9 @@ from specray.engine.cuda.linear import ProductGate, ProductLinear
 from specray.engine.cuda.tiles import FREE
 from specray.engine.model.decoder import RMSNorm
 from specray.engine.model.description import ModelArgs
-from specray.engine.model.layers.experts import ExpertLayer
-from specray.engine.model.layers.experts_triton import TritonExperts
-from specray.engine.model.layers.shared_mlp import WithSharedMlp
+from specray.engine.model.layers.experts.layer import ExpertLayer
+from specray.engine.model.layers.experts.shared_mlp import WithSharedMlp
+from specray.engine.model.layers.experts.triton import TritonExperts
 from specray.engine.model.linear import JoinedGate, PlainLinear
 from specray.engine.model.loader import DecoderSource, load_model
 from specray.engine.model.lowering import lower

@@ -20,10 +20,10 @@ from specray.engine.inputs import SequenceInput
 from specray.engine.model import operators_triton
 from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.layers.convolution import convolve
-from specray.engine.model.layers.expert_config import Routing
-from specray.engine.model.layers.experts import ExpertMlp
+from specray.engine.model.layers.experts.config import Routing
+from specray.engine.model.layers.experts.layer import ExpertMlp
+from specray.engine.model.layers.experts.routing import Router
 from specray.engine.model.layers.recurrences import HeadRows, recur
-from specray.engine.model.layers.routing import Router
 from specray.engine.model.operators_triton import TritonDelta, TritonOperators, recurred
 from specray.engine.runner import assembly
 from specray.engine.runner.cuda_graphs import Bucket

@@ -29,7 +29,7 @@ from specray.engine.model.decoder_config import (
     DecoderConfig,
     layer_prefix,
 )
-from specray.engine.model.layers.expert_config import (
+from specray.engine.model.layers.experts.config import (
     CHOICE_BIAS,
     ROUTER,
     SHARED,

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from specray.engine.model.checks.weights import PREDICTOR
 from specray.engine.model.decoder_config import HEAD, DecoderConfig, layer_prefix
-from specray.engine.model.layers.expert_config import DOWN, Stacked
+from specray.engine.model.layers.experts.config import DOWN, Stacked
 from specray.engine.model.layers.recurrent_config import DELTA_CONVOLUTIONS, DeltaLayers, DeltaWeights
 
 _TEXT_PARTS = ("embed_tokens", "layers", "norm")

@@ -21,7 +21,7 @@ from specray.engine.model.families.fields import (
     rope_formula,
 )
 from specray.engine.model.families.mixtures import can_route, experts_of
-from specray.engine.model.layers.expert_config import Experts
+from specray.engine.model.layers.experts.config import Experts
 
 DEFAULT_ROPE_THETA = 10_000.0
 """Base of the rotary wavelengths where a configuration names none."""

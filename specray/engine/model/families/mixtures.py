@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from specray.engine.activation import Clamp
-from specray.engine.model.layers.expert_config import (
+from specray.engine.model.layers.experts.config import (
     Experts,
     Groups,
     Routing,

@@ -14,7 +14,7 @@ from specray.engine.cuda.codes.look_up_triton import CodeEmbedding
 from specray.engine.cuda.codes.packed import Packable, PackedWeight, can_pack, pack
 from specray.engine.cuda.linear import ProductGate, ProductLinear
 from specray.engine.cuda.tiles import FREE, TileRule
-from specray.engine.model.layers.experts import ExpertLayer, ExpertMlp
+from specray.engine.model.layers.experts.layer import ExpertLayer, ExpertMlp
 from specray.engine.model.layers.vocabulary import TableEmbedding
 from specray.engine.model.linear import JoinedGate
 from specray.engine.model.operators_triton import expert_layer
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from specray.engine.attention.base import Attention
     from specray.engine.model.decoder import Embedding, Norm, RowGate
     from specray.engine.model.layers.delta import Mixer
+    from specray.engine.model.layers.experts.routing import Router
     from specray.engine.model.layers.latent.projections import HeadProduct, LatentQueries
     from specray.engine.model.layers.mixer_lowering import PlainMixer
     from specray.engine.model.layers.normed import Rows
-    from specray.engine.model.layers.routing import Router
     from specray.engine.model.linear import Gate, Linear
     from specray.engine.model.operators import Operators
     from specray.engine.model.rotary import RotaryTables

@@ -15,10 +15,10 @@ from specray.engine.cuda.tiles import FIXED, FREE
 from specray.engine.group.parallel import ParallelContext
 from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.description import ModelArgs
-from specray.engine.model.layers.expert_config import Routing
-from specray.engine.model.layers.experts import ExpertLayer, ExpertsInTurn
-from specray.engine.model.layers.routing import Router
-from specray.engine.model.layers.shared_mlp import WithSharedMlp
+from specray.engine.model.layers.experts.config import Routing
+from specray.engine.model.layers.experts.layer import ExpertLayer, ExpertsInTurn
+from specray.engine.model.layers.experts.routing import Router
+from specray.engine.model.layers.experts.shared_mlp import WithSharedMlp
 from specray.engine.model.linear import JoinedGate, PlainLinear
 from specray.engine.model.loader import load_model
 from specray.engine.model.operators import cuda_operators

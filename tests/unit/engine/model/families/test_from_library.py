@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from specray.engine.activation import Clamp
 from specray.engine.model.decoder_config import RopeFormula
 from specray.engine.model.families.from_library import can_lower, decoder_config_of
-from specray.engine.model.layers.expert_config import Routing
+from specray.engine.model.layers.experts.config import Routing
 from specray.engine.model.library import LibraryConfig
 from specray.engine.model.rotary import rotated_first
 

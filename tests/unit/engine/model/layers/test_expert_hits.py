@@ -9,8 +9,8 @@ import torch
 
 from specray.draft_tokens import DraftTokens
 from specray.engine.model.decoder import DecoderForward
-from specray.engine.model.layers.expert_hits import ExpertHits, count_hits
-from specray.engine.model.layers.experts import ExpertLayer
+from specray.engine.model.layers.experts.hits import ExpertHits, count_hits
+from specray.engine.model.layers.experts.layer import ExpertLayer
 from specray.engine.target.engine import TargetEngine
 from specray.engine_info import RoutedExperts
 from specray.types import SamplingParams, VerifyItem

@@ -16,9 +16,9 @@ from specray.engine.cpu.experts.choose import Choice, choose
 from specray.engine.cpu.experts.grouped import KernelExperts
 from specray.engine.cpu.gemm.linear import can_tile
 from specray.engine.cpu.thread_pool import ThreadPool
-from specray.engine.model.layers.expert_config import Groups, Routing, Score
-from specray.engine.model.layers.experts import ExpertLayer, ExpertMlp, ExpertsInTurn
-from specray.engine.model.layers.routing import Router
+from specray.engine.model.layers.experts.config import Groups, Routing, Score
+from specray.engine.model.layers.experts.layer import ExpertLayer, ExpertMlp, ExpertsInTurn
+from specray.engine.model.layers.experts.routing import Router
 from specray.engine.model.linear import Gate, Linear, PlainLinear
 from specray.engine.model.operators import Operators
 from specray.engine.model.operators_cpu import KernelOperators, KernelRouter

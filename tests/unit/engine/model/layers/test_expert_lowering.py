@@ -10,9 +10,9 @@ import torch
 from specray.engine.activation import Clamp
 from specray.engine.group.parallel import ParallelContext
 from specray.engine.model.checkpoint.rank_weights import RankWeights
-from specray.engine.model.layers.expert_config import DOWN, GATE_UP, Experts, Routing, Stacked
-from specray.engine.model.layers.expert_lowering import lower_experts
-from specray.engine.model.layers.experts import ExpertLayer, ExpertsInTurn
+from specray.engine.model.layers.experts.config import DOWN, GATE_UP, Experts, Routing, Stacked
+from specray.engine.model.layers.experts.layer import ExpertLayer, ExpertsInTurn
+from specray.engine.model.layers.experts.lowering import lower_experts
 from specray.engine.model.operators_torch import TorchOperators
 from tests.unit.engine.model.checkpoints import InMemoryWeights
 from tests.unit.engine.model.test_lowering import CONFIG, rank

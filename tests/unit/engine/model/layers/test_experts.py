@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specray.engine.model.layers.expert_config import Routing
-from specray.engine.model.layers.experts import ExpertLayer, ExpertMlp, ExpertsInTurn, Sum
-from specray.engine.model.layers.routing import Router
+from specray.engine.model.layers.experts.config import Routing
+from specray.engine.model.layers.experts.layer import ExpertLayer, ExpertMlp, ExpertsInTurn, Sum
+from specray.engine.model.layers.experts.routing import Router
 from specray.engine.model.linear import make_gate, make_linear
 
 NUM_EXPERTS, HIDDEN, INNER = 5, 16, 24

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from specray.engine.model.layers.expert_config import Groups, Routing, Score
-from specray.engine.model.layers.routing import Router
+from specray.engine.model.layers.experts.config import Groups, Routing, Score
+from specray.engine.model.layers.experts.routing import Router
 
 ODDS = math.log(3.0)
 """A product whose sigmoid is 3/4; of twice it 9/10."""

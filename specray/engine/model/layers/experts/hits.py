@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specray.engine.model.layers.experts import ExpertLayer
-from specray.engine.model.layers.shared_mlp import WithSharedMlp
+from specray.engine.model.layers.experts.layer import ExpertLayer
+from specray.engine.model.layers.experts.shared_mlp import WithSharedMlp
 from specray.engine_info import RoutedExperts
 
 if TYPE_CHECKING:
     from specray.engine.model.decoder import DecoderLayer
-    from specray.engine.model.layers.expert_config import Experts
+    from specray.engine.model.layers.experts.config import Experts
 
 _MIXTURES = (ExpertLayer, WithSharedMlp)
 

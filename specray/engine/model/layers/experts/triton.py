@@ -21,7 +21,7 @@ from specray.engine.cuda.align_triton import align_pairs, count_hits
 from specray.engine.cuda.epilogue import Epilogue, PlainWeight
 from specray.engine.cuda.linear import Multiplied, ProductGate, ProductLinear, multiply_any, stack
 from specray.engine.cuda.tiles import FREE, TileRule
-from specray.engine.model.layers.experts import ExpertMlp
+from specray.engine.model.layers.experts.layer import ExpertMlp
 from specray.engine.model.linear import JoinedGate, PlainLinear, joined
 
 

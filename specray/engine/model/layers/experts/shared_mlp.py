@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from specray.engine.model.layers.experts import ExpertLayer, ExpertMlp
+    from specray.engine.model.layers.experts.layer import ExpertLayer, ExpertMlp
 
 
 @dataclass(frozen=True, slots=True)

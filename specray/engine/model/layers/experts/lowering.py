@@ -13,7 +13,7 @@ import torch
 from specray.engine.activation import Clamp
 from specray.engine.model.checkpoint.source import WeightPart
 from specray.engine.model.decoder_config import DecoderConfig
-from specray.engine.model.layers.expert_config import (
+from specray.engine.model.layers.experts.config import (
     CHOICE_BIAS,
     DOWN,
     GATE_UP,
@@ -24,9 +24,9 @@ from specray.engine.model.layers.expert_config import (
     Stacked,
     expert_prefix,
 )
-from specray.engine.model.layers.experts import ExpertLayer, ExpertMlp
-from specray.engine.model.layers.routing import Router
-from specray.engine.model.layers.shared_mlp import WithSharedMlp
+from specray.engine.model.layers.experts.layer import ExpertLayer, ExpertMlp
+from specray.engine.model.layers.experts.routing import Router
+from specray.engine.model.layers.experts.shared_mlp import WithSharedMlp
 from specray.engine.weights.stored_weight import StoredWeight, Weight, alike
 
 if TYPE_CHECKING:

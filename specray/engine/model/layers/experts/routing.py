@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specray.engine.model.layers.expert_config import Groups, Routing, Score
+from specray.engine.model.layers.experts.config import Groups, Routing, Score
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Mixtures of experts: whose a row is, what they compute, and what stands beside them."""
