@@ -105,7 +105,7 @@ class AdapterRoom:
         return has_changed
 
     def end_look(self) -> None:
-        """All who wait have been looked at."""
+        """All who waited when something changed have been looked at."""
         self._refused.clear()
 
     def on_end(self, digest: bytes) -> None:
@@ -148,15 +148,18 @@ class AdapterRoom:
             EngineLostError: the target is lost.
         """
         end_s = self._clock.monotonic() + LOAD_TIMEOUT_S
-        while True:
-            try:
-                return await self._load(folder, digest, is_pinned=is_pinned)
-            except OverloadedError:
-                if self._clock.monotonic() > end_s:
-                    self._reopen()
-                    raise
-                self._close_oldest()
-                await self._clock.sleep(ROOM_RETRY_S)
+        try:
+            while True:
+                try:
+                    return await self._load(folder, digest, is_pinned=is_pinned)
+                except OverloadedError:
+                    if self._clock.monotonic() > end_s:
+                        raise
+                    self._close_oldest()
+                    await self._clock.sleep(ROOM_RETRY_S)
+        finally:
+            # Also when who commanded it has gone.
+            self._reopen()
 
     async def unload(self, digest: bytes) -> None:
         """Lets an adapter leave memory once no request has it. Raises as ``load``."""
@@ -227,6 +230,9 @@ class AdapterRoom:
             # Where there is no room it is tried again and again: it counts once.
             if result != "no_room" or self._closed is None:
                 self._metrics.adapters.loads.labels(result).inc()
+            if result in ("refused", "lost"):
+                # It needs no place.
+                self._reopen()
         if is_pinned:
             self._pinned.add(digest)
         self._leaving.discard(digest)

@@ -80,6 +80,11 @@ class AdmissionQueue(Generic[WaitingT]):
         return len(self._entries) > len(self._aside)
 
     @property
+    def has_returned(self) -> bool:
+        """Whether ``pop`` has an entry that was put back or called back."""
+        return bool(self._returned)
+
+    @property
     def aside(self) -> Collection[WaitingT]:
         """The entries that were set aside, in that order."""
         return self._aside.values()

@@ -162,7 +162,7 @@ class Sessions:
                 live.admitted_s = now
                 self._quotas.let_in(live.session.request)
                 self._metrics.prompt_tokens.inc(live.session.num_prompt_tokens)
-        if self._adapters is not None and not self.queue.aside:
+        if self._adapters is not None and not self.queue.has_returned:
             self._adapters.end_look()
         self._show()
 

@@ -303,6 +303,50 @@ async def test_who_waits_for_an_adapter_can_go_away(clock: VirtualClock) -> None
         await pair.settle()
 
 
+@pytest.mark.parametrize("wanted", ["by a request", "by a command", "by a command that goes away"])
+async def test_the_closed_adapter_lets_in_again_when_what_wanted_its_place_cannot_be_loaded(
+    clock: VirtualClock, wanted: str
+) -> None:
+    target = new_target(max_adapters=2)
+    async with serving(clock, target=target, adapters=CONFIG) as pair:
+        long, short = asking("sql", max_tokens=60), asking("chat", max_tokens=12)
+        running = [asyncio.create_task(pair.router.complete(each)) for each in (long, short)]
+        await asyncio.sleep(5 * TARGET_S)
+        is_asked = wanted == "by a request"
+        other: Any = pair.router.complete(asking("no")) if is_asked else pair.router.load_adapter("no")
+        other = asyncio.create_task(other)
+        await asyncio.sleep(3 * TARGET_S)
+        if wanted == "by a command that goes away":
+            other.cancel()
+        # It came while sql was closed, and sql's place was not the one that became free.
+        late = asyncio.create_task(pair.router.complete(asking("sql", "late")))
+        assert isinstance(
+            (await asyncio.gather(other, return_exceptions=True))[0], Exception | asyncio.CancelledError
+        )
+        assert (await late).token_ids == expected(asking("sql", "late"))
+        assert not running[0].done()
+        assert [(await each).token_ids for each in running] == [expected(long), expected(short)]
+
+
+async def test_a_folder_that_was_put_right_is_read_again_while_others_wait_for_room(
+    clock: VirtualClock,
+) -> None:
+    target = new_target(max_adapters=1)
+    async with serving(clock, target=target, adapters=CONFIG) as pair:
+        wrong = asyncio.create_task(pair.router.complete(asking("no")))
+        await asyncio.sleep(0)
+        given = [asking("sql", max_tokens=30), asking("chat")]
+        tasks = [asyncio.create_task(pair.router.complete(each)) for each in given]
+        with pytest.raises(InvalidRequestError, match="'no' cannot be loaded"):
+            await wrong
+        await asyncio.sleep(3 * TARGET_S)
+        assert not any(each.done() for each in tasks)
+        target.folders["no"] = digest_of("no")
+        again = asking("no", "again")
+        assert await outputs(pair, [again]) == [expected(again)]
+        assert [(await each).token_ids for each in tasks] == [expected(each) for each in given]
+
+
 @pytest.mark.parametrize("seed", range(12))
 async def test_any_order_of_requests_swaps_unloads_and_losses_ends_with_the_right_tokens(
     clock: VirtualClock, seed: int
@@ -352,7 +396,7 @@ async def test_any_order_of_requests_swaps_unloads_and_losses_ends_with_the_righ
                 case draw if draw < 0.93 and len(made) < 4:
                     verifiers[-1].lose()
                 case _:
-                    for request_id in list(made[-1].held_request_ids)[:1]:
+                    for request_id in sorted(made[-1].held_request_ids)[:1]:
                         made[-1].fail_next(request_id, "no room", is_retriable=True)
             await asyncio.sleep(rng.choice([0.0, 0.5 * TARGET_S, 4 * TARGET_S]))
         for result in await asyncio.gather(*tasks, return_exceptions=True):
