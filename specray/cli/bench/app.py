@@ -16,7 +16,7 @@ from specray.cli.bench.parts import adapters, drafting, forwards, idle, prefix, 
 from specray.cli.bench.plain import plain
 from specray.cli.bench.prediction import prediction
 from specray.cli.bench.quantization import quantization
-from specray.cli.bench.serve import loading, routing, serve
+from specray.cli.bench.serve import loading, routing, scaling, serve
 from specray.cli.bench.soak import soak
 from specray.cli.bench.structured import structured
 from specray.cli.bench.trace import trace
@@ -38,7 +38,7 @@ app = typer.Typer(
 )
 _COMMANDS = (
     *(serve, compare, methods, overlap, trace, soak, overload, plain, prediction, structured),
-    *(forwards, adapters, quantization, prefix, drafting, router, routing, loading, rpc, idle, gpu),
+    *(forwards, adapters, quantization, prefix, drafting, router, routing, scaling, loading, rpc, idle, gpu),
 )
 for command in _COMMANDS:
     app.command()(command)

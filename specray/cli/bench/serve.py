@@ -1,4 +1,4 @@
-"""``specray bench serve``, ``routing`` and ``loading``: a running server, several Routers, several models."""
+"""``specray bench serve``, ``routing``, ``scaling``, ``loading``: a server, several Routers, several models."""
 
 from __future__ import annotations
 
@@ -52,6 +52,41 @@ def loading(
     if page_path is not None:
         note = "Of one pair: two models stay loaded, one comes and goes, five are never loaded."
         text = page("Loading models", "specray bench loading", [note], [table])
+        page_path.write_text(text, encoding="utf-8")
+
+
+def scaling(
+    target: options.TargetModel = None,
+    draft: options.Draft = None,
+    settings: options.Settings = None,
+    max_routers: Annotated[int, typer.Option(min=2, max=16, help="Most Routers.")] = 4,
+    num_clients: Annotated[int, typer.Option(min=2, help="Requests at a time under load.")] = 24,
+    seconds: Annotated[float, typer.Option(min=5, help="Seconds of each phase.")] = 60.0,
+    page_path: Annotated[Path | None, typer.Option("--page", help="Page of Markdown to write.")] = None,
+) -> None:
+    """Measure what requests notice while Routers of a service of its own come and go with the load."""
+    from specray.bench.compare.peers.process import free_port
+    from specray.bench.core.report import page
+    from specray.bench.scaling import Phase, measure_scaling, scaled, scaling_table
+    from specray.cli.output import wide_console
+    from specray.cli.settings import build_config, pair_options
+    from specray.serving.launch import running_service
+
+    ports = [f"http.port={free_port()}", "grpc.port=0"]
+    config = build_config(None, pair_options(target=target, draft=draft), [*ports, *(settings or [])])
+    phases = [
+        Phase("one client", 1, seconds / 2),
+        Phase("load, Routers come", num_clients, seconds),
+        Phase("load, all are there", num_clients, seconds),
+        Phase("one client, Routers go", 1, seconds),
+    ]
+    with running_service(scaled(config, max_routers=max_routers)):
+        courses = asyncio.run(measure_scaling(f"http://127.0.0.1:{config.http.port}", phases))
+    table = scaling_table(courses)
+    wide_console().print(table)
+    if page_path is not None:
+        note = "Closed loop; greedy outputs, each compared with that of the quiet service."
+        text = page("Routers that follow the load", "specray bench scaling", [note], [table])
         page_path.write_text(text, encoding="utf-8")
 
 
