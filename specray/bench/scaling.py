@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import statistics
@@ -112,7 +113,7 @@ async def _text(http: aiohttp.ClientSession, prompt: str) -> _Streamed:
                 raise RuntimeError(event["error"]["message"])
             pieces.append(event["choices"][0]["text"])
             times.append(time.monotonic())
-    gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
+    gaps = [after - before for before, after in itertools.pairwise(times)]
     return _Streamed("".join(pieces), times[0] - began_s, max(gaps, default=0.0))
 
 

@@ -1,4 +1,4 @@
-"""``specray bench serve``, ``routing``, ``scaling``, ``loading``: a server, several Routers, several models."""
+"""``specray bench serve``, ``routing``, ``scaling``, ``loading``: servers, Routers, several models."""
 
 from __future__ import annotations
 
