@@ -118,9 +118,11 @@ class Session:
         )
 
     def take(self, draft: DraftTokens, verdict: Verdict) -> None:
-        kept = draft.token_ids[: verdict.num_accepted_tokens]
+        # Without a node they are the first of a tree's first chain, all that hybrids verify of it.
+        path = draft.first_path[: verdict.num_accepted_tokens]
         if verdict.last_accepted_node is not None:
-            kept = tuple(draft.token_ids[node] for node in draft.path(verdict.last_accepted_node))
+            path = draft.path(verdict.last_accepted_node)
+        kept = [draft.token_ids[node] for node in path]
         assert verdict.next_token_id is not None
         self.held = len(self.token_ids)
         self.token_ids += [*kept, verdict.next_token_id]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specray.draft_tokens import NO_DRAFT, DraftTokens
+from specray.draft_tokens import NO_DRAFT, DraftTokens, TreeBudget
 from specray.types import SamplingParams
 from tests.unit.engine.features import reference
 from tests.unit.engine.features.block import reference as block_reference
@@ -70,6 +70,21 @@ def test_outputs_with_mtp_are_those_without(tmp_path: Path, family: str, num_tok
         expected = generate(plain, sessions[0], 24, 0)
         assert generate(drafting, sessions[1], 24, num_tokens) == expected
         assert len(sessions[1].accepted) <= 24
+
+
+def test_of_trees_that_a_drafter_grows_first_chains_are_verified(tmp_path: Path) -> None:
+    """Whose nodes need not be the first ones. Shared noise makes drafter and target draw alike."""
+    path, sampling = write_target(tmp_path, HYBRIDS[0]).path, SamplingParams(temperature=30.0, seed=11)
+    paths: set[tuple[int, ...]] = set()
+    expected = generate(make_target(path, None), Session("alone", list(PROMPT), sampling), 24, 0)
+    engine, session, draft = make_target(path, "mtp"), Session("a", list(PROMPT), sampling), NO_DRAFT
+    while len(session.token_ids) < len(PROMPT) + 24:
+        [verdict] = step(engine, [session], [draft], K, next_tree=TreeBudget.of_widths((3, 2, 2)))
+        assert verdict.last_accepted_node is None
+        paths.add(draft.first_path[: verdict.num_accepted_tokens])
+        draft = verdict.draft
+    assert session.token_ids[len(PROMPT) :][:24] == expected
+    assert max(session.accepted) == K and any(path != tuple(range(len(path))) for path in paths)
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
