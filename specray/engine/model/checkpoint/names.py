@@ -16,7 +16,7 @@ _TEXT_PARTS = ("embed_tokens", "layers", "norm")
 _BASE_PREFIX = "model."
 _LAYERS = re.compile(r"(.*?)layers\.\d+\.")
 _HEAD = re.compile(r"(?:\w+\.)*lm_head\.weight$")
-_IN_LAYERS = re.compile(r"(^|\.)layers\.\d+\.")
+_IN_LAYERS = re.compile(r"(^|\.|\.mtp_)layers\.\d+\.")
 _ALIASES = tuple(
     (re.compile(pattern), name)
     for pattern, name in (
