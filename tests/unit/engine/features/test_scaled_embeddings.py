@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from specray.engine.features.parts import model_embedding, read_again
+from specray.engine.features.parts import DraftHead, model_embedding, read_again
 from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.description import ModelArgs
 from specray.engine.model.operators_torch import TorchOperators
@@ -28,5 +28,6 @@ def test_of_the_forward_and_read_again(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(model_embedding(forward)(TOKENS), expected)
     layout: Any = None  # Named in a refusal alone.
     operators = TorchOperators(torch.float32)
-    again, _ = read_again(ModelArgs(str(path)), layout, operators, torch.float32, torch.device("cpu"))
+    args, device = ModelArgs(str(path)), torch.device("cpu")
+    again, _ = read_again(args, layout, operators, torch.float32, device, DraftHead())
     torch.testing.assert_close(again(TOKENS), expected)

@@ -269,6 +269,7 @@ def test_what_ranks_choose_is_all_that_places_their_tokens(tmp_path: Path) -> No
         "attention": "gather",
         "block_size": 4,
         "num_blocks": 2 * info.max_model_len // 4,
+        "num_snapshots": 0,
         "dtype": "float32",
         "checkpoint": info.checkpoint,
     }

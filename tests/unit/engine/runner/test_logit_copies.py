@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,11 +95,9 @@ def test_logits_of_several_forwards_are_all_kept(plain: ModelRunner) -> None:
     def work() -> list[CatchUp]:
         items = []
         for index, length in enumerate((6, 9, 3)):
-            sequence = EngineSequence.__new__(EngineSequence)
-            sequence.token_ids = [(5 * index + place) % 90 + 2 for place in range(length)]
-            sequence.num_computed_tokens, sequence.num_tokens, sequence.state_slot = 0, length, None
-            first = 4 * index
-            sequence.block_table = type("Table", (), {"block_ids": list(range(first, first + 3))})  # type: ignore[assignment]
+            table: Any = SimpleNamespace(block_ids=list(range(4 * index, 4 * index + 3)))
+            token_ids = [(5 * index + place) % 90 + 2 for place in range(length)]
+            sequence = EngineSequence(f"{index}", SamplingParams(), table, token_ids, length)
             items.append(CatchUp(sequence, length - 1))
         return items
 
