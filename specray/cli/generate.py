@@ -42,6 +42,7 @@ class Sampling:
     seed: int | None = option(None, "Seed of sampling; default: random.")
     stop: list[str] | None = option(None, "String that ends the output; may be repeated.")
     speculation: bool = option(True, "Use the draft, or let the target decode alone.")
+    model: str | None = option(None, "With --server: one of its models or adapters; default: its only one.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +161,7 @@ async def from_server(url: str, prompt: str, sampling: Sampling) -> AsyncGenerat
         "prompt": prompt,
         **asdict(sampling),
         "stop": sampling.stop or [],
+        "model": sampling.model or "",
         "speculation": {"enabled": sampling.speculation},
         "stream_options": {"include_usage": True},
         "return_speculation_metrics": True,

@@ -50,8 +50,8 @@ export class Form {
 
   /** Chats, where the model has a template for them. */
   allowChat(isAllowed) {
-    if (isAllowed) this.find("kind-chat").checked = true;
-    else this.find("kind-chat").disabled = true;
+    this.find("kind-chat").disabled = !isAllowed;
+    this.find(isAllowed ? "kind-chat" : "kind-completion").checked = true;
     this.showExamples();
   }
 

@@ -183,10 +183,19 @@ function setRunning(isRunning) {
 
 async function connect() {
   const answer = await read("v1/models", form.key);
-  const about = await read("tokenizer_info", form.key).catch(() => ({}));
+  const names = answer.data.map((entry) => entry.id);
+  const choice = find("models");
+  choice.replaceChildren(...names.map((name) => new Option(name)));
+  choice.hidden = names.length < 2;
+  await choose(names[0]);
+}
+
+/** Asks this model from now on; one of several may have to be loaded by its first run. */
+async function choose(name) {
+  const about = await read(`tokenizer_info?model=${encodeURIComponent(name)}`, form.key).catch(() => ({}));
   form.allowChat(Boolean(about.chat_template));
-  model = answer.data[0].id;
-  find("model").textContent = model;
+  model = name;
+  find("model").textContent = find("models").hidden ? model : "";
 }
 
 find("ask").addEventListener("submit", (event) => {
@@ -195,6 +204,7 @@ find("ask").addEventListener("submit", (event) => {
 });
 find("race").addEventListener("click", () => attempt(runRace));
 find("replay").addEventListener("click", replay);
+find("models").addEventListener("change", (event) => choose(event.target.value));
 find("stop").addEventListener("click", () => running?.abort());
 find("stop").addEventListener("keydown", (event) => {
   // The key that started the run is still down.
