@@ -125,6 +125,7 @@ def _deployed(
     from ray import serve
 
     from specray.actors.live import AdapterNames, forget_stored
+    from specray.actors.models.applications import store_key
 
     with within(SERVE_START_S, "Ray Serve did not start", on_lost):
         serve.start(
@@ -148,7 +149,8 @@ def _deployed(
         serve.delete(APP_NAME)
         for app in _model_apps(config):
             serve.delete(app)
-        forget_stored(store)
+        for key in (store, store_key(store)):
+            forget_stored(key)
         for name in ("", *(model.name for model in config.models)):
             AdapterNames(f"{store}-{slug(name)}" if name else store).forget()
 

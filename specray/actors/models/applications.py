@@ -39,16 +39,21 @@ def app_of(model: str) -> str:
 
 
 def app_of_pool(pool: str) -> str:
-    """The name of the application of a draft that models share."""
-    return f"specray-pool-{slug(pool)}"
+    """The name of the application of a draft that models share; no model's, which has no underscore."""
+    return f"specray_pool-{slug(pool)}"
+
+
+def store_key(store: str) -> str:
+    """The key under which a service keeps what it has deployed."""
+    return f"{store}-deployed"
 
 
 class ServeApplications:
     """owner.Applications over Ray Serve.
 
     Args:
-        store: prefix of the keys under which is kept with what configuration a model is deployed, and of its
-            live values.
+        store: prefix of the keys under which live values of models are kept, and what is deployed: the
+            digest of each application's configuration, and the models that were unloaded by a call.
     """
 
     def __init__(self, config: Config, store: str) -> None:
@@ -60,12 +65,15 @@ class ServeApplications:
         return await asyncio.to_thread(self._found)
 
     def _found(self) -> Mapping[str, ModelState]:
-        found = dict[str, ModelState]()
+        found, deployed = dict[str, ModelState](), self._deployed()
         for app, overview in serve.status().applications.items():
             name = self._names.get(app)
             if name is None:
+                if app in deployed["digests"]:
+                    # The configuration has it no longer.
+                    serve.delete(app)
                 continue
-            is_as_configured = (read_stored(self._key(name)) or {}).get("digest") == self._digest(name)
+            is_as_configured = deployed["digests"].get(app) == self._digest(name)
             if overview.status in _COMING and is_as_configured:
                 found[name] = ModelState.LOADING
             elif overview.status in _THERE and is_as_configured:
@@ -92,7 +100,9 @@ class ServeApplications:
         _run_app(serve.RunTarget(bound, name=app_of_pool(pool), route_prefix=None))
 
     def _run_model(self, name: str, draft: DeploymentHandle[Any] | None) -> None:
-        write_stored(self._key(name), {"digest": self._digest(name)})
+        deployed = self._deployed()
+        deployed["digests"][app_of(name)] = self._digest(name)
+        write_stored(store_key(self._store), deployed)
         bound = bind_pair(self._config.of_model(name), store=f"{self._store}-{slug(name)}", draft=draft)
         _run_app(serve.RunTarget(bound, name=app_of(name), route_prefix=None))
 
@@ -128,8 +138,23 @@ class ServeApplications:
             if not there.intersection(others):
                 await asyncio.to_thread(serve.delete, app_of_pool(pool))
 
-    def _key(self, name: str) -> str:
-        return f"{self._store}-deployed-{slug(name)}"
+    def _deployed(self) -> dict[str, Any]:
+        return read_stored(store_key(self._store)) or {"digests": {}, "unwanted": []}
+
+    async def unwanted(self) -> set[str]:
+        """Models that were unloaded by a call, and not loaded since."""
+        return set((await asyncio.to_thread(self._deployed))["unwanted"])
+
+    async def note(self, name: str, *, is_wanted: bool) -> None:
+        """Keeps whether the model was unloaded by a call, for an owner that starts later."""
+        await asyncio.to_thread(self._note, name, is_wanted)
+
+    def _note(self, name: str, is_wanted: bool) -> None:
+        deployed = self._deployed()
+        unwanted = set(deployed["unwanted"])
+        after = unwanted - {name} if is_wanted else unwanted | {name}
+        if after != unwanted:
+            write_stored(store_key(self._store), {**deployed, "unwanted": sorted(after)})
 
     def _digest(self, name: str) -> str:
         return digest(self._config.of_model(name).model_dump(mode="json"))

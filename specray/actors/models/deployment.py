@@ -51,23 +51,27 @@ class ModelsReplica:
         context = serve.get_replica_context()
         room = await asyncio.to_thread(_room, config)
         self._metrics = ModelMetrics()
+        self._applications = ServeApplications(config, store or f"{context.app_name}-models")
         self._owner = ModelOwner(
             ModelTable([_entry(config, each) for each in config.models], room),
-            ServeApplications(config, store or f"{context.app_name}-models"),
+            self._applications,
             ServeIngresses(context.app_name),
             changed=self._metrics.observe,
         )
         self._work = asyncio.create_task(self._owner.run())
+        unwanted = await self._applications.unwanted()
         self._wanted = [
             asyncio.create_task(self.load(each.name, config.router.start_timeout_s))
             for each in config.models
-            if each.load == "start"
+            if each.load == "start" and each.name not in unwanted
         ]
 
     async def load(self, name: str, timeout_s: float) -> ModelStatus | SpecrayError:
+        await self._applications.note(name, is_wanted=True)
         return await error_as_value(self._owner.load(name, timeout_s=timeout_s))
 
     async def unload(self, name: str, timeout_s: float) -> ModelStatus | SpecrayError:
+        await self._applications.note(name, is_wanted=False)
         return await error_as_value(self._owner.unload(name, timeout_s=timeout_s))
 
     async def statuses(self) -> dict[str, ModelStatus]:
