@@ -39,8 +39,8 @@ def app_of(model: str) -> str:
 
 
 def app_of_pool(pool: str) -> str:
-    """The name of the application of a draft that models share; no model's, which has no underscore."""
-    return f"specray_pool-{slug(pool)}"
+    """The name of the application of a draft that models share; unlike that of any model."""
+    return f"shared-draft-{slug(pool)}"
 
 
 def store_key(store: str) -> str:
