@@ -42,8 +42,10 @@ from specray.tokenization import Tokenizer, load_tokenizer
 
 OWNER_GRACE_S = 10.0
 """Seconds by which a call to the owner of models outlives its own time limit, so that its message arrives."""
-STATUS_S = 5.0
+STATUS_S = 2.0
 """Seconds for the owner of models to say their states."""
+STALE_S = 60.0
+"""Seconds that its last answer stands in for it: Serve has started another owner within them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +216,8 @@ class ServeOwner:
 
     def __init__(self, app_name: str) -> None:
         self._handle: DeploymentHandle[Any] = serve.get_deployment_handle("Models", app_name=app_name)
+        self._last: tuple[float, Mapping[str, ModelStatus]] | None = None
+        """Time of its last answer about states, and the answer."""
 
     async def load(self, name: str, timeout_s: float) -> ModelStatus:
         status: ModelStatus = await self._call(
@@ -228,7 +232,15 @@ class ServeOwner:
         return status
 
     async def statuses(self) -> Mapping[str, ModelStatus]:
-        statuses: Mapping[str, ModelStatus] = await self._call(self._handle.statuses.remote, STATUS_S)
+        now = asyncio.get_running_loop().time()
+        try:
+            statuses: Mapping[str, ModelStatus] = await self._call(self._handle.statuses.remote, STATUS_S)
+        except EngineLostError:
+            # Loaded models serve on without it.
+            if self._last is None or now - self._last[0] > STALE_S:
+                raise
+            return self._last[1]
+        self._last = now, statuses
         return statuses
 
     async def _call(self, call: Callable[[], Any], timeout_s: float) -> Any:

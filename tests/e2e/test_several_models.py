@@ -117,8 +117,11 @@ async def test_an_unload_and_a_crash_of_one_disturb_no_other(http: aiohttp.Clien
 async def test_the_owner_of_models_may_die(http: aiohttp.ClientSession) -> None:
     expected = await text_of(http, "own")
     (owner,) = processes("ray::ServeReplica:specray:Models")
+    assert (await states(http))["own"] == "loaded"
     os.kill(owner, signal.SIGKILL)
     assert await text_of(http, "own") == expected
+    async with http.get("/ready") as response:
+        assert response.status == 200, "loaded models serve on without an owner"
 
     async def is_replaced() -> bool:
         return bool(set(processes("ray::ServeReplica:specray:Models")) - {owner})
