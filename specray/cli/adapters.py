@@ -40,7 +40,7 @@ def load(
     url: Url = OWN_URL,
 ) -> None:
     """Load an adapter under a name; requests that run keep what the name stood for."""
-    body = {"lora_name": name, "lora_path": folder or name, "load_inplace": replace}
+    body = {"lora_name": name, "lora_path": name if folder is None else folder, "load_inplace": replace}
     answer = _call(url, lambda client: client.post("/v1/load_lora_adapter", body))
     typer.echo(f"{answer['lora_name']}\t{answer['lora_path']}\t{answer['digest']}")
 

@@ -20,6 +20,8 @@ from specray.types import ADAPTER
 
 FRESH_S: Final = 1.0
 """Seconds for which what was read of the store counts; another Ingress may have changed it meanwhile."""
+_NO_DIGEST: Final = b""
+"""What a name of the configuration stands for in the store once it was unloaded."""
 MAX_NAMES: Final = 1024
 """Most names of adapters of a service."""
 
@@ -83,15 +85,18 @@ class AdapterCatalog:
         self._is_shared = is_shared
         self._monotonic = monotonic
         self._known: dict[str, AdapterRef] = {}
+        self._unloaded: frozenset[str] = frozenset()
+        """Names of the configuration that were unloaded: only a load brings them back."""
         self._read_s: float | None = None
         self._reading = asyncio.Lock()
         self._turn = asyncio.Lock()
+        self._naming = asyncio.Lock()
 
     async def refs(self) -> list[AdapterRef]:
         """All that have a name, also those that are loaded at the start, by name."""
         await self._refresh()
         for name in () if self._config is None else self._config.preload:
-            if name not in self._known:
+            if name not in self._known and name not in self._unloaded:
                 await self._loaded(name, name)
         return [self._known[name] for name in sorted(self._known)]
 
@@ -124,6 +129,14 @@ class AdapterCatalog:
         field, value = ("model", model) if named else (ADAPTER, adapter)
         raise self._unknown(field, str(value))
 
+    def check_base(self, model: str | None) -> None:
+        """Raises ModelNotFoundError where ``model`` is given, and is not the one that adapters change."""
+        if model is not None and model not in self._bases:
+            names = ", ".join(map(repr, self._bases))
+            raise ModelNotFoundError(
+                f"model {shown(model)} is not served here; allowed: {names}", field="model"
+            )
+
     async def load(self, name: str, folder: str, *, in_place: bool = False) -> AdapterRef:
         """Lets ``name`` stand for what lies in ``folder`` now.
 
@@ -143,21 +156,22 @@ class AdapterCatalog:
                 field="lora_name",
             )
         await self._refresh()
-        known = self._known.get(name)
-        if known is None and len(self._known) >= MAX_NAMES:
-            raise InvalidRequestError(
-                f"{len(self._known)} adapters have names; allowed: {MAX_NAMES}", field="lora_name"
-            )
-        if known is not None and not in_place:
-            raise InvalidRequestError(
-                f"lora_name {name!r} is loaded; allowed: another name, or load_inplace: true",
-                field="lora_name",
-            )
+        self._check_free(name, in_place=in_place)
         try:
-            ref = await self._loaded(name, folder)
+            ref = await self._read(name, folder)
         except InvalidRequestError as error:
             raise InvalidRequestError(str(error), field="lora_path") from None
-        if known is not None and known.digest != ref.digest:
+        try:
+            async with self._naming:
+                # Another load of the name may have ended meanwhile.
+                await self._refresh()
+                self._check_free(name, in_place=in_place)
+                known = self._known.get(name)
+                await self._name(ref)
+        except InvalidRequestError:
+            await self._let_go(ref)
+            raise
+        if known is not None:
             await self._let_go(known)
         await self._settle()
         return ref
@@ -173,7 +187,10 @@ class AdapterCatalog:
         ref = self._known.pop(name, None)
         if ref is None:
             raise self._unknown("lora_name", name)
-        await self._store.remove(name)
+        if self._is_configured(name):
+            await self._store.write(AdapterRef(name, _NO_DIGEST, ""))
+        else:
+            await self._store.remove(name)
         await self._let_go(ref)
         await self._settle()
         return ref
@@ -184,14 +201,32 @@ class AdapterCatalog:
 
     async def _refresh(self) -> None:
         if self._config is not None:
-            self._known = await self._store.read()
+            refs = await self._store.read()
+            self._known = {name: ref for name, ref in refs.items() if ref.digest != _NO_DIGEST}
+            self._unloaded = frozenset(refs.keys() - self._known.keys())
             self._read_s = self._monotonic()
+
+    def _is_configured(self, name: str) -> bool:
+        return self._config is not None and name in (*self._config.preload, *self._config.pinned)
+
+    def _check_free(self, name: str, *, in_place: bool) -> None:
+        """Raises InvalidRequestError where the name may not stand for another adapter."""
+        if name in self._known:
+            if not in_place:
+                raise InvalidRequestError(
+                    f"lora_name {name!r} is loaded; allowed: another name, or load_inplace: true",
+                    field="lora_name",
+                )
+        elif len(self._known) >= MAX_NAMES:
+            raise InvalidRequestError(
+                f"{len(self._known)} adapters have names; allowed: {MAX_NAMES}", field="lora_name"
+            )
 
     async def _found_first(self, name: str) -> AdapterRef | None:
         """The adapter in the folder of that name, where its first request may load it."""
         assert self._config is not None
-        config = self._config
-        if not (config.autoload or name in config.preload or name in config.pinned):
+        is_wanted = self._is_configured(name) and name not in self._unloaded
+        if not (is_wanted or self._config.autoload):
             return None
         async with self._turn:
             await self._refresh()
@@ -200,7 +235,7 @@ class AdapterCatalog:
             try:
                 return await self._loaded(name, name)
             except InvalidRequestError as error:
-                if name in config.preload or name in config.pinned:
+                if is_wanted:
                     raise
                 raise ModelNotFoundError(
                     f"model {shown(name)} is not served here: {error}", field="model"
@@ -208,13 +243,20 @@ class AdapterCatalog:
 
     async def _loaded(self, name: str, folder: str) -> AdapterRef:
         """Loads what lies in a folder, and lets the name stand for it."""
+        ref = await self._read(name, folder)
+        await self._name(ref)
+        return ref
+
+    async def _read(self, name: str, folder: str) -> AdapterRef:
+        """Loads what lies in a folder; the name does not stand for it yet."""
         assert self._config is not None and self._loader is not None
         is_pinned = name in self._config.pinned
         digest = await self._loader.load_adapter(folder, is_pinned=is_pinned)
-        ref = AdapterRef(name, digest, folder, is_pinned)
+        return AdapterRef(name, digest, folder, is_pinned)
+
+    async def _name(self, ref: AdapterRef) -> None:
         await self._store.write(ref)
-        self._known[name] = ref
-        return ref
+        self._known[ref.name] = ref
 
     async def _let_go(self, ref: AdapterRef) -> None:
         """Lets an adapter leave memory, unless it has another name."""
@@ -228,5 +270,10 @@ class AdapterCatalog:
             await asyncio.sleep(FRESH_S)
 
     def _unknown(self, field: str, value: str) -> ModelNotFoundError:
-        names = ", ".join(repr(name) for name in [self._base, *sorted(self._known)])
-        return ModelNotFoundError(f"{field} {shown(value)} is not served here; allowed: {names}", field=field)
+        """``value`` names no adapter, and no model where that may name one, too."""
+        models = [self._base] if field == "model" else []
+        names = ", ".join(repr(name) for name in [*models, *sorted(self._known)])
+        return ModelNotFoundError(
+            f"{field} {shown(value)} is not served here; allowed: {names or 'none, no adapter is loaded'}",
+            field=field,
+        )

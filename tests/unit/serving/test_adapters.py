@@ -123,6 +123,12 @@ async def test_what_is_not_there_is_404_with_the_names_on_every_path() -> None:
             "/v1/completions", {"model": "sql", "prompt": "a", "adapter": "chat"}
         )
         assert (status, answer["error"]["param"]) == (400, "adapter")
+        # The base is no adapter: it is no name to give there.
+        status, answer = await service.post("/v1/completions", {"prompt": "a", "adapter": MODEL})
+        assert (status, answer["error"]["message"]) == (
+            404,
+            f"adapter '{MODEL}' is not served here; allowed: 'sql'",
+        )
 
 
 @pytest.mark.parametrize(
@@ -137,6 +143,7 @@ async def test_what_is_not_there_is_404_with_the_names_on_every_path() -> None:
         ({"lora_name": "sql"}, 400, "lora_name", "lora_name 'sql' is loaded; allowed: another name, or"),
         ({"lora_path": 3}, 400, "lora_path", "lora_path is 3"),
         ({"scale": 2}, 400, "scale", "scale is not a field of this API"),
+        ({"model": "other"}, 404, "model", f"model 'other' is not served here; allowed: '{MODEL}'"),
     ],
 )
 async def test_a_load_that_is_refused_says_why_in_one_sentence_and_changes_nothing(
@@ -195,6 +202,36 @@ async def test_preloaded_adapters_are_listed_and_others_load_on_first_use_where_
         outputs = await asyncio.gather(*(output(service, "code") for _ in range(4)))
         assert outputs == [expected(DIGESTS["code"])] * 4
         assert list(await models(service)) == [MODEL, "code"]
+
+
+@pytest.mark.parametrize("key", ["preload", "pinned"])
+async def test_what_the_configuration_names_stays_away_once_unloaded_until_it_is_loaded(key: str) -> None:
+    target, store = new_target(), OwnStore()
+    async with serving(target, config_of(**{key: ["chat"]}), store) as service:
+        assert await output(service, "chat") == expected(DIGESTS["chat"])
+        assert (await service.post("/v1/unload_lora_adapter", {"lora_name": "chat"}))[0] == 200
+    # Neither a list nor a request brings it back, at no other Ingress either.
+    async with serving(target, config_of(**{key: ["chat"]}), store) as service:
+        assert list(await models(service)) == [MODEL]
+        assert (await service.post("/v1/completions", {"model": "chat", "prompt": "a"}))[0] == 404
+        status, answer = await service.post("/v1/unload_lora_adapter", {"lora_name": "chat"})
+        assert (status, answer["error"]["message"]) == (
+            404,
+            "lora_name 'chat' is not served here; allowed: none, no adapter is loaded",
+        )
+        assert target.slots.loaded == ()
+        assert (await load(service, "chat"))[0] == 200
+        assert await output(service, "chat") == expected(DIGESTS["chat"])
+
+
+async def test_of_loads_of_one_name_at_a_time_one_is_taken_and_the_others_leave_nothing() -> None:
+    target = new_target()
+    async with serving(target) as service:
+        answers = await asyncio.gather(*(load(service, "one", path) for path in DIGESTS))
+        assert sorted(status for status, _ in answers) == [200, 400, 400]
+        (taken,) = [answer["lora_path"] for status, answer in answers if status == 200]
+        assert await output(service, "one") == expected(DIGESTS[taken])
+        assert [each.digest for each in target.slots.loaded] == [DIGESTS[taken]]
 
 
 async def test_ingresses_see_the_same_names_and_a_new_one_knows_them() -> None:

@@ -40,6 +40,7 @@ def add_adapter_routes(app: FastAPI, api: OpenAiApi, catalog: AdapterCatalog) ->
     async def load(request: Request) -> JSONResponse:
         check_manager(request)
         body = api.parse(LoadAdapterRequest, arrived(request).values())
+        catalog.check_base(body.model)
         ref = await catalog.load(body.lora_name, body.lora_path, in_place=body.load_inplace)
         return JSONResponse(_shown(ref))
 
@@ -48,6 +49,7 @@ def add_adapter_routes(app: FastAPI, api: OpenAiApi, catalog: AdapterCatalog) ->
     async def unload(request: Request) -> JSONResponse:
         check_manager(request)
         body = api.parse(UnloadAdapterRequest, arrived(request).values())
+        catalog.check_base(body.model)
         return JSONResponse(_shown(await catalog.unload(body.lora_name)))
 
 
