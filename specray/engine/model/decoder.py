@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from specray.engine.attention.base import Attention, HeadNorm
 from specray.engine.cache.state_pool import StatePool
-from specray.engine.model.layers.delta import Mixer
+from specray.engine.model.layers.delta import DeltaInputs, Mixer
 from specray.engine.model.layers.experts.hits import ExpertHits
 from specray.engine.model.layers.experts.layer import ExpertLayer
 from specray.engine.model.layers.experts.shared_mlp import WithSharedMlp
@@ -26,6 +26,9 @@ from specray.engine.model.layers.latent.projections import LatentOutput, LatentQ
 from specray.engine.model.layers.normed import Absent, NormedProjection, NormedQueries, Rows
 from specray.engine.model.linear import Linear, Weights
 from specray.engine.step import CacheShape, ForwardOutput, Step
+
+_AROUND_LINEAR = NormedProjection | NormedQueries | LatentOutput | DeltaInputs
+"""Kinds of projections that have a linear layer."""
 
 
 class Norm(Protocol):
@@ -115,7 +118,7 @@ class SigmoidGate:
 class RecurrentPart:
     """What a layer does beside attention, to the same rows: it keeps a state."""
 
-    linear: Linear
+    linear: Rows
     """All that the mixer takes."""
     mixer: Mixer
     output: Projection
@@ -208,7 +211,7 @@ class DecoderForward:
             qkv = layer.qkv.linears if isinstance(layer.qkv, LatentQueries) else (layer.qkv,)
             beside = () if layer.beside is None else (layer.beside.linear, layer.beside.output)
             kinds += [
-                kind.linear if isinstance(kind, NormedProjection | NormedQueries | LatentOutput) else kind
+                kind.linear if isinstance(kind, _AROUND_LINEAR) else kind
                 for kind in (*qkv, layer.output, *beside, layer.gate, layer.down)
             ]
         return [kind for kind in (*kinds, self.head) if isinstance(kind, Weights)]

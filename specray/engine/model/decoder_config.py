@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from specray.engine.activation import Activation
 from specray.engine.model.layers.experts.config import Experts
 from specray.engine.model.layers.latent.config import LATENT_UP, LatentAttention
-from specray.engine.model.layers.recurrent_config import RecurrentLayers
+from specray.engine.model.layers.recurrent_config import DECAY_UP, GATE_UP, RecurrentLayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class DecoderConfig:
     @staticmethod
     def is_decoded(name: str) -> bool:
         """Whether a weight is held in the model's data type, whatever the file or a format says."""
-        return name.endswith(f"{LATENT_UP}.weight")
+        return name.endswith(tuple(f"{each}.weight" for each in (LATENT_UP, GATE_UP, DECAY_UP)))
 
     @property
     def num_logits(self) -> int:
@@ -331,6 +331,7 @@ MODEL_TYPES = frozenset(
         "bamba",
         "falcon_h1",
         "granitemoehybrid",
+        "kimi_linear",
         "lfm2",
         "lfm2_moe",
         "lfm3",

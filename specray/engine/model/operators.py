@@ -16,7 +16,7 @@ from specray.engine.activation import Activation, Joint
 from specray.engine.attention.base import Attention
 from specray.engine.attention.paged import AttendPaged, PagedAttention, StoreRows
 from specray.engine.model.decoder import Norm, RowGate
-from specray.engine.model.layers.delta import Mixer
+from specray.engine.model.layers.delta import DeltaInputs, Mixer
 from specray.engine.model.layers.experts.layer import ExpertLayer, ExpertMlp
 from specray.engine.model.layers.experts.routing import Router
 from specray.engine.model.layers.latent.projections import HeadProduct, LatentQueries
@@ -86,8 +86,8 @@ class Operators(Protocol):
         """Makes a linear layer of each head, ``[num_heads, in_features, out_features]``."""
         ...
 
-    def latent_queries(self, queries: LatentQueries) -> Rows:
-        """Makes what computes queries and keys of latent attention as this does, of parts it has made."""
+    def inputs(self, made: LatentQueries | DeltaInputs) -> Rows:
+        """Makes what computes a layer's inputs in steps as this does, of parts that it has made."""
         ...
 
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
@@ -111,7 +111,7 @@ class PagedOperators:
         self.linear, self.gate, self.norm = others.linear, others.gate, others.norm
         self.router, self.experts = others.router, others.experts
         self.row_gate, self.mixer, self.squared = others.row_gate, others.mixer, others.squared
-        self.head_product, self.latent_queries = others.head_product, others.latent_queries
+        self.head_product, self.inputs = others.head_product, others.inputs
         self._dtype = dtype
         self._attend = attend
         self._store = store

@@ -24,6 +24,7 @@ from specray.engine.cpu.norm import FusedRMSNorm
 from specray.engine.cpu.row_gate import NUM_ARGS, gate_kernel, square_kernel
 from specray.engine.cpu.thread_pool import ThreadPool
 from specray.engine.model.layers.convolution import ShortConvolution
+from specray.engine.model.layers.delta import DeltaInputs
 from specray.engine.model.layers.experts.config import Groups, Score
 from specray.engine.model.layers.experts.layer import ExpertLayer, ExpertMlp
 from specray.engine.model.layers.experts.routing import Router
@@ -169,8 +170,14 @@ class KernelOperators(TorchOperators):
     def head_product(self, weight: torch.Tensor) -> HeadProduct:
         return KernelHeadProduct(weight, self.thread_pool)
 
-    def latent_queries(self, queries: LatentQueries) -> Rows:
-        return KernelLatentQueries.of(queries, self.thread_pool)
+    def inputs(self, made: LatentQueries | DeltaInputs) -> Rows:
+        if isinstance(made, LatentQueries):
+            return KernelLatentQueries.of(made, self.thread_pool)
+        pool = self.thread_pool
+        gates, decays = made.gates, made.decays
+        assert isinstance(gates, KernelHeadProduct) and isinstance(decays, KernelHeadProduct), "made here"
+        copies = KernelHeadProduct(torch.empty(1, 0, 0, dtype=self.dtype), pool)
+        return KernelDeltaInputs(made.linear, gates, decays, copies, pool)
 
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
         return FusedRMSNorm(weight, eps, self.thread_pool, self.dtype)
@@ -220,6 +227,30 @@ class KernelLatentQueries(LatentQueries):
         targets = out.view(num_rows, num_heads + 1, -1)
         self.keys.into(heads, targets[:, :num_heads, :latent_dim], rest=rotated_dim)
         self.latent_norm.into(latents, targets[:, num_heads, :latent_dim], rest=rotated_dim)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class KernelDeltaInputs(DeltaInputs):
+    """The same in kernels alone."""
+
+    gates: KernelHeadProduct
+    decays: KernelHeadProduct
+    copies: KernelHeadProduct
+    """Of no numbers to none, so that it copies what lies behind."""
+    thread_pool: ThreadPool
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        joined = self.linear(rows)
+        mixed, b, gates, decays = self.parts(joined)
+        num_heads, _, value_dim = self.gates.shape
+        sizes = [mixed.shape[1], num_heads * value_dim, num_heads, num_heads * self.decays.shape[2]]
+        out = self.thread_pool.empty((len(rows), sum(sizes)), joined.dtype)
+        targets = torch.split(out, sizes, 1)
+        for source, target in ((mixed, targets[0]), (b, targets[2])):
+            self.copies.into(source[:, None], target[:, None], rest=source.shape[1])
+        self.gates.into(gates, targets[1].view(len(rows), num_heads, -1))
+        self.decays.into(decays, targets[3].view(len(rows), num_heads, -1))
         return out
 
 

@@ -10,7 +10,7 @@ from specray.engine.activation import Activation, Joint
 from specray.engine.attention.base import Attention, LayeredAttention, Rotary
 from specray.engine.attention.sdpa import PlainAttention
 from specray.engine.model.decoder import Norm, RMSNorm, RowGate, SigmoidGate, WideRMSNorm
-from specray.engine.model.layers.delta import Mixer
+from specray.engine.model.layers.delta import DeltaInputs, Mixer
 from specray.engine.model.layers.experts.layer import ExpertLayer, ExpertMlp, ExpertsInTurn
 from specray.engine.model.layers.experts.routing import Router
 from specray.engine.model.layers.latent.projections import HeadProduct, LatentQueries, TorchHeadProduct
@@ -70,8 +70,8 @@ class TorchOperators:
     def head_product(self, weight: torch.Tensor) -> HeadProduct:
         return TorchHeadProduct(weight)
 
-    def latent_queries(self, queries: LatentQueries) -> Rows:
-        return queries
+    def inputs(self, made: LatentQueries | DeltaInputs) -> Rows:
+        return made
 
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
         return RMSNorm(weight, eps) if weight.dtype == self.dtype else WideRMSNorm(weight, eps)

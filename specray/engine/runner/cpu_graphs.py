@@ -33,6 +33,7 @@ from specray.engine.model.layers.mixers.kernels import KernelConvolution, Kernel
 from specray.engine.model.layers.normed import Absent, NormedProjection
 from specray.engine.model.layers.vocabulary import ScaledEmbedding, TableEmbedding
 from specray.engine.model.operators_cpu import (
+    KernelDeltaInputs,
     KernelLatentQueries,
     KernelRouter,
     KernelRowGate,
@@ -221,7 +222,7 @@ def with_cpu_graphs(forward: Forward) -> CpuGraphForward | None:
             linears += layer.qkv.linears
             norms.append(layer.qkv.query_norm or layer.qkv.latent_norm)
         else:
-            linears.append(layer.qkv)
+            linears.append(layer.qkv.linear if isinstance(layer.qkv, KernelDeltaInputs) else layer.qkv)
         if not all(isinstance(mixer, KernelMixer | KernelConvolution) for mixer in layer.mixers):
             return None
         if layer.beside is not None:

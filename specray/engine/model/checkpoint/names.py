@@ -10,7 +10,7 @@ from dataclasses import replace
 from specray.engine.model.checks.weights import PREDICTOR
 from specray.engine.model.decoder_config import HEAD, DecoderConfig, layer_prefix
 from specray.engine.model.layers.experts.config import DOWN, Stacked
-from specray.engine.model.layers.recurrent_config import DELTA_CONVOLUTIONS, DeltaLayers, DeltaWeights
+from specray.engine.model.layers.recurrent_config import DELTA_CONVOLUTIONS, DeltaLayers
 
 _TEXT_PARTS = ("embed_tokens", "layers", "norm")
 _BASE_PREFIX = "model."
@@ -58,6 +58,8 @@ _ALIASES = tuple(
             r"\.(?:mlp|moe)\.(?:gate\.|router\.)?(?:moe_statics\.)?(?:e_score_correction_bias|expert_bias)$",
             ".mlp.gate.e_score_correction_bias",
         ),
+        # Kimi Linear.
+        (r"\.self_attn\.forget_gate\.", ".self_attn."),
         # Flint.
         (r"\.self_attn\.softmax_offset$", ".self_attn.sinks"),
     )
@@ -139,7 +141,7 @@ def as_stored(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> D
 
 def _with_stored_convolutions(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> DecoderConfig:
     layers = config.recurrent
-    if not isinstance(layers, DeltaLayers) or layers.weights is not DeltaWeights.APART:
+    if not isinstance(layers, DeltaLayers) or not layers.has_parts:
         return config
     prefix = f"{layer_prefix(layers.layers.index(True))}{layers.prefix}"
     found = [shapes.get(f"{prefix}{name}.weight", (0,))[0] for name in DELTA_CONVOLUTIONS]

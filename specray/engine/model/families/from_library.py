@@ -345,6 +345,9 @@ def _ropes(config: Any, max_model_len: int) -> tuple[Rope, tuple[tuple[int, Rope
 def _is_rotated(config: Any) -> bool:
     if config.model_type == "granitemoehybrid":
         return bool(config.position_embedding_type == "rope")
+    if config.model_type == "kimi_linear":
+        # Whatever its files say of a theta.
+        return False
     values = getattr(config, "rope_parameters", None)
     return values is not None and values.get("rope_theta") is not None
 

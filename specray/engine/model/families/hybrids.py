@@ -28,11 +28,14 @@ def can_lower_hybrid(config: Any) -> bool:
 
 def _can_lower_delta(config: Any) -> bool:
     """Whether some layers attend, and each key head of the others has as many value heads."""
+    return _can_lower_kimi(config) and config.linear_num_value_heads % config.linear_num_key_heads == 0
+
+
+def _can_lower_kimi(config: Any) -> bool:
     kinds = set(config.layer_types)
     return (
         _FULL in kinds
         and kinds <= {_FULL, _RECURRENT}
-        and config.linear_num_value_heads % config.linear_num_key_heads == 0
         and config.linear_conv_kernel_dim > 1
         and config.hidden_act == "silu"
     )
@@ -70,6 +73,20 @@ def _olmo(config: Any) -> dict[str, Any]:
     )
     # Layers that attend norm what they add to the stream, the others what they read of it.
     return {"has_sandwich_norms": True, "has_input_norms": False, "recurrent": layers}
+
+
+def _kimi(config: Any) -> dict[str, Any]:
+    layers = DeltaLayers(
+        _are(config.layer_types, _RECURRENT),
+        config.linear_num_heads,
+        config.linear_num_heads,
+        config.linear_head_dim,
+        config.linear_head_dim,
+        config.linear_conv_kernel_dim,
+        DeltaWeights.IN_STEPS,
+        config.rms_norm_eps,
+    )
+    return {"recurrent": layers if any(layers.layers) else None}
 
 
 def _are(kinds: list[str], *wanted: str) -> tuple[bool, ...]:
@@ -211,6 +228,7 @@ HYBRIDS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "bamba": _mamba,
     "falcon_h1": _falcon,
     "granitemoehybrid": _granite_hybrid,
+    "kimi_linear": _kimi,
     **dict.fromkeys(("lfm2", "lfm2_moe"), _convolution),
     "lfm3": _lfm3,
     "nemotron_h": _nemotron,
@@ -222,6 +240,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "bamba": _can_lower_mamba,
     "falcon_h1": _can_lower_falcon,
     "granitemoehybrid": _can_lower_mamba,
+    "kimi_linear": _can_lower_kimi,
     **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), _can_lower_convolution),
     "nemotron_h": _can_lower_nemotron,
     "olmo_hybrid": _can_lower_delta,

@@ -8,10 +8,10 @@ from typing import Any
 
 from specray.engine.model.layers.latent.config import LatentAttention
 
-LATENT = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"})
+LATENT = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "minicpm3", "youtu"})
 """Types with such attention in each layer that attends."""
-_WITH_OWN_HALVES = frozenset({"minicpm3"})
-"""Types whose numbers that are rotated together lie half of the rotated ones apart."""
+_WITH_OWN_HALVES = frozenset({"kimi_linear", "minicpm3"})
+"""Types whose numbers that are rotated together lie half of the rotated ones apart, or that rotate none."""
 
 
 def latent_switches(config: Any) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def latent_switches(config: Any) -> dict[str, Any]:
         "latent": latent,
         "num_key_value_heads": 1,
         "head_dim": config.qk_rope_head_dim,
-        "query_scale": head_dim**-0.5 * _context_scale(config.rope_parameters),
+        "query_scale": head_dim**-0.5 * _context_scale(getattr(config, "rope_parameters", None) or {}),
         "has_qkv_bias": has_bias,
         "has_output_bias": has_bias,
         "has_neighbour_pairs": config.model_type not in _WITH_OWN_HALVES

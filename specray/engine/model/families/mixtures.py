@@ -289,6 +289,7 @@ _READERS: dict[str, Callable[[Any], Experts | None]] = {
     "granitemoehybrid": _granite_hybrid,
     "granitemoeshared": _granite,
     "hy_v3": _hy_v3,
+    "kimi_linear": _glm4_moe_lite,
     "kolibri1": _kolibri,
     "lfm2_moe": _lfm2_moe,
     "mellum": _mellum,

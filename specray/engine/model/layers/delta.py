@@ -1,9 +1,9 @@
-"""Layers of the gated delta rule (Qwen3-Next, Qwen3.5) between their projections, with torch's operators."""
+"""Layers of the gated delta rule (Qwen3-Next, Kimi Linear), with torch's operators."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,10 @@ from specray.engine.cache.state_pool import LayerStates, StatePool, StateRows
 from specray.engine.model.layers.convolution import convolve
 from specray.engine.model.layers.recurrences import HeadRows, recur
 from specray.engine.step import StateShape
+
+if TYPE_CHECKING:
+    from specray.engine.model.layers.latent.projections import HeadProduct
+    from specray.engine.model.layers.normed import Rows
 
 _NORM_EPS = 1e-6
 """Number under the root of a query's or key's norm, as the published models have it."""
@@ -94,6 +98,30 @@ class GatedDelta:
             -self.decay_rates[:, None] * steps,
             b.float().sigmoid() * self.rate_scale,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaInputs:
+    """In the place of one linear layer: what :class:`GatedDelta` takes, gates and decays in two steps.
+
+    All heads' are made of the same few numbers (*Kimi Linear*, 2025).
+    """
+
+    linear: Rows
+    """To ``[queries | keys | values | b]``, and to what gates and decays are made of, as many for each."""
+    gates: HeadProduct
+    decays: HeadProduct
+
+    def parts(self, joined: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Of the linear layer's numbers those that stay, and what each head makes gates and decays of."""
+        num_heads, rank, _ = self.gates.shape
+        sizes = [joined.shape[1] - num_heads - 2 * rank, num_heads, rank, rank]
+        mixed, b, gates, decays = torch.split(joined, sizes, 1)
+        return mixed, b, *(each[:, None].expand(-1, num_heads, -1) for each in (gates, decays))
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        mixed, b, gates, decays = self.parts(self.linear(rows))
+        return torch.cat((mixed, self.gates(gates), b, self.decays(decays)), 1)
 
 
 def _normed(rows: torch.Tensor) -> torch.Tensor:

@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from specray.engine.model.layers.convolution import ShortConvolution
-from specray.engine.model.layers.delta import GatedDelta, Mixer
+from specray.engine.model.layers.delta import DeltaInputs, GatedDelta, Mixer
 from specray.engine.model.layers.mixers.mamba import GroupNorm, Mamba
 from specray.engine.model.layers.recurrent_config import (
+    DECAY_DOWN,
+    DECAY_UP,
     DELTA_CONVOLUTIONS,
+    GATE_DOWN,
+    GATE_UP,
     RATES,
     ConvolutionLayers,
     DeltaLayers,
@@ -22,8 +26,9 @@ from specray.engine.weights.stored_weight import StoredWeight, Weight, join
 if TYPE_CHECKING:
     from specray.engine.model.checkpoint.rank_weights import RankWeights
     from specray.engine.model.checkpoint.source import WeightPart
+    from specray.engine.model.layers.latent.projections import HeadProduct
+    from specray.engine.model.layers.normed import Rows
     from specray.engine.model.layers.recurrent_config import MambaLayers, RecurrentLayers
-    from specray.engine.model.linear import Linear
     from specray.engine.model.operators import Operators
 
 
@@ -34,7 +39,7 @@ PlainMixer = GatedDelta | Mamba | ShortConvolution
 class Mixing(NamedTuple):
     """A recurrent layer's own part."""
 
-    linear: Linear
+    linear: Rows
     """Input projection of all that the mixer takes."""
     mixer: Mixer
     output: str
@@ -158,15 +163,17 @@ def _delta(prefix: str, layers: DeltaLayers, taken: RankWeights, operators: Oper
     shape, prefix = layers.state_shape(num_ranks), f"{prefix}{layers.prefix}"
     num_keys, num_values = layers.num_key_heads * layers.key_dim, layers.num_heads * layers.value_dim
     sizes = num_keys, num_keys, num_values
-    if layers.weights is DeltaWeights.APART:
-        names = [f"{prefix}{name}_proj" for name in "qkv"]
-        firsts: list[int | None] = [None] * 3
+    names = [f"{prefix}in_proj_qkv"] * 3
+    firsts: list[int | None] = [0, num_keys, 2 * num_keys]
+    conv_names = ["conv1d"]
+    own_values, own_heads = taken.part(num_values, dim=0), taken.part(layers.num_heads, dim=0)
+    others = {"in_proj_z": own_values, "in_proj_b": own_heads, "in_proj_a": own_heads}
+    if layers.has_parts:
+        names, firsts = [f"{prefix}{name}_proj" for name in "qkv"], [None] * 3
         conv_names = list(DELTA_CONVOLUTIONS)
-        others = "g_proj", "b_proj", "a_proj"
-    else:
-        names, firsts = [f"{prefix}in_proj_qkv"] * 3, [0, num_keys, 2 * num_keys]
-        conv_names = ["conv1d"]
-        others = "in_proj_z", "in_proj_b", "in_proj_a"
+        others = {"g_proj": own_values, "b_proj": own_heads, "a_proj": own_heads}
+    if layers.is_in_steps:
+        others = {"b_proj": own_heads, GATE_DOWN: None, DECAY_DOWN: None}
     parts = [taken.part(size, dim=0, first=first) for size, first in zip(sizes, firsts, strict=True)]
     if layers.weights is DeltaWeights.JOINED:
         joined = _from_joined(prefix, layers, taken)
@@ -174,12 +181,7 @@ def _delta(prefix: str, layers: DeltaLayers, taken: RankWeights, operators: Oper
         joined = join(
             [
                 *(taken.weight(f"{name}.weight", part) for name, part in zip(names, parts, strict=True)),
-                *(
-                    taken.weight(f"{prefix}{name}.weight", taken.part(size, dim=0))
-                    for name, size in zip(
-                        others, (num_values, layers.num_heads, layers.num_heads), strict=True
-                    )
-                ),
+                *(taken.weight(f"{prefix}{name}.weight", part) for name, part in others.items()),
             ]
         )
     convs = torch.cat([taken.whole(f"{prefix}{name}.weight") for name in conv_names])
@@ -190,10 +192,9 @@ def _delta(prefix: str, layers: DeltaLayers, taken: RankWeights, operators: Oper
             for begin, (first, last) in zip(begins, map(taken.run, sizes), strict=True)
         ]
     )
-    rates, bias = (
-        taken.share(f"{prefix}{name}", layers.num_heads, dim=0).float()
-        for name in (RATES if layers.has_rates else "A_log", "dt_bias")
-    )
+    rates = taken.whole(f"{prefix}{RATES if layers.has_rates else 'A_log'}").float().flatten()
+    rates = rates[slice(*taken.run(layers.num_heads))]
+    bias = taken.share(f"{prefix}dt_bias", layers.num_heads * layers.gate_dim, dim=0).float()
     mixer = operators.mixer(
         GatedDelta(
             shape,
@@ -203,10 +204,23 @@ def _delta(prefix: str, layers: DeltaLayers, taken: RankWeights, operators: Oper
             taken.whole(f"{prefix}{layers.norm_name}.weight").float(),
             layers.norm_eps,
             layers.rate_scale,
+            has_sigmoid=layers.is_in_steps,
         )
     )
-    output = f"{layers.prefix}{layers.output_name}"
-    return Mixing(operators.linear(joined, None), mixer, output, num_values)
+    inputs: Rows = operators.linear(joined, None)
+    if layers.is_in_steps:
+        gates = _by_head(f"{prefix}{GATE_UP}", layers, layers.value_dim, taken, operators)
+        decays = _by_head(f"{prefix}{DECAY_UP}", layers, layers.key_dim, taken, operators)
+        inputs = operators.inputs(DeltaInputs(inputs, gates, decays))
+    return Mixing(inputs, mixer, f"{layers.prefix}{layers.output_name}", num_values)
+
+
+def _by_head(
+    name: str, layers: DeltaLayers, size: int, taken: RankWeights, operators: Operators
+) -> HeadProduct:
+    """A linear layer to so many numbers of each head, in the model's data type."""
+    weight = taken.share(f"{name}.weight", layers.num_heads * size, dim=0)
+    return operators.head_product(weight.view(-1, size, layers.key_dim).transpose(1, 2).contiguous())
 
 
 def _from_joined(prefix: str, layers: DeltaLayers, taken: RankWeights) -> Weight:

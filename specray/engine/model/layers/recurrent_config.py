@@ -23,6 +23,8 @@ class DeltaWeights(Enum):
     """In four: queries, keys and values; gates; learning rates; decays (Qwen3.5)."""
     APART = auto()
     """Each of the six in one, and three convolutions (OLMo Hybrid)."""
+    IN_STEPS = auto()
+    """The same, but gates and decays are made in two steps, a decay for each of a key's numbers (Kimi)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +50,24 @@ class DeltaLayers:
     has_rates: bool = False
     """Files hold the rates of decay themselves, below 0; False: the logarithms of what is above 0."""
 
-    prefix = "linear_attn."
+    @property
+    def prefix(self) -> str:
+        """What the names of a layer's weights begin with."""
+        return "self_attn." if self.is_in_steps else "linear_attn."
+
+    @property
+    def is_in_steps(self) -> bool:
+        return self.weights is DeltaWeights.IN_STEPS
+
+    @property
+    def gate_dim(self) -> int:
+        """Decays of a head."""
+        return self.key_dim if self.is_in_steps else 1
 
     @property
     def shared_fields(self) -> dict[str, int]:
         """Numbers that ranks share, by their names in the configuration."""
-        return {"linear_num_key_heads": self.num_key_heads}
+        return {"linear_num_heads" if self.is_in_steps else "linear_num_key_heads": self.num_key_heads}
 
     def state_shape(self, num_ranks: int) -> StateShape:
         """What a layer keeps of a sequence, for the heads of one rank."""
@@ -62,7 +76,9 @@ class DeltaLayers:
 
         heads, key_heads = self.num_heads // num_ranks, self.num_key_heads // num_ranks
         num_channels = 2 * key_heads * self.key_dim + heads * self.value_dim
-        return StateShape(heads, key_heads, self.key_dim, self.value_dim, 1, num_channels, self.num_taps)
+        return StateShape(
+            heads, key_heads, self.key_dim, self.value_dim, self.gate_dim, num_channels, self.num_taps
+        )
 
     def weight_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         """Every weight of a layer between its norms."""
@@ -76,18 +92,24 @@ class DeltaLayers:
         convolved = {"conv1d": 2 * keys + values}
         if self.weights is DeltaWeights.JOINED:
             inputs = {"in_proj_qkvz": 2 * (keys + values), "in_proj_ba": 2 * heads}
-        elif self.weights is DeltaWeights.APART:
-            inputs = {"q_proj": keys, "k_proj": keys, "v_proj": values}
-            inputs |= {"g_proj": values, "b_proj": heads, "a_proj": heads}
+        elif self.has_parts:
+            inputs = {"q_proj": keys, "k_proj": keys, "v_proj": values, "b_proj": heads}
+            if self.is_in_steps:
+                inputs |= {GATE_DOWN: self.key_dim, DECAY_DOWN: self.key_dim}
+            else:
+                inputs |= {"g_proj": values, "a_proj": heads}
             convolved = dict(zip(DELTA_CONVOLUTIONS, self.conv_sizes or (keys, keys, values), strict=True))
         shapes: dict[str, tuple[int, ...]] = {
             **{f"{name}.weight": (size, hidden_size) for name, size in inputs.items()},
             **{f"{name}.weight": (size, 1, self.num_taps) for name, size in convolved.items()},
-            RATES if self.has_rates else "A_log": (heads,),
-            "dt_bias": (heads,),
+            RATES if self.has_rates else "A_log": (1, 1, heads, 1) if self.is_in_steps else (heads,),
+            "dt_bias": (heads * self.gate_dim,),
             f"{self.norm_name}.weight": (self.value_dim,),
             f"{self.output_name}.weight": (hidden_size, values),
         }
+        if self.is_in_steps:
+            shapes[f"{GATE_UP}.weight"] = (values, self.key_dim)
+            shapes[f"{DECAY_UP}.weight"] = (keys, self.key_dim)
         return {f"{self.prefix}{name}": shape for name, shape in shapes.items()}
 
     @property
@@ -97,11 +119,16 @@ class DeltaLayers:
 
     @property
     def norm_name(self) -> str:
-        return "o_norm" if self.weights is DeltaWeights.APART else "norm"
+        return "o_norm" if self.has_parts else "norm"
 
     @property
     def output_name(self) -> str:
-        return "o_proj" if self.weights is DeltaWeights.APART else "out_proj"
+        return "o_proj" if self.has_parts else "out_proj"
+
+    @property
+    def has_parts(self) -> bool:
+        """Queries, keys and values have weights and convolutions apart."""
+        return self.weights in (DeltaWeights.APART, DeltaWeights.IN_STEPS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +255,9 @@ class ConvolutionLayers:
 
 DELTA_CONVOLUTIONS = "q_conv1d", "k_conv1d", "v_conv1d"
 """Names of convolutions that have weights apart."""
+GATE_DOWN, GATE_UP = "g_a_proj", "g_b_proj"
+DECAY_DOWN, DECAY_UP = "f_a_proj", "f_b_proj"
+"""Both steps to gates, and both to decays."""
 _MAX_RUN = 8
 """Heads of a group that one piece of work computes, at most."""
 RecurrentLayers = DeltaLayers | MambaLayers | ConvolutionLayers

@@ -25,7 +25,7 @@ from specray.engine.weights.stored_weight import StoredWeight, Weight, join, num
 if TYPE_CHECKING:
     from specray.engine.attention.base import Attention
     from specray.engine.model.decoder import Embedding, Norm, RowGate
-    from specray.engine.model.layers.delta import Mixer
+    from specray.engine.model.layers.delta import DeltaInputs, Mixer
     from specray.engine.model.layers.experts.routing import Router
     from specray.engine.model.layers.latent.projections import HeadProduct, LatentQueries
     from specray.engine.model.layers.mixer_lowering import PlainMixer
@@ -117,8 +117,8 @@ class CodeOperators:
     def head_product(self, weight: torch.Tensor) -> HeadProduct:
         return self._others.head_product(weight)
 
-    def latent_queries(self, queries: LatentQueries) -> Rows:
-        return self._others.latent_queries(queries)
+    def inputs(self, made: LatentQueries | DeltaInputs) -> Rows:
+        return self._others.inputs(made)
 
     def experts(self, router: Router, experts: Sequence[ExpertMlp]) -> ExpertLayer:
         made = expert_layer(router, experts, self._dtype, self._rule)

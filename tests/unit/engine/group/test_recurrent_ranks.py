@@ -32,6 +32,7 @@ NAMES = [
     "nemotron_h",
     "falcon_h1-normed",
     "lfm3",
+    "kimi_linear",
 ]
 
 

@@ -39,7 +39,8 @@ def write_long(path: Path, name: str) -> Path:
     """A tiny checkpoint with room for longer prompts."""
     write_family(path, FAMILIES[name])
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": MAX_LEN}))
+    limit = "model_max_length" if "model_max_length" in config else "max_position_embeddings"
+    (path / "config.json").write_text(json.dumps({**config, limit: MAX_LEN}))
     return path
 
 
@@ -114,7 +115,7 @@ def test_behind_prompts_a_warm_cache_gives_the_bits_of_a_cold_one(
     assert found == [0, 384, 256, 0, 192]
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "qwen3_5_moe"])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "qwen3_5_moe", "kimi_linear"])
 def test_a_chat_with_speculation_says_what_the_library_says(name: str, tmp_path: Path) -> None:
     """Eight turns, of which each finds all but 64 tokens and a unit, then a branch and a retry."""
     path = write_long(tmp_path, name)

@@ -212,7 +212,9 @@ FAMILIES: dict[str, Family] = {
         moe_shared_expert_intermediate_size=24, n_routed_experts=4),
     "zamba2": family("zamba2", num_key_value_heads=4, layers_block_type=["linear_attention", "hybrid"],
         mamba_d_state=8, n_mamba_heads=4),
-    "kimi_linear": family("kimi_linear", DELTA, linear_head_dim=8, linear_num_heads=4),
+    # Wide enough that CPUs capture steps.
+    "kimi_linear": family("kimi_linear", DELTA, linear_head_dim=8, linear_num_heads=4, intermediate_size=64,
+        moe_intermediate_size=32),
     "bailing_hybrid": family("bailing_hybrid", DELTA, head_dim=8, n_group=2, topk_group=1),
     "lfm2": family("lfm2", GROUPED, layer_types=["conv", "full_attention"], block_multiple_of=16,
         conv_bias=True),

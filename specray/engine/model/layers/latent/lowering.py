@@ -69,7 +69,7 @@ def lower_latent(
         operators.head_product(keys),
         rotated_dim,
     )
-    return operators.latent_queries(queries), operators.head_product(values)
+    return operators.inputs(queries), operators.head_product(values)
 
 
 def _by_head(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from specray.engine.activation import Clamp
-from specray.engine.model.decoder_config import RopeFormula
+from specray.engine.model.decoder_config import RopeFormula, layer_prefix
 from specray.engine.model.families.from_library import can_lower, decoder_config_of
 from specray.engine.model.layers.experts.config import Routing
 from specray.engine.model.library import LibraryConfig
 from specray.engine.model.rotary import rotated_first
+from specray.engine.step import StateShape
+from tests.unit.engine.model.checkpoints import library_class
 
 SMALL = {
     "hidden_size": 32,
@@ -145,3 +149,42 @@ def test_the_shortest_original_context_of_any_layer_limits_the_length() -> None:
     assert LibraryConfig(config, config).max_model_len == 1024
     config.rope_parameters = {"full_attention": plain, "sliding_attention": plain}
     assert LibraryConfig(config, config).max_model_len == 8192
+
+
+def test_kimi_linear_as_it_is_published() -> None:
+    """Layers are counted from one, a theta is named and not used, and ``head_dim`` is of no kind of layer."""
+    full = [4, 8, 12, 16, 20, 24, 27]
+    config = AutoConfig.for_model(
+        "kimi_linear",
+        head_dim=72,
+        linear_attn_config={
+            "full_attn_layers": full,
+            "kda_layers": [layer for layer in range(1, 28) if layer not in full],
+            "head_dim": 128,
+            "num_heads": 32,
+            "short_conv_kernel_size": 4,
+        },
+        model_max_length=1_048_576,
+        moe_renormalize=True,
+        num_expert_group=1,
+        num_experts=256,
+        num_experts_per_token=8,
+        num_shared_experts=1,
+        rope_theta=10_000.0,
+    )
+    assert can_lower(config)
+    decoder = decoder_config_of(config, max_model_len=4_096)
+    assert decoder.attention_layers == tuple(layer - 1 for layer in full)
+    assert set(decoder.ropes) == {None} and rotated_first(decoder) is None
+    assert decoder.query_scale == 192**-0.5 and decoder.head_dim == 64 and decoder.rotary_dim is None
+    assert decoder.experts is not None and decoder.experts.layers == (False, *(True,) * 26)
+    assert decoder.recurrent is not None
+    assert decoder.recurrent.shared_fields == {"linear_num_heads": 32}
+    assert decoder.recurrent.state_shape(2) == StateShape(16, 16, 128, 128, 128, 3 * 2_048, 4)
+    shapes = decoder.weight_shapes()
+    assert shapes[f"{layer_prefix(0)}self_attn.A_log"] == (1, 1, 32, 1)
+    assert shapes[f"{layer_prefix(0)}self_attn.dt_bias"] == (4_096,)
+    with torch.device("meta"):
+        model = library_class(config).from_config(config)
+    expected = sum(tensor.numel() for tensor in model.state_dict().values())
+    assert sum(map(math.prod, shapes.values())) == expected == 49_122_681_728

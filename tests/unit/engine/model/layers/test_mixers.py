@@ -28,19 +28,20 @@ LAYERS = {
     "falcon_h1-normed": "mamba",
     "nemotron_h": "mixer",
     "lfm2": "conv",
+    "kimi_linear": "self_attn",
 }
 """Families, and the name of what the library's first layer has in the place of attention."""
 
 
 def _cut_convolution(tensors: dict[str, torch.Tensor]) -> None:
     """Gives queries, keys and values a convolution each where they have projections of their own."""
-    prefix = f"{layer_prefix(0)}linear_attn."
-    projections = [tensors.get(f"{prefix}{part}_proj.weight") for part in "qkv"]
-    sizes = [len(each) for each in projections if each is not None]
-    for part, rows in zip(
-        "qkv", tensors[f"{prefix}conv1d.weight"].split(sizes) if sizes else (), strict=False
-    ):
-        tensors[f"{prefix}{part}_conv1d.weight"] = rows
+    for prefix in (f"{layer_prefix(0)}{part}." for part in ("linear_attn", "self_attn")):
+        projections = [tensors.get(f"{prefix}{part}_proj.weight") for part in "qkv"]
+        sizes = [len(each) for each in projections if each is not None]
+        if not sizes or f"{prefix}conv1d.weight" not in tensors:
+            continue
+        for part, rows in zip("qkv", tensors[f"{prefix}conv1d.weight"].split(sizes), strict=True):
+            tensors[f"{prefix}{part}_conv1d.weight"] = rows
 
 
 class Layer:
@@ -64,7 +65,7 @@ class Layer:
         mixing = lower_mixer(prefix, decoder.recurrent, RankWeights(weights, None), operators)
         bias = weights.take(f"{prefix}{mixing.output}.bias") if mixing.has_output_bias else None
         self.output = operators.linear(weights.take(f"{prefix}{mixing.output}.weight"), bias)
-        self.linear, self.mixer = mixing.linear, mixing.mixer
+        self.linear, self.mixer, self.hidden_size = mixing.linear, mixing.mixer, decoder.hidden_size
         self.module = getattr(model.model.layers[0], LAYERS[name])
 
     def pool(self) -> StatePool:
@@ -89,7 +90,7 @@ def layer(request: pytest.FixtureRequest) -> Layer:
 
 @torch.inference_mode()
 def test_rows_cut_anywhere_are_those_of_the_library(layer: Layer) -> None:
-    rows = torch.randn(NUM_ROWS, layer.linear.in_features)
+    rows = torch.randn(NUM_ROWS, layer.hidden_size)
     expected = layer.module(rows[None])[0]
     for cut in (1, 3, 63, 64, 65, 127, 128, 129, 130):
         pool = layer.pool()
@@ -102,7 +103,7 @@ def test_rows_cut_anywhere_are_those_of_the_library(layer: Layer) -> None:
 @torch.inference_mode()
 def test_open_rows_are_those_of_the_library(layer: Layer) -> None:
     """One by one, and eight at once, of which five stay."""
-    rows = torch.randn(NUM_ROWS, layer.linear.in_features)
+    rows = torch.randn(NUM_ROWS, layer.hidden_size)
     expected, single, several = layer.module(rows[None])[0], layer.pool(), layer.pool()
     for row in range(NUM_ROWS):
         found = layer.run(single, rows, row, row + 1, num_open=1)
@@ -115,7 +116,7 @@ def test_open_rows_are_those_of_the_library(layer: Layer) -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("end", [65, 128, 130])
 def test_a_cut_at_a_multiple_of_the_unit_keeps_every_bit(layer: Layer, end: int) -> None:
-    rows = torch.randn(NUM_ROWS, layer.linear.in_features)
+    rows = torch.randn(NUM_ROWS, layer.hidden_size)
     # Products of fewer rows may have other bits, which are the linear layer's and not the mixer's.
     projected = layer.linear(rows)
     whole, cut = layer.pool(), layer.pool()
