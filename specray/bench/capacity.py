@@ -21,9 +21,9 @@ from specray.bench.core.turns import in_turns
 from specray.bench.proposals import WrittenOutput, read_proposals, written
 from specray.config import Config
 from specray.errors import ConfigError
-from specray.planning.fit import Sweep, fit_acceptance, fit_draft, fit_router, fit_target
+from specray.planning.fit import fit_acceptance, fit_draft, fit_router, fit_target
 from specray.planning.profile import MeasuredOutput, Profile
-from specray.planning.samples import Samples, read_hits, read_samples
+from specray.planning.samples import Samples, Sweep, read_hits, read_samples
 from specray.requests import SpeculationParams
 from specray.router import Router
 from specray.router.trace import TraceEvent

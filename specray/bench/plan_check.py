@@ -18,8 +18,9 @@ from specray.bench.core.arm import without_cache
 from specray.bench.core.figures import percentile
 from specray.config import Config
 from specray.planning.load import ClosedLoad, FixedLength, ListedLength
-from specray.planning.simulation.fleet import Kit, simulate_closed
+from specray.planning.simulation.fleet import Kit
 from specray.planning.simulation.results import RunResult
+from specray.planning.simulation.runs import simulate_closed
 from specray.requests import GenerateRequest
 from specray.router import Router
 from specray.serving.local.pair import WORKER_COMMAND, LocalPair, local_pair

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from statistics import mean, median
 from typing import Any, TypeVar
 
@@ -31,7 +31,6 @@ from specray.planning.profile import (
     ExpertsProfile,
     HitRate,
     LinearTime,
-    MeasuredOutput,
     OutcomesPoint,
     PrefillPoint,
     ProposePoint,
@@ -40,35 +39,13 @@ from specray.planning.profile import (
     TargetProfile,
     VerifyPoint,
 )
-from specray.planning.samples import DraftSample, Samples, TargetSample, is_beside
+from specray.planning.samples import DraftSample, Samples, Sweep, TargetSample, is_beside
 
 _MIN_SAMPLES = 3
 """Least number of samples per size; fewer say nothing."""
 _NUM_QUANTILES = 20
 
 SampleT = TypeVar("SampleT", TargetSample, DraftSample)
-
-
-@dataclass(slots=True)
-class Sweep:
-    """Samples of a measurement, by the load that was served."""
-
-    rounds: list[Samples] = field(default_factory=list)
-    """Steps of many sizes with short contexts; one entry per pass."""
-    prefills: Samples = field(default_factory=Samples)
-    """Prompts of many lengths, one at a time, for both engines."""
-    plain_prefills: Samples = field(default_factory=Samples)
-    """Prompts of many lengths, one at a time, for the target alone."""
-    long_context: dict[tuple[int, int], Samples] = field(default_factory=dict)
-    """Loads of a few sessions, by K and prompt tokens."""
-    overlapped: Samples = field(default_factory=Samples)
-    """Draft and target at work at the same time."""
-    acceptance: dict[float, Samples] = field(default_factory=dict)
-    """Samples by temperature."""
-    outputs: dict[float, list[MeasuredOutput]] = field(default_factory=dict)
-    """Outputs by temperature, with what the draft would have proposed."""
-    hits: dict[float, dict[int, tuple[int, int]]] = field(default_factory=dict)
-    """Counts (hits, lookups) by temperature and width."""
 
 
 def fit_target(sweep: Sweep, info: EngineInfo, *, hardware: str) -> TargetProfile:

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
+from specray.planning.profile import (
+    MeasuredOutput,
+)
 from specray.router.trace import (
     DraftAsked,
     DraftReplied,
@@ -259,3 +262,25 @@ def _shared_s(span: tuple[float, float], others: Sequence[tuple[float, float]]) 
             break
         shared_s += min(span[1], end) - max(span[0], start)
     return shared_s
+
+
+@dataclass(slots=True)
+class Sweep:
+    """Samples of a measurement, by the load that was served."""
+
+    rounds: list[Samples] = field(default_factory=list)
+    """Steps of many sizes with short contexts; one entry per pass."""
+    prefills: Samples = field(default_factory=Samples)
+    """Prompts of many lengths, one at a time, for both engines."""
+    plain_prefills: Samples = field(default_factory=Samples)
+    """Prompts of many lengths, one at a time, for the target alone."""
+    long_context: dict[tuple[int, int], Samples] = field(default_factory=dict)
+    """Loads of a few sessions, by K and prompt tokens."""
+    overlapped: Samples = field(default_factory=Samples)
+    """Draft and target at work at the same time."""
+    acceptance: dict[float, Samples] = field(default_factory=dict)
+    """Samples by temperature."""
+    outputs: dict[float, list[MeasuredOutput]] = field(default_factory=dict)
+    """Outputs by temperature, with what the draft would have proposed."""
+    hits: dict[float, dict[int, tuple[int, int]]] = field(default_factory=dict)
+    """Counts (hits, lookups) by temperature and width."""

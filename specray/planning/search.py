@@ -14,8 +14,8 @@ from fractions import Fraction
 
 from specray.planning.hardware import Offer
 from specray.planning.load import OpenLoad
-from specray.planning.simulation.fleet import simulate, simulate_saturated
 from specray.planning.simulation.results import RunResult, Slo, TimeWindow
+from specray.planning.simulation.runs import simulate, simulate_saturated
 
 MAX_GROUPS = 4096
 _CELL_GROUPS = 8

@@ -11,7 +11,8 @@ asks for the other loop, the running one ends after its round in flight, and ses
 
 from __future__ import annotations
 
-from specray.router.rounds import Rounds, VerifyInFlight
+from specray.router.in_flight import VerifyInFlight
+from specray.router.rounds import Rounds
 
 
 async def serve_rounds(rounds: Rounds) -> None:

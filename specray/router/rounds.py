@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from specray.control.controller import Controller
 from specray.control.state import Plan
@@ -16,6 +15,7 @@ from specray.router.choice import ProposerChoice
 from specray.router.deferred import Later
 from specray.router.draft_model.budgets import Budgets
 from specray.router.first_tokens import FirstTokens
+from specray.router.in_flight import VerifyInFlight
 from specray.router.live_session import LiveSession
 from specray.router.scheduler import StepScheduler
 from specray.router.session.values import Commit
@@ -34,30 +34,6 @@ from specray.telemetry.metrics import RouterMetrics
 from specray.types import DraftKind, ItemFailed, TargetReplies, TargetReply, UnknownSequence, Verdict
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class VerifyInFlight:
-    """One target step that was sent and is not answered yet."""
-
-    link: TargetLink
-    sessions: tuple[LiveSession, ...]
-    pending: set[tuple[str, int]]
-    """(request_id, round_id) of items without reply."""
-    num_rows: int
-    num_context_tokens: int
-    """Tokens that all its sequences together hold when it is done."""
-    num_branches: int
-    """Rows of trees besides their longest paths."""
-    has_prompt: bool
-    """Some of them are filled in."""
-    sent_s: float
-    num_running: int
-    """Sessions, also those that wait for their draft."""
-    is_overlapped: bool = False
-    """The draft works at the same time."""
-    has_draft_prefill: bool = False
-    """The draft prefills meanwhile, as it must with every prompt."""
 
 
 class Rounds:

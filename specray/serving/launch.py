@@ -15,16 +15,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from specray.actors.causes import root_cause
 from specray.config import EMBEDDED, Config
 from specray.config.models import slug
 from specray.environment import apply_ray_environment, external_ray_address
 from specray.errors import ConfigError
-from specray.serving.own_ray.ends import children, end_children, end_without_destructors
-from specray.serving.own_ray.nodes import check_room, lean_head, one_agent
+from specray.serving.own_ray.ends import end_without_destructors
 from specray.serving.own_ray.notes import noted
+from specray.serving.own_ray.start import init_ray, restore_handlers, signal_handlers
 from specray.serving.own_ray.watch import ray_parts, serve_parts, watched, within
 from specray.serving.ports import claimed
 from specray.tokenization.files import has_chat_template
@@ -250,46 +250,6 @@ def _ray(config: Config, on_lost: Callable[[str], None] | None) -> Iterator[None
             yield
     finally:
         ray.shutdown()
-
-
-def init_ray(**options: Any) -> Any:
-    """Starts a Ray of our own; tries once more if not all of its processes have come up.
-
-    Seen on a busy machine: the node's process ended before its first log line. Processes of the first attempt
-    are ended before the second, which would otherwise wait until this process ends.
-
-    Raises:
-        ConfigError: neither attempt succeeded, or there is no room for Ray's files.
-    """
-    import ray
-
-    check_room()
-    for is_last in (False, True):
-        before = children()
-        try:
-            with one_agent(), lean_head(log_to_driver=options.get("log_to_driver", True)):
-                return ray.init(**options)
-        # Ray raises a plain Exception for this; its subclasses are about something else.
-        except Exception as error:
-            if type(error) is not Exception and not isinstance(error, (RuntimeError, TimeoutError)):
-                raise
-            reason = " ".join(str(error).split())
-            end_children(children() - before)
-            if is_last:
-                raise ConfigError(f"Ray did not start after two attempts: {reason}") from error
-        print(f"specray: Ray did not start, trying once more: {reason}", file=sys.stderr, flush=True)
-    raise AssertionError("the last attempt returns or raises")
-
-
-def signal_handlers() -> dict[int, Any]:
-    return {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-
-def restore_handlers(handlers: dict[int, Any]) -> None:
-    if threading.current_thread() is threading.main_thread():
-        for number, handler in handlers.items():
-            if handler is not None:
-                signal.signal(number, handler)
 
 
 def _run(config: Config, *, store: str) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from specray.serving.metrics import IngressMetrics
 from specray.telemetry import counters as counts
-from specray.telemetry.metrics import DraftMetrics, RouterMetrics
+from specray.telemetry.draft import DraftMetrics
+from specray.telemetry.metrics import RouterMetrics
 
 PATH = Path(__file__).resolve().parents[2] / "helm" / "specray" / "dashboards" / "specray.json"
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}

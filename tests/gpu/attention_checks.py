@@ -7,12 +7,8 @@ from dataclasses import replace
 import torch
 
 from specray.engine.attention.base import HeadNorm
-from specray.engine.attention.paged import (
-    AttendPaged,
-    PagedAttention,
-    make_batch,
-    store_rows,
-)
+from specray.engine.attention.packed import make_batch
+from specray.engine.attention.paged import AttendPaged, PagedAttention, store_rows
 from specray.engine.attention.select import gathered
 from specray.engine.model.operators_torch import rotary_tables
 from tests.gpu.block_cases import Case, block_cache, sequence_rows

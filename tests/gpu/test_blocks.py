@@ -13,16 +13,8 @@ import pytest
 import torch
 
 from specray.engine.attention.base import HeadNorm
-from specray.engine.attention.paged import (
-    BatchShape,
-    DeviceBatch,
-    HostBatch,
-    PagedAttention,
-    attend_gathered,
-    make_batch,
-    split_packed,
-    store_rows,
-)
+from specray.engine.attention.packed import BatchShape, DeviceBatch, HostBatch, make_batch, split_packed
+from specray.engine.attention.paged import PagedAttention, attend_gathered, store_rows
 from specray.engine.attention.sdpa import PlainAttention
 from specray.engine.attention.select import (
     VARLEN_BLOCK_SIZE,

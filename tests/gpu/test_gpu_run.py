@@ -271,14 +271,8 @@ def test_shorter_output_differs_where_it_ends() -> None:
 
 
 def test_arms_are_plain_then_serial_then_overlapped() -> None:
-    assert [arm.name for arm in arms_of((2, 4), with_auto=True)] == [
-        "off",
-        "serial K=2",
-        "serial K=4",
-        "enumerate K=2",
-        "enumerate K=4",
-        "auto K=auto",
-    ]
+    drafted = [f"{overlap} K={k}" for overlap in ("serial", "enumerate") for k in (2, 4)]
+    assert [arm.name for arm in arms_of((2, 4), with_auto=True)] == ["off", *drafted, "auto K=auto"]
 
 
 def report_of(num_equal: int, ours: list[int], theirs: list[int]) -> dict[str, Any]:
@@ -308,13 +302,8 @@ def test_summary_compares_with_the_bound_with_plain_and_with_transformers(tmp_pa
         plans = {"serial K=4 profitable": 0.75, "off K=0 prefill": 0.25}
         return {"arm": name, "temperature": temperature, "tokens_per_s": speed, "plans": plans, **rates}
 
-    arms = [
-        arm("off", 0, 50),
-        arm("serial K=2", 0, 80),
-        arm("serial K=4", 0, 100),
-        arm("enumerate K=2", 0, 120),
-        arm("auto K=auto", 0, 110),
-    ]
+    speeds = {"off": 50, "serial K=2": 80, "serial K=4": 100, "enumerate K=2": 120, "auto K=auto": 110}
+    arms = [arm(name, 0, speed) for name, speed in speeds.items()]
     pair = {"arms": [*arms, arm("off", 1, 900)], "agreements": [], "greedy": []}
     forwards = {
         **dict.fromkeys(("weight_bytes", "weights_gb_per_s", "copy_gb_per_s"), 1.0),

@@ -14,7 +14,8 @@ from pydantic_core import PydanticUndefined
 from specray.config import Config
 from specray.engine.model.library import LibraryConfig
 from specray.serving.metrics import IngressMetrics
-from specray.telemetry.metrics import DraftMetrics, RouterMetrics
+from specray.telemetry.draft import DraftMetrics
+from specray.telemetry.metrics import RouterMetrics
 from specray.telemetry.models import ModelMetrics
 from tests.unit.engine.model.checkpoints import family_config
 from tests.unit.engine.model.zoo import FAMILIES

@@ -100,7 +100,7 @@ FLOORS: dict[str, list[list[str]]] = {
         ["admission"],
         ["draft_model"],
         ["fallback", "choice", "scheduler"],
-        ["rounds"],
+        ["in_flight", "rounds"],
         ["loops", "readiness"],
         ["router"],
         ["__init__"],

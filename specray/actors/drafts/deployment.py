@@ -22,7 +22,7 @@ from specray.config import Config, parse_config
 from specray.config.live import LiveConfig
 from specray.environment import apply_rank_environment, apply_thread_environment
 from specray.errors import ConfigError, EngineLostError
-from specray.telemetry.metrics import DraftMetrics
+from specray.telemetry.draft import DraftMetrics
 
 logger = logging.getLogger(__name__)
 

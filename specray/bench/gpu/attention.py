@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from specray.engine.attention.measured import AttendKernel, CudaTimer, MeasuredAttend, Timer
-from specray.engine.attention.paged import make_batch
+from specray.engine.attention.packed import make_batch
 from specray.engine.attention.select import VARLEN_BLOCK_SIZE, Model, choose_backend
 from specray.engine.step import HeadShape, PagedBatch, SequenceRows
 from specray.engine.visibility import tree_visibility

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from specray.engine.attention.paged import AttendPaged, BatchShape, DeviceBatch, HostBatch
+from specray.engine.attention.packed import BatchShape, DeviceBatch, HostBatch
+from specray.engine.attention.paged import AttendPaged
 from specray.engine.step import HeadShape, PagedBatch, SequenceRows
 
 _log = logging.getLogger(__name__)

@@ -20,13 +20,8 @@ import torch
 
 from specray.engine.attention.base import HeadNorm
 from specray.engine.attention.measured import AttendKernel, CudaTimer, InputMaker, measure
-from specray.engine.attention.paged import (
-    AttendPaged,
-    StoreRows,
-    attend_gathered,
-    make_batch,
-    store_rows,
-)
+from specray.engine.attention.packed import make_batch
+from specray.engine.attention.paged import AttendPaged, StoreRows, attend_gathered, store_rows
 from specray.engine.step import HeadShape, PagedBatch, SequenceRows
 from specray.engine.visibility import branch_visibility, tree_visibility
 from specray.errors import ConfigError

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -25,7 +24,6 @@ from specray.engine.device import (
     use_device,
 )
 from specray.engine.group.parallel import ParallelContext
-from specray.engine.inputs import SequenceInput
 from specray.engine.model.adapters.pool import AdapterPool
 from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.description import ModelArgs, model_path
@@ -37,10 +35,10 @@ from specray.engine.model.quantized.formats import WeightFormats
 from specray.engine.model.quantized.operator_set import OperatorSet, operator_set
 from specray.engine.runner import determinism
 from specray.engine.runner.adapters import RunnerAdapters
-from specray.engine.runner.cache_sizes import choose_sizes
+from specray.engine.runner.cache_sizes import cache_bytes_for, choose_sizes
 from specray.engine.runner.cuda_graphs import SEQUENCES, WIDTHS, Bucket, CudaCapture, GraphedForward
 from specray.engine.runner.gpu_claim import claim_gpu, name_of, warn_of_turns
-from specray.engine.runner.memory import NO_DRAFTER, CudaMemory, DrafterMemory, cache_bytes, naming
+from specray.engine.runner.memory import NO_DRAFTER, DrafterMemory, naming
 from specray.engine.runner.runner import ModelRunner, RunnerInfo
 from specray.engine.step import CacheShape, Forward
 from specray.errors import ConfigError
@@ -287,49 +285,6 @@ def _too_large(loaded: LoadedModel) -> str:
         f"the weights of model {loaded.name!r} take {loaded.num_weight_bytes / 2**30:.1f} GiB in all; take a "
         "smaller model or a larger tensor_parallel_size, or end what else uses the device"
     )
-
-
-def cache_bytes_for(
-    config: EngineConfig,
-    info: RunnerInfo,
-    forward: Forward,
-    parallel: ParallelContext | None,
-    drafter_memory: DrafterMemory,
-) -> int:
-    memory = CudaMemory(info.device) if info.device.type == "cuda" else None
-    peak_step = partial(run_peak_step, config, info, forward)
-    # While a step runs, a sequence of the library's layers has a state more than those that are kept.
-    states = config.max_num_seqs * forward.cache_shape.state_bytes
-    reserved = drafter_memory.weight_bytes + drafter_memory.step_bytes + states
-    found = cache_bytes(config, memory, info.vocab_size, peak_step, reserved)
-    # Ranks must have equally many blocks, and the leader's own memory is not the others'.
-    return found if parallel is None or memory is None else parallel.least(found)
-
-
-def run_peak_step(config: EngineConfig, info: RunnerInfo, forward: Forward) -> None:
-    """Runs a step of as many rows as there can be, with the logits of all, over a cache of its own."""
-    num_rows, longest = config.max_num_batched_tokens, info.max_model_len
-    lengths = [min(longest, num_rows - start) for start in range(0, num_rows, longest)]
-    per_sequence = -(-longest // info.block_size)
-    inputs = [
-        SequenceInput(
-            [0] * length,
-            0,
-            range(index * per_sequence, (index + 1) * per_sequence),
-            length,
-            state_slot=index,
-        )
-        for index, length in enumerate(lengths)
-    ]
-    cache = BlockCache(
-        forward.cache_shape,
-        num_blocks=len(lengths) * per_sequence,
-        block_size=info.block_size,
-        dtype=info.dtype,
-        device=info.device,
-        num_state_slots=len(lengths),
-    )
-    ModelRunner(forward, cache, info).run(inputs)
 
 
 def _build_forward(

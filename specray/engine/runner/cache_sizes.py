@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from specray.config import EngineConfig, TargetConfig
-from specray.engine.cache.blocks import bytes_per_token
+from specray.engine.cache.blocks import BlockCache, bytes_per_token
 from specray.engine.cache.state_slots import MAX_OPEN_ROWS
 from specray.engine.cache.states import STATES_PER_SEQUENCE
-from specray.engine.runner.memory import DrafterMemory
-from specray.engine.runner.runner import RunnerInfo
-from specray.engine.step import CacheShape
+from specray.engine.group.parallel import ParallelContext
+from specray.engine.inputs import SequenceInput
+from specray.engine.runner.memory import CudaMemory, DrafterMemory, cache_bytes
+from specray.engine.runner.runner import ModelRunner, RunnerInfo
+from specray.engine.step import CacheShape, Forward
 from specray.errors import ConfigError
 
 _SNAPSHOT_SHARE = 4
@@ -93,3 +96,46 @@ def _state_bytes(config: EngineConfig, shape: CacheShape, info: RunnerInfo, cach
             f"{found / _GIB:.3f} GiB; allowed: more memory, or a lower max_num_seqs"
         )
     return found
+
+
+def cache_bytes_for(
+    config: EngineConfig,
+    info: RunnerInfo,
+    forward: Forward,
+    parallel: ParallelContext | None,
+    drafter_memory: DrafterMemory,
+) -> int:
+    memory = CudaMemory(info.device) if info.device.type == "cuda" else None
+    peak_step = partial(run_peak_step, config, info, forward)
+    # While a step runs, a sequence of the library's layers has a state more than those that are kept.
+    states = config.max_num_seqs * forward.cache_shape.state_bytes
+    reserved = drafter_memory.weight_bytes + drafter_memory.step_bytes + states
+    found = cache_bytes(config, memory, info.vocab_size, peak_step, reserved)
+    # Ranks must have equally many blocks, and the leader's own memory is not the others'.
+    return found if parallel is None or memory is None else parallel.least(found)
+
+
+def run_peak_step(config: EngineConfig, info: RunnerInfo, forward: Forward) -> None:
+    """Runs a step of as many rows as there can be, with the logits of all, over a cache of its own."""
+    num_rows, longest = config.max_num_batched_tokens, info.max_model_len
+    lengths = [min(longest, num_rows - start) for start in range(0, num_rows, longest)]
+    per_sequence = -(-longest // info.block_size)
+    inputs = [
+        SequenceInput(
+            [0] * length,
+            0,
+            range(index * per_sequence, (index + 1) * per_sequence),
+            length,
+            state_slot=index,
+        )
+        for index, length in enumerate(lengths)
+    ]
+    cache = BlockCache(
+        forward.cache_shape,
+        num_blocks=len(lengths) * per_sequence,
+        block_size=info.block_size,
+        dtype=info.dtype,
+        device=info.device,
+        num_state_slots=len(lengths),
+    )
+    ModelRunner(forward, cache, info).run(inputs)

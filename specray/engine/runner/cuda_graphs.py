@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
-from specray.engine.attention.paged import BatchShape, DeviceBatch, HostBatch
+from specray.engine.attention.packed import BatchShape, DeviceBatch, HostBatch
 from specray.engine.cache.blocks import BlockCache
 from specray.engine.cache.state_pool import StatePool
 from specray.engine.inputs import SequenceInput

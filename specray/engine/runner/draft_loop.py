@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specray.engine.attention.paged import BatchShape, DeviceBatch, HostBatch
+from specray.engine.attention.packed import BatchShape, DeviceBatch, HostBatch
 from specray.engine.cache.blocks import BlockCache
 from specray.engine.runner.cuda_graphs import SEQUENCES, Capture
 from specray.engine.sampling.device.kernels import Kernels, processed

@@ -22,9 +22,10 @@ from specray.engine.device import use_device
 from specray.engine.group.parallel import NO_MOVES, ParallelContext
 from specray.engine.inputs import AdapterInput, CopyInput, Moves, SequenceInput, StateCopy
 from specray.engine.runner.cuda_graphs import Bucket, GraphedForward
+from specray.engine.runner.rows import logit_rows_of, sequence_rows, single_rows, token_ids_of
 from specray.engine.sampling.device.select import choose_kernels
 from specray.engine.sampling.device.shards import SHARD_MULTIPLE, ShardDrawer, ShardDraws, best_of_ranks
-from specray.engine.step import AttentionStep, Forward, ForwardOutput, SequenceRows, Step
+from specray.engine.step import AttentionStep, Forward, ForwardOutput, Step
 
 if TYPE_CHECKING:
     from specray.engine.model.layers.vocabulary import GatheredHead
@@ -325,13 +326,13 @@ class ModelRunner:
         if len(inputs) == 1 and not inputs[0].visibility:
             return self._plan_single(inputs[0])
         device = self.info.device
-        rows = _sequence_rows(inputs)
+        rows = sequence_rows(inputs)
         positions: list[int] = []
         for item in rows:
             positions.extend(item.positions)
-        wanted = _logit_rows(inputs, rows)
+        wanted = logit_rows_of(inputs, rows)
         return Step(
-            token_ids=torch.tensor(_token_ids(inputs), device=device),
+            token_ids=torch.tensor(token_ids_of(inputs), device=device),
             positions=torch.tensor(positions, device=device),
             attention=AttentionStep(tuple(rows), self.cache),
             logit_rows=None
@@ -345,16 +346,16 @@ class ModelRunner:
         return Step(
             token_ids=torch.tensor(item.token_ids, device=self.info.device),
             positions=slice(item.start, item.start + count),
-            attention=AttentionStep((_single_rows(item),), self.cache),
+            attention=AttentionStep((single_rows(item),), self.cache),
             logit_rows=None if item.num_logits == count else slice(count - item.num_logits, count),
         )
 
     def _run_captured(
         self, graphs: GraphedForward, bucket: Bucket, inputs: Sequence[SequenceInput]
     ) -> ForwardOutput:
-        rows = _sequence_rows(inputs)
-        logits, features = graphs.run(bucket, rows, _token_ids(inputs))
-        wanted = _logit_rows(inputs, rows)
+        rows = sequence_rows(inputs)
+        logits, features = graphs.run(bucket, rows, token_ids_of(inputs))
+        wanted = logit_rows_of(inputs, rows)
         if features is not None:
             # Copies, since the next step overwrites them.
             features = {layer: each.clone() for layer, each in features.items()}
@@ -383,54 +384,3 @@ def shard_drawer(parallel: ParallelContext, head: GatheredHead, device: torch.de
     if (parallel.world_size - 1) * run_len >= head.num_logits:
         return None
     return ShardDrawer(choose_kernels(device), parallel.first_row(head.num_logits))
-
-
-def _single_rows(item: SequenceInput) -> SequenceRows:
-    return SequenceRows(
-        0,
-        len(item.token_ids),
-        item.start,
-        item.block_ids,
-        state_slot=item.state_slot,
-        num_open=item.num_open,
-        marks=item.marks,
-    )
-
-
-def _token_ids(inputs: Sequence[SequenceInput]) -> list[int]:
-    return [token for item in inputs for token in item.token_ids]
-
-
-def _sequence_rows(inputs: Sequence[SequenceInput]) -> list[SequenceRows]:
-    rows: list[SequenceRows] = []
-    first = 0
-    for item in inputs:
-        count = len(item.token_ids)
-        assert count >= 1 and 0 <= item.num_logits <= count, item
-        start = item.start
-        if item.visibility:
-            assert len(item.visibility) == count, item
-            start = min(row.position for row in item.visibility)
-        rows.append(
-            SequenceRows(
-                first,
-                count,
-                start,
-                item.block_ids,
-                item.visibility,
-                item.state_slot,
-                item.num_open,
-                item.marks,
-            )
-        )
-        first += count
-    return rows
-
-
-def _logit_rows(inputs: Sequence[SequenceInput], rows: Sequence[SequenceRows]) -> list[int]:
-    """The rows whose logits are wanted: the last ones of each sequence."""
-    wanted: list[int] = []
-    for item, own in zip(inputs, rows, strict=True):
-        end = own.first_row + own.num_rows
-        wanted.extend(range(end - item.num_logits, end))
-    return wanted

@@ -31,17 +31,16 @@ from specray.engine.sampling.verify import Round, Verified, accept_own
 from specray.engine.schedule import (
     Runner,
     catch_up,
-    check_length,
-    check_token_ids,
     failure_reply,
     split_waves,
 )
+from specray.engine.target.checks import check_item
 from specray.engine.target.group_draws import group_draws
 from specray.engine.target.items import Scheduled, Scores, split_scores, with_rows
 from specray.engine.target.lookahead import Lookahead, WindowRows
 from specray.engine.visibility import MAX_TREE_ROWS
 from specray.engine_info import EngineInfo
-from specray.errors import InvalidRequestError, OutOfBlocksError, ProtocolError, SpecrayError
+from specray.errors import InvalidRequestError, OutOfBlocksError, SpecrayError
 from specray.grammar import TokenMasks
 from specray.prefix_keys import UNIT_TOKENS
 from specray.types import TargetReplies, TargetReply, TokenLogprobs, Verdict, VerifyItem
@@ -164,22 +163,7 @@ class TargetEngine(RunnerEngine):
         if self._states is not None:
             draft = draft.first(self._states.max_open - 1)
         num_drafts = len(draft.token_ids)
-        length = item.base_len + len(item.token_ids) + num_drafts
-        check_length(item.base_len, length - num_drafts, self._info.max_model_len)
-        check_length(item.base_len, length, self._info.max_model_len)
-        check_token_ids("token_ids", item.token_ids, self._info.vocab_size)
-        check_token_ids("draft.token_ids", item.draft.token_ids, self._info.vocab_size)
-        if num_drafts and not item.sample:
-            raise ProtocolError("a prefill chunk has draft tokens; allowed: none")
-        if item.max_new_tokens is not None and (item.sample or item.max_new_tokens < 1):
-            raise ProtocolError(
-                f"max_new_tokens is {item.max_new_tokens}; allowed: at least 1, for a prefill chunk"
-            )
-        if not 0.0 <= item.next_min_acceptance < 1.0:
-            raise ProtocolError(
-                f"next_min_acceptance is {item.next_min_acceptance}; allowed: 0 or more, below 1"
-            )
-        _check_draft_probs(item, self._info.vocab_size)
+        check_item(item, num_drafts, self._info)
         sequence = self.table.keep_and_append(
             item.request_id,
             item.base_len,
@@ -411,12 +395,3 @@ class TargetEngine(RunnerEngine):
         if entry.item.lookahead is None or lookahead is None:
             return NO_DRAFT
         return lookahead.draft([*entry.sequence.token_ids, next_token_id])
-
-
-def _check_draft_probs(item: VerifyItem, vocab_size: int) -> None:
-    for row in item.draft.probs:
-        check_token_ids("draft.probs", row.token_ids, vocab_size)
-        if not row.is_distribution(vocab_size):
-            raise ProtocolError(
-                "draft.probs is no distribution; allowed: distinct token ids, a finite probability for each"
-            )

@@ -13,7 +13,8 @@ import torch
 from specray.config import TargetConfig
 from specray.engine.activation import Activation
 from specray.engine.attention.latent_triton import LatentAttend
-from specray.engine.attention.paged import AttendPaged, attend_gathered, make_batch, store_rows
+from specray.engine.attention.packed import make_batch
+from specray.engine.attention.paged import AttendPaged, attend_gathered, store_rows
 from specray.engine.attention.select import Backend
 from specray.engine.attention.triton import TritonAttend
 from specray.engine.cuda.linear import ProductGate, ProductLinear

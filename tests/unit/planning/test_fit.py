@@ -7,16 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from specray.fakes.engines import fake_info
-from specray.planning.fit import (
-    Sweep,
-    fit_acceptance,
-    fit_draft,
-    fit_router,
-    fit_target,
-    rates_by_position,
-)
+from specray.planning.fit import fit_acceptance, fit_draft, fit_router, fit_target, rates_by_position
 from specray.planning.profile import LinearTime, TargetProfile
-from specray.planning.samples import Samples, is_beside, read_hits, read_samples
+from specray.planning.samples import Samples, Sweep, is_beside, read_hits, read_samples
 from specray.router.trace import (
     DraftAsked,
     DraftReplied,

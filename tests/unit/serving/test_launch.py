@@ -18,6 +18,7 @@ from specray.cli.app import run
 from specray.config import parse_config
 from specray.errors import ConfigError
 from specray.serving import launch
+from specray.serving.own_ray import start
 from tests.unit.engine.model.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -149,11 +150,11 @@ def test_root_cause_of_a_start_that_failed_in_an_actor() -> None:
 
 
 def test_what_ray_does_to_signals_is_undone() -> None:
-    before = launch.signal_handlers()
+    before = start.signal_handlers()
     try:
         signal.signal(signal.SIGTERM, lambda *_: None)
-        launch.restore_handlers(before)
-        assert launch.signal_handlers() == before
+        start.restore_handlers(before)
+        assert start.signal_handlers() == before
     finally:
         signal.signal(signal.SIGTERM, before[signal.SIGTERM])
 

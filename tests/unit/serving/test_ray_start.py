@@ -11,8 +11,8 @@ import pytest
 import ray
 
 from specray.errors import ConfigError
-from specray.serving.launch import init_ray
 from specray.serving.own_ray.ends import children
+from specray.serving.own_ray.start import init_ray
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(60)"]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from specray.fakes import FakeDraft, NoisyGuesser, ToyModel
-from specray.telemetry.metrics import DraftMetrics
+from specray.telemetry.draft import DraftMetrics
 
 
 def shown(text: str) -> dict[str, float]:

@@ -17,7 +17,8 @@ from specray.planning.profile import (
     ProposalLengths,
     TargetProfile,
 )
-from specray.planning.simulation.fleet import Kit, simulate_closed
+from specray.planning.simulation.fleet import Kit
+from specray.planning.simulation.runs import simulate_closed
 from specray.types import DraftKind
 from tests.unit.planning.parts import LIMITS
 

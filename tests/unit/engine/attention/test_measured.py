@@ -21,7 +21,8 @@ from specray.engine.attention.measured import (
     StepShape,
     measure,
 )
-from specray.engine.attention.paged import attend_gathered, make_batch, store_rows
+from specray.engine.attention.packed import make_batch
+from specray.engine.attention.paged import attend_gathered, store_rows
 from specray.engine.attention.select import Backend, Model
 from specray.engine.step import HeadShape, SequenceRows
 

@@ -14,19 +14,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specray.demo.paths import demo_draft_path, demo_target_path, smollm2_draft_path
 from specray.engine.model.decoder_config import (
     DecoderConfig,
-    FactorScaling,
     LinearScaling,
     Llama3Scaling,
     RopeFormula,
 )
 from specray.engine.model.families.config_json import read_decoder_config
 from specray.engine.model.families.from_library import decoder_config_of
-from specray.engine.model.rotary import cos_sin, inverse_frequencies
+from specray.engine.model.rotary import cos_sin
 from tests.unit.engine.model.checkpoints import read_by_library
 
 CPU = torch.device("cpu")
@@ -390,46 +388,3 @@ def test_older_names_of_rotary_settings() -> None:
     }
     parsed = read_decoder_config({**PLAIN, **new})
     assert parsed is not None and parsed.rope == RopeFormula(7.0, Llama3Scaling(8.0, 1.0, 4.0, 64))
-
-
-FACTORS = [1.0, 1.0, 1.25, 2.0, 3.0, 4.6814823, 8.0, 8.0]
-
-
-def factor_config(**changes: Any) -> dict[str, Any]:
-    """A configuration whose frequencies are divided by ``FACTORS``."""
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 500_000.0,
-        "short_factor": FACTORS,
-        "long_factor": FACTORS,
-        "attention_factor": 1.0,
-        "original_max_position_embeddings": 64,
-    }
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
-    return {**PLAIN, **sizes, "max_position_embeddings": 128, "rope_parameters": {**rope, **changes}}
-
-
-def test_factors_of_frequencies_give_the_librarys_frequencies_to_the_last_bit() -> None:
-    values = factor_config()
-    parsed = read_decoder_config(values)
-    assert parsed is not None and parsed.rope == RopeFormula(500_000.0, FactorScaling(tuple(FACTORS)))
-    config = AutoConfig.for_model(**values)
-    for num_tokens in (32, 128):
-        expected, scale = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len=num_tokens)
-        assert torch.equal(inverse_frequencies(parsed.rope, 16), expected)
-        assert scale == 1.0
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"long_factor": [2.0] * 8},
-        {"attention_factor": 1.2},
-        {"short_factor": FACTORS[:7], "long_factor": FACTORS[:7]},
-        {"short_factor": [0.0] * 8, "long_factor": [0.0] * 8},
-        {"short_factor": None, "long_factor": None},
-        {"factor": 2.0},
-    ],
-)
-def test_factors_that_mean_more_are_left_to_the_library(changes: dict[str, Any]) -> None:
-    assert read_decoder_config(factor_config(**changes)) is None

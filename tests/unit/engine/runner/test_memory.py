@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from specray.config import EngineConfig
-from specray.engine.runner import assembly, determinism
+from specray.engine.inputs import SequenceInput
+from specray.engine.runner import assembly, cache_sizes, determinism
 from specray.engine.runner.cuda_graphs import MAX_ROWS
 from specray.engine.runner.memory import DrafterMemory, Usage, cache_bytes
 from specray.engine.step import CacheShape
@@ -64,12 +65,12 @@ def test_auto_keeps_to_its_part_of_a_shared_gpu() -> None:
 
 
 def test_auto_leaves_room_for_a_drafter_and_for_the_states_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "CudaMemory", lambda device: FakeMemory(free=60 * GIB))
-    monkeypatch.setattr(assembly, "run_peak_step", lambda *arguments: None)
+    monkeypatch.setattr(cache_sizes, "CudaMemory", lambda device: FakeMemory(free=60 * GIB))
+    monkeypatch.setattr(cache_sizes, "run_peak_step", lambda *arguments: None)
     info: Any = SimpleNamespace(device=torch.device("cuda"), vocab_size=VOCAB_SIZE)
     forward: Any = SimpleNamespace(cache_shape=CacheShape(1, 1, 8, state_bytes=2_000_000))
     config = EngineConfig(max_num_seqs=10)
-    found = assembly.cache_bytes_for(
+    found = cache_sizes.cache_bytes_for(
         config, info, forward, None, DrafterMemory(GIB, 7, step_bytes=78_000_000)
     )
     assert found == int(0.92 * (58 * GIB - LOGITS - 78_000_000 - 10 * 2_000_000))
@@ -117,7 +118,7 @@ def test_a_step_without_room_names_what_to_lower(llama: Path, monkeypatch: pytes
 
     monkeypatch.setattr(runner, "_forward", too_much)
     with pytest.raises(torch.OutOfMemoryError, match="a step of 3 rows found no memory; lower max_num_batch"):
-        runner.run([assembly.SequenceInput([1, 2, 3], 0, [0], 1)])
+        runner.run([SequenceInput([1, 2, 3], 0, [0], 1)])
 
 
 @pytest.mark.parametrize("num_rows", [16, 100, 256])
@@ -129,13 +130,13 @@ def test_the_largest_step_has_all_rows_and_their_logits(
     seen: list[tuple[int, int]] = []
     run = assembly.ModelRunner.run
 
-    def recorded(self: object, inputs: list[assembly.SequenceInput]) -> object:
+    def recorded(self: object, inputs: list[SequenceInput]) -> object:
         output = run(self, inputs)  # type: ignore[arg-type]
         seen.append((max(len(item.token_ids) for item in inputs), len(output.logits)))
         return output
 
     monkeypatch.setattr(assembly.ModelRunner, "run", recorded)
-    assembly.run_peak_step(config, runner.info, runner.forward)
+    cache_sizes.run_peak_step(config, runner.info, runner.forward)
     assert seen == [(min(64, num_rows), num_rows)]
 
 

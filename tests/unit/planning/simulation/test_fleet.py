@@ -10,14 +10,9 @@ import pytest
 from specray.config import RouterConfig, SpeculationConfig
 from specray.planning.load import ClosedLoad, FixedLength, LognormalLength, OpenLoad
 from specray.planning.profile import RouterProfile
-from specray.planning.simulation.fleet import (
-    Kit,
-    TimeWindow,
-    simulate,
-    simulate_closed,
-    simulate_saturated,
-)
-from specray.planning.simulation.results import Slo, spread
+from specray.planning.simulation.fleet import Kit
+from specray.planning.simulation.results import Slo, TimeWindow, spread
+from specray.planning.simulation.runs import simulate, simulate_closed, simulate_saturated
 from tests.unit.planning.parts import (
     PREFILL_S,
     PROPOSE_S,

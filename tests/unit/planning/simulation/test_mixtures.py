@@ -10,7 +10,8 @@ from specray.config import SpeculationConfig
 from specray.control.experts import ExpertUse
 from specray.planning.load import ClosedLoad, FixedLength
 from specray.planning.profile import LENGTH_DIGITS, AcceptanceProfile, MeasuredOutput
-from specray.planning.simulation.fleet import Kit, simulate_closed
+from specray.planning.simulation.fleet import Kit
+from specray.planning.simulation.runs import simulate_closed
 from specray.planning.simulation.times import SimulatedTargetTimes, StepSize
 from tests.unit.planning.parts import VERIFY_S, draft, output, replayed, target
 

@@ -11,8 +11,8 @@ from specray.bench.routing.conversations import ConversationLoad
 from specray.config import parse_config
 from specray.planning.load import ClosedLoad, FixedLength, OpenLoad, SharedPrefixes
 from specray.planning.profile import Profile
-from specray.planning.simulation.fleet import simulate, simulate_closed
 from specray.planning.simulation.results import Slo, TimeWindow
+from specray.planning.simulation.runs import simulate, simulate_closed
 from tests.unit.planning.parts import plain_kit, target
 
 LOAD = ConversationLoad(

@@ -13,7 +13,8 @@ from specray.errors import ConfigError, EngineLostError
 from specray.fakes import FakeTarget, LocalVerifier, VirtualClock
 from specray.interfaces import Verifier
 from specray.requests import OutputChunk
-from specray.router.rounds import Rounds, VerifyInFlight
+from specray.router.in_flight import VerifyInFlight
+from specray.router.rounds import Rounds
 from tests.unit.router.harness import TARGET_S, expected, fake_target, request, router_config, run, serving
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -18,24 +16,18 @@ from starlette.routing import Route
 from starlette.types import Message
 
 from specray.cli.generate import Sampling, from_server
-from specray.config import Config, parse_config
-from specray.errors import InvalidRequestError, NotAllowedError, OverloadedError, UnauthenticatedError
+from specray.errors import InvalidRequestError, NotAllowedError, OverloadedError
 from specray.fakes import FakeRouterClient
-from specray.interfaces import RouterClient
 from specray.requests import ServiceLevel
-from specray.rpc.inference.client import SpecrayClient
-from specray.rpc.inference.server import InferenceServer
-from specray.rpc.inference.types import GenerateParams
 from specray.serving.admission.api_keys import Keyring, key_hash
-from specray.serving.grpc.handler import GrpcIngress
 from specray.serving.http.edge.keys import KeyMiddleware, check_manager
 from specray.serving.http.edge.observe import ObserveMiddleware
 from specray.serving.observe import CallObserver
+from tests.unit.serving.http.key_entries import KEY, OTHER_KEY, config_with, key_entry
 from tests.unit.serving.http.service import (
     INFO,
     MODEL,
     REPLY,
-    TOKENIZER,
     Service,
     endless,
     say,
@@ -44,18 +36,8 @@ from tests.unit.serving.http.service import (
 )
 from tests.unit.tokenization.tiny_tokenizer import EOS
 
-KEY, OTHER_KEY = "sk-specray-" + "aB3_" * 10 + "xyz", "sk-specray-" + "Zq7-" * 10 + "uvw"
-"""Keys of the form of ``new_key``; fixed, so that tests have the same names in every process."""
 TEXT = {"prompt": "def", "max_tokens": 4}
 PROMPT = "TheSecretPromptOfAUser"
-
-
-def config_with(*keys: dict[str, Any], **auth: Any) -> Config:
-    return parse_config({"served_model_name": MODEL, "auth": {"keys": list(keys), **auth}})
-
-
-def key_entry(key: str = KEY, name: str = "team-a", **more: Any) -> dict[str, Any]:
-    return {"name": name, "sha256": key_hash(key), **more}
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -307,45 +289,6 @@ async def test_nothing_stays_in_hand_after_a_request_that_fails(stream: bool) ->
     assert statuses == [429, 500, 200, 200]
 
 
-@asynccontextmanager
-async def connected(
-    router: RouterClient, config: Config, key: str | None = KEY
-) -> AsyncIterator[SpecrayClient]:
-    handler = GrpcIngress(client=router, tokenizer=TOKENIZER, config=config)
-    server = InferenceServer(handler, "127.0.0.1:0", admit=handler.admitter(Keyring(config.auth)))
-    await server.start()
-    try:
-        async with SpecrayClient(server.address, key=key) as client:
-            yield client
-    finally:
-        await server.stop(grace_s=0)
-
-
-@pytest.mark.parametrize("key", [None, OTHER_KEY, key_hash(KEY)])
-async def test_grpc_without_the_key_is_unauthenticated_and_sees_nothing(key: str | None) -> None:
-    router = FakeRouterClient(info=INFO)
-    async with connected(router, config_with(key_entry()), key) as client:
-        with pytest.raises(UnauthenticatedError):
-            await anext(client.generate(GenerateParams(text="")))
-        with pytest.raises(UnauthenticatedError):
-            await client.info()
-    assert router.requests == []
-
-
-async def test_grpc_with_the_key_runs_under_its_tenant_and_limits() -> None:
-    router = endless()
-    async with connected(router, config_with(key_entry(max_requests=1))) as client:
-        assert (await client.info()).model == MODEL
-        events = client.generate(GenerateParams(text="a", tenant="other"))
-        first = asyncio.ensure_future(anext(events))
-        await wait_until(lambda: len(router.requests) == 1)
-        with pytest.raises(OverloadedError, match="1 requests in hand; allowed: 1"):
-            await anext(client.generate(GenerateParams(text="a")))
-        first.cancel()
-        await wait_until(lambda: len(router.aborted_request_ids) == 1)
-    assert router.requests[0].speculation.tenant == "team-a"
-
-
 async def test_grpc_and_http_share_a_keyring() -> None:
     keyring = Keyring(config_with(key_entry(max_requests=1)).auth)
     assert keyring.identify([f"Bearer {KEY}"]) is keyring.identify([f"bearer {KEY}"])
@@ -375,18 +318,6 @@ async def test_neither_prompts_nor_keys_are_ever_logged(
     assert "a bug" in logged  # What fails is logged; that is what must not tell the prompt.
     for secret in (PROMPT, KEY, OTHER_KEY):
         assert secret not in logged
-
-
-async def test_grpc_prompts_are_never_logged(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG)
-    router = FakeRouterClient(info=INFO, errors=[RuntimeError("a bug")])
-    async with connected(router, config_with(key_entry())) as client:
-        with pytest.raises(Exception, match="internal error"):
-            await anext(client.generate(GenerateParams(text=PROMPT, max_tokens=2)))
-        async for _ in client.generate(GenerateParams(text=PROMPT, max_tokens=2)):
-            pass
-    assert "a bug" in caplog.text
-    assert PROMPT not in caplog.text and KEY not in caplog.text
 
 
 @pytest.mark.parametrize(
