@@ -116,11 +116,6 @@ def pair_options(**options: str | int | None) -> dict[str, object]:
     return values
 
 
-def write_config(config: Config, path: Path) -> None:
-    """Writes a configuration that ``read_config_file`` reads back."""
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
-
-
 def _parse_assignment(assignment: str) -> tuple[str, object]:
     key, separator, text = assignment.partition("=")
     if not separator or not key:

@@ -36,7 +36,6 @@ class RunnerAdapters:
         directory: with a folder for each adapter.
         graphs: of the pool's forward, on CUDA.
         device: of the forward.
-        records: whether a CPU's steps are recorded and run again.
     """
 
     def __init__(
@@ -46,12 +45,11 @@ class RunnerAdapters:
         parallel: ParallelContext | None,
         *,
         device: torch.device,
-        graphs: GraphedForward | None = None,
-        records: bool = True,
+        graphs: GraphedForward | None,
     ) -> None:
         self.pool, self.graphs = pool, graphs
         self._directory, self._parallel = directory, parallel
-        recorded = cpu_graphs_of(pool.forward, device) if records and parallel is None else None
+        recorded = cpu_graphs_of(pool.forward, device) if parallel is None else None
         self.forward: Forward = recorded or pool.forward
         self._ready: Mapping[Place, Part] = {}
 

@@ -77,10 +77,6 @@ class BatchRunner(Generic[ItemT, RepliesT]):
         """Replies that need no engine call."""
         self._num_requests: dict[ReplySink[RepliesT], int] = {}
 
-    @property
-    def num_owned_sequences(self) -> int:
-        return len(self._names)
-
     def add(self, stream: ReplySink[RepliesT], batch: RequestBatch[ItemT], *, is_last: bool = True) -> None:
         """Takes one request or its next part: releases sequences at once, runs items in the next call.
 

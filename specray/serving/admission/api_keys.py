@@ -77,10 +77,6 @@ class Caller:
                 f"key {key.name!r} may not ask for model {name!r}; allowed: {', '.join(key.models)}"
             )
 
-    def tenant_of(self, request: GenerateRequest) -> str:
-        """Returns the tenant that is charged for a request, whatever the request claims; empty: none."""
-        return request.tenant if self._key is None else self._key.tenant_name
-
     def standing(self, tenant: str, priority: int) -> tuple[str, int]:
         """Returns the tenant and the priority under which a request that claims these is served."""
         key = self._key
