@@ -204,7 +204,7 @@ def test_a_target_that_is_lost_starts_from_the_tokens(service: Service, is_greed
 
 
 def test_prompts_in_chunks_and_from_the_cache(service: Service) -> None:
-    """The second time nothing of them is computed but their ends; states are kept at multiples of 64 alone."""
+    """The second time nothing of them is computed but their ends; states are kept at multiples of 64."""
     engine, config = service.make_target(), router_config(prefill_chunk_tokens=16)
     first, second = (serve(service, engine=engine, config=config, overlap="ahead") for _ in range(2))
     if service.is_recurrent:
