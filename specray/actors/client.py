@@ -259,7 +259,7 @@ class ServeRouterClient:
         return found
 
     async def unload_adapter(self, digest: bytes) -> None:
-        """Of all Routers; those that do not answer in time keep it until it gives its place."""
+        """Unloads it from all Routers; those that do not answer in time keep it until it gives its place."""
 
         def unload() -> None:
             response = self._handle.broadcast("unload_adapter", digest)

@@ -32,7 +32,7 @@ class AdapterCost:
     rank: int
     step_ms: float
     times: float
-    """Of the step of the model that knows none."""
+    """Step over that of the model that knows none."""
 
 
 def measure_adapters(

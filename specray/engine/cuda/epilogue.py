@@ -18,7 +18,7 @@ class Epilogue:
     summand: torch.Tensor | None = None
     """``[num_rows, size]``, of any type."""
     joint: Joint | None = None
-    """Of a gated pair, whose weight has the gate's output features before those of up; None: no gate."""
+    """Activation of a gated pair, whose weight has the gate's outputs before those of up; None: no gate."""
 
 
 NO_EPILOGUE = Epilogue()

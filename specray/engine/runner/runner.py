@@ -60,9 +60,9 @@ class RunnerInfo:
     attention: str = ""
     """Name of the paged attention backend; empty: attention runs sequence by sequence."""
     is_deterministic: bool = False
-    context_row_share: float = 0.0
-    """As in ``EngineInfo``."""
     """Whether a row's logits have the same bits alone and in any batch."""
+    context_row_share: float = 0.0
+    """Share of a context's cost that each further row adds, as in ``EngineInfo``."""
     isa: str = ""
     """Instruction set of the matrix products; empty: they are not ours."""
     checkpoint: str = ""

@@ -248,7 +248,7 @@ class TiledLinear:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of rows and outputs."""
+        """Data type of rows and outputs."""
         return self.weight.dtype
 
     @property
@@ -307,7 +307,7 @@ class TiledGate:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of rows and outputs."""
+        """Data type of rows and outputs."""
         return self.weight.dtype
 
     @property

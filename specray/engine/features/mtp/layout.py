@@ -119,7 +119,7 @@ class MtpLayout(DrafterLayout):
     """The MTP layers of the target's checkpoint, which ``path`` names."""
 
     config: DecoderConfig
-    """Of the MTP layers alone."""
+    """Configuration of the MTP layers alone."""
     is_hidden_first: bool
     described: ModelDescription
     names: Mapping[str, str]

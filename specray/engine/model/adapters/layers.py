@@ -128,7 +128,7 @@ class TorchLowRank:
     device: torch.device
     dtype: torch.dtype
     own: dict[int, tuple[torch.Tensor, torch.Tensor]]
-    """By slot."""
+    """Tensors by slot."""
 
     def put(self, slot: int, down: torch.Tensor, ups: Sequence[torch.Tensor]) -> None:
         up = torch.cat(tuple(ups))

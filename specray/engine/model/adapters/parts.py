@@ -36,7 +36,7 @@ class Place(NamedTuple):
 
     layer: int
     field: str
-    """Of ``decoder.DecoderLayer``."""
+    """Name of a field of ``decoder.DecoderLayer``."""
 
 
 class Matrices(NamedTuple):

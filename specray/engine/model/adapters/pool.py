@@ -68,7 +68,7 @@ class AdapterPool:
         return not any(isinstance(each, TorchLowRank) for each in self._low_ranks.values())
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the weights that adapters may change, of all ranks, by their names in a checkpoint."""
+        """Shapes of the weights that adapters may change, of all ranks, by their names in a checkpoint."""
         shapes = self._config.weight_shapes()
         return {name: shapes[name] for _, names in places_of(self._config) for name in names}
 

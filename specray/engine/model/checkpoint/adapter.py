@@ -86,7 +86,7 @@ class Adapter:
     path: str
     config: Mapping[str, Any]
     layers: Mapping[str, AdaptedLayer]
-    """By the name of the weight in the base."""
+    """Layers by the name of the weight in the base."""
     tensors: Mapping[str, torch.Tensor] | None = None
     """By their names in the file; None: they are read there."""
 

@@ -113,7 +113,7 @@ class DeltaInputs:
     decays: HeadProduct
 
     def parts(self, joined: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Of the linear layer's numbers those that stay, and what each head makes gates and decays of."""
+        """Numbers of the linear layer that stay, and what each head makes gates and decays of."""
         num_heads, rank, _ = self.gates.shape
         sizes = [joined.shape[1] - num_heads - 2 * rank, num_heads, rank, rank]
         mixed, b, gates, decays = torch.split(joined, sizes, 1)

@@ -43,7 +43,7 @@ class _Alike:
     """Some output features of the experts whose weights of these lie alike."""
 
     weight: Multiplied
-    """Of these experts, which are the first dimension of its tensors."""
+    """Weights of these experts, which are the first dimension of its tensors."""
     bias: torch.Tensor | None
     """``[num_alike, size]``."""
     places: torch.Tensor | None
@@ -61,7 +61,7 @@ class GroupedProduct:
     """One linear layer, or a gated pair, of every expert."""
 
     parts: tuple[tuple[_Alike, ...], ...]
-    """Of output features, one beside the other; where there are several, torch joins gate and up."""
+    """Parts of the output features, side by side; where there are several, torch joins gate and up."""
     joint: Joint | None
     """How gate and up are joined; None: a linear layer."""
 
