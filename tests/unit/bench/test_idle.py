@@ -16,6 +16,15 @@ from specray.bench.idle import IdleRow, measure_idle, used_by, whole
 from specray.bench.testbed.tree import descendants
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="processes are read off /proc")
+SLEEPING = """
+import sys, time
+print("begun", flush=True)
+sys.stdin.readline()
+for _ in range(20):
+    time.sleep(0.001)
+print("slept", flush=True)
+sys.stdin.readline()
+"""
 SPINNING = "import subprocess\nsubprocess.Popen(['sleep', '60'])\nwhile True: pass"
 
 
@@ -63,10 +72,16 @@ def _kill(pid: int) -> None:
 
 
 def test_each_sleep_is_a_wake() -> None:
-    before = used_by(os.getpid())
-    for _ in range(20):
-        time.sleep(0.001)
-    after = used_by(os.getpid())
+    """In a process of its own: threads of other tests that end meanwhile take their sleeps with them."""
+    command = [sys.executable, "-c", SLEEPING]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        before = used_by(process.pid)
+        process.stdin.write("sleep\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "slept\n"
+        after = used_by(process.pid)
     assert before is not None and after is not None
     assert after.num_wakes - before.num_wakes >= 20
 
