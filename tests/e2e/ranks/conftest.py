@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 from ray import serve
 
+from specray.actors import pair
 from specray.config import Config
 from specray.demo.paths import demo_target_path
-from specray.serving import app
 from tests.e2e.ranks.service import TENSOR_PARALLEL_SIZE
 from tests.e2e.service import Service, started
 
@@ -21,13 +21,13 @@ def service() -> Iterator[Service]:
     # The heads of the embedded draft, five, are not to be shared by two ranks; those of the target are.
     draft = {"model": str(demo_target_path()), "tensor_parallel_size": TENSOR_PARALLEL_SIZE, "profile_s": 0}
     router = {"verify_timeout_s": 3.0, "drain_timeout_s": 60.0}
-    make_draft = app.draft_deployment
+    make_draft = pair.draft_deployment
 
     def one_version(config: Config) -> serve.Deployment:
         return make_draft(config).options(version="of these tests", _internal=True)
 
     with pytest.MonkeyPatch.context() as patch:
         # Serve replaces all whose code may be new; the draft's ranks need not start with another Router.
-        patch.setattr(app, "draft_deployment", one_version)
+        patch.setattr(pair, "draft_deployment", one_version)
         with started(target=target, draft=draft, router=router, speculation={"overlap": "serial"}) as service:
             yield service
