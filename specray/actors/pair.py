@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
 
 from ray import serve
 from ray.serve import Application
@@ -16,6 +18,16 @@ from specray.actors.targets.placement import actor_options, place_draft, place_g
 from specray.config import Config
 
 NUM_CPUS_PER_ROUTER = 0.1
+_CARE: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "health_check_period_s": 1,
+        # After three failures in a row a replica is replaced: 18 s for one that hangs.
+        "health_check_timeout_s": 5,
+        "graceful_shutdown_wait_loop_s": 0.1,
+        "max_constructor_retry_count": 3,
+    }
+)
+"""Options by which Serve watches, ends and replaces the replicas of a pair."""
 STOP_MARGIN_S = 5.0
 """Seconds that a Router needs to stop once its requests have ended, or their time is over."""
 
@@ -60,14 +72,9 @@ def draft_deployment(config: Config) -> serve.Deployment:
         # alone.
         user_config={"draft": {}},
         **_draft_placement(config),
+        **_CARE,
         max_ongoing_requests=64,
-        health_check_period_s=1,
-        # After three failures in a row a replica is replaced: 18 s for one that hangs. Its loop has nothing
-        # else to do.
-        health_check_timeout_s=5,
         graceful_shutdown_timeout_s=DRAIN_S + STOP_MARGIN_S,
-        graceful_shutdown_wait_loop_s=0.1,
-        max_constructor_retry_count=3,
     )(DraftReplica)
 
 
@@ -87,7 +94,6 @@ def _draft_placement(config: Config) -> dict[str, Any]:
 
 def router_deployment(config: Config) -> serve.Deployment:
     group = place_group(config.target, router_cpus=NUM_CPUS_PER_ROUTER, nodes=ray_nodes())
-    drain_s = config.router.drain_timeout_s
     return serve.deployment(
         name="Router",
         **router_replicas(config.router),
@@ -100,10 +106,6 @@ def router_deployment(config: Config) -> serve.Deployment:
         placement_group_bundle_label_selector=group.label_selectors,
         # The Router's own bounded queue refuses requests, with a reason and a Retry-After.
         max_ongoing_requests=100_000,
-        health_check_period_s=1,
-        # After three failures in a row a replica is replaced: 18 s for one that hangs.
-        health_check_timeout_s=5,
-        graceful_shutdown_timeout_s=drain_s + STOP_MARGIN_S,
-        graceful_shutdown_wait_loop_s=0.1,
-        max_constructor_retry_count=3,
+        **_CARE,
+        graceful_shutdown_timeout_s=config.router.drain_timeout_s + STOP_MARGIN_S,
     )(RouterReplica)

@@ -21,7 +21,7 @@ from specray.actors.routing import routes_by_prefix
 from specray.actors.stream_sinks import StreamSinks
 from specray.actors.targets.group import TargetGroup
 from specray.actors.targets.source import TargetSource
-from specray.actors.telemetry import SpansElsewhere, begin_logs, begin_traces, is_on_node, with_labels
+from specray.actors.telemetry import SpansElsewhere, begin_logs, begin_traces, shown_by_node
 from specray.config import Config, parse_config
 from specray.config.live import LiveConfig
 from specray.errors import SpecrayError
@@ -120,11 +120,9 @@ class RouterReplica:
     async def check_ready(self) -> SpecrayError | None:
         return await error_as_value(self._on_loop(self._router.check_ready()))
 
-    async def metrics_text(self, node_id: str = "") -> str:
-        """This replica's metrics; none if it is not on the node with that id. Empty: on any."""
-        if not is_on_node(node_id):
-            return ""
-        return with_labels(await self._on_loop(self._router.metrics_text()))
+    @shown_by_node
+    async def metrics_text(self) -> str:
+        return await self._on_loop(self._router.metrics_text())
 
     async def trace_text(self) -> str | None:
         return await self._on_loop(self._router.trace_text())

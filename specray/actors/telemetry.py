@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import ray
 from ray import serve
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from specray.telemetry.tracing import Tracing
 
 logger = logging.getLogger(__name__)
+R = TypeVar("R")
 
 GATHER_TIMEOUT_S: Final = 5.0
 """Seconds to wait for the metrics of one deployment."""
@@ -135,11 +137,17 @@ class AllMetrics:
         return texts
 
 
-def is_on_node(node_id: str) -> bool:
-    """Whether this replica is on the node, of which the metrics are asked; empty: of all nodes."""
-    return node_id in ("", ray.get_runtime_context().get_node_id())
+def shown_by_node(text: Callable[[R], Awaitable[str]]) -> Callable[[R, str], Awaitable[str]]:
+    """Makes a replica's ``metrics_text``, which ``AllMetrics`` asks for, of what its metrics are.
 
+    They get the replica's labels. The result takes the id of a node: the text is empty on any other; an
+    empty id is every node.
+    """
 
-def with_labels(text: str) -> str:
-    """Adds this replica's labels to its metrics, for ``AllMetrics``."""
-    return labelled(text, replica_labels())
+    @functools.wraps(text)
+    async def metrics_text(replica: R, node_id: str = "") -> str:
+        if node_id not in ("", ray.get_runtime_context().get_node_id()):
+            return ""
+        return labelled(await text(replica), replica_labels())
+
+    return metrics_text

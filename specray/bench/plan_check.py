@@ -23,7 +23,7 @@ from specray.planning.simulation.results import RunResult
 from specray.planning.simulation.runs import simulate_closed
 from specray.requests import GenerateRequest
 from specray.router import Router
-from specray.serving.local.pair import WORKER_COMMAND, LocalPair, local_pair
+from specray.serving.local.pair import LocalPair, local_pair
 from specray.tokenization import load_tokenizer
 from specray.types import SamplingParams
 
@@ -110,20 +110,14 @@ class LoadRunner:
             passes.append(one)
 
 
-async def measure_loads(
-    runner: LoadRunner,
-    config: Config,
-    *,
-    num_passes: int = NUM_PASSES,
-    worker_command: Sequence[str] = WORKER_COMMAND,
-) -> MeasuredPair:
+async def measure_loads(runner: LoadRunner, config: Config, *, num_passes: int = NUM_PASSES) -> MeasuredPair:
     """Starts the pair and serves all loads, in turns.
 
     Raises:
         ConfigError: a model or a setting is wrong.
         EngineLostError: a worker did not start or was lost.
     """
-    async with local_pair(without_cache(config), worker_command=worker_command) as pair:
+    async with local_pair(without_cache(config)) as pair:
         for _ in range(num_passes):
             await runner.run_pass(pair)
     return runner.measured

@@ -31,11 +31,6 @@ class RouterCost:
     step_us: float
     """Microseconds of Python per target step, both directions and both engines included."""
 
-    @property
-    def session_us(self) -> float:
-        """Microseconds per target step and session."""
-        return self.step_us / self.num_sessions
-
 
 def measure_router(
     *,

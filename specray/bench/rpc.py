@@ -28,6 +28,8 @@ from specray.types import SamplingParams, TargetReplies, Verdict, VerifyItem
 NUM_WARMUP = 200
 """Round trips before the measurement."""
 TIMEOUT_S = 30.0
+NUM_DECODED = 300
+"""Output tokens of each request of plain decoding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,6 @@ def measure_rpc(
     num_sessions: int = 1,
     num_rounds: int = 2000,
     num_draft_tokens: int = 4,
-    pause_s: float = 0.0,
 ) -> RoundTrip:
     """Round trips of a batch, one at a time, through client, server and engine thread.
 
@@ -66,14 +67,13 @@ def measure_rpc(
         num_sessions: items of each batch.
         num_rounds: round trips that are measured.
         num_draft_tokens: draft tokens per item; as many tokens are appended.
-        pause_s: seconds between round trips; in a pause, as in a real step, threads fall asleep.
     """
     with tempfile.TemporaryDirectory(prefix="specray-") as directory:
         address = f"unix:{directory}/target" if transport == "unix" else "127.0.0.1:0"
         process, address = _start_worker(address)
         try:
             with asyncio.Runner(loop_factory=new_event_loop) as runner:
-                times = runner.run(_measure(address, num_sessions, num_rounds, num_draft_tokens, pause_s))
+                times = runner.run(_measure(address, num_sessions, num_rounds, num_draft_tokens))
         finally:
             process.terminate()
             process.join(TIMEOUT_S)
@@ -82,23 +82,22 @@ def measure_rpc(
     return RoundTrip(transport, num_sessions, num_rounds, p50, p95, p99)
 
 
-def measure_decoding(*, step_ms: float, num_sessions: int = 1, num_tokens: int = 300) -> Decoding:
+def measure_decoding(*, step_ms: float, num_sessions: int = 1) -> Decoding:
     """Plain decoding by a Router and a worker whose every step sleeps, as it would wait for a GPU.
 
     Args:
         step_ms: milliseconds of a step.
         num_sessions: requests at a time, at most 64.
-        num_tokens: output tokens of each.
     """
     with tempfile.TemporaryDirectory(prefix="specray-") as directory:
         process, address = _start_worker(f"unix:{directory}/target", partial(SleepingTarget, step_ms / 1e3))
         try:
             with asyncio.Runner(loop_factory=new_event_loop) as runner:
-                seconds = runner.run(_decode(address, num_sessions, num_tokens))
+                seconds = runner.run(_decode(address, num_sessions, NUM_DECODED))
         finally:
             process.terminate()
             process.join(TIMEOUT_S)
-    return Decoding(num_sessions, num_tokens, step_ms, 1e3 * seconds / num_tokens)
+    return Decoding(num_sessions, NUM_DECODED, step_ms, 1e3 * seconds / NUM_DECODED)
 
 
 async def _decode(address: str, num_sessions: int, num_tokens: int) -> float:
@@ -140,9 +139,7 @@ def _start_worker(
     return process, receiver.recv()
 
 
-async def _measure(
-    address: str, num_sessions: int, num_rounds: int, num_draft_tokens: int, pause_s: float
-) -> list[float]:
+async def _measure(address: str, num_sessions: int, num_rounds: int, num_draft_tokens: int) -> list[float]:
     verifier = await GrpcVerifier.connect(address, timeout_s=TIMEOUT_S)
     times: list[float] = []
     for round_id in range(NUM_WARMUP + num_rounds):
@@ -151,8 +148,6 @@ async def _measure(
         await verifier.verify(items)
         await verifier.replies()
         times.append(time.perf_counter() - started)
-        if pause_s:
-            await asyncio.sleep(pause_s)
     await verifier.close()
     return times[NUM_WARMUP:]
 

@@ -17,8 +17,9 @@ from specray.planning.load import OpenLoad
 from specray.planning.simulation.results import RunResult, Slo, TimeWindow
 from specray.planning.simulation.runs import simulate, simulate_saturated
 
-MAX_GROUPS = 4096
 _CELL_GROUPS = 8
+_MAX_WHOLE_REQUESTS = 10_000
+"""Requests up to which the whole fleet is simulated."""
 _MAX_SATURATING = 128
 """Sessions per group in the run that finds its limit."""
 
@@ -71,7 +72,6 @@ def make_plan(
     ratios: Sequence[Fraction],
     demand: Demand,
     *,
-    max_whole_requests: int = 10_000,
     progress: Callable[[str], None] = lambda text: None,
 ) -> FleetPlan:
     """Searches every offer with every number of drafts per group.
@@ -80,7 +80,6 @@ def make_plan(
         offers: kinds of fleets.
         ratios: drafts per target group; 0 is plain decoding.
         demand: the load and its SLO.
-        max_whole_requests: largest number of requests for which the whole fleet is simulated.
         progress: called with the name of the next part.
     """
     candidates: list[FleetCandidate] = []
@@ -100,7 +99,7 @@ def make_plan(
         if enough
         else max(candidates, key=lambda one: one.run.met_share * one.run.goodput_tokens_per_s)
     )
-    return FleetPlan(demand, tuple(candidates), best, _run_whole(best, demand, max_whole_requests, progress))
+    return FleetPlan(demand, tuple(candidates), best, _run_whole(best, demand, progress))
 
 
 class _Search:
@@ -207,16 +206,14 @@ def window_for(rate_per_s: float, latency_s: float, num_requests: int) -> TimeWi
     return TimeWindow(1.5 * latency_s, max(num_requests / rate_per_s, latency_s))
 
 
-def _run_whole(
-    best: FleetCandidate, demand: Demand, max_requests: int, progress: Callable[[str], None]
-) -> RunResult | None:
+def _run_whole(best: FleetCandidate, demand: Demand, progress: Callable[[str], None]) -> RunResult | None:
     if cell_of(best.num_groups, best.drafts_per_group)[0] == best.num_groups:
         return None
     load, kit = demand.load, best.offer.kit
     latency_s = min(kit.target.max_num_seqs, _MAX_SATURATING) * load.output.mean / best.capacity_tokens_per_s
     window = window_for(load.rate_per_s, latency_s, demand.num_requests)
     # Others arrive until the last request of the window has ended.
-    if load.rate_per_s * (window.warmup_s + window.length_s + latency_s) > max_requests:
+    if load.rate_per_s * (window.warmup_s + window.length_s + latency_s) > _MAX_WHOLE_REQUESTS:
         return None
     progress(f"the whole fleet: {best.num_groups} groups and {best.num_drafts} drafts")
     return simulate(

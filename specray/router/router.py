@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import random
@@ -14,7 +13,7 @@ from specray import __version__
 from specray.config import AdaptersConfig, RouterConfig, SpeculationConfig
 from specray.control.controller import Controller
 from specray.engine_info import EngineInfo
-from specray.errors import EngineLostError, InvalidRequestError
+from specray.errors import EngineLostError
 from specray.interfaces import (
     Clock,
     DrafterSource,
@@ -25,18 +24,16 @@ from specray.interfaces import (
 )
 from specray.requests import GenerateRequest, OutputChunk, RouterLoad, ServiceInfo
 from specray.router.admission.adapters import AdapterRoom
-from specray.router.admission.checks import check_request
 from specray.router.admission.load import LoadTeller
-from specray.router.admission.opening import SessionOpener
 from specray.router.admission.queue import AdmissionQueue
 from specray.router.admission.sessions import Sessions
 from specray.router.choice import ProposerChoice
 from specray.router.deferred import Later
 from specray.router.draft_model.proposer import ModelProposer
+from specray.router.intake import Intake
 from specray.router.live_session import LiveSession
 from specray.router.loops import serve_rounds
 from specray.router.observer import ControlObserver
-from specray.router.output.delivery import Delivery
 from specray.router.output.stream_sink import StreamSink
 from specray.router.proposers.factory import ProposerFactory
 from specray.router.readiness import Readiness
@@ -75,7 +72,6 @@ class Router:
         draft: what drafts for requests that do not say; without ``drafters``, MODEL is plain decoding.
         draft_on_demand: a draft is leased only when some request could use one.
         adapters: the section of the configuration: those that the target loads; None: it loads none.
-        version: of the service.
         seed: of the jitter of retries.
 
     Attributes:
@@ -99,7 +95,6 @@ class Router:
         draft: DraftKind = DraftKind.MODEL,
         draft_on_demand: bool = False,
         adapters: AdaptersConfig | None = None,
-        version: str = __version__,
         seed: int = 0,
     ) -> None:
         self.metrics = metrics or RouterMetrics()
@@ -109,8 +104,6 @@ class Router:
         self._settings = Settings(config, speculation)
         self._model = model
         self._clock = clock or SystemClock()
-        self._opener = SessionOpener(stop_matchers, grammars)
-        self._version = version
         self._rng = random.Random(seed)
         inbox = self._inbox = Inbox()
         self._draft = draft
@@ -118,7 +111,6 @@ class Router:
         self._trace = Trace(self._clock, config.trace_events)
         observer = ControlObserver(self.metrics, self._trace if config.trace_events else None)
         self.controller = Controller(speculation, observer=observer)
-        self._proposers = ProposerFactory(self.controller, self._settings, has_model=drafters is not None)
         self._queue: AdmissionQueue[LiveSession] = AdmissionQueue(
             max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens, rng=self._rng
         )
@@ -136,6 +128,21 @@ class Router:
             self._queue, self.metrics, self._release, self._later, tracer, self._adapters
         )
         self._load = LoadTeller(self.sessions, self.controller.cost_model)
+        self._intake = Intake(
+            self.sessions,
+            self.controller,
+            ProposerFactory(self.controller, self._settings, has_model=drafters is not None),
+            info=self._require_info,
+            say_load=self._load.say,
+            settings=self._settings,
+            clock=self._clock,
+            inbox=inbox,
+            trace=self._trace,
+            draft=draft,
+            has_draft_model=drafters is not None,
+            stop_matchers=stop_matchers,
+            grammars=grammars,
+        )
         self._target = TargetRenewal(
             verifier,
             inbox=inbox,
@@ -233,6 +240,7 @@ class Router:
             drain_timeout_s: what is not finished by then is ended.
         """
         self._is_draining = True
+        self._intake.close()
         if self._rounds is None:
             return
         end_s = self._clock.monotonic() + drain_timeout_s
@@ -254,32 +262,17 @@ class Router:
     # interfaces.RouterClient
 
     async def complete(self, request: GenerateRequest) -> OutputChunk:
-        live = self._submit(request, Delivery(request.request_id, is_stream=False))
-        try:
-            return await live.delivery.whole()
-        finally:
-            self._abandon(live)
+        return await self._intake.complete(request)
 
-    async def stream(self, request: GenerateRequest) -> AsyncGenerator[OutputChunk, None]:
-        live = self._submit(request, Delivery(request.request_id, is_stream=True))
-        chunks = live.delivery.chunks(self._clock, self._settings.stream_interval_s)
-        try:
-            async with contextlib.aclosing(chunks):
-                async for chunk in chunks:
-                    yield chunk
-        finally:
-            self._abandon(live)
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[OutputChunk, None]:
+        return self._intake.stream(request)
 
     async def deliver(self, request: GenerateRequest, sink: StreamSink) -> None:
         """The output through ``sink``, as it is committed; returns when it is complete.
 
         Cancelling the call aborts the request. Raises like ``complete``, and what ends the sink.
         """
-        live = self._submit(request, sink.open(request.request_id))
-        try:
-            await sink.wait_ended(live.delivery)
-        finally:
-            self._abandon(live)
+        await self._intake.deliver(request, sink)
 
     async def service_info(self) -> ServiceInfo:
         info = self._require_info()
@@ -290,7 +283,7 @@ class Router:
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,
             protocol_version=info.protocol_version,
-            version=self._version,
+            version=__version__,
             checkpoint=info.checkpoint,
             is_deterministic=info.is_deterministic,
             isa=info.isa,
@@ -344,49 +337,6 @@ class Router:
     async def unload_adapter(self, digest: bytes) -> None:
         self._require_info()
         await self._adapters.unload(digest)
-
-    # Requests
-
-    def _submit(self, request: GenerateRequest, delivery: Delivery) -> LiveSession:
-        info = self._require_info()
-        check_request(
-            request,
-            info,
-            has_stop_strings=self._opener.has_stop_strings,
-            has_draft_model=self._drafters is not None,
-        )
-        if self._is_draining:
-            raise EngineLostError("the service is stopping; the request may be sent again")
-        if request.request_id in self.sessions:
-            raise InvalidRequestError(f"request_id {request.request_id!r} is in use", field="request_id")
-        now = self._clock.monotonic()
-        delivery.checkpoint = info.checkpoint
-        delivery.say_load = self._load.say
-        live = LiveSession(
-            self._opener.open(request, vocab_size=info.vocab_size),
-            delivery,
-            self.controller.start_session(request),
-            arrived_s=now,
-            deadline_s=now + min(self._settings.router.request_timeout_s, request.timeout_s or math.inf),
-            local=self._proposers.local(
-                request, request.speculation.draft or self._draft, num_sessions=len(self.sessions) + 1
-            ),
-            prediction=self._proposers.prediction(request),
-            watch=self._trace.watch(request.request_id) if request.speculation.reports_rounds else None,
-        )
-        if live.is_resumed:
-            # What comes next is no first token.
-            live.committed_s = now
-        self.sessions.submit(live, now)
-        if live.session.is_finished:
-            self.sessions.end(live, now)
-        self._inbox.wake()
-        return live
-
-    def _abandon(self, live: LiveSession) -> None:
-        if not live.delivery.is_ended:
-            self.sessions.abort(live.request_id, self._clock.monotonic())
-            self._inbox.wake()
 
     def _require_info(self) -> EngineInfo:
         if self.failure is not None:

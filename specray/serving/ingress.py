@@ -23,7 +23,7 @@ from specray.actors.live import LiveReplica
 from specray.actors.mailbox import Mailbox
 from specray.actors.node import keep_serve_on_loopback, listen_address
 from specray.actors.router import RouterReplica
-from specray.actors.telemetry import begin_logs, begin_traces, is_on_node, with_labels
+from specray.actors.telemetry import begin_logs, begin_traces, shown_by_node
 from specray.config import Config, parse_config
 from specray.config.live import LiveConfig, Served
 from specray.errors import ConfigError
@@ -139,11 +139,9 @@ class IngressReplica:
         assert isinstance(self._behind, SeveralModels), "only Models asks for uses"
         return self._behind
 
-    async def metrics_text(self, node_id: str = "") -> str:
-        """This replica's metrics; none if it is not on the node with that id. Empty: on any."""
-        if not is_on_node(node_id):
-            return ""
-        return with_labels(self._behind.observer.metrics.text())
+    @shown_by_node
+    async def metrics_text(self) -> str:
+        return self._behind.observer.metrics.text()
 
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -53,81 +54,65 @@ class IngressMetrics:
     ``protocol`` is http or grpc; ``name`` is one of few paths or methods.
     """
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        self.registry = registry or CollectorRegistry()
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
         labels = ["protocol", "name"]
-        self._calls = Counter(
-            "specray_ingress_calls",
-            "Calls answered, by HTTP status or gRPC code.",
-            [*labels, "code"],
-            registry=self.registry,
+        self._calls = counter(
+            "specray_ingress_calls", "Calls answered, by HTTP status or gRPC code.", [*labels, "code"]
         )
-        self._seconds = Histogram(
+        self._seconds = histogram(
             "specray_ingress_call_seconds",
             "Seconds from a call's arrival to the end of its answer.",
             labels,
             buckets=_SECONDS,
-            registry=self.registry,
         )
-        self._first_seconds = Histogram(
+        self._first_seconds = histogram(
             "specray_ingress_time_to_first_token_seconds",
             "Seconds from the arrival of a streaming call to its first tokens.",
             labels,
             buckets=_SECONDS,
-            registry=self.registry,
         )
-        self._in_progress = Gauge(
-            "specray_ingress_calls_in_progress", "Calls being answered.", ["protocol"], registry=self.registry
+        self._in_progress = gauge("specray_ingress_calls_in_progress", "Calls being answered.", ["protocol"])
+        self._choices = counter(
+            "specray_routing", "Requests by what decided their Router: prefix, load, tie or full.", ["reason"]
         )
-        self._choices = Counter(
-            "specray_routing",
-            "Requests by what decided their Router: prefix, load, tie or full.",
-            ["reason"],
-            registry=self.registry,
-        )
-        self._expected_tokens = Counter(
+        self._expected_tokens = counter(
             "specray_routing_predicted_tokens",
             "Prompt tokens that the chosen Router was expected to find in its cache.",
             ["reason"],
-            registry=self.registry,
         )
-        self._missed_tokens = Counter(
-            "specray_routing_mispredicted_tokens",
-            "Those of them that it did not find.",
-            ["reason"],
-            registry=self.registry,
+        self._missed_tokens = counter(
+            "specray_routing_mispredicted_tokens", "Those of them that it did not find.", ["reason"]
         )
-        self._choice_seconds = Histogram(
+        self._choice_seconds = histogram(
             "specray_routing_choice_seconds",
             "Seconds that the choice of a Router took.",
             ["reason"],
             buckets=_CHOICE_SECONDS,
-            registry=self.registry,
         )
         names = [
             f"gen_ai_{name}"
             for name in ("operation_name", "provider_name", "request_model", "response_model")
         ]
-        self._request_duration = Histogram(
+        self._request_duration = histogram(
             "gen_ai_server_request_duration_seconds",
             "Seconds of a generating call; error_type: why it failed, empty if it did not.",
             [*names, "error_type"],
             buckets=_DURATION_SECONDS,
-            registry=self.registry,
         )
-        self._time_to_first_token = Histogram(
+        self._time_to_first_token = histogram(
             "gen_ai_server_time_to_first_token_seconds",
             "Seconds from a generating call's arrival to its first tokens, of those that succeeded.",
             names,
             buckets=_FIRST_TOKEN_SECONDS,
-            registry=self.registry,
         )
-        self._time_per_output_token = Histogram(
+        self._time_per_output_token = histogram(
             "gen_ai_server_time_per_output_token_seconds",
             "Seconds per output token after the first, of calls that succeeded.",
             names,
             buckets=_TOKEN_SECONDS,
-            registry=self.registry,
         )
         # Present from the start, so that a replica without calls shows up, too.
         for protocol in ("http", "grpc"):

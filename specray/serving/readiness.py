@@ -61,19 +61,11 @@ class ReadyStatus:
 
     Args:
         set_ready: told of each change.
-        monotonic: clock in seconds.
     """
 
-    def __init__(
-        self,
-        client: RouterClient,
-        set_ready: Callable[[bool], Awaitable[None]],
-        *,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, client: RouterClient, set_ready: Callable[[bool], Awaitable[None]]) -> None:
         self._client = client
         self._set_ready = set_ready
-        self._monotonic = monotonic
         self._turn = asyncio.Lock()
         self._looked_s = -math.inf
         self._was_ready = False
@@ -81,7 +73,7 @@ class ReadyStatus:
     async def look(self) -> None:
         """Asks anew, unless it has within FRESH_S; whoever calls meanwhile waits for the same answer."""
         async with self._turn:
-            if self._monotonic() - self._looked_s < FRESH_S:
+            if time.monotonic() - self._looked_s < FRESH_S:
                 return
             try:
                 await check_ready(self._client)
@@ -93,7 +85,7 @@ class ReadyStatus:
                     logger.warning("not ready: %s", error)
             if is_ready != self._was_ready:
                 await self._set_ready(is_ready)
-            self._was_ready, self._looked_s = is_ready, self._monotonic()
+            self._was_ready, self._looked_s = is_ready, time.monotonic()
 
 
 @asynccontextmanager

@@ -11,8 +11,8 @@ from specray.telemetry.exposition import registry_text
 class DraftMetrics:
     """What a Draft replica shows of itself, whoever leases it."""
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        self.registry = registry or CollectorRegistry()
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
         prefix = "specray_draft_replica_"
         self._busy, self._routers, self._blocks, self._blocks_in_use = (
             Gauge(f"{prefix}{name}", text, registry=self.registry)

@@ -9,6 +9,7 @@ Counters have vLLM's meaning; every rate follows from two of them, for instance 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -41,8 +42,14 @@ class _Total:
 class RouterMetrics:
     """What a router counts. Children of labelled metrics are made once, since rounds are frequent."""
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        self.registry = registry or CollectorRegistry()
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self._counter = partial(Counter, registry=registry)
+        self._gauge = partial(Gauge, registry=registry)
+        self._histogram = partial(Histogram, registry=registry)
+        self._fast_counter = partial(counts.Counter, registry=registry)
+        self._fast_counters = partial(counts.LabelledCounter, registry=registry)
+        self._fast_histogram = partial(counts.Histogram, registry=registry)
         self._make_draft_token_metrics()
         self._make_control_metrics()
         self._make_draft_metrics()
@@ -54,217 +61,180 @@ class RouterMetrics:
         return registry_text(self.registry)
 
     def _make_draft_token_metrics(self) -> None:
-        registry = self.registry
         prefix = "specray_spec_decode_"
-        self._drafts = counts.Counter(
-            f"{prefix}num_drafts", "Rounds that verified draft tokens.", registry=registry
+        self._drafts = self._fast_counter(f"{prefix}num_drafts", "Rounds that verified draft tokens.")
+        self._draft_tokens = self._fast_counter(f"{prefix}num_draft_tokens", "Draft tokens verified.")
+        self._accepted = self._fast_counter(
+            f"{prefix}num_accepted_tokens", "Draft tokens that are part of an output."
         )
-        self._draft_tokens = counts.Counter(
-            f"{prefix}num_draft_tokens", "Draft tokens verified.", registry=registry
-        )
-        self._accepted = counts.Counter(
-            f"{prefix}num_accepted_tokens", "Draft tokens that are part of an output.", registry=registry
-        )
-        per_position = counts.LabelledCounter(
+        per_position = self._fast_counters(
             f"{prefix}num_accepted_tokens_per_pos",
             "Draft tokens kept, by their position in the proposal.",
             ["position"],
-            registry=registry,
         )
         self._per_position = [
             per_position.labels(str(position)) for position in range(MAX_SPECULATIVE_TOKENS)
         ]
         self._by_source = tuple(
-            counts.LabelledCounter(f"{prefix}{name}_by_source", text, ["source"], registry=registry)
+            self._fast_counters(f"{prefix}{name}_by_source", text, ["source"])
             for name, text in (
                 ("num_drafts", "Rounds that verified draft tokens, by what had proposed them."),
                 ("num_draft_tokens", "Draft tokens verified, by what had proposed them."),
                 ("num_accepted_tokens", "Draft tokens kept, by what had proposed them."),
             )
         )
-        self._outcomes = Counter(
+        self._outcomes = self._counter(
             "specray_outcomes",
             "Verdicts looked up in the outcomes that the draft prepared, by what was found.",
             ["result"],
-            registry=registry,
         )
 
     def _make_control_metrics(self) -> None:
-        registry = self.registry
-        self._plans = counts.LabelledCounter(
+        self._plans = self._fast_counters(
             "specray_plans",
             "Verdicts, by the plan of their round: how both engines work, the most tokens that are drafted, "
             "and why.",
             ["overlap", "num_speculative_tokens", "reason"],
-            registry=registry,
         )
         self._plan_counters: dict[tuple[str, int, str], counts.Count] = {}
-        self._decisions = Counter(
+        self._decisions = self._counter(
             "specray_speculation_decisions",
             "Decisions of all sessions together, by their mode: plain, ngram or model.",
             ["mode"],
-            registry=registry,
         )
-        self._experiments = Counter(
+        self._experiments = self._counter(
             "specray_speculation_experiments",
             "A/B experiments of all sessions, by the mode that was tried and whether they measured a speedup "
             "or were given up.",
             ["tried", "result"],
-            registry=registry,
         )
-        self._mode = Gauge(
+        self._mode = self._gauge(
             "specray_speculation_mode",
             "As decided last: 0 plain decoding, 1 the n-gram fallback, 2 the draft model.",
-            registry=registry,
         )
-        speedup = Gauge(
+        speedup = self._gauge(
             "specray_speculation_speedup",
             "Tokens per second of speculation as a multiple of plain decoding: predicted for the model, "
             "calibrated by experiments, measured in the last experiment.",
             ["kind"],
-            registry=registry,
         )
-        self._overlapped = Gauge(
+        self._overlapped = self._gauge(
             "specray_speculation_overlapped",
             "As decided last under overlap auto: 1 where draft and target work at the same time, 0 in turns.",
-            registry=registry,
         )
         self._predicted, self._calibrated, self._measured = (
             speedup.labels(kind) for kind in ("predicted", "calibrated", "measured")
         )
 
     def _make_draft_metrics(self) -> None:
-        registry = self.registry
-        self._ahead_depth = Histogram(
+        self._ahead_depth = self._histogram(
             "specray_draft_ahead_depth",
             "Draft tokens ready when a verdict arrived; 0 after a miss.",
             buckets=(0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 32),
-            registry=registry,
         )
-        self.draft_lost = Counter("specray_draft_lost", "Drafts lost or given up.", registry=registry)
-        self.draft_leases = Counter("specray_draft_leases", "Drafts leased.", registry=registry)
-        self.draft_moves = Counter(
+        self.draft_lost = self._counter("specray_draft_lost", "Drafts lost or given up.")
+        self.draft_leases = self._counter("specray_draft_leases", "Drafts leased.")
+        self.draft_moves = self._counter(
             "specray_draft_moves",
             "Drafts left for another: they were to end, or fewer routers share the other.",
-            registry=registry,
         )
-        self.draft_refused = Counter(
-            "specray_draft_refused", "Leased drafts that do not fit the target.", registry=registry
+        self.draft_refused = self._counter(
+            "specray_draft_refused", "Leased drafts that do not fit the target."
         )
-        self.draft_connected = Gauge(
-            "specray_draft_connected", "1 while a draft is leased.", registry=registry
-        )
+        self.draft_connected = self._gauge("specray_draft_connected", "1 while a draft is leased.")
 
     def _make_round_metrics(self) -> None:
-        registry = self.registry
-        self.rounds = counts.Counter("specray_rounds", "Verdicts that committed tokens.", registry=registry)
-        self.round_overhead_s = counts.Histogram(
+        self.rounds = self._fast_counter("specray_rounds", "Verdicts that committed tokens.")
+        self.round_overhead_s = self._fast_histogram(
             "specray_round_overhead_seconds",
             "A round from its first item to its verdict, less the forwards in between.",
             buckets=_OVERHEAD_S,
-            registry=registry,
         )
-        self.verify_forward_s = Histogram(
-            "specray_verify_forward_seconds", "Target steps.", buckets=_LATENCY_S, registry=registry
+        self.verify_forward_s = self._histogram(
+            "specray_verify_forward_seconds", "Target steps.", buckets=_LATENCY_S
         )
-        self.draft_forward_s = Histogram(
-            "specray_draft_forward_seconds", "Draft steps.", buckets=_LATENCY_S, registry=registry
+        self.draft_forward_s = self._histogram(
+            "specray_draft_forward_seconds", "Draft steps.", buckets=_LATENCY_S
         )
-        self.target_idle_s = Histogram(
+        self.target_idle_s = self._histogram(
             "specray_target_idle_seconds",
             "Between a verdict and the next Verify while sessions run.",
             buckets=_LATENCY_S,
-            registry=registry,
         )
-        self.target_lost = Counter("specray_target_lost", "Targets lost.", registry=registry)
-        self.preemptions = Counter("specray_preemptions", "Sessions put back: no room.", registry=registry)
-        self.late_replies = Counter(
-            "specray_late_replies", "Replies that nobody waited for any more.", ["engine"], registry=registry
+        self.target_lost = self._counter("specray_target_lost", "Targets lost.")
+        self.preemptions = self._counter("specray_preemptions", "Sessions put back: no room.")
+        self.late_replies = self._counter(
+            "specray_late_replies", "Replies that nobody waited for any more.", ["engine"]
         )
 
     def _make_request_metrics(self) -> None:
-        registry = self.registry
-        self._requests = Counter(
-            "specray_requests", "Requests ended, by finish reason.", ["finish_reason"], registry=registry
+        self._requests = self._counter(
+            "specray_requests", "Requests ended, by finish reason.", ["finish_reason"]
         )
-        self.refused = Counter("specray_requests_refused", "Requests refused.", registry=registry)
-        self.resumed = Counter(
-            "specray_requests_resumed", "Requests whose output a lost router had begun.", registry=registry
+        self.refused = self._counter("specray_requests_refused", "Requests refused.")
+        self.resumed = self._counter(
+            "specray_requests_resumed", "Requests whose output a lost router had begun."
         )
-        self.expired = Counter(
-            "specray_requests_expired", "Requests whose time was over, waiting or running.", registry=registry
+        self.expired = self._counter(
+            "specray_requests_expired", "Requests whose time was over, waiting or running."
         )
-        self.prompt_tokens = Counter("specray_prompt_tokens", "Prompt tokens admitted.", registry=registry)
-        self.output_tokens = counts.Counter("specray_output_tokens", "Tokens committed.", registry=registry)
-        self.ttft_s = Histogram(
-            "specray_time_to_first_token_seconds", "From arrival.", buckets=_LATENCY_S, registry=registry
+        self.prompt_tokens = self._counter("specray_prompt_tokens", "Prompt tokens admitted.")
+        self.output_tokens = self._fast_counter("specray_output_tokens", "Tokens committed.")
+        self.ttft_s = self._histogram(
+            "specray_time_to_first_token_seconds", "From arrival.", buckets=_LATENCY_S
         )
-        self.itl_s = counts.Histogram(
+        self.itl_s = self._fast_histogram(
             "specray_inter_token_latency_seconds",
             "Between commits, shared among the tokens of the later one.",
             buckets=_LATENCY_S,
-            registry=registry,
         )
-        self._levels = Counter(
+        self._levels = self._counter(
             "specray_service_levels",
             "Levels of requests that have ended, by kind (ttft or itl) and whether they were kept.",
             ["kind", "attained"],
-            registry=registry,
         )
-        self.service_level_yield = Gauge(
+        self.service_level_yield = self._gauge(
             "specray_service_level_yield",
             "Degree to which sessions with room yield to others: 0 not, 1 no draft tokens, 2 every second "
             "step, 3 every fourth.",
-            registry=registry,
         )
-        self.queued_requests = Gauge("specray_queue_depth", "Requests that wait.", registry=registry)
-        self.queued_tokens = Gauge(
-            "specray_queue_tokens", "Prompt tokens of requests that wait.", registry=registry
-        )
-        self.running_sessions = Gauge("specray_running_sessions", "Sessions that run.", registry=registry)
+        self.queued_requests = self._gauge("specray_queue_depth", "Requests that wait.")
+        self.queued_tokens = self._gauge("specray_queue_tokens", "Prompt tokens of requests that wait.")
+        self.running_sessions = self._gauge("specray_running_sessions", "Sessions that run.")
 
     def _make_engine_metrics(self) -> None:
-        registry = self.registry
-        self.adapters = AdapterMetrics(registry)
+        self.adapters = AdapterMetrics(self.registry)
         self._blocks_in_use = {
-            "target": Gauge(
-                "specray_target_blocks_in_use",
-                "Cache blocks of the target that are taken.",
-                registry=registry,
+            "target": self._gauge(
+                "specray_target_blocks_in_use", "Cache blocks of the target that are taken."
             ),
-            "draft": Gauge(
+            "draft": self._gauge(
                 "specray_draft_blocks_in_use",
                 "Cache blocks of the leased draft that are taken, by other routers too.",
-                registry=registry,
             ),
         }
-        self._cache_usage = Gauge(
-            "specray_target_cache_usage_ratio",
-            "Share of the target's cache blocks that is taken.",
-            registry=registry,
+        self._cache_usage = self._gauge(
+            "specray_target_cache_usage_ratio", "Share of the target's cache blocks that is taken."
         )
-        self._cache_info = Gauge(
+        self._cache_info = self._gauge(
             "specray_target_cache_info",
             "Tokens of a block of the target's cache, and its blocks; the value is 1.",
             ["block_size", "num_blocks"],
-            registry=registry,
         )
-        self._snapshots = Gauge(
+        self._snapshots = self._gauge(
             "specray_target_snapshots",
             "Snapshots of recurrent layers' states by which the target uses prefixes again.",
-            registry=registry,
         )
         evicted = "specray_target_snapshots_evicted", "Snapshots that gave way to others."
-        self._snapshots_evicted = _Total(Counter(*evicted, registry=registry))
-        self._step_time_s = Gauge(
+        self._snapshots_evicted = _Total(self._counter(*evicted))
+        self._step_time_s = self._gauge(
             "specray_step_time_seconds",
             "What the engine's steps took at its start: a Verify by its tokens, a draft token by sequences "
             "side by side.",
             ["engine", "rows"],
-            registry=registry,
         )
         queries, hits = (
-            Counter(f"specray_prefix_cache_{name}", text, ["engine"], registry=registry)
+            self._counter(f"specray_prefix_cache_{name}", text, ["engine"])
             for name, text in (
                 ("queries", "Tokens looked up in the engine's prefix cache, for other routers too."),
                 ("hits", "Tokens found there and not computed again."),
@@ -274,7 +244,7 @@ class RouterMetrics:
             role: (_Total(queries.labels(role)), _Total(hits.labels(role))) for role in self._blocks_in_use
         }
         grammars = {
-            field: Counter(f"specray_grammar_{name}", text, ["engine"], registry=registry)
+            field: self._counter(f"specray_grammar_{name}", text, ["engine"])
             for field, name, text in (
                 ("compile_s", "compile_seconds", "Seconds that the engine spent on compiling grammars."),
                 ("mask_s", "mask_seconds", "Seconds that it spent on masks of legal tokens."),

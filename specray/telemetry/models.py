@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -14,23 +15,18 @@ class ModelMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        gauge = partial(Gauge, registry=self.registry)
         self._changes = Counter(
             "specray_model_loads",
             "Loads and unloads of models that have ended, by their result.",
             ["model_name", "result"],
             registry=self.registry,
         )
-        self._loaded = Gauge(
-            "specray_model_loaded",
-            "1 for a model that is loaded, else 0.",
-            ["model_name"],
-            registry=self.registry,
-        )
-        self._memory = Gauge(
+        self._loaded = gauge("specray_model_loaded", "1 for a model that is loaded, else 0.", ["model_name"])
+        self._memory = gauge(
             "specray_model_memory_bytes",
             "Bytes that a model takes, or would take, as they are planned.",
             ["model_name"],
-            registry=self.registry,
         )
 
     def observe(self, model: str, result: str) -> None:

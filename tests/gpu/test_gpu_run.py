@@ -103,7 +103,7 @@ def test_whole_run_on_a_cpu_gives_equal_tokens_and_every_figure(
     assert [entry["num_tokens"] for entry in pair["agreements"]] == [24, 24, 24, 24]
     assert pair["greedy"] == results["transformers float32"]["greedy"]
     text = (tmp_path / "report.md").read_text()
-    assert "| enumerate K=2 | 1 |" in text and "greedy: 2 of 2." in text
+    assert "| enumerate K=2 | 1.00 |" in text and "greedy: 2 of 2." in text
 
 
 @pytest.mark.slow
@@ -169,7 +169,7 @@ def test_attention_and_proposals_on_a_cpu_give_every_figure(
     assert [time["num_equal"] for time in proposals] == [3, 6] * 4
     text = (tmp_path / "report.md").read_text()
     assert "84 of 84 shapes captured in" in text
-    assert "| gather | 2 | 7 (tree) | 40 |" in text and "| rejection | 2 | 2 |" in text
+    assert "| gather | 2 | 7 | 40 | True |" in text and "| rejection | 2 | 2 |" in text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -345,7 +345,7 @@ def test_summary_compares_with_the_bound_with_plain_and_with_transformers(tmp_pa
     ]
     text = (tmp_path / "report.md").read_text()
     assert "verdicts over a vocabulary of 300 add to a forward with 4 draft tokens" in text
-    assert "| coupled | 32 | 10.000 | 10.500 | +5.0% |" in text
+    assert "| coupled | 32 | 10.000 | 10.500 | 0.050 |" in text
     expected = "Plans of auto K=auto at temperature 0: serial K=4 profitable 75%, off K=0 prefill 25%."
     assert expected in text.splitlines()
 

@@ -98,7 +98,7 @@ FLOORS: dict[str, list[list[str]]] = {
         ["proposers"],
         ["live_session"],
         ["admission"],
-        ["draft_model"],
+        ["draft_model", "intake"],
         ["fallback", "choice", "scheduler"],
         ["in_flight", "rounds"],
         ["loops", "readiness"],

@@ -17,7 +17,7 @@ from specray.actors.live import LiveReplica
 from specray.actors.node import keep_serve_on_loopback
 from specray.actors.targets.group import PlacedRanks
 from specray.actors.targets.ranks import DraftRank
-from specray.actors.telemetry import begin_logs, is_on_node, with_labels
+from specray.actors.telemetry import begin_logs, shown_by_node
 from specray.config import Config, parse_config
 from specray.config.live import LiveConfig
 from specray.environment import apply_rank_environment, apply_thread_environment
@@ -131,12 +131,9 @@ class DraftReplica:
             busy_share=group.server.busy_share,
         )
 
-    async def metrics_text(self, node_id: str = "") -> str:
-        """This replica's metrics; none if it is not on the node with that id. Empty: on any."""
-        if not is_on_node(node_id):
-            return ""
-        group = self._group
-        return with_labels(self._metrics.text(None if group is None else group.server.info))
+    @shown_by_node
+    async def metrics_text(self) -> str:
+        return self._metrics.text(None if self._group is None else self._group.server.info)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Figures for ``scaling.DraftScalingPolicy``; without the busy share at first, see UNJUDGED_S."""

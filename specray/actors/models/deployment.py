@@ -16,7 +16,7 @@ from ray import serve
 from specray.actors.answers import error_as_value
 from specray.actors.models.applications import ServeApplications, ServeIngresses
 from specray.actors.node import keep_serve_on_loopback
-from specray.actors.telemetry import begin_logs, is_on_node, with_labels
+from specray.actors.telemetry import begin_logs, shown_by_node
 from specray.config import Config, ModelConfig, parse_config
 from specray.errors import SpecrayError
 from specray.loading.needs import needs_of
@@ -77,15 +77,11 @@ class ModelsReplica:
     async def statuses(self) -> dict[str, ModelStatus]:
         return self._owner.statuses()
 
-    async def metrics_text(self, node_id: str = "") -> str:
-        """This replica's metrics; none if it is not on the node with that id. Empty: on any."""
-        if not is_on_node(node_id):
-            return ""
-        return with_labels(
-            self._metrics.text(
-                {name: each.state is ModelState.LOADED for name, each in self._owner.statuses().items()},
-                {name: each.memory_gib * _GIB for name, each in self._owner.statuses().items()},
-            )
+    @shown_by_node
+    async def metrics_text(self) -> str:
+        return self._metrics.text(
+            {name: each.state is ModelState.LOADED for name, each in self._owner.statuses().items()},
+            {name: each.memory_gib * _GIB for name, each in self._owner.statuses().items()},
         )
 
     async def check_health(self) -> None:

@@ -28,7 +28,7 @@ from specray.config import Config
 from specray.engine_info import RoutedExperts, StepTime
 from specray.planning.samples import Samples, read_samples
 from specray.requests import GenerateRequest, SpeculationParams
-from specray.serving.local.pair import WORKER_COMMAND, LocalPair, PeerDrafterSource, local_pair
+from specray.serving.local.pair import LocalPair, PeerDrafterSource, local_pair
 from specray.types import DraftKind, Verification
 
 _SHORT_PROMPT = 32
@@ -84,8 +84,6 @@ async def measure(
     candidates: Sequence[Candidate],
     plan: MeasurePlan,
     show: Show,
-    *,
-    worker_command: Sequence[str] = WORKER_COMMAND,
 ) -> tuple[list[Measured], Times, int]:
     """Starts the engines without Ray, and measures.
 
@@ -105,11 +103,11 @@ async def measure(
     clock = _Clock(show, _num_parts(candidates, plan))
     clock.begin("starting the engines")
     base = _Bench(without_draft(target), alone, plan, clock, has_plain=True)
-    await base.run(worker_command)
+    await base.run()
     found = {one.candidate.name: one for one in base.measured()}
     for config, group in on_targets(candidates):
         bench = _Bench(config, group, plan, clock, has_plain=False)
-        await bench.run(worker_command)
+        await bench.run()
         found |= {one.candidate.name: one for one in bench.measured()}
     return [found[one.name] for one in candidates], base.plain_times(), base.most_sequences
 
@@ -180,10 +178,9 @@ class _Bench:
             tuple(own.propose),
         )
 
-    async def run(self, worker_command: Sequence[str]) -> None:
+    async def run(self) -> None:
         """Measures everything."""
-        others = self._configs
-        async with local_pair(self._config, other_drafts=others, worker_command=worker_command) as pair:
+        async with local_pair(self._config, other_drafts=self._configs) as pair:
             info, _ = await pair.infos()
             self._target_steps, self._context_token_s = tuple(info.step_times), info.context_token_s
             self._experts = info.experts

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from specray.bench.core.report import DASH, markdown_table, number, table_of
 
 Report = dict[str, Any]
 Row = dict[str, Any]
-Column = str | tuple[str, int] | Callable[[Row], object]
-"""A field of a row, a field with its digits, or what is made of a row."""
+_DIGITS = {"ms": 3, "us": 1, "s": 1, "share": 3}
+"""Digits of figures by the end of their names; two for all others."""
 
 
 def write_report(report: Report, directory: Path) -> None:
@@ -115,9 +116,8 @@ def _sampling(sampling: Row) -> Iterator[str]:
         f"Vocabulary of {sampling['vocab_size']}, {sampling['num_drafts']} draft tokens, "
         f"`{sampling['kernels']}`. Tokens equal a CPU's in {num_equal} of {sampling['num_kinds']} kinds."
     )
-    steps: dict[str, Column] = {"step": "kind", "sampling": "sampling", "sequences": "num_sequences"}
-    yield _table({**steps, "rows": "num_rows", "ms": ("ms", 3)}, sampling["times"])
-    yield _table({"kernel": "kernel", "rows": "num_rows", "ms": ("ms", 3)}, sampling["kernel_times"])
+    yield _table(sampling["times"])
+    yield _table(sampling["kernel_times"])
 
 
 def _attention(attention: Row) -> Iterator[str]:
@@ -131,31 +131,14 @@ def _attention(attention: Row) -> Iterator[str]:
     if attention["chosen"]:
         chosen = ", ".join(f"{shape} {name}" for shape, name in attention["chosen"].items())
         yield f"Chosen at a start, by sequences x rows: {chosen}."
-    columns: dict[str, Column] = {
-        "kernel": "kernel",
-        "sequences": "num_sequences",
-        "rows each": lambda time: f"{time['num_rows']}{' (tree)' * time['is_tree']}",
-        "tokens before": "context_len",
-        "us": ("us", 1),
-        "bound us": ("bound_us", 1),
-    }
-    yield _table(columns, attention["times"])
+    yield _table(attention["times"])
 
 
 def _products(products: Row) -> Iterator[str]:
     yield "## Products with weights in their own bits"
     yield "The bound is a copy of as many bytes as the weight has; fixed: one tile for any number of rows."
     yield from _left_out(products["formats"], "equal")
-    columns: dict[str, Column] = {
-        "format": "format",
-        "weight": lambda time: f"{time['out_features']} x {time['in_features']}",
-        "rows": "num_rows",
-        "us": ("us", 1),
-        "fixed us": ("fixed_us", 1),
-        "bound us": ("bound_us", 1),
-        "bound share": "share",
-    }
-    yield _table(columns, products["times"])
+    yield _table(products["times"])
 
 
 def _determinism(determinism: Row) -> Iterator[str]:
@@ -163,16 +146,7 @@ def _determinism(determinism: Row) -> Iterator[str]:
         "What `target.deterministic: on` costs, and rows of a step whose logits have the bits of rows that "
         f"come one by one; attention with it: {determinism['attention']}."
     )
-    columns: dict[str, Column] = {
-        "sequences": "num_sequences",
-        "rows each": "width",
-        "off ms": ("off_ms", 3),
-        "on ms": ("on_ms", 3),
-        "on / off": "ratio",
-        "equal off": lambda time: f"{time['off_equal']} of {time['width']}",
-        "equal on": lambda time: f"{time['on_equal']} of {time['width']}",
-    }
-    yield _table(columns, determinism["times"])
+    yield _table(determinism["times"])
 
 
 def _experts(experts: Row) -> Iterator[str]:
@@ -184,19 +158,11 @@ def _experts(experts: Row) -> Iterator[str]:
         "beside them one after the other, and one dense product of one row."
     )
     ones = {time["format"]: time for time in reversed(experts["times"])}
-    columns: dict[str, Column] = {
-        "format": "format",
-        "rows": "num_rows",
-        "experts hit": ("num_hit", 1),
-        "of one row's": lambda time: number(time["num_hit"] / ones[time["format"]]["num_hit"]),
-        "ms": ("ms", 3),
-        "times one row": lambda time: number(time["ms"] / ones[time["format"]]["ms"]),
-        "in turn ms": ("in_turn_ms", 3),
-        "GB/s": ("gb_per_s", 1),
-        "dense GB/s": ("dense_gb_per_s", 1),
-        "of dense": "share",
+    added = {
+        "hit over one row's": lambda time: number(time["num_hit"] / ones[time["format"]]["num_hit"]),
+        "ms over one row's": lambda time: number(time["ms"] / ones[time["format"]]["ms"]),
     }
-    yield _table(columns, experts["times"])
+    yield _table(experts["times"], added)
 
 
 def _recurrent(recurrent: Row) -> Iterator[str]:
@@ -206,16 +172,7 @@ def _recurrent(recurrent: Row) -> Iterator[str]:
         f"{sizes['num_layers']} layers of {sizes['num_heads']} heads of {sizes['head_dim']}, with "
         f"`{recurrent['mixer']}`; beside them torch's operators, and a copy of the states."
     )
-    columns: dict[str, Column] = {
-        "rows of": "kind",
-        "sequences": "num_sequences",
-        "rows": "num_rows",
-        "ms": ("ms", 3),
-        "torch ms": ("torch_ms", 3),
-        "copy ms": ("copy_ms", 3),
-        "of copy": "share",
-    }
-    yield _table(columns, recurrent["times"])
+    yield _table(recurrent["times"])
 
 
 def _left_out(states: Mapping[str, str], usual: str) -> Iterator[str]:
@@ -235,17 +192,8 @@ def _proposals(proposals: Row) -> Iterator[str]:
             f"{captures['num_captured']} of {captures['num_shapes']} shapes captured in "
             f"{captures['seconds']:.1f} s; an engine takes at most {captures['limit_s']:g} s at its start."
         )
-    columns: dict[str, Column] = {
-        "sampling": "sampling",
-        "sequences": "num_sequences",
-        "draft tokens": "num_tokens",
-        "steps ms": ("steps_ms", 3),
-        "loop ms": ("loop_ms", 3),
-        "bound ms": ("bound_ms", 3),
-        "bound share": lambda time: number(time["bound_ms"] / time["loop_ms"]),
-        "equal": lambda time: f"{time['num_equal']} of {time['num_proposals']}",
-    }
-    yield _table(columns, proposals["times"])
+    share = {"bound share": lambda time: number(time["bound_ms"] / time["loop_ms"])}
+    yield _table(proposals["times"], share)
 
 
 def _summary(results: Row, dtype: str | None) -> Iterator[str]:
@@ -284,29 +232,13 @@ def _forwards(forwards: Row) -> Iterator[str]:
         f"Blocks of {forwards['block_size']} tokens; attention by default: {forwards['default_attention']}."
     )
     yield from _left_out(forwards["attentions"], "measured")
-    columns: dict[str, Column] = {
-        "attention": "attention",
-        "forward": lambda time: "captured" if time["is_captured"] else "as it is",
-        "sequences": "num_sequences",
-        "rows each": "width",
-        "ms": ("forward_ms", 3),
-        "bound ms": ("bound_ms", 3),
-        "bound share": "share",
-    }
-    yield _table(columns, forwards["times"])
+    yield _table(forwards["times"])
     first = forwards["verifies"][0]
     yield (
         f"What verdicts over a vocabulary of {first['vocab_size']} add to a forward with "
         f"{first['num_drafts']} draft tokens a sequence:"
     )
-    added: dict[str, Column] = {
-        "sampling": "sampling",
-        "sequences": "num_sequences",
-        "forward ms": ("forward_ms", 3),
-        "with verdicts ms": ("verify_ms", 3),
-        "added": lambda time: f"{time['added_share']:+.1%}",
-    }
-    yield _table(added, forwards["verifies"])
+    yield _table(forwards["verifies"])
 
 
 def _pair(dtype: str, pair: Row | None, peer: Row | None) -> Iterator[str]:
@@ -319,38 +251,38 @@ def _pair(dtype: str, pair: Row | None, peer: Row | None) -> Iterator[str]:
             entry = agreements.get((arm["arm"], arm["temperature"]))
             return DASH if entry is None else text.format(**entry)
 
-        columns: dict[str, Column] = {
-            "arm": "arm",
-            "temp.": lambda arm: f"{arm['temperature']:g}",
-            "tokens/s": ("tokens_per_s", 1),
+        shown = ("arm", "temperature", "tokens_per_s", "acceptance_rate", "hit_rate", "verify_ms", "draft_ms")
+        figures = [{key: arm[key] for key in shown} for arm in pair["arms"]]
+        added: dict[str, Callable[[Row], object]] = {
             "of plain": lambda arm: number(arm["tokens_per_s"] / plain[arm["temperature"]]),
-            "accepted": "acceptance_rate",
-            "hits": "hit_rate",
-            "verify ms": "verify_ms",
-            "draft ms": "draft_ms",
             "equal outputs": partial(agreement, text="{num_equal} of {num_outputs}"),
             "divergences per token": partial(agreement, text="{divergence_rate:.5f}"),
         }
-        yield _table(columns, pair["arms"])
+        yield _table(figures, added)
         for arm in pair["arms"]:
             if "auto" in arm["arm"]:
                 chosen = ", ".join(f"{plan} {share:.0%}" for plan, share in arm["plans"].items())
                 yield f"Plans of {arm['arm']} at temperature {arm['temperature']:g}: {chosen}."
     if peer is not None:
         yield f"### transformers, {dtype}"
-        yield _table({"arm": "arm", "tokens/s": ("tokens_per_s", 1)}, peer["arms"])
+        yield _table(peer["arms"])
         if pair is not None:
             equal, total = _num_equal(pair, peer), len(pair["greedy"])
             yield f"Outputs of plain decoding equal to transformers', greedy: {equal} of {total}."
 
 
-def _table(columns: Mapping[str, Column], rows: Iterable[Row]) -> str:
-    made = {heading: partial(_cell, column=column) for heading, column in columns.items()}
-    return markdown_table(table_of("", made, rows))
+def _table(rows: Sequence[Row], added: Mapping[str, Callable[[Row], object]] = MappingProxyType({})) -> str:
+    """A table with a column for each figure of a row, and those added, which are made of a row."""
+    if not rows:
+        return "Nothing was measured."
+    figures = {_heading(key): partial(_figure, key=key) for key in rows[0]}
+    return markdown_table(table_of("", {**figures, **added}, rows))
 
 
-def _cell(row: Row, column: Column) -> object:
-    if callable(column):
-        return column(row)
-    key, digits = column if isinstance(column, tuple) else (column, None)
-    return row[key] if digits is None else number(row[key], digits)
+def _heading(key: str) -> str:
+    return key.removeprefix("num_").removeprefix("is_").replace("_per_", "/").replace("_", " ")
+
+
+def _figure(row: Row, key: str) -> object:
+    value = row[key]
+    return number(value, _DIGITS.get(key.rpartition("_")[2], 2)) if isinstance(value, float) else value

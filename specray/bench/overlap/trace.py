@@ -25,6 +25,9 @@ from specray.tokenization import load_tokenizer
 
 T = TypeVar("T")
 
+_MAX_ROWS = 16
+"""Rows of a table of changes."""
+
 
 async def record(
     config: Config, prompts: Sequence[str], *, num_sessions: int, max_tokens: int, temperature: float
@@ -108,16 +111,16 @@ def reasons_table(summary: Summary) -> Table:
     return grid_of("plans by reason", ["reason", "plans", "share"], rows)
 
 
-def _first(changes: Sequence[T], max_rows: int) -> tuple[Sequence[T], str | None]:
+def _first(changes: Sequence[T]) -> tuple[Sequence[T], str | None]:
     """The first changes, and how many more there are."""
-    hidden = len(changes) - max_rows
-    return changes[:max_rows], f"and {hidden} more" if hidden > 0 else None
+    hidden = len(changes) - _MAX_ROWS
+    return changes[:_MAX_ROWS], f"and {hidden} more" if hidden > 0 else None
 
 
-def plans_table(timeline: Timeline, *, max_rows: int = 16) -> Table:
+def plans_table(timeline: Timeline) -> Table:
     """Changes of sessions' plans with their reasons, and the goodput predicted for each overlap."""
     changes = [plan for plan in changed_plans(timeline) if plan.source != FALLBACK]
-    shown, caption = _first(changes, max_rows)
+    shown, caption = _first(changes)
     columns: dict[str, Callable[[Planned], object]] = {
         "ms": lambda plan: number((plan.ns - timeline.start_ns) / 1e6, 1),
         "session": lambda plan: shortened(plan.request_id, 16),
@@ -134,9 +137,9 @@ def plans_table(timeline: Timeline, *, max_rows: int = 16) -> Table:
     return table_of(title, columns, shown, text=("session", "plan", "reason"), caption=caption)
 
 
-def decisions_table(timeline: Timeline, *, max_rows: int = 16) -> Table:
+def decisions_table(timeline: Timeline) -> Table:
     """Changes of the mode of all sessions, and experiments."""
-    shown, caption = _first(changed_decisions(timeline), max_rows)
+    shown, caption = _first(changed_decisions(timeline))
     rows: list[tuple[object, ...]] = []
     for event in shown:
         ms = number((event.ns - timeline.start_ns) / 1e6, 1)

@@ -199,10 +199,6 @@ class NoiseSource:
         self._max_cached_rows = min(_MAX_CACHED_ROWS, max_cached_bytes // (8 * self.row_size))
         self._cached_rows: OrderedDict[NoiseKey, Tensor] = OrderedDict()
 
-    @property
-    def num_cached_rows(self) -> int:
-        return len(self._cached_rows)
-
     def gumbel(self, keys: Sequence[NoiseKey]) -> Tensor:
         """Gumbel noise, float64 ``[len(keys), row_size]``."""
         rows = {key: self._cached_rows[key] for key in keys if key in self._cached_rows}

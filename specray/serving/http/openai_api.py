@@ -90,14 +90,12 @@ class OpenAiApi:
         config: LiveConfig,
         calls: CallPreparer,
         identity: Identity,
-        now: Callable[[], float] = time.time,
     ) -> None:
         self._admission = admission
         self._config = config
         self._tokenizer = tokenizer
         self.calls = calls
         self.fingerprint = identity.system_fingerprint
-        self._now = now
 
     async def completion_call(self, arrived: Arrived, record: CallRecord) -> Call:
         def read() -> tuple[CompletionRequest, list[Prompt]]:
@@ -292,7 +290,7 @@ class OpenAiApi:
         )
 
     def _header(self, response_id: str, prepared: PreparedCall) -> Header:
-        return Header(response_id, int(self._now()), prepared.limits.model_name, self.fingerprint)
+        return Header(response_id, int(time.time()), prepared.limits.model_name, self.fingerprint)
 
 
 def _asked(body: SamplingFields, prompts: Sequence[Prompt] | ChatCompletionRequest) -> Asked:

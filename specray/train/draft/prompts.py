@@ -50,6 +50,7 @@ _TASKS = (
     "Give the text a title and explain it.", "Translate this text into German:",
     "Ask and answer three questions about the following text.",
 )  # fmt: skip
+_MAX_PASSAGES = 4000
 _PASSAGE_TOKENS = (48, 360)
 _PLAIN_TOKENS = (24, 160)
 _HELD_OUT_EVERY, _MAX_HELD_OUT_PLACE = 10, 480
@@ -184,14 +185,14 @@ def _checked_mix(mix: Mapping[str, float] | None, prompts: Prompts | None) -> Ma
     return mix or shares or OWN_MIX
 
 
-def passages_of(files: Iterable[SourceFile], *, max_num_texts: int = 4000) -> list[str]:
+def passages_of(files: Iterable[SourceFile]) -> list[str]:
     """Returns the beginnings of files and, as texts of their own, of their longer docstrings.
 
     Comments at the head of a file are left out: they are licences.
     """
     texts: list[str] = []
     for file in files:
-        if len(texts) >= max_num_texts:
+        if len(texts) >= _MAX_PASSAGES:
             break
         try:
             tree = ast.parse(file.text)
