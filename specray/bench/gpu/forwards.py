@@ -21,8 +21,6 @@ from specray.engine.attention.paged import PagedAttention
 from specray.engine.attention.select import Model, choose_backend
 from specray.engine.inputs import SequenceInput
 from specray.engine.model.decoder import DecoderForward
-from specray.engine.model.layers.experts.layer import ExpertLayer
-from specray.engine.model.layers.experts.shared_mlp import WithSharedMlp
 from specray.engine.model.linear import Weights
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.cuda_graphs import Capture, CudaCapture, GraphedForward, run_again
@@ -79,7 +77,7 @@ def measure(config: EngineConfig, workload: ForwardLoad) -> dict[str, Any]:
         raise ConfigError(
             f"the forward of {runner.info.model_name} attends in its own way; nothing to capture"
         )
-    if any(isinstance(layer.gate, ExpertLayer | WithSharedMlp) for layer in forward.layers):
+    if any(layer.routed is not None for layer in forward.layers):
         raise ConfigError(f"{runner.info.model_name} has experts: its linear layers alone are no bound")
     bounds = bounds_ms(forward, runner, workload)
     weight_bytes = sum(x.num_bytes for x in forward.linears())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -22,6 +22,7 @@ from specray.engine.model.layers.delta import DeltaInputs, Mixer
 from specray.engine.model.layers.experts.hits import ExpertHits
 from specray.engine.model.layers.experts.layer import ExpertLayer
 from specray.engine.model.layers.experts.shared_mlp import WithSharedMlp
+from specray.engine.model.layers.experts.shortcut import Shortcut
 from specray.engine.model.layers.latent.projections import LatentOutput, LatentQueries
 from specray.engine.model.layers.normed import Absent, NormedProjection, NormedQueries, Rows
 from specray.engine.model.linear import Linear, Weights
@@ -150,6 +151,25 @@ class DecoderLayer:
     """Place of its keys and values among those of all layers that attend; of its state, among all states."""
     beside: RecurrentPart | None = None
     """What it does beside attention; None: nothing."""
+    shortcut: Shortcut | None = None
+    """Experts beside its MLP, for the stream behind the next layer; None: there are none."""
+
+    @property
+    def routed(self) -> ExpertLayer | None:
+        """Its experts among which a router chooses; None: it has none."""
+        kind = self.shortcut or self.gate
+        kind = kind.experts if isinstance(kind, Shortcut | WithSharedMlp) else kind
+        return kind if isinstance(kind, ExpertLayer) else None
+
+    def counting(self, hits: torch.Tensor) -> DecoderLayer:
+        """The layer, whose experts write to ``hits`` how many are hit, ``[1]``, int32."""
+        assert self.routed is not None, "it has experts"
+        routed = replace(self.routed, hits=hits)
+        if self.shortcut is not None:
+            return replace(self, shortcut=replace(self.shortcut, experts=routed))
+        if isinstance(self.gate, WithSharedMlp):
+            return replace(self, gate=replace(self.gate, experts=routed))
+        return replace(self, gate=routed)
 
     @property
     def mixers(self) -> list[Mixer]:
@@ -193,10 +213,10 @@ class DecoderForward:
     @property
     def can_be_captured(self) -> bool:
         """Whether a forward of one shape always runs the same operators."""
-        gates = (layer.gate for layer in self.layers)
+        experts = (layer.routed for layer in self.layers)
         mixers = (mixer for layer in self.layers for mixer in layer.mixers)
         return all(mixer.can_be_captured for mixer in mixers) and all(
-            gate.can_be_captured for gate in gates if isinstance(gate, ExpertLayer | WithSharedMlp)
+            each.can_be_captured for each in experts if each is not None
         )
 
     @property
@@ -235,6 +255,8 @@ class DecoderForward:
         features: dict[int, torch.Tensor] | None = {} if self.feature_layers else None
         attention = self.attention.prepare(step.attention, step.positions)
         last = len(self.layers) - 1
+        shortcut: Shortcut | None = None
+        added: torch.Tensor | None = None
         is_cut = step.logit_rows is not None and not self.has_late_features
         for index, layer in enumerate(self.layers):
             if features is not None and index in self.feature_layers:
@@ -257,11 +279,16 @@ class DecoderForward:
                 # Nothing after the last attention is needed of rows whose logits nobody wants.
                 attended, hidden = attended[step.logit_rows], hidden[step.logit_rows]
                 other = None if other is None else other[step.logit_rows]
+                added = None if added is None else added[step.logit_rows]
             hidden = layer.output.plus(attended, hidden)
             if beside is not None and other is not None:
                 hidden = beside.output.plus(other, hidden)
             rows = layer.post_attention_norm(hidden)
             hidden = layer.down.plus(layer.gate(rows), hidden)
+            if shortcut is not None and added is not None:
+                hidden = shortcut.output.plus(added, hidden)
+            shortcut = layer.shortcut
+            added = None if shortcut is None else shortcut(rows)
         normed = self.final_norm(hidden)
         if features is not None and self.has_late_features:
             stream = _scaled(hidden, self.residual_scale)

@@ -225,8 +225,7 @@ class DecoderConfig:
             shapes[SINKS] = (self.num_attention_heads,)
         if self.has_head_gates and attends:
             shapes["self_attn.g_proj.weight"] = (self.num_attention_heads, self.hidden_size)
-        if self._has_experts(layer):
-            assert self.experts is not None, "the layer has some"
+        if self.experts is not None and self.experts.layers[layer]:
             shapes |= self.experts.weight_shapes(
                 self.hidden_size, has_mlp_bias=self.has_mlp_bias, is_gated=self.has_gated_mlps
             )
@@ -255,8 +254,9 @@ class DecoderConfig:
             return ATTENTION_NORM, MLP_OUTPUT_NORM
         return INPUT_NORM, ATTENTION_NORM, MLP_NORM, MLP_OUTPUT_NORM
 
-    def _has_experts(self, layer: int) -> bool:
-        return self.experts is not None and self.experts.layers[layer]
+    def has_routed_mlp(self, layer: int) -> bool:
+        """Whether a layer has experts in the place of an MLP."""
+        return self.experts is not None and self.experts.layers[layer] and not self.experts.is_shortcut
 
     def _attention(self) -> dict[str, tuple[int, int, bool]]:
         hidden, has_bias = self.hidden_size, self.has_qkv_bias
@@ -273,7 +273,7 @@ class DecoderConfig:
 
     def _mlp(self, layer: int) -> dict[str, tuple[int, int, bool]]:
         hidden, inner, has_bias = self.hidden_size, self.intermediate_size, self.has_mlp_bias
-        if self._has_experts(layer) or not self.has_mlp(layer):
+        if self.has_routed_mlp(layer) or not self.has_mlp(layer):
             return {}
         down = {"mlp.down_proj": (hidden, inner, has_bias)}
         if not self.has_gated_mlps:
@@ -318,6 +318,7 @@ MODEL_TYPES = frozenset(
         "granitemoeshared",
         "hy_v3",
         "kolibri1",
+        "longcat_flash",
         "mellum",
         "minicpm3",
         "minimax_m2",

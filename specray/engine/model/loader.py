@@ -22,7 +22,7 @@ from specray.engine.model.checkpoint.gguf_weights import GgufWeights
 from specray.engine.model.checkpoint.headers import read_headers
 from specray.engine.model.checkpoint.location import find_weights
 from specray.engine.model.checkpoint.mxfp4_weights import Mxfp4Weights
-from specray.engine.model.checkpoint.names import as_stored, decoder_names
+from specray.engine.model.checkpoint.names import as_stored, decoder_names, without_identities
 from specray.engine.model.checkpoint.safetensors_files import SafetensorsWeights
 from specray.engine.model.checkpoint.source import NamedWeights, WeightSource
 from specray.engine.model.checkpoint.stored_format import MXFP4
@@ -279,6 +279,8 @@ def match_names(weights: NamedWeights, config: DecoderConfig, *, text_alone: boo
         The configuration, corrected where it says that the head is tied and the files say that it is not.
     """
     names = decoder_names(weights.shapes, text_alone=text_alone)
+    if config.experts is not None and config.experts.num_identities:
+        names = without_identities(names, config.experts.num_experts)
     config = as_stored(config, {name: weights.shapes[stored] for name, stored in names.items()})
     if config.tie_word_embeddings and EMBEDDING not in names and HEAD in names:
         names[EMBEDDING] = names.pop(HEAD)

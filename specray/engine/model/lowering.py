@@ -29,6 +29,7 @@ from specray.engine.model.layers.experts.hits import count_hits
 from specray.engine.model.layers.experts.layer import ExpertLayer, Sum
 from specray.engine.model.layers.experts.lowering import lower_experts
 from specray.engine.model.layers.experts.shared_mlp import WithSharedMlp
+from specray.engine.model.layers.experts.shortcut import Shortcut
 from specray.engine.model.layers.latent.lowering import lower_latent
 from specray.engine.model.layers.latent.projections import LatentOutput
 from specray.engine.model.layers.mixer_lowering import by_kind, lower_mixer, rows_of
@@ -143,7 +144,7 @@ def lower_layer(
     if config.has_mlp(index):
         gate, down = _mlp(index, config, taken, operators)
         added = _before_stream(down, index, MLP_OUTPUT_NORM, config, taken, operators)
-        layer = replace(layer, gate=gate, down=added)
+        layer = replace(layer, gate=gate, down=added, shortcut=_shortcut(index, config, taken, operators))
         mlp_norm = MLP_NORM if config.has_sandwich(index) else ATTENTION_NORM
         if norms == (INPUT_NORM,):
             return replace(layer, input_norm=Absent(), post_attention_norm=layer.input_norm)
@@ -332,7 +333,7 @@ def _mlp(
     index: int, config: DecoderConfig, taken: RankWeights, operators: Operators
 ) -> tuple[Gate | ExpertLayer | WithSharedMlp, Linear | ReducedLinear | Sum]:
     prefix = layer_prefix(index)
-    if config.experts is not None and config.experts.layers[index]:
+    if config.experts is not None and config.has_routed_mlp(index):
         return lower_experts(prefix, config.experts, config, taken, operators), Sum(taken.parallel)
     down = lower_projection(
         f"{prefix}mlp.down_proj",
@@ -343,6 +344,15 @@ def _mlp(
         scale=config.down_scale,
     )
     return _gate(f"{prefix}mlp.", config, taken, operators), down
+
+
+def _shortcut(index: int, config: DecoderConfig, taken: RankWeights, operators: Operators) -> Shortcut | None:
+    experts = config.experts
+    if experts is None or not (experts.is_shortcut and experts.layers[index]):
+        return None
+    made = lower_experts(layer_prefix(index), experts, config, taken, operators)
+    assert isinstance(made, ExpertLayer), "no other MLP is beside them"
+    return Shortcut(made, experts.num_experts, taken.is_first, Sum(taken.parallel))
 
 
 def _gate(prefix: str, config: DecoderConfig, taken: RankWeights, operators: Operators) -> Gate:

@@ -225,6 +225,8 @@ def with_cpu_graphs(forward: Forward) -> CpuGraphForward | None:
             linears.append(layer.qkv.linear if isinstance(layer.qkv, KernelDeltaInputs) else layer.qkv)
         if not all(isinstance(mixer, KernelMixer | KernelConvolution) for mixer in layer.mixers):
             return None
+        if layer.shortcut is not None:
+            return None
         if layer.beside is not None:
             linears += [layer.beside.linear, layer.beside.output]
         if layer.output_gate is not None:
@@ -267,9 +269,8 @@ def _is_one_kernel(linear: object) -> bool:
 
 def _with_kernels(layer: DecoderLayer) -> DecoderLayer:
     """The layer with a kernel in the place of torch's sum of its experts and the residual stream."""
-    gate = layer.gate
-    routed = gate.experts if isinstance(gate, WithSharedMlp) else gate
-    if not isinstance(routed, ExpertLayer) or not isinstance(routed.experts, KernelExperts):
+    gate, routed = layer.gate, layer.routed
+    if layer.shortcut is not None or routed is None or not isinstance(routed.experts, KernelExperts):
         return layer
     pool = routed.experts.thread_pool
     if isinstance(gate, WithSharedMlp) and isinstance(gate.gate, TiledLinear | None):

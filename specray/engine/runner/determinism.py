@@ -107,10 +107,8 @@ def _why_not_on_a_gpu(config: EngineConfig, forward: DecoderForward, backend: Ba
 
 def _mixtures(forward: DecoderForward) -> Iterator[ExpertLayer]:
     for layer in forward.layers:
-        if isinstance(layer.gate, ExpertLayer):
-            yield layer.gate
-        elif isinstance(layer.gate, WithSharedMlp):
-            yield layer.gate.experts
+        if layer.routed is not None:
+            yield layer.routed
 
 
 def _linears(forward: DecoderForward) -> Iterator[object]:

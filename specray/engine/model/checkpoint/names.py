@@ -48,7 +48,7 @@ _ALIASES = tuple(
         # Granite, Aria.
         (r"\.mlp\.(?:input_linear|experts\.fc1)\.weight$", ".mlp.experts.gate_up_proj"),
         (r"\.mlp\.(?:output_linear|experts\.fc2)\.weight$", ".mlp.experts.down_proj"),
-        (r"\.mlp\.router\.(?:gate\.|layer\.)?", ".mlp.gate."),
+        (r"\.mlp\.router\.(?:gate\.|layer\.|classifier\.)?", ".mlp.gate."),
         # Qwen2-MoE, Hunyuan 3, Granite.
         (r"(?:\.mlp\.shared_expert|(?:\.mlp)?\.shared_mlp)\.", ".mlp.shared_experts."),
         (r"\.mlp\.shared_experts\.input_linear\.", ".mlp.shared_experts.gate_up_proj."),
@@ -64,6 +64,11 @@ _ALIASES = tuple(
         (r"\.self_attn\.softmax_offset$", ".self_attn.sinks"),
     )
 )
+_EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
+_HALVES = re.compile(
+    r"(?<=layers\.)(\d+)\.(?:(self_attn|input_layernorm|post_attention_layernorm|mlp)s?\.([01])\.|(?=mlp\.))"
+)
+"""Parts of LongCat's layers, which are two each: numbered, but for the experts."""
 _ENDS = (
     # Nemotron-H.
     (re.compile(r"(^|\.)embeddings\.weight$"), r"\1embed_tokens.weight"),
@@ -100,6 +105,8 @@ def decoder_names(names: Iterable[str], *, text_alone: bool = False) -> dict[str
     if not any(".mlp.experts" in name for name in own):
         # Granite calls an MLP shared where there are no experts, too.
         own = [name.replace(".mlp.shared_experts.", ".mlp.") for name in own]
+    if any(".mlps." in name for name in own):
+        own = [_HALVES.sub(_half, name) for name in own]
     has_output_norms = any(_OWN_OUTPUT_NORM.search(name) for name in own)
     root, found = _text_root(own), {}
     for first, name in zip(stored, own, strict=True):
@@ -119,12 +126,23 @@ def decoder_names(names: Iterable[str], *, text_alone: bool = False) -> dict[str
     return found
 
 
+def _half(match: re.Match[str]) -> str:
+    number = 2 * int(match[1]) + int(match[3] or 0)
+    return f"{number}.{match[2]}." if match[2] else f"{number}."
+
+
 def _text_root(names: Iterable[str]) -> str:
     """What the names of a language model's layers begin with."""
     stored = set(names)
     layers = (_LAYERS.match(name) for name in stored if not PREDICTOR.search(name))
     counts = Counter(match[1] for match in layers if match is not None and f"{match[1]}norm.weight" in stored)
     return max(sorted(counts), key=counts.__getitem__, default=_BASE_PREFIX)
+
+
+def without_identities(names: Mapping[str, str], num_experts: int) -> dict[str, str]:
+    """The names without those of experts that compute nothing, for which transformers writes weights."""
+    found = ((name, stored, _EXPERT.search(name)) for name, stored in names.items())
+    return {name: stored for name, stored, match in found if match is None or int(match[1]) < num_experts}
 
 
 def as_stored(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> DecoderConfig:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from specray.engine.model.layers.latent.config import LatentAttention
 
-LATENT = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "minicpm3", "youtu"})
+LATENT = frozenset(
+    {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "longcat_flash", "minicpm3", "youtu"}
+)
 """Types with such attention in each layer that attends."""
 _WITH_OWN_HALVES = frozenset({"kimi_linear", "minicpm3"})
 """Types whose numbers that are rotated together lie half of the rotated ones apart, or that rotate none."""
@@ -31,6 +34,10 @@ def latent_switches(config: Any) -> dict[str, Any]:
         "has_neighbour_pairs": config.model_type not in _WITH_OWN_HALVES
         and bool(getattr(config, "rope_interleave", True)),
     }
+    if config.model_type == "longcat_flash":
+        switches["query_scale"] *= math.sqrt(config.hidden_size / config.q_lora_rank)
+        factor = math.sqrt(config.hidden_size / config.kv_lora_rank)
+        switches["latent"] = replace(latent, latent_factor=factor)
     if config.model_type == "minicpm3":
         switches |= {
             "embedding_scale": float(config.scale_emb),
@@ -55,6 +62,10 @@ def can_be_latent(config: Any) -> bool:
         return False
     if config.model_type == "minicpm3" and not (config.scale_depth > 0 and config.logits_scaling != 0):
         return False
+    if config.model_type == "longcat_flash":
+        known = config.qk_nope_head_dim + config.qk_rope_head_dim, config.qk_rope_head_dim
+        # The router's bias is no part of what transformers computes.
+        return (config.qk_head_dim, config.head_dim) == known and not getattr(config, "router_bias", False)
     return getattr(config, "topk_method", None) in (None, "greedy", "group_limited_greedy")
 
 

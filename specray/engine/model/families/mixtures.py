@@ -37,7 +37,7 @@ def experts_of(config: Any) -> Experts | None:
 def can_route(experts: Experts) -> bool:
     """Whether the numbers make sense together."""
     routing, count = experts.routing, experts.num_experts
-    if not 1 <= (routing.num_chosen or 0) <= count:
+    if count < 1 or not 1 <= (routing.num_chosen or 0) <= experts.num_routed:
         return False
     groups = routing.groups
     if groups is None:
@@ -272,6 +272,18 @@ def _kolibri(config: Any) -> Experts:
     return _experts(config, routing, shared=SharedMlp(config.shared_expert_intermediate_size))
 
 
+def _longcat(config: Any) -> Experts:
+    num_identities = config.zero_expert_num or 0
+    routing = Routing(
+        config.num_experts_per_tok,
+        is_wide=True,
+        choice_bias=(_count(config) + num_identities,),
+        scale=float(config.routed_scaling_factor),
+    )
+    layers = tuple(layer % 2 == 0 for layer in range(config.num_hidden_layers))
+    return _experts(config, routing, layers=layers, num_identities=num_identities, is_shortcut=True)
+
+
 _READERS: dict[str, Callable[[Any], Experts | None]] = {
     "aria_text": _aria,
     "deepseek_v2": _deepseek_v2,
@@ -292,6 +304,7 @@ _READERS: dict[str, Callable[[Any], Experts | None]] = {
     "kimi_linear": _glm4_moe_lite,
     "kolibri1": _kolibri,
     "lfm2_moe": _lfm2_moe,
+    "longcat_flash": _longcat,
     "mellum": _mellum,
     "minimax_m2": _minimax_m2,
     "mixtral": _mixtral,

@@ -101,6 +101,15 @@ class Experts:
     clamp: Clamp | None = None
     """How gate and up are joined where that is not the model's activation; None: it is."""
     shared: SharedMlp | None = None
+    num_identities: int = 0
+    """Further experts, behind the others, that give back what they read and have no weights."""
+    is_shortcut: bool = False
+    """They are beside a layer's MLP, and what they give is added behind the next layer."""
+
+    @property
+    def num_routed(self) -> int:
+        """Experts among which a router chooses."""
+        return self.num_experts + self.num_identities
 
     def wide_weights(self) -> tuple[str, ...]:
         """Names of a layer's weights that stay in float32 where the files have them so."""
@@ -116,9 +125,9 @@ class Experts:
             has_mlp_bias: the MLPs that compute every token have biases.
             is_gated: each MLP joins two linear layers; else it has no ``gate_proj``.
         """
-        shapes: dict[str, tuple[int, ...]] = {f"{ROUTER}.weight": (self.num_experts, hidden_size)}
+        shapes: dict[str, tuple[int, ...]] = {f"{ROUTER}.weight": (self.num_routed, hidden_size)}
         if self.routing.has_bias:
-            shapes[f"{ROUTER}.bias"] = (self.num_experts,)
+            shapes[f"{ROUTER}.bias"] = (self.num_routed,)
         if self.routing.choice_bias is not None:
             shapes[CHOICE_BIAS] = self.routing.choice_bias
         shapes |= (

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from specray.engine.model.layers.experts.layer import ExpertLayer
-from specray.engine.model.layers.experts.shared_mlp import WithSharedMlp
 from specray.engine_info import RoutedExperts
 
 if TYPE_CHECKING:
     from specray.engine.model.decoder import DecoderLayer
     from specray.engine.model.layers.experts.config import Experts
-
-_MIXTURES = (ExpertLayer, WithSharedMlp)
 
 
 class ExpertHits:
@@ -51,17 +46,14 @@ def count_hits(
     layers: Sequence[DecoderLayer], experts: Experts | None, device: torch.device
 ) -> tuple[tuple[DecoderLayer, ...], ExpertHits | None]:
     """The layers, those with experts counting what they hit; None: there are none, or all are chosen."""
-    places = [index for index, layer in enumerate(layers) if isinstance(layer.gate, _MIXTURES)]
-    if experts is None or not places or experts.routing.num_chosen >= experts.num_experts:
+    places = [index for index, layer in enumerate(layers) if layer.routed is not None]
+    if experts is None or not places or experts.routing.num_chosen >= experts.num_routed:
         return tuple(layers), None
     counts = torch.zeros(len(places), dtype=torch.int32, device=device)
     counted = list(layers)
     for place, index in enumerate(places):
-        gate, hits = layers[index].gate, counts[place : place + 1]
-        if isinstance(gate, WithSharedMlp):
-            gate = replace(gate, experts=replace(gate.experts, hits=hits))
-        elif isinstance(gate, ExpertLayer):
-            gate = replace(gate, hits=hits)
-        counted[index] = replace(layers[index], gate=gate)
-    info = RoutedExperts(len(places) * experts.num_experts, len(places) * experts.routing.num_chosen)
+        counted[index] = layers[index].counting(counts[place : place + 1])
+    # Of the chosen ones those that compute something, as often as if all were chosen alike.
+    num_chosen = max(1, experts.routing.num_chosen * experts.num_experts // experts.num_routed)
+    info = RoutedExperts(len(places) * experts.num_experts, len(places) * num_chosen)
     return tuple(counted), ExpertHits(info, counts)

@@ -68,6 +68,13 @@ def test_a_target_tells_them_of_a_step_of_one_forward_alone(tmp_path: Path) -> N
     assert target.verify([]).num_experts is None
 
 
+def test_experts_that_compute_nothing_are_not_counted(tmp_path: Path) -> None:
+    """Two layers of five experts, three of eight for a row, of which three give back their input."""
+    runner = cpu_runner(write_checkpoint(tmp_path, "longcat_flash"))
+    assert isinstance(runner.forward, DecoderForward)
+    assert hits_of(runner.forward).info == RoutedExperts(10, 2)
+
+
 def test_a_target_without_experts_tells_of_none(tmp_path: Path) -> None:
     runner = cpu_runner(write_checkpoint(tmp_path, "llama"))
     assert isinstance(runner.forward, DecoderForward) and runner.forward.expert_hits is None

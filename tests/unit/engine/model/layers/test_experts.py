@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from specray.engine.model.layers.experts.config import Routing
 from specray.engine.model.layers.experts.layer import ExpertLayer, ExpertMlp, ExpertsInTurn, Sum
 from specray.engine.model.layers.experts.routing import Router
+from specray.engine.model.layers.experts.shortcut import Shortcut
 from specray.engine.model.linear import make_gate, make_linear
 
 NUM_EXPERTS, HIDDEN, INNER = 5, 16, 24
@@ -65,6 +67,26 @@ def test_rows_alone_and_among_others() -> None:
 
 def test_no_rows() -> None:
     assert layer(2, is_normed=True)(torch.empty(0, HIDDEN)).shape == (0, HIDDEN)
+
+
+def test_a_shortcut_adds_rows_that_are_given_back_on_one_rank() -> None:
+    """The third row's choices are all given back; those of the first are all experts."""
+    chosen = torch.tensor([[2, 1], [6, 3], [7, 5]])
+    weights = torch.tensor([[0.5, 0.25], [0.5, 0.25], [0.5, 0.25]])
+    hits, rows = torch.zeros(1, dtype=torch.int32), random(3, HIDDEN, seed=54)
+    routed = replace(layer(2, is_normed=False), router=lambda _: (chosen, weights), hits=hits)
+    first, other = (Shortcut(routed, NUM_EXPERTS, adds_rows, Sum(None)) for adds_rows in (True, False))
+    experts = routed.experts
+    expected = [
+        experts(rows[:1], chosen[:1], weights[:1])[0],
+        experts(rows[1:2], chosen[1:2, 1:], weights[1:2, 1:])[0],
+        torch.zeros(HIDDEN),
+    ]
+    torch.testing.assert_close(other(rows), torch.stack(expected))
+    given_back = torch.stack([0.0 * rows[0], 0.5 * rows[1], 0.75 * rows[2]])
+    torch.testing.assert_close(first(rows), torch.stack(expected) + given_back)
+    assert hits.tolist() == [4]
+    assert first(rows[:0]).shape == (0, HIDDEN) and hits.tolist() == [0]
 
 
 def test_the_sum_goes_to_the_residual_stream() -> None:
