@@ -1,11 +1,14 @@
 """Measures the experts of some layers alone, against reading the weights of those that are hit once.
 
 The bound is the speed at which one dense product of one row reads weights in the same process. Beside the
-grouped products the same experts are computed one after the other, as without kernels for them.
+grouped products the same experts are computed one after the other, as without kernels for them, and on a CPU
+the same products with the weights of one expert, which stay in its cache. One thread is timed by what it
+takes of the processor, so that it may be measured beside other work.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,6 +25,12 @@ from specray.engine.model.linear import Linear
 from specray.engine.model.operators import Operators, cpu_operators, cuda_operators
 from specray.engine.model.operators_torch import TorchOperators
 from specray.engine.runner.cuda_graphs import CudaCapture
+from specray.engine.weights.block_type import BlockType
+from specray.engine.weights.block_weight import BlockWeight
+from specray.engine.weights.stored_weight import StoredWeight, Weight
+
+_Make = Callable[[tuple[int, int]], Weight]
+"""Makes a weight, ``(out_features, in_features)``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +45,7 @@ class ExpertLoad:
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 64)
     num_repeats: int = 15
     num_threads: int = 2
-    """Threads on a CPU."""
+    """Threads on a CPU; with one, times are processor time."""
 
 
 TINY = ExpertLoad(2, 8, 2, 64, 32, (1, 3), 2, 1)
@@ -55,10 +64,14 @@ class ExpertTime:
     ms: float
     in_turn_ms: float
     """Milliseconds of the same experts one after the other."""
+    in_cache_ms: float | None
+    """Milliseconds of as many experts of the same weights; None: not measured, on a GPU."""
     gb_per_s: float
     """Speed in 10^9 bytes/s at which the weights of the experts that are hit are read."""
     dense_gb_per_s: float
     """That of the dense product, in turns with both."""
+    own_gb_per_s: float
+    """That of a dense product in the experts' format."""
 
     @property
     def share(self) -> float:
@@ -73,13 +86,11 @@ def measure(device: torch.device, workload: ExpertLoad) -> dict[str, Any]:
         operators = cuda_operators(dtype, device)
     else:
         operators = TorchOperators(dtype) if is_tiny else cpu_operators(dtype, workload.num_threads)
-    makers = {
-        str(dtype).removeprefix("torch."): (operators, partial(_plain, operators, dtype, device, workload))
-    }
+    plain: _Make = partial(torch.full, fill_value=0.01, dtype=dtype, device=device)
+    makers = {str(dtype).removeprefix("torch."): (operators, plain)}
     if not is_tiny:
-        stored = _stored_operators(operators, dtype, device)
-        makers["int4"] = stored, partial(_nibbles, stored, workload)
-    dense = _dense(operators, dtype, device, workload)
+        makers["int4"] = _stored_operators(operators, dtype, device), _nibbles
+    dense = _dense(operators, plain, workload)
     times: list[ExpertTime] = []
     for name, (maker, make) in makers.items():
         times += _measure_format(name, make, maker, device, workload, dense)
@@ -93,13 +104,17 @@ def measure(device: torch.device, workload: ExpertLoad) -> dict[str, Any]:
 @torch.inference_mode()
 def _measure_format(
     name: str,
-    make: Callable[[], ExpertMlp],
+    make: _Make,
     operators: Operators,
     device: torch.device,
     workload: ExpertLoad,
     dense: Linear,
 ) -> list[ExpertTime]:
-    experts = [[make() for _ in range(workload.num_experts)] for _ in range(workload.num_layers)]
+    own_dense = _dense(operators, make, workload)
+    experts = [
+        [_expert(operators, make, workload) for _ in range(workload.num_experts)]
+        for _ in range(workload.num_layers)
+    ]
     # It chooses nothing: the choices are given.
     router = Router(torch.nn.Identity(), Routing(workload.num_chosen))
     grouped = [operators.experts(router, each).experts for each in experts]
@@ -116,14 +131,22 @@ def _measure_format(
         if all(each.can_be_captured for each in grouped):
             calls[0] = _captured(calls[0], operators, device)
         row = torch.ones(1, workload.hidden_size, device=device, dtype=rows.dtype)
-        calls.append(partial(dense, row))
-        ms, in_turn_ms, dense_ms = medians_ms(
-            calls, workload.num_repeats, num_warmup=2, wait=wait_for(device)
+        calls += [partial(dense, row), partial(own_dense, row)]
+        if device.type == "cpu":
+            cached = [operators.experts(router, [each[0]] * workload.num_experts).experts for each in experts]
+            calls.append(_work(cached, rows, chosen, weights))
+        is_alone = device.type == "cpu" and workload.num_threads == 1
+        clock = time.process_time if is_alone else time.perf_counter
+        ms, in_turn_ms, dense_ms, own_ms, *cache_ms = medians_ms(
+            calls, workload.num_repeats, num_warmup=2, wait=wait_for(device), clock=clock
         )
         num_hit = sum(len(set(each.flatten().tolist())) for each in chosen)
         speed, dense_speed = num_hit * expert_bytes / ms / 1e6, dense.num_bytes / dense_ms / 1e6
         mean = num_hit / workload.num_layers
-        times.append(ExpertTime(name, num_rows, mean, ms, in_turn_ms, speed, dense_speed))
+        own_speed, in_cache_ms = own_dense.num_bytes / own_ms / 1e6, next(iter(cache_ms), None)
+        times.append(
+            ExpertTime(name, num_rows, mean, ms, in_turn_ms, in_cache_ms, speed, dense_speed, own_speed)
+        )
     return times
 
 
@@ -171,9 +194,16 @@ def _choices(num_rows: int, workload: ExpertLoad, device: torch.device, seed: in
     return numbers.argsort(-1)[:, : workload.num_chosen].contiguous().to(device)
 
 
-def _plain(operators: Operators, dtype: torch.dtype, device: torch.device, workload: ExpertLoad) -> ExpertMlp:
-    gate, up, down = (_weight(shape, dtype, device) for shape in _shapes(workload))
+def _expert(operators: Operators, make: _Make, workload: ExpertLoad) -> ExpertMlp:
+    hidden, inner = workload.hidden_size, workload.intermediate_size
+    gate, up, down = make((inner, hidden)), make((inner, hidden)), make((hidden, inner))
     return ExpertMlp(operators.gate(gate, up, None, None), operators.linear(down, None))
+
+
+def _dense(operators: Operators, make: _Make, workload: ExpertLoad) -> Linear:
+    """One linear layer of as many weights as a row's experts of all layers."""
+    size = 3 * workload.num_layers * workload.num_chosen * workload.intermediate_size
+    return operators.linear(make((size, workload.hidden_size)), None)
 
 
 def _stored_operators(operators: Operators, dtype: torch.dtype, device: torch.device) -> Operators:
@@ -189,39 +219,9 @@ def _stored_operators(operators: Operators, dtype: torch.dtype, device: torch.de
     return StoredKernelOperators(operators)
 
 
-def _nibbles(operators: Operators, workload: ExpertLoad) -> ExpertMlp:
+def _nibbles(shape: tuple[int, int]) -> Weight:
     """In the layout of int4; zeros cost as much as other numbers, and nothing to make."""
-    from specray.engine.weights.block_type import BlockType
-    from specray.engine.weights.block_weight import BlockWeight
-    from specray.engine.weights.stored_weight import StoredWeight
-
     kind = BlockType.Q4_1
-    gate, up, down = (
-        StoredWeight(
-            (
-                BlockWeight(
-                    kind,
-                    torch.zeros(
-                        size, columns // kind.size.num_values * kind.size.num_bytes, dtype=torch.uint8
-                    ),
-                ),
-            )
-        )
-        for size, columns in _shapes(workload)
-    )
-    return ExpertMlp(operators.gate(gate, up, None, None), operators.linear(down, None))
-
-
-def _shapes(workload: ExpertLoad) -> list[tuple[int, int]]:
-    hidden, inner = workload.hidden_size, workload.intermediate_size
-    return [(inner, hidden), (inner, hidden), (hidden, inner)]
-
-
-def _weight(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.full(shape, 0.01, dtype=dtype, device=device)
-
-
-def _dense(operators: Operators, dtype: torch.dtype, device: torch.device, workload: ExpertLoad) -> Linear:
-    """One linear layer of as many weights as a row's experts of all layers."""
-    size = 3 * workload.num_layers * workload.num_chosen * workload.intermediate_size
-    return operators.linear(_weight((size, workload.hidden_size), dtype, device), None)
+    num_bytes = shape[1] // kind.size.num_values * kind.size.num_bytes
+    codes = torch.zeros(shape[0], num_bytes, dtype=torch.uint8)
+    return StoredWeight((BlockWeight(kind, codes),))

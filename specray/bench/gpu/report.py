@@ -155,7 +155,8 @@ def _experts(experts: Row) -> Iterator[str]:
     yield (
         f"{sizes['num_layers']} layers of {sizes['num_experts']} experts, {sizes['num_chosen']} for a row, "
         f"of {sizes['hidden_size']} x {sizes['intermediate_size']}, with `{experts['operators']}`; "
-        "beside them one after the other, and one dense product of one row."
+        "beside them one after the other, one dense product of one row (`dense`), one in the experts' format "
+        "(`own`), and on a CPU the same products with the weights of one expert (`in_cache`)."
     )
     ones = {time["format"]: time for time in reversed(experts["times"])}
     added = {

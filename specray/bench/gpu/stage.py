@@ -87,9 +87,10 @@ def experts(device: str, is_tiny: bool) -> dict[str, Any]:
     import torch
 
     from specray.bench.gpu.experts import LARGE, TINY, ExpertLoad, measure
+    from specray.engine.device import num_usable_cores
 
-    workload = TINY if is_tiny else LARGE if device == "cuda" else ExpertLoad()
-    return measure(torch.device(device), workload)
+    on_cpu = ExpertLoad(num_threads=num_usable_cores())
+    return measure(torch.device(device), TINY if is_tiny else LARGE if device == "cuda" else on_cpu)
 
 
 def recurrent(device: str, is_tiny: bool) -> dict[str, Any]:

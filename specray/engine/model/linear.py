@@ -53,6 +53,25 @@ class Gate(Weights, Protocol):
     """``x -> activation(gate(x)) * up(x)`` of two linear layers; both have a bias, or none has."""
 
 
+class AroundLinear:
+    """What a part has in common that is made around one linear layer: that layer's weights."""
+
+    __slots__ = ()
+    linear: Weights
+
+    @property
+    def num_weights(self) -> int:
+        return self.linear.num_weights
+
+    @property
+    def num_bytes(self) -> int:
+        return self.linear.num_bytes
+
+    @property
+    def in_features(self) -> int:
+        return self.linear.in_features
+
+
 @dataclass(frozen=True, slots=True)
 class PlainLinear:
     """The weight as it is: on CUDA, and on processors without kernels of ours."""
@@ -112,53 +131,29 @@ class WideLinear(PlainLinear):
 
 
 @dataclass(frozen=True, slots=True)
-class JoinedGate:
+class JoinedGate(AroundLinear):
     """Both layers as one, joined by torch's operators."""
 
-    both: Linear
+    linear: Linear
     """The gate's outputs before those of up."""
     joint: Joint = Activation.SILU
-
-    @property
-    def num_weights(self) -> int:
-        return self.both.num_weights
-
-    @property
-    def num_bytes(self) -> int:
-        return self.both.num_bytes
-
-    @property
-    def in_features(self) -> int:
-        return self.both.in_features
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return self.joined(self.products(rows))
 
     def products(self, rows: torch.Tensor) -> torch.Tensor:
         """See ``adapters.layers.SplitGate``, as the next."""
-        return self.both(rows)
+        return self.linear(rows)
 
     def joined(self, both: torch.Tensor) -> torch.Tensor:
         return joined(both, self.joint)
 
 
 @dataclass(frozen=True, slots=True)
-class SquaredLinear:
+class SquaredLinear(AroundLinear):
     """Implements :class:`Gate` where there is no gate: the square of what is above zero of a linear layer."""
 
     linear: Linear
-
-    @property
-    def num_weights(self) -> int:
-        return self.linear.num_weights
-
-    @property
-    def num_bytes(self) -> int:
-        return self.linear.num_bytes
-
-    @property
-    def in_features(self) -> int:
-        return self.linear.in_features
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return self.linear(rows).relu_().square_()

@@ -31,6 +31,7 @@ from specray.engine.model.layers.experts.routing import Router
 from specray.engine.model.layers.latent.projections import LatentQueries
 from specray.engine.model.layers.mixers.kernels import KernelConvolution, KernelMixer
 from specray.engine.model.layers.mixers.mamba import Mamba
+from specray.engine.model.linear import AroundLinear
 from specray.engine.model.operators_torch import TorchOperators
 from specray.engine.weights.stored_weight import Weight, numbers_of
 
@@ -54,13 +55,11 @@ def _lanes(size: int) -> int:
     return next(lanes for lanes in (16, 8, 4, 2, 1) if size % lanes == 0)
 
 
-class KernelSquared:
+class KernelSquared(AroundLinear):
     """Implements ``linear.Gate`` where there is no gate."""
 
     def __init__(self, linear: Linear, dtype: torch.dtype, thread_pool: ThreadPool) -> None:
         self.linear = linear
-        self.num_weights, self.num_bytes = linear.num_weights, linear.num_bytes
-        self.in_features = linear.in_features
         self._thread_pool = thread_pool
         self._number_format = str(dtype).removeprefix("torch.")
         self._args = np.zeros(NUM_ARGS, dtype=np.int64)

@@ -119,7 +119,7 @@ def _linears(forward: DecoderForward) -> Iterator[object]:
             kinds += [layer.gate.shared.gate, layer.gate.shared.down, layer.gate.gate]
     for kind in kinds:
         # A router, and a gate that torch joins, have a layer.
-        inner = getattr(kind, "linear", getattr(kind, "both", None))
+        inner = getattr(kind, "linear", None)
         if kind is not None:
             yield inner if isinstance(inner, Weights) else kind
 

@@ -91,7 +91,7 @@ def test_what_stays_as_it_is_is_a_copy() -> None:
     layer = forward.layers[0]
     norms = (layer.input_norm, layer.head_norm, layer.post_attention_norm, forward.final_norm)
     kept = [forward.embedding.table, *(norm.weight for norm in norms)]
-    gate = layer.gate.both
+    gate = layer.gate.linear
     kept += [layer.qkv.bias, layer.output.bias, layer.down.bias, gate.bias]
     kept += [layer.qkv.weight, layer.output.weight, layer.down.weight, gate.weight]
     assert [float(tensor.min()) for tensor in kept] == [1.0] * 13

@@ -108,7 +108,7 @@ class GroupedProduct:
 def _weights_of(layer: object) -> tuple[Multiplied, ...]:
     """Weights of output features one beside the other; empty: the layer is of no kind that is known."""
     if isinstance(layer, JoinedGate):
-        return _weights_of(layer.both)
+        return _weights_of(layer.linear)
     if isinstance(layer, PlainLinear):
         return (PlainWeight(layer.weight),)
     if isinstance(layer, ProductLinear):
@@ -121,7 +121,9 @@ def _joint_of(layer: object) -> Joint | None:
 
 
 def _bias_of(layer: object) -> torch.Tensor | None:
-    bias: torch.Tensor | None = getattr(layer.both if isinstance(layer, JoinedGate) else layer, "bias", None)
+    bias: torch.Tensor | None = getattr(
+        layer.linear if isinstance(layer, JoinedGate) else layer, "bias", None
+    )
     return bias
 
 
