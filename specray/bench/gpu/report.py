@@ -286,4 +286,8 @@ def _heading(key: str) -> str:
 
 def _figure(row: Row, key: str) -> object:
     value = row[key]
-    return number(value, _DIGITS.get(key.rpartition("_")[2], 2)) if isinstance(value, float) else value
+    return (
+        number(value, _DIGITS.get(key.rpartition("_")[2], 2))
+        if value is None or isinstance(value, float)
+        else value
+    )
