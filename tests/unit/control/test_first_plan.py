@@ -21,7 +21,6 @@ from tests.unit.router.harness import (
     fake_target,
     request,
     router_config,
-    run,
     serving,
     speculation_config,
 )
@@ -95,47 +94,36 @@ def test_way_to_the_target_is_part_of_its_steps() -> None:
     assert controller.cost_model.usual_verify_s(1, 1) == pytest.approx(0.014)
 
 
-def test_router_takes_the_engines_at_their_word_when_it_connects() -> None:
+async def test_router_takes_the_engines_at_their_word_when_it_connects(clock: VirtualClock) -> None:
     """20 ms a Verify and 0.5 ms a draft token: the draft may go on for as long as it is sure."""
-    clock = VirtualClock()
     target = fake_target(step_times=times((1, 0.020), (64, 0.020)))
     draft = fake_draft(step_times=times((1, 0.0005), (32, 0.0005)))
-
-    async def main() -> None:
-        config = router_config(trace_events=100)
-        async with serving(clock, target=target, draft=draft, overlap="serial", config=config) as pair:
-            await pair.router.complete(request(max_tokens=12))
-            first = next(e for e in decode_trace(await pair.router.trace_text() or "") if type(e) is Planned)
-            assert (first.overlap, first.num_speculative_tokens) == ("serial", ANY_K)
-            serial = (1 + 0.7 / 0.3) / (0.020 + 0.0005 * num_any_steps() + HANDLING_S)
-            assert first.tokens_per_s == pytest.approx({"off": 50.0, "serial": serial})
-            text = await pair.router.metrics_text()
-            assert 'specray_step_time_seconds{engine="target",rows="64"} 0.02' in text
-            assert 'specray_step_time_seconds{engine="draft",rows="1"} 0.0005' in text
-            events = decode_trace(await pair.router.trace_text() or "")
-            verdicts = [event for event in events if isinstance(event, VerdictReceived)]
-            assert [verdict.reason for verdict in verdicts] == [
-                "prefill",
-                *["profitable"] * (len(verdicts) - 2),
-                "last_token",
-            ]
-
-    run(clock, main())
+    config = router_config(trace_events=100)
+    async with serving(clock, target=target, draft=draft, overlap="serial", config=config) as pair:
+        await pair.router.complete(request(max_tokens=12))
+        first = next(e for e in decode_trace(await pair.router.trace_text() or "") if type(e) is Planned)
+        assert (first.overlap, first.num_speculative_tokens) == ("serial", ANY_K)
+        serial = (1 + 0.7 / 0.3) / (0.020 + 0.0005 * num_any_steps() + HANDLING_S)
+        assert first.tokens_per_s == pytest.approx({"off": 50.0, "serial": serial})
+        text = await pair.router.metrics_text()
+        assert 'specray_step_time_seconds{engine="target",rows="64"} 0.02' in text
+        assert 'specray_step_time_seconds{engine="draft",rows="1"} 0.0005' in text
+        events = decode_trace(await pair.router.trace_text() or "")
+        verdicts = [event for event in events if isinstance(event, VerdictReceived)]
+        assert [verdict.reason for verdict in verdicts] == [
+            "prefill",
+            *["profitable"] * (len(verdicts) - 2),
+            "last_token",
+        ]
 
 
-def test_an_engine_that_does_not_answer_is_no_distance_away() -> None:
-    clock = VirtualClock()
-
-    async def main() -> float:
-        verifier = LocalVerifier(fake_target(), clock)
-        verifier.lose()
-        return await measure_round_trip(verifier.fetch_info, clock)
-
-    assert run(clock, main()) == 0.0
+async def test_an_engine_that_does_not_answer_is_no_distance_away(clock: VirtualClock) -> None:
+    verifier = LocalVerifier(fake_target(), clock)
+    verifier.lose()
+    assert await measure_round_trip(verifier.fetch_info, clock) == 0.0
 
 
-def test_round_trip_is_the_least_of_three() -> None:
-    clock = VirtualClock()
+async def test_round_trip_is_the_least_of_three(clock: VirtualClock) -> None:
     delays: Iterator[float] = iter((0.005, 0.003, 0.004))
     info = fake_draft().info
 
@@ -143,5 +131,5 @@ def test_round_trip_is_the_least_of_three() -> None:
         await clock.sleep(next(delays))
         return info
 
-    assert run(clock, measure_round_trip(fetch_info, clock)) == pytest.approx(0.003)
+    assert await measure_round_trip(fetch_info, clock) == pytest.approx(0.003)
     assert list(delays) == []

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from specray.control.estimators import Average, OutcomesTime, TimeTable, isotonic
+from specray.control.estimators import Average, TimeTable, isotonic
 from specray.control.target_times import TargetTimes
 from specray.fakes import VirtualClock
 from specray.requests import SpeculationParams
-from tests.unit.router.harness import request, run, serving
+from tests.unit.router.harness import request, serving
 
 # What is expected before it is measured
 
@@ -173,13 +173,6 @@ def test_expected_steps_of_no_length_are_none() -> None:
     assert table.predict(1) == 0.5
 
 
-def test_outcomes_cost_what_the_draft_says_of_several_lines() -> None:
-    outcomes = OutcomesTime()
-    outcomes.expect([(1, 0.001), (8, 0.005)])
-    # The ranking, then two tokens of eight branches.
-    assert outcomes.predict(2, 8, step_s=0.001) == pytest.approx(0.001 + 2 * 0.003)
-
-
 # What sizes tell of one another, and what is learnt of a step
 
 
@@ -250,7 +243,8 @@ def test_what_is_only_expected_gives_way_to_what_smaller_and_larger_sizes_took()
         assert middle is not None and 0.010 * factor <= middle <= between
 
 
-def test_a_step_is_learnt_with_what_its_sequences_hold_and_whether_it_fills_in_prompts(
+async def test_a_step_is_learnt_with_what_its_sequences_hold_and_whether_it_fills_in_prompts(
+    clock: VirtualClock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[tuple[int, dict[str, Any]]] = []
@@ -261,15 +255,10 @@ def test_a_step_is_learnt_with_what_its_sequences_hold_and_whether_it_fills_in_p
         add(self, num_rows, seconds, **values)
 
     monkeypatch.setattr(TargetTimes, "add", note)
-    clock = VirtualClock()
     plain = SpeculationParams(enabled=False)
-
-    async def main() -> None:
-        async with serving(clock, overlap="serial") as pair:
-            given = [request(str(index), max_tokens=3, speculation=plain) for index in range(3)]
-            await asyncio.gather(*(pair.router.complete(each) for each in given))
-
-    run(clock, main())
+    async with serving(clock, overlap="serial") as pair:
+        given = [request(str(index), max_tokens=3, speculation=plain) for index in range(3)]
+        await asyncio.gather(*(pair.router.complete(each) for each in given))
     # Three prompts of five tokens, then the token that came of each.
     assert [num_rows for num_rows, _ in seen] == [15, 3, 3]
     names = ("num_sequences", "num_context_tokens", "has_prompt")

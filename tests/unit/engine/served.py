@@ -11,7 +11,7 @@ from specray.engine_info import EngineInfo
 from specray.fakes import LocalDrafter, LocalVerifier, VirtualClock
 from specray.interfaces import Drafter, Verifier
 from specray.types import DraftReplies, SpeculateItem, TargetReplies, Verdict, VerifyItem
-from tests.unit.router.harness import request, run, serving
+from tests.unit.router.harness import in_virtual_time, request, serving
 
 NUM_OUTPUT = 24
 K = 3
@@ -84,7 +84,9 @@ class Served:
     preempted: float
 
 
-def serve(
+@in_virtual_time
+async def serve(
+    clock: VirtualClock,
     target: TimedTarget,
     draft: TimedDraft,
     prompts: Prompts,
@@ -101,7 +103,6 @@ def serve(
     Args:
         dies_after: calls after which the first draft is lost; the next one knows nothing.
     """
-    clock = VirtualClock()
     sampling = {} if is_greedy else COUPLED
     given = [request(name, prompt, NUM_OUTPUT, **sampling) for name, prompt in prompts.items()]
 
@@ -109,25 +110,22 @@ def serve(
         draft.release(list(prompts))
         return LocalDrafter(draft, clock, dies_after=dies_after if number == 0 else None)
 
-    async def main() -> Served:
-        connection = LocalVerifier(target, clock) if verifier is None else verifier(target, clock)
-        options.setdefault("num_speculative_tokens", K)
-        async with serving(clock, verifier=connection, make_drafter=lease, **options) as pair:
-            if together:
-                outputs = await asyncio.gather(*map(pair.router.complete, given))
-            else:
-                outputs = [await pair.router.complete(each) for each in given]
-            for each, output in zip(given, outputs, strict=True):
-                assert output.token_ids == expected[each.request_id, is_greedy], each.request_id
-            return Served(
-                target,
-                draft,
-                pair.counted("specray_spec_decode_num_accepted_tokens_total"),
-                pair.counted("specray_spec_decode_num_draft_tokens_total"),
-                pair.counted("specray_preemptions_total"),
-            )
-
-    served = run(clock, main())
+    connection = LocalVerifier(target, clock) if verifier is None else verifier(target, clock)
+    options.setdefault("num_speculative_tokens", K)
+    async with serving(clock, verifier=connection, make_drafter=lease, **options) as pair:
+        if together:
+            outputs = await asyncio.gather(*map(pair.router.complete, given))
+        else:
+            outputs = [await pair.router.complete(each) for each in given]
+        for each, output in zip(given, outputs, strict=True):
+            assert output.token_ids == expected[each.request_id, is_greedy], each.request_id
+        served = Served(
+            target,
+            draft,
+            pair.counted("specray_spec_decode_num_accepted_tokens_total"),
+            pair.counted("specray_spec_decode_num_draft_tokens_total"),
+            pair.counted("specray_preemptions_total"),
+        )
     for timed in (target, draft):
         timed.engine.check_integrity()
     draft.release(list(prompts))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from specray.config import RouterConfig, SpeculationConfig
 from specray.control.controller import Controller
+from specray.errors import EngineLostError
 from specray.fakes import (
     FakeDraft,
     FakeDrafterSource,
@@ -29,6 +30,7 @@ from specray.router.proposers.factory import ProposerFactory
 from specray.router.settings import Settings
 from specray.types import DraftKind, SamplingParams
 
+P = ParamSpec("P")
 T = TypeVar("T")
 MODEL = ToyModel()
 PROMPT = (3, 1, 4, 1, 5)
@@ -36,9 +38,15 @@ TARGET_S = 0.020
 DRAFT_STEP_S = 0.004
 
 
-def run(clock: VirtualClock, main: Coroutine[Any, Any, T]) -> T:
-    """Runs a test's coroutine in virtual time."""
-    return clock.run(main)
+def in_virtual_time(main: Callable[Concatenate[VirtualClock, P], Coroutine[Any, Any, T]]) -> Callable[P, T]:
+    """Makes a coroutine that takes a clock a function, which runs it in virtual time."""
+
+    def run(*args: P.args, **options: P.kwargs) -> T:
+        clock = VirtualClock()
+        return clock.run(main(clock, *args, **options))
+
+    run.__name__, run.__doc__ = main.__name__, main.__doc__
+    return run
 
 
 def request(
@@ -165,6 +173,28 @@ async def serving(
         yield Pair(clock, router, target, draft)
     finally:
         await router.stop()
+
+
+def no_draft(number: int) -> Drafter:
+    raise EngineLostError("no draft")
+
+
+D = TypeVar("D", bound=Drafter)
+
+
+def leasing(
+    make: Callable[[int], D], missing: Container[int] = ()
+) -> tuple[list[D], Callable[[int], Drafter]]:
+    """The drafters that a router has leased, and how it leases the next; none of the ``missing`` numbers."""
+    leased: list[D] = []
+
+    def lease(number: int) -> Drafter:
+        if number in missing:
+            return no_draft(number)
+        leased.append(make(number))
+        return leased[-1]
+
+    return leased, lease
 
 
 def of_tenant(request_id: str, tenant: str, *, max_tokens: int = 4, priority: int = 0) -> GenerateRequest:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specray.control.controller import REFUSED_REST_ROUNDS
-from specray.errors import ConfigError, EngineLostError
+from specray.errors import ConfigError
 from specray.fakes import (
     FakeDraft,
     FakeDrafterSource,
@@ -19,7 +19,6 @@ from specray.fakes import (
     PerfectGuesser,
     VirtualClock,
 )
-from specray.interfaces import Drafter
 from specray.requests import SpeculationParams
 from specray.router import Router
 from specray.types import DraftReplies, SpeculateItem, UnknownSequence
@@ -31,6 +30,7 @@ from tests.unit.router.harness import (
     expected,
     fake_draft,
     fake_target,
+    leasing,
     request,
     router_config,
     serving,
@@ -39,12 +39,7 @@ from tests.unit.router.harness import (
 
 async def test_lost_draft_costs_no_pause_and_another_is_leased(clock: VirtualClock) -> None:
     draft = fake_draft(PerfectGuesser(MODEL))
-    leased: list[LocalDrafter] = []
-
-    def lease(number: int) -> Drafter:
-        leased.append(LocalDrafter(draft, clock))
-        return leased[-1]
-
+    leased, lease = leasing(lambda _: LocalDrafter(draft, clock))
     async with serving(
         clock, draft=draft, make_drafter=lease, overlap="ahead", num_speculative_tokens=3
     ) as pair:
@@ -64,33 +59,6 @@ async def test_lost_draft_costs_no_pause_and_another_is_leased(clock: VirtualClo
         lengths = [len(chunk.token_ids) for _, chunk in timed]
         assert lengths[-2] == 4, "speculation came back"
         await pair.settle()
-
-
-@pytest.mark.parametrize("overlap", ["serial", "ahead"])
-async def test_hanging_draft_costs_at_most_one_round_timeout(clock: VirtualClock, overlap: str) -> None:
-    draft = fake_draft(PerfectGuesser(MODEL))
-
-    def lease(number: int) -> Drafter:
-        if number > 0:
-            raise EngineLostError("no draft left")
-        return LocalDrafter(draft, clock, hangs_after=5)
-
-    config = router_config(round_timeout_s=2.0)
-    async with serving(
-        clock,
-        draft=draft,
-        make_drafter=lease,
-        config=config,
-        overlap=overlap,
-        num_speculative_tokens=3,
-    ) as pair:
-        given = request(max_tokens=300)
-        timed = await chunks_of(pair, given)
-        assert sum((chunk.token_ids for _, chunk in timed), ()) == expected(given)
-        gaps = [after[0] - before[0] for before, after in pairwise(timed)]
-        assert max(gaps) < 2.0 + 2 * TARGET_S
-        assert sum(gap > 2 * TARGET_S for gap in gaps) <= 1
-        assert pair.counted("specray_draft_lost_total") == 1
 
 
 async def test_draft_that_is_late_beyond_patience_is_not_waited_for_again_and_again(
@@ -114,12 +82,7 @@ async def test_draft_that_is_late_beyond_patience_is_not_waited_for_again_and_ag
 
 async def test_no_draft_at_start_is_plain_decoding_until_one_comes(clock: VirtualClock) -> None:
     draft = fake_draft(PerfectGuesser(MODEL))
-
-    def lease(number: int) -> Drafter:
-        if number < 3:
-            raise EngineLostError("none yet")
-        return LocalDrafter(draft, clock)
-
+    _, lease = leasing(lambda _: LocalDrafter(draft, clock), missing=range(3))
     async with serving(
         clock, draft=draft, make_drafter=lease, overlap="ahead", num_speculative_tokens=3
     ) as pair:

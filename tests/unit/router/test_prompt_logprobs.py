@@ -8,7 +8,7 @@ import pytest
 
 from specray.fakes import FakeTarget, VirtualClock
 from specray.types import TargetReplies, TokenLogprobs, VerifyItem
-from tests.unit.router.harness import expected, fake_target, request, router_config, run, serving
+from tests.unit.router.harness import expected, request, router_config, serving
 
 PROMPT = tuple(range(1, 51))
 SCORES = tuple(TokenLogprobs(token, -float(token)) for token in PROMPT[1:])
@@ -36,21 +36,19 @@ async def test_stream_has_them_in_its_last_chunk(clock: VirtualClock) -> None:
 
 
 @pytest.mark.parametrize("step", [2, 3, 4, 5])
-def test_prompt_that_is_computed_again_has_each_once(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, target, verify = VirtualClock(), fake_target(), FakeTarget.verify
+async def test_prompt_that_is_computed_again_has_each_once(
+    clock: VirtualClock, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verify = FakeTarget.verify
 
     def forgetful(engine: FakeTarget, items: Sequence[VerifyItem]) -> TargetReplies:
         if engine.num_steps == step - 1:
             engine.release(["a"])
         return verify(engine, items)
 
-    async def main() -> None:
-        config = router_config(prefill_chunk_tokens=16)
-        async with serving(clock, target=target, config=config) as pair:
-            given = request("a", PROMPT, 12, num_prompt_logprobs=0)
-            output = await pair.router.complete(given)
-            assert output.token_ids == expected(given)
-            assert output.prompt_logprobs == SCORES
-
     monkeypatch.setattr(FakeTarget, "verify", forgetful)
-    run(clock, main())
+    async with serving(clock, config=router_config(prefill_chunk_tokens=16)) as pair:
+        given = request("a", PROMPT, 12, num_prompt_logprobs=0)
+        output = await pair.router.complete(given)
+        assert output.token_ids == expected(given)
+        assert output.prompt_logprobs == SCORES

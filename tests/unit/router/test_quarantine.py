@@ -21,9 +21,9 @@ from tests.unit.router.harness import (
     expected,
     fake_draft,
     fake_target,
+    in_virtual_time,
     request,
     router_config,
-    run,
     serving,
 )
 
@@ -51,47 +51,41 @@ class Mortal(LocalVerifier):
         await super().verify(items, released)
 
 
-def serve_beside(
-    ends_over: Callable[[Sequence[VerifyItem]], bool], *, overlap: str = "serial"
+@in_virtual_time
+async def serve_beside(
+    clock: VirtualClock, ends_over: Callable[[Sequence[VerifyItem]], bool], *, overlap: str = "serial"
 ) -> tuple[list[OutputChunk | SpecrayError], list[tuple[str, ...]], float]:
     """What ``poison`` and the others get, the steps asked for, and how many targets were lost."""
-    clock = VirtualClock()
     steps: list[tuple[str, ...]] = []
+    target = fake_target()
 
-    async def main() -> tuple[list[OutputChunk | SpecrayError], float]:
-        target = fake_target()
+    async def connect() -> Verifier:
+        target.forget()
+        return Mortal(target, clock, steps, ends_over)
 
-        async def connect() -> Verifier:
-            target.forget()
-            return Mortal(target, clock, steps, ends_over)
-
-        config = router_config(start_timeout_s=60)
-        async with serving(
-            clock,
-            target=target,
-            verifier=connect,
-            draft=fake_draft(PerfectGuesser(MODEL)),
-            config=config,
-            overlap=overlap,
-            num_speculative_tokens=3,
-        ) as pair:
-            others = [request(f"other{index}", (index, 7), NUM_TOKENS) for index in range(NUM_OTHERS)]
-            calls = [asyncio.create_task(_complete(pair, one.request_id)) for one in others]
-            await asyncio.sleep(0.1)
-            poison: OutputChunk | SpecrayError
-            try:
-                poison = await _complete(pair, "poison")
-            except SpecrayError as error:
-                poison = error
-            outputs = await asyncio.gather(*calls)
-            assert [output.token_ids for output in outputs] == [expected(one) for one in others]
-            late = await _complete(pair, "late")
-            assert late.finish_reason is FinishReason.LENGTH
-            await pair.settle()
-            return [poison, *outputs], pair.counted("specray_target_lost_total")
-
-    outputs, num_lost = run(clock, main())
-    return outputs, steps, num_lost
+    async with serving(
+        clock,
+        target=target,
+        verifier=connect,
+        draft=fake_draft(PerfectGuesser(MODEL)),
+        config=router_config(start_timeout_s=60),
+        overlap=overlap,
+        num_speculative_tokens=3,
+    ) as pair:
+        others = [request(f"other{index}", (index, 7), NUM_TOKENS) for index in range(NUM_OTHERS)]
+        calls = [asyncio.create_task(_complete(pair, one.request_id)) for one in others]
+        await asyncio.sleep(0.1)
+        poison: OutputChunk | SpecrayError
+        try:
+            poison = await _complete(pair, "poison")
+        except SpecrayError as error:
+            poison = error
+        outputs = await asyncio.gather(*calls)
+        assert [output.token_ids for output in outputs] == [expected(one) for one in others]
+        late = await _complete(pair, "late")
+        assert late.finish_reason is FinishReason.LENGTH
+        await pair.settle()
+        return [poison, *outputs], steps, pair.counted("specray_target_lost_total")
 
 
 async def _complete(pair: Pair, request_id: str) -> OutputChunk:

@@ -11,32 +11,40 @@ from specray.fakes import FakeDraft, PerfectGuesser, VirtualClock
 from specray.requests import GenerateRequest, SpeculationParams
 from specray.router.trace import VerdictReceived, decode_trace
 from specray.types import DraftKind
-from tests.unit.router.harness import MODEL, PROMPT, fake_draft, request, router_config, run, serving
+from tests.unit.router.harness import (
+    MODEL,
+    PROMPT,
+    fake_draft,
+    in_virtual_time,
+    request,
+    router_config,
+    serving,
+)
 
 
-def reasons_of(
-    requests: Sequence[GenerateRequest], *, config: dict[str, Any] | None = None, **options: Any
+@in_virtual_time
+async def reasons_of(
+    clock: VirtualClock,
+    requests: Sequence[GenerateRequest],
+    *,
+    config: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Counter[str]:
     """Serves the requests at once; checks that metrics count what the trace tells."""
-    clock = VirtualClock()
-
-    async def main() -> Counter[str]:
-        settings = router_config(trace_events=10_000, **(config or {}))
-        async with serving(clock, config=settings, **({"overlap": "serial"} | options)) as pair:
-            await asyncio.gather(*(pair.router.complete(one) for one in requests))
-            await asyncio.sleep(1.0)
-            events = decode_trace(await pair.router.trace_text() or "")
-            verdicts = [event for event in events if isinstance(event, VerdictReceived)]
-            traced = Counter(event.reason for event in verdicts if event.num_committed_tokens)
-            counted: Counter[str] = Counter()
-            for family in pair.router.metrics.registry.collect():
-                for sample in family.samples:
-                    if sample.name == "specray_plans_total":
-                        counted[sample.labels["reason"]] += int(sample.value)
-            assert counted == traced
-            return traced
-
-    return run(clock, main())
+    settings = router_config(trace_events=10_000, **(config or {}))
+    async with serving(clock, config=settings, **({"overlap": "serial"} | options)) as pair:
+        await asyncio.gather(*(pair.router.complete(one) for one in requests))
+        await asyncio.sleep(1.0)
+        events = decode_trace(await pair.router.trace_text() or "")
+        verdicts = [event for event in events if isinstance(event, VerdictReceived)]
+        traced = Counter(event.reason for event in verdicts if event.num_committed_tokens)
+        counted: Counter[str] = Counter()
+        for family in pair.router.metrics.registry.collect():
+            for sample in family.samples:
+                if sample.name == "specray_plans_total":
+                    counted[sample.labels["reason"]] += int(sample.value)
+        assert counted == traced
+        return traced
 
 
 def test_without_a_draft() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,15 @@ from specray.router.trace import (
     decode_trace,
     encode_trace,
 )
-from tests.unit.router.harness import MODEL, PROMPT, fake_draft, request, router_config, run, serving
+from tests.unit.router.harness import (
+    MODEL,
+    PROMPT,
+    fake_draft,
+    in_virtual_time,
+    request,
+    router_config,
+    serving,
+)
 from tests.unit.serving.http import service as http_service
 
 MS = 1_000_000
@@ -45,17 +54,13 @@ EVENTS: list[TraceEvent] = [
 ]
 
 
-def traced(guesser: object, max_tokens: int, **options: object) -> list[TraceEvent]:
+@in_virtual_time
+async def traced(clock: VirtualClock, guesser: object, max_tokens: int, **options: Any) -> list[TraceEvent]:
     """One request on a router over fakes: 20 ms a Verify, 4 ms a draft token."""
-    clock = VirtualClock()
-
-    async def main() -> str | None:
-        config = router_config(trace_events=1000)
-        async with serving(clock, draft=fake_draft(guesser), config=config, **options) as pair:
-            await pair.router.complete(request("a", max_tokens=max_tokens))
-            return await pair.router.trace_text()
-
-    return decode_trace(run(clock, main()) or "")
+    config = router_config(trace_events=1000)
+    async with serving(clock, draft=fake_draft(guesser), config=config, **options) as pair:
+        await pair.router.complete(request("a", max_tokens=max_tokens))
+        return decode_trace(await pair.router.trace_text() or "")
 
 
 def test_serial_session_to_the_event() -> None:
@@ -135,15 +140,10 @@ def test_only_the_last_events_are_kept() -> None:
     assert [event.request_id for event in trace.events] == ["2", "3", "4"]
 
 
-def test_without_room_for_events_there_is_no_trace() -> None:
-    clock = VirtualClock()
-
-    async def main() -> str | None:
-        async with serving(clock) as pair:
-            await pair.router.complete(request())
-            return await pair.router.trace_text()
-
-    assert run(clock, main()) is None
+async def test_without_room_for_events_there_is_no_trace(clock: VirtualClock) -> None:
+    async with serving(clock) as pair:
+        await pair.router.complete(request())
+        assert await pair.router.trace_text() is None
 
 
 def test_every_event_survives_the_way_through_text() -> None:

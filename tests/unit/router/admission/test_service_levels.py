@@ -17,9 +17,9 @@ from tests.unit.router.harness import (
     PROMPT,
     expected,
     fake_draft,
+    in_virtual_time,
     request,
     router_config,
-    run,
     serving,
 )
 
@@ -113,6 +113,7 @@ def test_the_most_pressing_prompt_goes_first() -> None:
     assert levels.first_tokens_first([plain, late, soon]) == [soon, late, plain]
 
 
+@in_virtual_time
 async def _paces(clock: VirtualClock, requests: list[GenerateRequest], **options: object) -> dict[str, float]:
     """Seconds per output token after the first of each request, served at once; checks the outputs."""
     target = FakeTarget(MODEL, cost=lambda rows: int((0.004 + 0.004 * rows) * 1e9))
@@ -141,16 +142,12 @@ async def _paces(clock: VirtualClock, requests: list[GenerateRequest], **options
 @pytest.mark.slow
 def test_a_level_is_kept_where_the_rest_can_give_way() -> None:
     """Eight sessions; a step takes 4 ms and 4 ms a row. The level is about half of what it gets without."""
-    clock = VirtualClock()
     others = [request(f"b{index}", (*PROMPT, index), max_tokens=150) for index in range(7)]
     wanted = request("a", max_tokens=100)
-
-    async def main(level: ServiceLevel | None) -> dict[str, float]:
-        return await _paces(
-            clock, [replace(wanted, level=level), *others], num_speculative_tokens=3, overlap="serial"
-        )
-
-    without, with_level = run(clock, main(None)), run(clock, main(ServiceLevel(itl_ms=20)))
+    without, with_level = (
+        _paces([replace(wanted, level=level), *others], num_speculative_tokens=3, overlap="serial")
+        for level in (None, ServiceLevel(itl_ms=20))
+    )
     assert without["yielded"] == 0 and without["kept"] == without["missed"] == 0
     assert with_level["yielded"] == 1
     assert with_level["a"] <= 0.020 < 0.034 < without["a"]

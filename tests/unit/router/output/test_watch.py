@@ -12,23 +12,24 @@ from specray.round_reports import EngineStep, RoundReport
 from specray.router.output.watch import RoundWatch
 from specray.router.session.values import Commit, Lookup
 from specray.types import VerifyItem
-from tests.unit.router.harness import MODEL, expected, fake_draft, request, run, serving
+from tests.unit.router.harness import MODEL, expected, fake_draft, in_virtual_time, request, serving
 
 WATCHED = SpeculationParams(reports_rounds=True)
 
 
-def chunks_of(
-    guesser: object, max_tokens: int, *, speculation: SpeculationParams = WATCHED, **options: object
+@in_virtual_time
+async def chunks_of(
+    clock: VirtualClock,
+    guesser: object,
+    max_tokens: int,
+    *,
+    speculation: SpeculationParams = WATCHED,
+    **options: object,
 ) -> list[OutputChunk]:
     """A stream on a router over fakes: 20 ms a Verify, 4 ms a draft token."""
-    clock = VirtualClock()
-
-    async def main() -> list[OutputChunk]:
-        async with serving(clock, draft=fake_draft(guesser), **options) as pair:
-            asked = request("a", max_tokens=max_tokens, speculation=speculation)
-            return [chunk async for chunk in pair.router.stream(asked)]
-
-    return run(clock, main())
+    async with serving(clock, draft=fake_draft(guesser), **options) as pair:
+        asked = request("a", max_tokens=max_tokens, speculation=speculation)
+        return [chunk async for chunk in pair.router.stream(asked)]
 
 
 def rounds_of(guesser: object, max_tokens: int, **options: object) -> list[RoundReport]:
@@ -94,17 +95,10 @@ def test_a_request_that_does_not_ask_is_told_nothing() -> None:
     assert {chunk.rounds for chunk in chunks} == {()}
 
 
-def test_a_watch_is_forgotten_with_its_request() -> None:
-    clock = VirtualClock()
-
-    async def main() -> int:
-        async with serving(clock) as pair:
-            for name in ("a", "b"):
-                await pair.router.complete(request(name, speculation=WATCHED))
-            await pair.settle()
-            return len(pair.router._trace._watches)
-
-    assert run(clock, main()) == 0
+async def test_a_watch_is_forgotten_with_its_request(clock: VirtualClock) -> None:
+    async with serving(clock) as pair:
+        assert (await pair.router.complete(request("a", speculation=WATCHED))).rounds
+        assert (await pair.router.complete(request("a"))).rounds == ()
 
 
 def test_probabilities_are_those_of_the_tokens_that_were_sampled() -> None:

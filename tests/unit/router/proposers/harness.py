@@ -8,7 +8,7 @@ from typing import Any
 from specray.fakes import FakeTarget, ToyModel, VirtualClock
 from specray.fakes.engines import fake_info
 from specray.requests import GenerateRequest, OutputChunk
-from tests.unit.router.harness import Pair, serving
+from tests.unit.router.harness import Pair, in_virtual_time, serving
 
 REPEATING = ToyModel(vocab_size=8, context_len=1)
 """A model whose output goes round in a circle after at most 8 tokens, so that lookups succeed."""
@@ -36,17 +36,13 @@ def of_source(pair: Pair, source: str) -> tuple[float, float, float]:
     return drafts, tokens, accepted
 
 
-def serve_and_ask(
-    model: ToyModel, given: list[GenerateRequest], **options: Any
+@in_virtual_time
+async def serve_and_ask(
+    clock: VirtualClock, model: ToyModel, given: list[GenerateRequest], **options: Any
 ) -> tuple[list[OutputChunk], Pair]:
     """All requests at once on a router of their own."""
-    clock = VirtualClock()
-
-    async def main() -> tuple[list[OutputChunk], Pair]:
-        target = options.pop("target", None) or target_of(model)
-        async with serving(clock, target=target, **options) as pair:
-            outputs = list(await asyncio.gather(*(pair.router.complete(each) for each in given)))
-            await pair.settle()
-            return outputs, pair
-
-    return clock.run(main())
+    target = options.pop("target", None) or target_of(model)
+    async with serving(clock, target=target, **options) as pair:
+        outputs = list(await asyncio.gather(*(pair.router.complete(each) for each in given)))
+        await pair.settle()
+        return outputs, pair

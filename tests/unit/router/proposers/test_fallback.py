@@ -20,7 +20,14 @@ from specray.router.output.delivery import Delivery
 from specray.router.proposers.local import LocalProposer
 from specray.router.session.session import Session
 from specray.types import DraftKind, Overlap, Verification
-from tests.unit.router.harness import DRAFT_STEP_S, factory, request, serving, speculation_config
+from tests.unit.router.harness import (
+    DRAFT_STEP_S,
+    factory,
+    in_virtual_time,
+    request,
+    serving,
+    speculation_config,
+)
 from tests.unit.router.proposers.harness import REPEATING
 
 CIRCLE = tuple(range(1, 1 + LONG_MATCH_LEN))
@@ -135,18 +142,16 @@ def test_answer_that_comes_after_the_verdict_goes_on_as_well() -> None:
     )
 
 
-def num_window_steps(given: GenerateRequest, fallback: str, *, draft_step_s: float = DRAFT_STEP_S) -> int:
+@in_virtual_time
+async def num_window_steps(
+    clock: VirtualClock, given: GenerateRequest, fallback: str, *, draft_step_s: float = DRAFT_STEP_S
+) -> int:
     """Of a target whose rows cost little, for all tokens."""
-    clock = VirtualClock()
-
-    async def main() -> int:
-        info = fake_info("target", vocab_size=64)
-        target = FakeTarget(REPEATING, info=info, cost=lambda rows: int((0.02 + 0.0005 * rows) * 1e9))
-        draft = FakeDraft(PerfectGuesser(REPEATING), cost=lambda steps: int(steps * draft_step_s * 1e9))
-        async with serving(clock, target=target, draft=draft, overlap="enumerate", fallback=fallback) as pair:
-            output = await pair.router.complete(given)
-            seed = 0 if given.sampling.is_greedy else given.sampling.seed
-            assert output.token_ids == REPEATING.generate(given.prompt_token_ids, 200, seed)
-        return target.num_steps
-
-    return clock.run(main())
+    info = fake_info("target", vocab_size=64)
+    target = FakeTarget(REPEATING, info=info, cost=lambda rows: int((0.02 + 0.0005 * rows) * 1e9))
+    draft = FakeDraft(PerfectGuesser(REPEATING), cost=lambda steps: int(steps * draft_step_s * 1e9))
+    async with serving(clock, target=target, draft=draft, overlap="enumerate", fallback=fallback) as pair:
+        output = await pair.router.complete(given)
+        seed = 0 if given.sampling.is_greedy else given.sampling.seed
+        assert output.token_ids == REPEATING.generate(given.prompt_token_ids, 200, seed)
+    return target.num_steps

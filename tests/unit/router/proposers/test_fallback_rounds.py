@@ -9,9 +9,7 @@ import pytest
 from specray.control.controller import Controller
 from specray.control.draft_length import PRIOR_ACCEPTANCE
 from specray.draft_tokens import DraftTokens
-from specray.errors import EngineLostError
 from specray.fakes import FakeDraft, LocalDrafter, NoisyGuesser, PerfectGuesser, ToyModel, VirtualClock
-from specray.interfaces import Drafter
 from specray.router.proposers.base import Budget
 from specray.router.proposers.local import LocalProposer
 from specray.router.session.session import Session
@@ -20,6 +18,7 @@ from specray.types import DraftKind
 from tests.unit.router.harness import (
     factory,
     fake_draft,
+    no_draft,
     request,
     router_config,
     serving,
@@ -36,12 +35,9 @@ from tests.unit.router.proposers.harness import (
 
 
 def test_without_a_draft_the_fallback_proposes() -> None:
-    def lease(number: int) -> Drafter:
-        raise EngineLostError("no draft")
-
     given = [request("a", max_tokens=60)]
-    _, plain = serve_and_ask(REPEATING, given, make_drafter=lease)
-    _, filled = serve_and_ask(REPEATING, given, make_drafter=lease, fallback="ngram")
+    _, plain = serve_and_ask(REPEATING, given, make_drafter=no_draft)
+    _, filled = serve_and_ask(REPEATING, given, make_drafter=no_draft, fallback="ngram")
     assert plain.target.num_steps == 60
     assert filled.target.num_steps < 30
     assert of_source(filled, "fallback")[2] == 60 - filled.target.num_steps
@@ -90,13 +86,10 @@ def test_models_first_proposal_holds_where_it_agrees_with_a_fallback(monkeypatch
 
 
 def test_fallback_that_is_never_right_is_left_off() -> None:
-    def lease(number: int) -> Drafter:
-        raise EngineLostError("no draft")
-
     given = [request(str(index), tuple([1, 2, 3] * 20), 100) for index in range(3)]
-    _, plain = serve_and_ask(CHANGING, given, make_drafter=lease, target=target_of(CHANGING, 0.002))
+    _, plain = serve_and_ask(CHANGING, given, make_drafter=no_draft, target=target_of(CHANGING, 0.002))
     _, filled = serve_and_ask(
-        CHANGING, given, make_drafter=lease, fallback="ngram", target=target_of(CHANGING, 0.002)
+        CHANGING, given, make_drafter=no_draft, fallback="ngram", target=target_of(CHANGING, 0.002)
     )
     rounds, tokens, accepted = of_source(filled, "fallback")
     assert 0 < rounds <= 12
@@ -228,10 +221,7 @@ async def test_draft_that_is_late_is_filled_in_for(clock: VirtualClock) -> None:
 
 
 def test_fallback_say_nothing_about_the_draft_model() -> None:
-    def lease(number: int) -> Drafter:
-        raise EngineLostError("no draft")
-
     given = [request("a", tuple([1, 2, 3] * 20), 200)]
-    _, pair = serve_and_ask(CHANGING, given, make_drafter=lease, fallback="ngram")
+    _, pair = serve_and_ask(CHANGING, given, make_drafter=no_draft, fallback="ngram")
     assert of_source(pair, "fallback")[0] > 0
     assert pair.router.controller.start_session(request("b")).acceptance.value == PRIOR_ACCEPTANCE

@@ -9,7 +9,7 @@ import pytest
 from specray.fakes import AdversarialGuesser, FakeTarget, PerfectGuesser, VirtualClock
 from specray.router.first_tokens import FirstTokens
 from specray.types import DraftKind
-from tests.unit.router.harness import MODEL, fake_draft, fake_target, request, run, serving
+from tests.unit.router.harness import MODEL, fake_draft, fake_target, in_virtual_time, request, serving
 
 ON_TARGET: dict[str, Any] = {"draft_kind": DraftKind.FEATURES, "has_draft_model": False}
 GREEDY: dict[str, Any] = {}
@@ -38,16 +38,14 @@ def test_less_than_two_fifths_of_256_rounds_are_warned_of_once(caplog: pytest.Lo
     assert len(warnings(caplog)) == 2
 
 
-def serve(target: FakeTarget, sampling: dict[str, Any], num_tokens: int, **options: Any) -> None:
-    clock = VirtualClock()
-
-    async def main() -> None:
-        async with serving(clock, target=target, num_speculative_tokens=3, **options) as pair:
-            for number in range(num_tokens // 100):
-                await pair.router.complete(request(str(number), max_tokens=100, **sampling))
-            await pair.settle()
-
-    run(clock, main())
+@in_virtual_time
+async def serve(
+    clock: VirtualClock, target: FakeTarget, sampling: dict[str, Any], num_tokens: int, **options: Any
+) -> None:
+    async with serving(clock, target=target, num_speculative_tokens=3, **options) as pair:
+        for number in range(num_tokens // 100):
+            await pair.router.complete(request(str(number), max_tokens=100, **sampling))
+        await pair.settle()
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

@@ -11,7 +11,7 @@ from specray.fakes import FakeTarget, NoisyGuesser, PerfectGuesser, RandomGuesse
 from specray.fakes.models import ToyGuesser
 from specray.requests import GenerateRequest, OutputChunk, SpeculationParams
 from specray.types import DraftKind
-from tests.unit.router.harness import MODEL, Pair, expected, request, run, serving
+from tests.unit.router.harness import MODEL, Pair, expected, in_virtual_time, request, serving
 
 KIND = DraftKind.LOOKAHEAD
 GUESSERS: dict[str, ToyGuesser] = {
@@ -26,22 +26,23 @@ def target_of(guesser: ToyGuesser | None, row_s: float = 0.0) -> FakeTarget:
     return FakeTarget(MODEL, cost=lambda rows: int(1e9 * (0.020 + row_s * rows)), ahead=guesser)
 
 
-def serve(
-    given: list[GenerateRequest], guesser: ToyGuesser | None, *, row_s: float = 0.0, **options: object
+@in_virtual_time
+async def serve(
+    clock: VirtualClock,
+    given: list[GenerateRequest],
+    guesser: ToyGuesser | None,
+    *,
+    row_s: float = 0.0,
+    **options: object,
 ) -> tuple[list[OutputChunk], Pair, float]:
     """The outputs, and the seconds that they took."""
-    clock = VirtualClock()
-
-    async def main() -> tuple[list[OutputChunk], Pair, float]:
-        options.setdefault("draft_kind", KIND)
-        async with serving(clock, target=target_of(guesser, row_s), has_draft_model=False, **options) as pair:
-            started = clock.monotonic()
-            outputs = await asyncio.gather(*(pair.router.complete(each) for each in given))
-            seconds = clock.monotonic() - started
-            await pair.settle()
-            return list(outputs), pair, seconds
-
-    return run(clock, main())
+    options.setdefault("draft_kind", KIND)
+    async with serving(clock, target=target_of(guesser, row_s), has_draft_model=False, **options) as pair:
+        started = clock.monotonic()
+        outputs = await asyncio.gather(*(pair.router.complete(each) for each in given))
+        seconds = clock.monotonic() - started
+        await pair.settle()
+        return list(outputs), pair, seconds
 
 
 def test_what_is_found_is_verified_in_the_next_step() -> None:
@@ -61,24 +62,20 @@ def test_a_request_may_ask_for_it_and_others_have_no_window() -> None:
     assert 0 < len(pair.target.lookaheads) <= 10
 
 
-def check_seconds(guesser: ToyGuesser, *, num_windows: int) -> None:
+@in_virtual_time
+async def check_seconds(clock: VirtualClock, guesser: ToyGuesser, *, num_windows: int) -> None:
     """Lets a request look ahead where a row takes a tenth of a step, and checks what it took."""
-    clock = VirtualClock()
-
-    async def main() -> None:
-        async with serving(
-            clock, target=target_of(guesser, 0.002), draft_kind=KIND, has_draft_model=False
-        ) as pair:
-            taken: list[float] = []
-            for name, wish in (("plain", SpeculationParams(enabled=False)), ("ahead", SpeculationParams())):
-                started = clock.monotonic()
-                await pair.router.complete(request(name, max_tokens=2000, speculation=wish))
-                taken.append(clock.monotonic() - started)
-            asked = len(pair.target.lookaheads)
-            assert 0 < asked < num_windows
-            assert taken[1] < 1.15 * taken[0]
-
-    run(clock, main())
+    async with serving(
+        clock, target=target_of(guesser, 0.002), draft_kind=KIND, has_draft_model=False
+    ) as pair:
+        taken: list[float] = []
+        for name, wish in (("plain", SpeculationParams(enabled=False)), ("ahead", SpeculationParams())):
+            started = clock.monotonic()
+            await pair.router.complete(request(name, max_tokens=2000, speculation=wish))
+            taken.append(clock.monotonic() - started)
+        asked = len(pair.target.lookaheads)
+        assert 0 < asked < num_windows
+        assert taken[1] < 1.15 * taken[0]
 
 
 @pytest.mark.slow

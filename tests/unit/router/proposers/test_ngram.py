@@ -8,7 +8,7 @@ from specray.errors import InvalidRequestError
 from specray.fakes import PerfectGuesser, ToyModel, VirtualClock
 from specray.requests import GenerateRequest, SpeculationParams
 from specray.types import DraftKind, Verification
-from tests.unit.router.harness import Pair, fake_draft, request, serving
+from tests.unit.router.harness import Pair, fake_draft, in_virtual_time, request, serving
 from tests.unit.router.proposers.harness import (
     CHANGING,
     REPEATING,
@@ -61,30 +61,26 @@ def test_wrong_lookups_are_left_off_when_rows_are_dear() -> None:
     assert of_source(pair, "ngram")[1] > 0
 
 
-def _seconds(
-    model: ToyModel, given: list[GenerateRequest], speculation: SpeculationParams
+@in_virtual_time
+async def _seconds(
+    clock: VirtualClock, model: ToyModel, given: list[GenerateRequest], speculation: SpeculationParams
 ) -> tuple[float, Pair]:
-    clock = VirtualClock()
-
-    async def main() -> tuple[float, Pair]:
-        async with serving(
-            clock, target=target_of(model, 0.002), draft_kind=DraftKind.NGRAM, has_draft_model=False
-        ) as pair:
-            warm = request("warm", max_tokens=10, speculation=SpeculationParams(enabled=False))
-            await pair.router.complete(warm)
-            started = clock.monotonic()
-            for each in given:
-                wish = GenerateRequest(
-                    each.request_id,
-                    each.prompt_token_ids,
-                    each.sampling,
-                    each.max_tokens,
-                    speculation=speculation,
-                )
-                await pair.router.complete(wish)
-            return clock.monotonic() - started, pair
-
-    return clock.run(main())
+    async with serving(
+        clock, target=target_of(model, 0.002), draft_kind=DraftKind.NGRAM, has_draft_model=False
+    ) as pair:
+        warm = request("warm", max_tokens=10, speculation=SpeculationParams(enabled=False))
+        await pair.router.complete(warm)
+        started = clock.monotonic()
+        for each in given:
+            wish = GenerateRequest(
+                each.request_id,
+                each.prompt_token_ids,
+                each.sampling,
+                each.max_tokens,
+                speculation=speculation,
+            )
+            await pair.router.complete(wish)
+        return clock.monotonic() - started, pair
 
 
 # By request

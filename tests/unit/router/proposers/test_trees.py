@@ -16,24 +16,20 @@ from tests.unit.router.harness import (
     Pair,
     expected,
     fake_draft,
+    in_virtual_time,
     request,
-    run,
     serving,
 )
 
 
-def served(tree: str, **options: object) -> tuple[OutputChunk, Pair, float]:
+@in_virtual_time
+async def served(clock: VirtualClock, tree: str, **options: object) -> tuple[OutputChunk, Pair, float]:
     """One output of a pair whose draft's first guess is right in 6 of 10 places, and its second in all."""
-    clock = VirtualClock()
-
-    async def main() -> tuple[OutputChunk, Pair, float]:
-        async with serving(clock, overlap="serial", tree=tree, **options) as pair:
-            given = request("a", max_tokens=200)
-            output = await pair.router.complete(given)
-            assert output.token_ids == expected(given)
-            return output, pair, clock.monotonic()
-
-    return run(clock, main())
+    async with serving(clock, overlap="serial", tree=tree, **options) as pair:
+        given = request("a", max_tokens=200)
+        output = await pair.router.complete(given)
+        assert output.token_ids == expected(given)
+        return output, pair, clock.monotonic()
 
 
 def test_two_guesses_at_each_depth_are_never_wrong() -> None:
@@ -57,19 +53,14 @@ def test_control_takes_trees_where_they_bring_more() -> None:
     assert pair.counted("specray_spec_decode_num_draft_tokens_total") > chain.stats.num_draft_tokens
 
 
-def test_control_keeps_chains_where_rows_are_dear() -> None:
-    clock = VirtualClock()
-
-    async def main() -> OutputChunk:
-        # A row takes a fifth of a step of one: a chain is worth its rows, three times as many are not.
-        step_times = times((1, 0.020), (2, 0.024), (64, 0.272))
-        info = replace(FakeTarget(MODEL).info, step_times=step_times)
-        target = FakeTarget(MODEL, info=info, cost=lambda rows: int((0.016 + 0.004 * rows) * 1e9))
-        draft = fake_draft(NoisyGuesser(MODEL, agreement=0.85))
-        async with serving(clock, target=target, draft=draft, overlap="serial", tree="auto") as pair:
-            return await pair.router.complete(request("a", max_tokens=200))
-
-    stats = run(clock, main()).stats
+async def test_control_keeps_chains_where_rows_are_dear(clock: VirtualClock) -> None:
+    # A row takes a fifth of a step of one: a chain is worth its rows, three times as many are not.
+    step_times = times((1, 0.020), (2, 0.024), (64, 0.272))
+    info = replace(FakeTarget(MODEL).info, step_times=step_times)
+    target = FakeTarget(MODEL, info=info, cost=lambda rows: int((0.016 + 0.004 * rows) * 1e9))
+    draft = fake_draft(NoisyGuesser(MODEL, agreement=0.85))
+    async with serving(clock, target=target, draft=draft, overlap="serial", tree="auto") as pair:
+        stats = (await pair.router.complete(request("a", max_tokens=200))).stats
     assert stats is not None
     assert stats.num_spec_steps > 20
     assert stats.num_draft_tokens < 8 * stats.num_spec_steps

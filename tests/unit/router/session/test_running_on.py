@@ -15,7 +15,7 @@ from specray.requests import GenerateRequest, SpeculationParams
 from specray.router.session.session import Session
 from specray.router.session.values import NextDraft
 from specray.types import DraftKind, VerifyItem
-from tests.unit.router.harness import MODEL, fake_draft, fake_target, request, run, serving
+from tests.unit.router.harness import MODEL, fake_draft, fake_target, in_virtual_time, request, serving
 from tests.unit.router.session.harness import ROOM, decoding, new_session, propose
 
 OFF = SpeculationParams(enabled=False)
@@ -31,19 +31,15 @@ class NotedVerifier(LocalVerifier):
         await super().verify(items, released)
 
 
-def items_of(*given: GenerateRequest, **options: Any) -> list[VerifyItem]:
+@in_virtual_time
+async def items_of(clock: VirtualClock, *given: GenerateRequest, **options: Any) -> list[VerifyItem]:
     """What the target is sent for requests."""
-    clock = VirtualClock()
     target: FakeTarget = options.pop("target", None) or fake_target()
     verifier = NotedVerifier(target, clock)
     verifier.items = []
-
-    async def main() -> None:
-        async with serving(clock, target=target, verifier=verifier, **options) as pair:
-            await asyncio.gather(*map(pair.router.complete, given))
-            await pair.settle()
-
-    run(clock, main())
+    async with serving(clock, target=target, verifier=verifier, **options) as pair:
+        await asyncio.gather(*map(pair.router.complete, given))
+        await pair.settle()
     return verifier.items
 
 

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from specray.fakes import FakeDraft, NoisyGuesser, VirtualClock
 from specray.types import DraftReplies, SpeculateItem
 from tests.unit.router.drafts import TreeDraft
-from tests.unit.router.harness import MODEL, expected, request, run, serving
+from tests.unit.router.harness import MODEL, Pair, complete, in_virtual_time, serving
+
+
+@in_virtual_time
+async def served(clock: VirtualClock, draft: FakeDraft, **options: Any) -> Pair:
+    async with serving(clock, draft=draft, **options) as pair:
+        await complete(pair, max_tokens=300)
+        await pair.settle()
+        return pair
 
 
 def test_a_tree_accepts_more_than_its_first_chain() -> None:
     """The same guesser, whose second guess is often right where its first is not."""
-    accepted: dict[str, float] = {}
-    for name, kind in (("chain", FakeDraft), ("tree", TreeDraft)):
-        clock = VirtualClock()
-
-        async def main(name: str, kind: type[FakeDraft], clock: VirtualClock) -> None:
-            guesser = NoisyGuesser(MODEL, agreement=0.5)
-            draft = TreeDraft(guesser, 1, max_nodes=60) if kind is TreeDraft else FakeDraft(guesser)
-            async with serving(clock, draft=draft, overlap="serial", num_speculative_tokens=3) as pair:
-                await pair.router.complete(replace(request("a"), max_tokens=200))
-                accepted[name] = pair.counted("specray_spec_decode_num_accepted_tokens_total")
-
-        run(clock, main(name, kind, clock))
-    assert accepted["tree"] > 1.2 * accepted["chain"] > 0
+    guesser = NoisyGuesser(MODEL, agreement=0.5)
+    chain, tree = (
+        served(draft, overlap="serial", num_speculative_tokens=3).counted(
+            "specray_spec_decode_num_accepted_tokens_total"
+        )
+        for draft in (FakeDraft(guesser), TreeDraft(guesser, 1, max_nodes=60))
+    )
+    assert tree > 1.2 * chain > 0
 
 
 class FirstChainDraft(FakeDraft):
@@ -40,18 +42,8 @@ def test_outcomes_of_all_nodes_are_hit_more_often_than_those_of_the_first_chain(
     """For as many branches. With a draft from before, verdicts beside the first chain are misses as ever."""
     hits: dict[type[FakeDraft], float] = {}
     for kind in (FakeDraft, FirstChainDraft):
-        clock = VirtualClock()
-
-        async def main(kind: type[FakeDraft], clock: VirtualClock) -> None:
-            draft = kind(NoisyGuesser(MODEL, agreement=0.5), cost=lambda steps: int(steps * 1e6))
-            options: dict[str, Any] = {"overlap": "enumerate", "num_speculative_tokens": 2, "tree": "2x2"}
-            async with serving(clock, draft=draft, **options) as pair:
-                given = request("a", max_tokens=300)
-                output = await pair.router.complete(given)
-                assert output.token_ids == expected(given)
-                num_rounds = pair.counted("specray_rounds_total")
-                hits[kind] = pair.counted("specray_outcomes_total", result="hit") / num_rounds
-                await pair.settle()
-
-        run(clock, main(kind, clock))
+        draft = kind(NoisyGuesser(MODEL, agreement=0.5), cost=lambda steps: int(steps * 1e6))
+        pair = served(draft, overlap="enumerate", num_speculative_tokens=2, tree="2x2")
+        num_rounds = pair.counted("specray_rounds_total")
+        hits[kind] = pair.counted("specray_outcomes_total", result="hit") / num_rounds
     assert hits[FakeDraft] > hits[FirstChainDraft] + 0.2 > 0.6

@@ -18,13 +18,14 @@ from specray.types import DraftReplies, SpeculateItem
 from tests.unit.router.harness import (
     MODEL,
     TARGET_S,
+    chunks_of,
     complete,
     expected,
     fake_draft,
     fake_target,
+    leasing,
     request,
     router_config,
-    run,
     serving,
 )
 
@@ -66,10 +67,6 @@ class Pool:
         return self.leased[-1]
 
 
-async def streamed(pair_stream: object, clock: VirtualClock) -> list[tuple[float, OutputChunk]]:
-    return [(clock.monotonic(), chunk) async for chunk in pair_stream]  # type: ignore[attr-defined]
-
-
 def tokens_of(timed: Sequence[tuple[float, OutputChunk]]) -> tuple[int, ...]:
     return sum((chunk.token_ids for _, chunk in timed), ())
 
@@ -95,18 +92,13 @@ async def test_a_draft_works_ahead_if_it_can_and_has_hardware_of_its_own(
 @pytest.mark.parametrize("overlap", ["serial", "ahead"])
 async def test_draft_that_will_end_is_left_without_a_round_alone(clock: VirtualClock, overlap: str) -> None:
     engines = [fake_draft(PerfectGuesser(MODEL)) for _ in range(2)]
-    leased: list[LeavingDrafter] = []
-
-    def lease(number: int) -> Drafter:
-        leased.append(LeavingDrafter(engines[number], clock))
-        return leased[-1]
-
+    leased, lease = leasing(lambda number: LeavingDrafter(engines[number], clock))
     config = router_config(stream_interval_ms=0)
     async with serving(
         clock, make_drafter=lease, config=config, overlap=overlap, num_speculative_tokens=3
     ) as pair:
         given = request(max_tokens=200)
-        call = asyncio.create_task(streamed(pair.router.stream(given), clock))
+        call = asyncio.create_task(chunks_of(pair, given))
         await asyncio.sleep(0.5)
         leased[0].announce()
         leased[0].announce()
@@ -124,14 +116,7 @@ async def test_draft_that_will_end_is_left_without_a_round_alone(clock: VirtualC
 
 async def test_draft_that_ends_before_another_is_there_is_lost_as_any(clock: VirtualClock) -> None:
     draft = fake_draft(PerfectGuesser(MODEL))
-    leased: list[LeavingDrafter] = []
-
-    def lease(number: int) -> Drafter:
-        if number in (1, 2):
-            raise EngineLostError("none left")
-        leased.append(LeavingDrafter(draft, clock))
-        return leased[-1]
-
+    leased, lease = leasing(lambda _: LeavingDrafter(draft, clock), missing=(1, 2))
     async with serving(
         clock, draft=draft, make_drafter=lease, overlap="ahead", num_speculative_tokens=3
     ) as pair:
@@ -175,25 +160,16 @@ class UnmeasuredDrafter(LeavingDrafter):
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("broken")], ids=["stop", "error"])
-def test_draft_is_closed_when_its_measuring_is_interrupted(error: Exception | None) -> None:
-    clock = VirtualClock()
-
-    async def main() -> list[bool]:
-        draft = fake_draft(step_times=(StepTime(1, 0.01),))
-        leased: list[UnmeasuredDrafter] = []
-
-        def lease(number: int) -> Drafter:
-            if number != 1:
-                raise EngineLostError("none left")
-            leased.append(UnmeasuredDrafter(draft, clock, error))
-            return leased[-1]
-
-        async with serving(clock, draft=draft, make_drafter=lease) as pair:
-            await asyncio.sleep(0.5)
-            assert pair.counted("specray_draft_leases_total") == 0
-        return [drafter.is_closed for drafter in leased]
-
-    assert run(clock, main()) == [True]
+async def test_draft_is_closed_when_its_measuring_is_interrupted(
+    clock: VirtualClock, error: Exception | None
+) -> None:
+    draft = fake_draft(step_times=(StepTime(1, 0.01),))
+    others = {0, *range(2, 100)}
+    leased, lease = leasing(lambda _: UnmeasuredDrafter(draft, clock, error), missing=others)
+    async with serving(clock, draft=draft, make_drafter=lease) as pair:
+        await asyncio.sleep(0.5)
+        assert pair.counted("specray_draft_leases_total") == 0
+    assert [drafter.is_closed for drafter in leased] == [True]
 
 
 async def test_pool_that_cannot_be_asked_costs_nothing(clock: VirtualClock) -> None:
@@ -218,12 +194,7 @@ async def test_drafts_that_may_scale_to_none_are_asked_for_only_by_sessions(
     clock: VirtualClock, wants: bool
 ) -> None:
     draft = fake_draft(PerfectGuesser(MODEL))
-    leased: list[int] = []
-
-    def lease(number: int) -> Drafter:
-        leased.append(number)
-        return LocalDrafter(draft, clock)
-
+    leased, lease = leasing(lambda _: LocalDrafter(draft, clock))
     async with serving(
         clock, draft=draft, make_drafter=lease, draft_on_demand=True, num_speculative_tokens=3
     ) as pair:
@@ -233,17 +204,12 @@ async def test_drafts_that_may_scale_to_none_are_asked_for_only_by_sessions(
         given = request(max_tokens=100, speculation=off)
         assert (await pair.router.complete(given)).token_ids == expected(given)
         await asyncio.sleep(30.0)
-        assert leased == ([0] if wants else [])
+        assert len(leased) == wants
 
 
 async def test_idle_router_lets_the_last_draft_scale_away(clock: VirtualClock) -> None:
     draft = fake_draft(PerfectGuesser(MODEL))
-    leased: list[LeavingDrafter] = []
-
-    def lease(number: int) -> Drafter:
-        leased.append(LeavingDrafter(draft, clock))
-        return leased[-1]
-
+    leased, lease = leasing(lambda _: LeavingDrafter(draft, clock))
     async with serving(
         clock, draft=draft, make_drafter=lease, draft_on_demand=True, num_speculative_tokens=3
     ) as pair:
@@ -261,25 +227,26 @@ async def test_idle_router_lets_the_last_draft_scale_away(clock: VirtualClock) -
 
 
 @pytest.mark.parametrize("overlap", ["serial", "ahead"])
-@pytest.mark.parametrize("hangs_after", [0, 1, 20])
-async def test_hanging_draft_costs_less_than_two_seconds_with_the_default_round_timeout(
-    clock: VirtualClock, overlap: str, hangs_after: int
+@pytest.mark.parametrize(
+    ("hangs_after", "most_s", "config"),
+    [(0, 2.0, {}), (1, 2.0, {}), (20, 2.0, {}), (5, 2.0 + 2 * TARGET_S, {"round_timeout_s": 2.0})],
+)
+async def test_hanging_draft_costs_at_most_one_round_timeout_and_by_default_less_than_two_seconds(
+    clock: VirtualClock, overlap: str, hangs_after: int, most_s: float, config: dict[str, float]
 ) -> None:
     draft = fake_draft(PerfectGuesser(MODEL))
-
-    def lease(number: int) -> Drafter:
-        if number > 0:
-            raise EngineLostError("no draft left")
-        return LocalDrafter(draft, clock, hangs_after=hangs_after)
-
-    config = router_config(stream_interval_ms=0)
+    _, lease = leasing(lambda _: LocalDrafter(draft, clock, hangs_after=hangs_after), missing=range(1, 100))
     async with serving(
-        clock, make_drafter=lease, config=config, overlap=overlap, num_speculative_tokens=3
+        clock,
+        make_drafter=lease,
+        config=router_config(stream_interval_ms=0, **config),
+        overlap=overlap,
+        num_speculative_tokens=3,
     ) as pair:
         given = request(max_tokens=600)
-        timed = await streamed(pair.router.stream(given), clock)
+        timed = await chunks_of(pair, given)
         assert tokens_of(timed) == expected(given)
-        assert max([timed[0][0], *gaps_of(timed)]) < 2.0
+        assert max([timed[0][0], *gaps_of(timed)]) < most_s
         assert sum(gap > 2 * TARGET_S for gap in gaps_of(timed)) <= 1
         assert pair.counted("specray_draft_lost_total") == 1
 
@@ -289,10 +256,7 @@ async def test_hanging_draft_is_given_up_though_every_request_is_short(
     clock: VirtualClock, overlap: str
 ) -> None:
     draft = fake_draft(PerfectGuesser(MODEL))
-
-    def lease(number: int) -> Drafter:
-        return LocalDrafter(draft, clock, hangs_after=4 if number == 0 else None)
-
+    _, lease = leasing(lambda number: LocalDrafter(draft, clock, hangs_after=None if number else 4))
     async with serving(clock, make_drafter=lease, overlap=overlap, num_speculative_tokens=3) as pair:
         times: list[float] = []
         for number in range(40):
@@ -333,13 +297,7 @@ async def test_request_that_ends_draft_after_draft_goes_on_without_one_and_other
             await super().speculate(items, released)
 
     draft = fake_draft(PerfectGuesser(MODEL))
-    leased: list[Drafter] = []
-
-    def lease(number: int) -> Drafter:
-        draft.forget()
-        leased.append(Poisoned(draft, clock))
-        return leased[-1]
-
+    leased, lease = leasing(lambda _: (draft.forget(), Poisoned(draft, clock))[1])
     async with serving(
         clock, draft=draft, make_drafter=lease, overlap="ahead", num_speculative_tokens=3
     ) as pair:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
 
 import pytest
 
@@ -15,23 +16,33 @@ from specray.interfaces import Verifier
 from specray.requests import OutputChunk
 from specray.router.in_flight import VerifyInFlight
 from specray.router.rounds import Rounds
-from tests.unit.router.harness import TARGET_S, expected, fake_target, request, router_config, run, serving
+from tests.unit.router.harness import TARGET_S, expected, fake_target, request, router_config, serving
 
 
 async def texts(chunks: AsyncIterator[OutputChunk]) -> tuple[int, ...]:
     return sum([chunk.token_ids async for chunk in chunks], ())
 
 
-async def test_sessions_pause_while_the_target_starts_anew_and_none_fails(clock: VirtualClock) -> None:
-    target = fake_target()
+def connecting(
+    target: FakeTarget, clock: VirtualClock, *, after_s: float = 0.0, error: Exception | None = None
+) -> tuple[list[LocalVerifier], Callable[[], Coroutine[Any, Any, Verifier]]]:
+    """The connections to a target, and what makes the next: again only after so long, or never."""
     made: list[LocalVerifier] = []
 
     async def connect() -> Verifier:
+        if made and error is not None:
+            raise error
         if made:
-            await asyncio.sleep(100.0)
+            await asyncio.sleep(after_s)
         made.append(LocalVerifier(target, clock))
         return made[-1]
 
+    return made, connect
+
+
+async def test_sessions_pause_while_the_target_starts_anew_and_none_fails(clock: VirtualClock) -> None:
+    target = fake_target()
+    made, connect = connecting(target, clock, after_s=100.0)
     config = router_config(start_timeout_s=120, request_timeout_s=1000)
     async with serving(clock, target=target, verifier=connect, config=config) as pair:
         router = pair.router
@@ -55,57 +66,38 @@ async def test_sessions_pause_while_the_target_starts_anew_and_none_fails(clock:
         await pair.settle()
 
 
-def test_nothing_is_done_without_a_target_for_what_had_no_room_in_the_lost_one(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_nothing_is_done_without_a_target_for_what_had_no_room_in_the_lost_one(
+    clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = VirtualClock()
+    target = fake_target()
+    made, connect = connecting(target, clock, after_s=20.0)
+    async with serving(clock, target=target, verifier=connect, num_speculative_tokens=0) as pair:
+        target.fail_next("a", "no room", is_retriable=True)
+        call = asyncio.create_task(pair.router.complete(request("a", max_tokens=4)))
+        await asyncio.sleep(1.5 * TARGET_S)
+        assert pair.counted("specray_preemptions_total") == 1
+        made[0].lose()
+        await asyncio.sleep(1.0)
+        num_turns = 0
+        collect = Rounds.collect
 
-    async def main() -> None:
-        target = fake_target()
-        made: list[LocalVerifier] = []
+        def counting(rounds: Rounds, verifying: VerifyInFlight | None) -> VerifyInFlight | None:
+            nonlocal num_turns
+            num_turns += 1
+            return collect(rounds, verifying)
 
-        async def connect() -> Verifier:
-            if made:
-                await asyncio.sleep(20.0)
-            made.append(LocalVerifier(target, clock))
-            return made[-1]
-
-        async with serving(clock, target=target, verifier=connect, num_speculative_tokens=0) as pair:
-            target.fail_next("a", "no room", is_retriable=True)
-            call = asyncio.create_task(pair.router.complete(request("a", max_tokens=4)))
-            await asyncio.sleep(1.5 * TARGET_S)
-            assert pair.counted("specray_preemptions_total") == 1
-            made[0].lose()
-            await asyncio.sleep(1.0)
-            num_turns = 0
-            collect = Rounds.collect
-
-            def counting(rounds: Rounds, verifying: VerifyInFlight | None) -> VerifyInFlight | None:
-                nonlocal num_turns
-                num_turns += 1
-                return collect(rounds, verifying)
-
-            monkeypatch.setattr(Rounds, "collect", counting)
-            await asyncio.sleep(10.0)
-            assert num_turns == 0
-            assert (await call).token_ids == expected(request("a", max_tokens=4))
-            # It goes on as soon as there is a target again.
-            assert clock.monotonic() == pytest.approx(1.5 * TARGET_S + 20.0 + 4 * TARGET_S, abs=0.001)
-            await pair.settle()
-
-    run(clock, main())
+        monkeypatch.setattr(Rounds, "collect", counting)
+        await asyncio.sleep(10.0)
+        assert num_turns == 0
+        assert (await call).token_ids == expected(request("a", max_tokens=4))
+        # It goes on as soon as there is a target again.
+        assert clock.monotonic() == pytest.approx(1.5 * TARGET_S + 20.0 + 4 * TARGET_S, abs=0.001)
+        await pair.settle()
 
 
 async def test_a_target_that_does_not_come_back_is_given_up_after_start_timeout(clock: VirtualClock) -> None:
     target = fake_target()
-    made: list[LocalVerifier] = []
-
-    async def connect() -> Verifier:
-        if made:
-            raise EngineLostError("no node")
-        made.append(LocalVerifier(target, clock))
-        return made[-1]
-
+    made, connect = connecting(target, clock, error=EngineLostError("no node"))
     config = router_config(start_timeout_s=30)
     async with serving(clock, target=target, verifier=connect, config=config) as pair:
         call = asyncio.create_task(pair.router.complete(request(max_tokens=1000)))
@@ -115,18 +107,15 @@ async def test_a_target_that_does_not_come_back_is_given_up_after_start_timeout(
             await call
         assert 15 < clock.monotonic() <= 31
         assert "no node" in str(pair.router.failure)
+        with pytest.raises(EngineLostError, match="lost"):
+            await pair.router.complete(request("b"))
+        with pytest.raises(EngineLostError):
+            await pair.router.check_ready()
 
 
 async def test_a_wrong_setting_is_given_up_at_once(clock: VirtualClock) -> None:
     target = fake_target()
-    made: list[LocalVerifier] = []
-
-    async def connect() -> Verifier:
-        if made:
-            raise ConfigError("the model is gone")
-        made.append(LocalVerifier(target, clock))
-        return made[-1]
-
+    made, connect = connecting(target, clock, error=ConfigError("the model is gone"))
     async with serving(clock, target=target, verifier=connect) as pair:
         made[0].lose()
         await asyncio.sleep(0.01)
@@ -153,31 +142,28 @@ class UnmeasuredVerifier(LocalVerifier):
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("broken")], ids=["stop", "error"])
-def test_a_new_target_is_closed_when_its_measuring_is_interrupted(error: Exception | None) -> None:
-    clock = VirtualClock()
+async def test_a_new_target_is_closed_when_its_measuring_is_interrupted(
+    clock: VirtualClock, error: Exception | None
+) -> None:
+    target = fake_target()
+    first: list[LocalVerifier] = []
+    made: list[UnmeasuredVerifier] = []
 
-    async def main() -> list[bool]:
-        target = fake_target()
-        first: list[LocalVerifier] = []
-        made: list[UnmeasuredVerifier] = []
+    async def connect() -> Verifier:
+        if not first:
+            first.append(LocalVerifier(target, clock))
+            return first[-1]
+        if made:
+            raise EngineLostError("no node")
+        made.append(UnmeasuredVerifier(fake_target(step_times=(StepTime(1, 0.01),)), clock, error))
+        return made[-1]
 
-        async def connect() -> Verifier:
-            if not first:
-                first.append(LocalVerifier(target, clock))
-                return first[-1]
-            if made:
-                raise EngineLostError("no node")
-            made.append(UnmeasuredVerifier(fake_target(step_times=(StepTime(1, 0.01),)), clock, error))
-            return made[-1]
-
-        async with serving(clock, target=target, verifier=connect) as pair:
-            first[0].lose()
-            await asyncio.sleep(0.5)
-            with pytest.raises(EngineLostError, match="started anew"):
-                await pair.router.check_ready()
-        return [verifier.is_closed for verifier in made]
-
-    assert run(clock, main()) == [True]
+    async with serving(clock, target=target, verifier=connect) as pair:
+        first[0].lose()
+        await asyncio.sleep(0.5)
+        with pytest.raises(EngineLostError, match="started anew"):
+            await pair.router.check_ready()
+    assert [verifier.is_closed for verifier in made] == [True]
 
 
 async def test_drain_ends_what_is_not_finished_at_its_deadline(clock: VirtualClock) -> None:
@@ -317,26 +303,3 @@ async def test_a_group_that_does_not_start_or_answer_is_followed_by_another(cloc
     await site.source.connect()
     assert [group.is_running for group in site.groups] == [False, False, True]
     site.source.stop()
-
-
-async def test_a_target_that_cannot_be_connected_anew_fails_all(clock: VirtualClock) -> None:
-    target = fake_target()
-    connections: list[LocalVerifier] = []
-
-    async def connect() -> Verifier:
-        if connections:
-            raise EngineLostError("no route")
-        connections.append(LocalVerifier(target, clock))
-        return connections[0]
-
-    config = router_config(start_timeout_s=3.0)
-    async with serving(clock, target=target, verifier=connect, config=config) as pair:
-        first = asyncio.create_task(pair.router.complete(request("a", max_tokens=1000)))
-        await asyncio.sleep(0.5)
-        connections[0].lose()
-        with pytest.raises(EngineLostError, match="no route"):
-            await first
-        with pytest.raises(EngineLostError, match="lost"):
-            await pair.router.complete(request("b"))
-        with pytest.raises(EngineLostError):
-            await pair.router.check_ready()

@@ -15,7 +15,7 @@ from tests.unit.engine.features.remote.pairs import make_pair
 from tests.unit.engine.features.remote.served import serve, written_alone
 from tests.unit.engine.features.targets import make_target
 from tests.unit.engine.served import K, Outputs, TimedDraft, TimedTarget
-from tests.unit.router.harness import router_config, run, serving
+from tests.unit.router.harness import in_virtual_time, router_config, serving
 
 
 @pytest.fixture(scope="module")
@@ -100,16 +100,16 @@ def test_a_prefix_from_the_cache_has_its_features(engines: Any, alone: Any) -> N
     assert target.info.num_prefix_cache_hits > 0
 
 
+@in_virtual_time
+async def start(clock: VirtualClock, target: TimedTarget, draft: TimedDraft) -> None:
+    drafter = LocalDrafter(draft, clock)
+    async with serving(clock, verifier=LocalVerifier(target, clock), make_drafter=lambda _: drafter):
+        pass
+
+
 def test_a_draft_of_features_that_nobody_gives_is_refused(engines: Any, llama: Path) -> None:
-    clock = VirtualClock()
     plain = TimedTarget(make_target(llama, None))
-
-    async def main() -> None:
-        drafter = LocalDrafter(TimedDraft(engines[1]), clock)
-        async with serving(clock, verifier=LocalVerifier(plain, clock), make_drafter=lambda _: drafter):
-            pass
-
     with pytest.raises(
         ConfigError, match=r"reads features of eagle\d, 32 numbers each, target .* gives none"
     ):
-        run(clock, main())
+        start(plain, TimedDraft(engines[1]))

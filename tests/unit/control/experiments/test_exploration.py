@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
 from specray.control.experiments import EXPLORATION_INTERVAL_ROUNDS, MAX_EXPLORATION_SHARE, Exploration
 
 
@@ -30,19 +35,14 @@ def test_a_try_whose_reading_takes_three_steps_is_due_after_six_hundred() -> Non
     assert rested(2 * num_rounds).is_due(0, num_running=2, num_prefill_steps=lambda: 3.0)
 
 
-def test_after_a_session_began_to_try_all_wait_for_another_interval() -> None:
+@pytest.mark.parametrize(
+    "use", [Exploration.begin, partial(Exploration.add, is_used=True)], ids=["try", "use"]
+)
+def test_after_a_session_began_to_try_or_speculated_all_wait_for_another_interval(
+    use: Callable[[Exploration], None],
+) -> None:
     exploration = rested(2 * EXPLORATION_INTERVAL_ROUNDS)
-    exploration.begin()
-    for _ in range(EXPLORATION_INTERVAL_ROUNDS - 1):
-        exploration.add(is_used=False)
-    assert not exploration.is_due(0, num_running=1, num_prefill_steps=unasked)
-    exploration.add(is_used=False)
-    assert exploration.is_due(0, num_running=1, num_prefill_steps=lambda: 0.0)
-
-
-def test_after_speculation_was_used_all_wait_for_another_interval() -> None:
-    exploration = rested(2 * EXPLORATION_INTERVAL_ROUNDS)
-    exploration.add(is_used=True)
+    use(exploration)
     for _ in range(EXPLORATION_INTERVAL_ROUNDS - 1):
         exploration.add(is_used=False)
     assert not exploration.is_due(0, num_running=1, num_prefill_steps=unasked)
