@@ -36,10 +36,9 @@ def result_of(*groups: Group) -> StructuredResult:
 
 @pytest.mark.slow
 async def test_small_run_asks_for_every_schema_in_every_arm() -> None:
-    tokenizer = chat_tokenizer(PLAIN)
-    router = babbling(tokenizer, seed=None)
+    router = babbling(PLAIN, seed=None)
     cases = compose(10, 0)
-    async with serving(router, tokenizer=tokenizer) as service:
+    async with serving(router) as service:
         plan = StructuredPlan(service.url, arm=["on"], max_tokens=60, concurrency=3)
         result = await measure_structured(plan, cases, quiet)
     verdicts = judge(result)

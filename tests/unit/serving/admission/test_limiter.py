@@ -10,16 +10,18 @@ import pytest
 
 from specray.config import parse_config
 from specray.errors import EngineLostError, OverloadedError
-from specray.fakes import FakeRouterClient
+from specray.fakes import FakeRouterClient, VirtualClock
 from specray.requests import ServiceInfo
 from specray.serving.admission.capacity import RouterCapacity
 from specray.serving.admission.limiter import CallLimiter, release_slot
+from tests.unit.router.harness import in_virtual_time
 from tests.unit.serving.http.service import INFO, MODEL, REPLY, endless, say, serving, wait_until
 
 TEXT = {"prompt": "a", "max_tokens": 4}
 
 
-async def test_calls_go_in_a_few_at_a_time_in_the_order_in_which_they_came() -> None:
+@in_virtual_time
+async def test_calls_go_in_a_few_at_a_time_in_the_order_in_which_they_came(clock: VirtualClock) -> None:
     limiter = CallLimiter(max_calls=2)
     inside: list[int] = []
     leave = [asyncio.Event() for _ in range(5)]
@@ -45,7 +47,10 @@ async def test_calls_go_in_a_few_at_a_time_in_the_order_in_which_they_came() -> 
     assert (inside[-1], limiter.num_calls) == (4, 0)
 
 
-async def test_who_has_waited_long_goes_in_whoever_is_there_and_who_gives_up_is_gone() -> None:
+@in_virtual_time
+async def test_who_has_waited_long_goes_in_whoever_is_there_and_who_gives_up_is_gone(
+    clock: VirtualClock,
+) -> None:
     limiter = CallLimiter(max_calls=1, max_wait_s=0.01)
     first = await limiter.enter()
     second = await limiter.enter()

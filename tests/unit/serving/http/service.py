@@ -75,11 +75,12 @@ class Service:
 async def serving(
     client: RouterClient | Admission,
     *,
-    tokenizer: Tokenizer = TOKENIZER,
+    tokenizer: Tokenizer | None = None,
     config: Config | LiveConfig | None = None,
     observer: CallObserver | None = None,
 ) -> AsyncIterator[Service]:
-    """Runs the application while the block runs."""
+    """Runs the application while the block runs; the tokenizer is the client's own if it has one."""
+    tokenizer = tokenizer or getattr(client, "tokenizer", TOKENIZER)
     config = config or parse_config({"served_model_name": MODEL})
     app = build_http_app(client=client, tokenizer=tokenizer, config=config, observer=observer)
     async with running(app) as service:
@@ -101,7 +102,7 @@ async def running(app: FastAPI) -> AsyncIterator[Service]:
     await server.on_tick(0)
     try:
         port = server.servers[0].sockets[0].getsockname()[1]
-        timeout = aiohttp.ClientTimeout(total=20)
+        timeout = aiohttp.ClientTimeout(total=60)
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", timeout=timeout) as http:
             yield Service(f"http://127.0.0.1:{port}", http)
     finally:

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from specray.config import parse_config
 from specray.fakes import FakeRouterClient
@@ -21,22 +20,7 @@ TEXT = {"prompt": "def"}
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest.fixture(scope="module")
-def shared_router() -> FakeRouterClient:
-    return FakeRouterClient(info=INFO)
-
-
-@pytest.fixture
-def router(shared_router: FakeRouterClient) -> FakeRouterClient:
-    shared_router.requests.clear()
-    return shared_router
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def service(shared_router: FakeRouterClient) -> AsyncIterator[Service]:
-    config = parse_config({"served_model_name": MODEL, "http": {"max_body_bytes": 8192}})
-    async with serving(shared_router, config=config) as running:
-        yield running
+CONFIG = parse_config({"served_model_name": MODEL, "http": {"max_body_bytes": 8192}})
 
 
 async def post(

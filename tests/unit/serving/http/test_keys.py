@@ -76,22 +76,20 @@ async def get(service: Service, path: str, key: str | None = None) -> tuple[int,
     ],
     ids=lambda value: str(value)[:20],
 )
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/nowhere"])
-async def test_a_wrong_key_gets_401_in_openais_form_and_reaches_nothing(
-    authorization: str | None, path: str
-) -> None:
+async def test_a_wrong_key_gets_401_in_openais_form_and_reaches_nothing(authorization: str | None) -> None:
     router = FakeRouterClient(info=INFO)
     async with serving(router, config=config_with(key_entry())) as service:
         headers = {} if authorization is None else {"Authorization": authorization}
-        # What is wrong with the body is not said either.
-        async with service.http.post(path, data=b"{", headers=headers) as response:
-            answer = await response.json()
-            assert response.status == 401
-            assert response.headers["WWW-Authenticate"] == 'Bearer realm="specray"'
-    error = answer["error"]
-    assert error["type"] == "invalid_request_error"
-    assert (error["param"], error["code"]) == (None, "invalid_api_key")
-    assert KEY not in json.dumps(answer) and MODEL not in json.dumps(answer)
+        for path in ("/v1/completions", "/v1/chat/completions", "/nowhere"):
+            # What is wrong with the body is not said either.
+            async with service.http.post(path, data=b"{", headers=headers) as response:
+                answer = await response.json()
+                assert response.status == 401
+                assert response.headers["WWW-Authenticate"] == 'Bearer realm="specray"'
+            error = answer["error"]
+            assert error["type"] == "invalid_request_error"
+            assert (error["param"], error["code"]) == (None, "invalid_api_key")
+            assert KEY not in json.dumps(answer) and MODEL not in json.dumps(answer)
     assert router.requests == []
 
 

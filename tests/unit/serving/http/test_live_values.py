@@ -136,8 +136,8 @@ async def test_calls_are_logged_only_while_they_are_to_be(caplog: pytest.LogCapt
 
 
 async def test_a_call_under_way_keeps_its_place_and_counts_for_the_rotated_key() -> None:
-    config = live_config(auth={"keys": [entry(KEY, max_requests=1)]})
-    async with serving(endless(), config=config) as service:
+    config, router = live_config(auth={"keys": [entry(KEY, max_requests=1)]}), endless()
+    async with serving(router, config=config) as service:
 
         async def begin() -> int:
             body = {**TEXT, "stream": True}
@@ -146,7 +146,7 @@ async def test_a_call_under_way_keeps_its_place_and_counts_for_the_rotated_key()
                 return response.status
 
         running = asyncio.create_task(begin())
-        await asyncio.sleep(0.3)
+        await wait_until(lambda: len(router.requests) == 1)
         config.set({"auth": {"keys": [entry(OTHER_KEY, max_requests=1)]}})
         async with service.http.post("/v1/completions", json=TEXT, headers=bearer(OTHER_KEY)) as response:
             assert response.status == 429

@@ -21,7 +21,7 @@ async def answered(
     router = saying(tokenizer, "Yes")
     config = parse_config({"served_model_name": MODEL, "http": http or {}})
     needed = {"max_tokens": 50} if path == MESSAGES else {}
-    async with serving(router, tokenizer=tokenizer, config=config) as service:
+    async with serving(router, config=config) as service:
         status, answer = await service.post(path, {**needed, **body})
     prompt = router.requests[0].prompt_token_ids if router.requests else ()
     return status, answer, "".join(map(tokenizer.token_text, prompt))

@@ -47,7 +47,7 @@ async def test_tools_that_are_no_functions_are_left_out_and_named(
     }
     with caplog.at_level(logging.INFO, "specray.serving.http"):
         async with (
-            serving(router, tokenizer=tokenizer) as service,
+            serving(router) as service,
             service.http.post(RESPONSES, json=body) as response,
         ):
             assert response.status == 200, await response.text()
@@ -94,7 +94,7 @@ async def test_every_api_goes_without_tools_that_are_no_functions(path: str, unk
     for functions in ([], [tool(path, "shell")]):
         router = saying(tokenizer, "Yes")
         async with (
-            serving(router, tokenizer=tokenizer, config=config) as service,
+            serving(router, config=config) as service,
             service.http.post(path, json={**body, "tools": [*tools, *functions]}) as response,
         ):
             assert response.status == 200, await response.text()
@@ -104,8 +104,8 @@ async def test_every_api_goes_without_tools_that_are_no_functions(path: str, unk
 
 
 async def test_without_functions_there_are_no_tools_and_without_others_no_header() -> None:
-    tokenizer = chat_tokenizer(PLAIN)  # It has no place for tools.
-    async with serving(saying(tokenizer, "Yes"), tokenizer=tokenizer) as service:
+    # The template has no place for tools.
+    async with serving(saying(PLAIN, "Yes")) as service:
         for tools in ([OTHERS[3]], []):
             body = {"input": "hi", "tools": tools, "tool_choice": "auto"}
             async with service.http.post(RESPONSES, json=body) as response:
@@ -214,11 +214,10 @@ PATHS = (*APIS, "/v1/completions")
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_no_character_of_an_event_ends_its_line(path: str) -> None:
-    tokenizer = chat_tokenizer(PLAIN)
     body = {"prompt": "a"} if path == PATHS[-1] else conversation(path, USER)
     limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
     async with (
-        serving(saying(tokenizer, SEPARATORS), tokenizer=tokenizer) as service,
+        serving(saying(PLAIN, SEPARATORS)) as service,
         service.http.post(path, json={**body, limit: 80, "stream": True}) as response,
     ):
         text = (await response.read()).decode()
@@ -230,9 +229,8 @@ async def test_no_character_of_an_event_ends_its_line(path: str) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
 async def test_structured_outputs_bind_the_answer_of_every_api(path: str) -> None:
-    tokenizer = chat_tokenizer(HERMES)
-    router = saying(tokenizer, "red")
-    async with serving(router, tokenizer=tokenizer) as service:
+    router = saying(HERMES, "red")
+    async with serving(router) as service:
         body: dict[str, Any] = {
             "messages": [{"role": "user", "content": "hi"}],
             "input": "hi",

@@ -10,7 +10,7 @@ import pytest
 from specray.fakes import FakeRouterClient
 from specray.requests import GenerateRequest, SpeculationParams
 from specray.tokenization import make_stop_matcher
-from specray.types import DraftKind, Verification
+from specray.types import DraftKind
 from tests.unit.serving.http.service import INFO, REPLY, TOKENIZER, events_of, say, serving
 from tests.unit.tokenization.tiny_tokenizer import EOS, PIECES, sentencepiece_tokenizer
 
@@ -177,35 +177,18 @@ async def test_speculation_metrics_have_vllms_names() -> None:
     assert events[-1]["choices"] == []
 
 
-async def test_request_carries_every_sampling_field_to_the_router() -> None:
-    body = {
-        "prompt": "a", "temperature": 0.5, "top_k": 7, "top_p": 0.25, "min_p": 0.125,
-        "repetition_penalty": 1.5, "presence_penalty": -1, "frequency_penalty": 2,
-        "logit_bias": {"5": -100, "6": 1.5},
-        "seed": -1,
-        "stop": "x", "stop_token_ids": [9], "max_tokens": 5, "min_tokens": 2, "logprobs": 0,
-        "speculation": {
-            "enabled": False, "num_speculative_tokens": 3, "verification": "rejection",
-            "draft": "suffix", "tenant": "a",
-        },
+async def test_what_a_request_says_of_its_seed_its_ends_and_speculation_reaches_the_router() -> None:
+    """Sampling: tests/unit/serving/test_sampling_fields.py."""
+    speculation = {
+        "enabled": False, "num_speculative_tokens": 3, "draft": "suffix", "tenant": "a",
     }  # fmt: skip
+    body = {"prompt": "a", "seed": -1, "stop": "x", "stop_token_ids": [9], "speculation": speculation}
     router = FakeRouterClient(info=INFO)
-    async with serving(router) as service, service.http.post("/v1/completions", json=body) as response:
-        assert response.status == 200
+    async with serving(router) as service:
+        assert (await service.post("/v1/completions", body))[0] == 200
     (request,) = router.requests
-    sampling = request.sampling
-    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 7, 0.25, 0.125)
-    assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (
-        1.5,
-        -1,
-        2,
-    )
-    assert sampling.logit_bias == ((5, -100.0), (6, 1.5))
-    assert sampling.seed == (1 << 64) - 1
-    assert sampling.stop_token_ids == (EOS, 9)
-    assert (sampling.min_tokens, sampling.num_prompt_tokens, sampling.num_logprobs) == (2, 1, 0)
-    assert sampling.verification is Verification.REJECTION
-    assert (request.max_tokens, request.stop, request.eos_token_ids) == (5, ("x",), (EOS,))
+    assert (request.sampling.seed, request.sampling.stop_token_ids) == ((1 << 64) - 1, (EOS, 9))
+    assert (request.stop, request.eos_token_ids) == (("x",), (EOS,))
     assert request.speculation == SpeculationParams(False, 3, DraftKind.SUFFIX, "a")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from tokenizers import AddedToken
@@ -91,17 +91,41 @@ def service_info(tokenizer: Tokenizer) -> ServiceInfo:
     return ServiceInfo("target", "draft", tokenizer.vocab_size, MAX_MODEL_LEN, 1, "0")
 
 
-def saying(tokenizer: Tokenizer, text: str, *, chunk_size: int = 1, ends: bool = True) -> FakeRouterClient:
-    """A router whose model writes this text, in windows of ``chunk_size`` tokens, and then its EOS."""
+class Speaker(FakeRouterClient):
+    """A router with the tokenizer of its model."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, reply: Callable[[GenerateRequest], Sequence[int]], size: int
+    ) -> None:
+        super().__init__(
+            reply=reply,
+            chunk_size=size,
+            info=service_info(tokenizer),
+            stop_matcher_factory=make_stop_matcher(tokenizer),
+        )
+        self.tokenizer = tokenizer
+
+    def prompt(self, index: int = -1) -> str:
+        """The prompt of a request, with its control tokens."""
+        return self.tokenizer.decode(self.requests[index].prompt_token_ids, skip_special_tokens=False)
+
+
+def saying(model: Tokenizer | str, text: str, *, chunk_size: int = 1, ends: bool = True) -> Speaker:
+    """A router whose model writes this text, in windows of ``chunk_size`` tokens, and then its EOS.
+
+    ``model``: its tokenizer, or the template of its chats.
+    """
+    tokenizer = chat_tokenizer(model) if isinstance(model, str) else model
     tokens = (*tokenizer.encode(text, add_special_tokens=False), *([1] if ends else []))
-    return _router(tokenizer, lambda _: tokens, chunk_size)
+    return Speaker(tokenizer, lambda _: tokens, chunk_size)
 
 
-def babbling(tokenizer: Tokenizer, *, seed: int | None, chunk_size: int = 3) -> FakeRouterClient:
+def babbling(model: Tokenizer | str, *, seed: int | None, chunk_size: int = 3) -> Speaker:
     """A router whose model draws from what the grammar of a request allows, each time with another seed.
 
     ``seed``: None: that of the request.
     """
+    tokenizer = chat_tokenizer(model) if isinstance(model, str) else model
     compiler, seeds = grammar_compiler(tokenizer), itertools.count(seed or 0)
 
     def reply(request: GenerateRequest) -> Sequence[int]:
@@ -120,7 +144,7 @@ def babbling(tokenizer: Tokenizer, *, seed: int | None, chunk_size: int = 3) -> 
             output.append(chance.choice([token for token in legal if _has_ink(tokenizer, token)] or legal))
         return output
 
-    return _router(tokenizer, reply, chunk_size)
+    return Speaker(tokenizer, reply, chunk_size)
 
 
 @functools.cache
@@ -130,12 +154,3 @@ def grammar_compiler(tokenizer: Tokenizer) -> GrammarCompiler:
 
 def _has_ink(tokenizer: Tokenizer, token_id: int) -> bool:
     return not tokenizer.token_bytes(token_id).isspace()
-
-
-def _router(tokenizer: Tokenizer, reply: object, chunk_size: int) -> FakeRouterClient:
-    return FakeRouterClient(
-        reply=reply,  # type: ignore[arg-type]
-        chunk_size=chunk_size,
-        info=service_info(tokenizer),
-        stop_matcher_factory=make_stop_matcher(tokenizer),
-    )

@@ -12,7 +12,6 @@ from pydantic import BaseModel
 
 from specray.config import parse_config
 from specray.fakes import FakeRouterClient
-from specray.tokenization import Tokenizer
 from tests.unit.serving.http.chat.models import (
     HERMES,
     OPENS_REASONING,
@@ -60,18 +59,14 @@ WRITTEN = {
 """The same call in each format."""
 
 
-def serve(router: FakeRouterClient, tokenizer: Tokenizer) -> Any:
-    return serving(router, tokenizer=tokenizer)
-
-
 async def ask(service: Service, **fields: Any) -> Any:
     status, answer = await service.post(CHAT, {"messages": USER, "tools": TOOLS, **fields})
     assert status == 200, answer
     return answer["choices"][0]
 
 
-async def refusal(router: FakeRouterClient, tokenizer: Tokenizer, **fields: Any) -> tuple[str, str]:
-    async with serve(router, tokenizer) as service:
+async def refusal(router: FakeRouterClient, **fields: Any) -> tuple[str, str]:
+    async with serving(router) as service:
         status, answer = await service.post(CHAT, {"messages": USER, "tools": TOOLS, **fields})
     assert status == 400 and router.requests == []
     return answer["error"]["param"], answer["error"]["message"]
@@ -95,8 +90,9 @@ def calls_of(message: Any) -> list[tuple[str, Any]]:
 @pytest.mark.parametrize("has_markers", [True, False], ids=["marker-tokens", "marker-text"])
 @pytest.mark.parametrize("name", TEMPLATES)
 async def test_call_is_read_in_the_format_of_the_model(name: str, has_markers: bool) -> None:
-    tokenizer = chat_tokenizer(TEMPLATES[name], has_markers=has_markers)
-    async with serve(saying(tokenizer, WRITTEN[name]), tokenizer) as service:
+    async with serving(
+        saying(chat_tokenizer(TEMPLATES[name], has_markers=has_markers), WRITTEN[name])
+    ) as service:
         choice = await ask(service)
     assert calls_of(choice["message"]) == [("get_weather", ROME)]
     assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
@@ -105,9 +101,8 @@ async def test_call_is_read_in_the_format_of_the_model(name: str, has_markers: b
 @pytest.mark.parametrize("has_markers", [True, False], ids=["marker-tokens", "marker-text"])
 @pytest.mark.parametrize("name", TEMPLATES)
 async def test_required_call_is_forced_and_valid_and_reads_back(name: str, has_markers: bool) -> None:
-    tokenizer = chat_tokenizer(TEMPLATES[name], has_markers=has_markers)
     fields = [{}, {}, {"parallel_tool_calls": False}, {"parallel_tool_calls": False}]
-    async with serve(babbling(tokenizer, seed=0), tokenizer) as service:
+    async with serving(babbling(chat_tokenizer(TEMPLATES[name], has_markers=has_markers), seed=0)) as service:
         choices = [await ask(service, tool_choice="required", **each) for each in fields]
     ended = [(choice, each) for choice, each in zip(choices, fields, strict=True) if has_ended(choice)]
     assert len(ended) >= 2
@@ -120,8 +115,7 @@ async def test_required_call_is_forced_and_valid_and_reads_back(name: str, has_m
 
 
 async def test_named_call_is_forced_and_ends_with_stop() -> None:
-    tokenizer = chat_tokenizer(HERMES)
-    async with serve(babbling(tokenizer, seed=1), tokenizer) as service:
+    async with serving(babbling(HERMES, seed=1)) as service:
         choice = await ask(service, tool_choice=NAMED)
     # Called once, though several calls are allowed otherwise.
     assert [name for name, _ in calls_of(choice["message"])] == ["get_weather"]
@@ -133,7 +127,7 @@ async def test_allowed_tools_bound_the_calls_but_all_tools_are_shown() -> None:
     router = babbling(tokenizer, seed=1)
     clock = {"type": "function", "function": {"name": "clock"}}
     choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [clock]}}
-    async with serve(router, tokenizer) as service:
+    async with serving(router) as service:
         answer = await ask(service, tool_choice=choice)
     assert {name for name, _ in calls_of(answer["message"])} == {"clock"}
     assert answer["finish_reason"] == "tool_calls"
@@ -142,9 +136,8 @@ async def test_allowed_tools_bound_the_calls_but_all_tools_are_shown() -> None:
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 1000])
 async def test_stream_has_deltas_as_the_openai_client_puts_them_together(chunk_size: int) -> None:
-    tokenizer = chat_tokenizer(HERMES)
     text = "Let me see.\n" + WRITTEN["hermes"] + '\n<tool_call>{"name": "clock"}</tool_call>\n'
-    async with serve(saying(tokenizer, text, chunk_size=chunk_size), tokenizer) as service:
+    async with serving(saying(HERMES, text, chunk_size=chunk_size)) as service:
         events = await events_of(service, CHAT, {"messages": USER, "tools": TOOLS, "stream": True})
     choices = [event["choices"][0] for event in events]
     assert choices[0]["delta"] == {"role": "assistant", "content": None}
@@ -177,11 +170,10 @@ class GetWeather(BaseModel):
 
 @pytest.mark.slow
 async def test_openai_helpers_parse_strict_tools_and_stream_them() -> None:
-    tokenizer = chat_tokenizer(HERMES)
     tool = openai.pydantic_function_tool(GetWeather, name="get_weather")
     call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
-    router = saying(tokenizer, "So:" + call)
-    async with serve(router, tokenizer) as service:
+    router = saying(HERMES, "So:" + call)
+    async with serving(router) as service:
         client = openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0)
         async with client:
             asked: Any = {"model": MODEL, "messages": USER, "tools": [tool]}
@@ -201,7 +193,7 @@ async def test_openai_helpers_parse_strict_tools_and_stream_them() -> None:
 async def test_answer_of_a_tool_comes_back_into_the_prompt() -> None:
     tokenizer = chat_tokenizer(HERMES)
     router = saying(tokenizer, WRITTEN["hermes"])
-    async with serve(router, tokenizer) as service:
+    async with serving(router) as service:
         message = (await ask(service))["message"]
         result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "sunny"}
         await ask(service, messages=[*USER, message, result])
@@ -211,14 +203,14 @@ async def test_answer_of_a_tool_comes_back_into_the_prompt() -> None:
 
 async def test_template_that_ignores_tools_refuses_them_but_not_their_history_or_choice_none() -> None:
     tokenizer = chat_tokenizer(PLAIN)
-    assert (await refusal(saying(tokenizer, "a"), tokenizer))[0] == "tools"
+    assert (await refusal(saying(tokenizer, "a")))[0] == "tools"
     router = saying(tokenizer, WRITTEN["hermes"])
     call = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
     history = [
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": "12:00"},
     ]
-    async with serve(router, tokenizer) as service:
+    async with serving(router) as service:
         choice = await ask(service, tool_choice="none", messages=[*USER, *history])
     assert (choice["message"]["content"], choice["finish_reason"]) == (WRITTEN["hermes"], "stop")
     assert "tool_calls" not in choice["message"]
@@ -227,7 +219,7 @@ async def test_template_that_ignores_tools_refuses_them_but_not_their_history_or
 async def test_choice_none_neither_shows_tools_nor_reads_calls() -> None:
     tokenizer = chat_tokenizer(HERMES)
     router = saying(tokenizer, WRITTEN["hermes"])
-    async with serve(router, tokenizer) as service:
+    async with serving(router) as service:
         choice = await ask(service, tool_choice="none")
     assert (choice["message"]["content"], choice["finish_reason"]) == (WRITTEN["hermes"], "stop")
     assert "get_weather" not in tokenizer.decode(router.requests[0].prompt_token_ids)
@@ -236,7 +228,7 @@ async def test_choice_none_neither_shows_tools_nor_reads_calls() -> None:
 async def test_truncated_call_is_content_and_ends_with_length() -> None:
     tokenizer = chat_tokenizer(HERMES)
     num_tokens = len(tokenizer.encode(WRITTEN["hermes"], add_special_tokens=False))
-    async with serve(saying(tokenizer, WRITTEN["hermes"]), tokenizer) as service:
+    async with serving(saying(tokenizer, WRITTEN["hermes"])) as service:
         cut = await ask(service, max_tokens=num_tokens - 5)
         whole = await ask(service, max_tokens=num_tokens)
     assert cut["finish_reason"] == whole["finish_reason"] == "length"
@@ -245,16 +237,14 @@ async def test_truncated_call_is_content_and_ends_with_length() -> None:
 
 
 async def test_one_call_at_most_without_parallel_calls_also_where_it_is_not_forced() -> None:
-    tokenizer = chat_tokenizer(HERMES)
-    async with serve(saying(tokenizer, WRITTEN["hermes"] * 3), tokenizer) as service:
+    async with serving(saying(HERMES, WRITTEN["hermes"] * 3)) as service:
         assert len((await ask(service))["message"]["tool_calls"]) == 3
         assert len((await ask(service, parallel_tool_calls=False))["message"]["tool_calls"]) == 1
 
 
 async def test_every_choice_is_read_by_itself() -> None:
-    tokenizer = chat_tokenizer(HERMES)
     body = {"messages": USER, "tools": TOOLS, "n": 2, "stream": True}
-    async with serve(saying(tokenizer, WRITTEN["hermes"], chunk_size=3), tokenizer) as service:
+    async with serving(saying(HERMES, WRITTEN["hermes"], chunk_size=3)) as service:
         events = await events_of(service, CHAT, body)
     arguments = {0: "", 1: ""}
     for event in events:
@@ -266,14 +256,13 @@ async def test_every_choice_is_read_by_itself() -> None:
 
 
 async def test_form_of_the_text_holds_beside_calls() -> None:
-    tokenizer = chat_tokenizer(HERMES)
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
     form = {
         "type": "json_schema",
         "json_schema": {"name": "n", "schema": {**schema, "additionalProperties": False}},
     }
     kinds = set()
-    async with serve(babbling(tokenizer, seed=0), tokenizer) as service:
+    async with serving(babbling(HERMES, seed=0)) as service:
         choices = [await ask(service, response_format=form) for _ in range(8)]
     for choice in choices:
         message = choice["message"]
@@ -300,14 +289,12 @@ async def test_form_of_the_text_holds_beside_calls() -> None:
 async def test_what_cannot_be_done_is_refused_by_its_field(
     template: str, fields: dict[str, Any], param: str
 ) -> None:
-    tokenizer = chat_tokenizer(template)
-    assert (await refusal(saying(tokenizer, "a"), tokenizer, **fields))[0] == param
+    assert (await refusal(saying(template, "a"), **fields))[0] == param
 
 
 async def test_schema_that_cannot_be_enforced_names_its_keyword() -> None:
-    tokenizer = chat_tokenizer(HERMES)
     tool = {"type": "function", "function": {"name": "a", "strict": True, "parameters": {"not": {}}}}
-    param, message = await refusal(saying(tokenizer, "a"), tokenizer, tools=[tool])
+    param, message = await refusal(saying(HERMES, "a"), tools=[tool])
     assert param == "tools" and '"not"' in message
 
 
@@ -317,7 +304,7 @@ async def test_call_that_has_to_be_valid_comes_after_free_reasoning(choice: str,
     tokenizer = chat_tokenizer(OPENS_REASONING)
     answer = "Hm, Rome.\n</think>\n\n" + WRITTEN["hermes"]
     router = saying(tokenizer, answer, chunk_size=chunk_size)
-    async with serve(router, tokenizer) as service:
+    async with serving(router) as service:
         message = (await ask(service, tools=[strict(WEATHER)], tool_choice=choice))["message"]
     assert message["reasoning_content"] == "Hm, Rome."
     assert calls_of(message) == [("get_weather", ROME)]

@@ -61,9 +61,8 @@ def channel_tokenizer(opening: str = "") -> Tokenizer:
 
 
 async def ask(text: str, *, chunk_size: int = 3, opening: str = "", **fields: Any) -> Any:
-    tokenizer = channel_tokenizer(opening)
-    router = saying(tokenizer, text, chunk_size=chunk_size)
-    async with serving(router, tokenizer=tokenizer) as service:
+    router = saying(channel_tokenizer(opening), text, chunk_size=chunk_size)
+    async with serving(router) as service:
         status, answer = await service.post(CHAT, {"messages": USER, **fields})
     assert status == 200, answer
     return answer
@@ -115,8 +114,7 @@ async def test_stop_string_cuts_the_content() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_call_in_the_commentary_is_a_tool_call(stream: bool) -> None:
-    tokenizer = channel_tokenizer()
-    async with serving(saying(tokenizer, FULL, chunk_size=4), tokenizer=tokenizer) as service:
+    async with serving(saying(channel_tokenizer(), FULL, chunk_size=4)) as service:
         body = {"messages": USER, "tools": [WEATHER], "stream": stream}
         if stream:
             events = await events_of(service, CHAT, body)
@@ -139,10 +137,9 @@ async def test_call_in_the_commentary_is_a_tool_call(stream: bool) -> None:
 @pytest.mark.parametrize("chunk_size", [1, 1000])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_response_has_an_item_for_each_part(stream: bool, chunk_size: int) -> None:
-    tokenizer = channel_tokenizer()
-    router = saying(tokenizer, FULL, chunk_size=chunk_size)
+    router = saying(channel_tokenizer(), FULL, chunk_size=chunk_size)
     body = {"input": "Weather?", "tools": [{"type": "function", **WEATHER["function"]}]}
-    async with serving(router, tokenizer=tokenizer) as service:
+    async with serving(router) as service:
         if stream:
             answer = (await typed_events_of(service, "/v1/responses", body))[-1]["response"]
         else:
@@ -155,10 +152,9 @@ async def test_response_has_an_item_for_each_part(stream: bool, chunk_size: int)
 
 @pytest.mark.parametrize("chunk_size", [1, 1000])
 async def test_parts_that_alternate_keep_their_order(chunk_size: int) -> None:
-    tokenizer = channel_tokenizer()
     text = f"<|channel|>commentary<|message|>a{NEXT}{THOUGHT}{NEXT}{FINAL}b"
-    router = saying(tokenizer, text, chunk_size=chunk_size)
-    async with serving(router, tokenizer=tokenizer) as service:
+    router = saying(channel_tokenizer(), text, chunk_size=chunk_size)
+    async with serving(router) as service:
         _, answer = await service.post("/v1/responses", {"input": "a"})
         events = await typed_events_of(service, "/v1/responses", {"input": "a"})
         body = {"messages": USER, "max_tokens": 99}
@@ -173,9 +169,8 @@ async def test_parts_that_alternate_keep_their_order(chunk_size: int) -> None:
 
 
 async def test_logprobs_of_a_response_are_those_of_its_text_and_end() -> None:
-    tokenizer = channel_tokenizer()
-    router = saying(tokenizer, f"{THOUGHT}{NEXT}{FINAL}One, two.<|return|>")
-    async with serving(router, tokenizer=tokenizer) as service:
+    router = saying(channel_tokenizer(), f"{THOUGHT}{NEXT}{FINAL}One, two.<|return|>")
+    async with serving(router) as service:
         _, answer = await service.post("/v1/responses", {"input": "a", "top_logprobs": 1})
     part = answer["output"][1]["content"][0]
     assert part["text"] == "One, two."
@@ -185,14 +180,13 @@ async def test_logprobs_of_a_response_are_those_of_its_text_and_end() -> None:
 @pytest.mark.parametrize("chunk_size", [1, 1000])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_message_has_a_block_for_each_part(stream: bool, chunk_size: int) -> None:
-    tokenizer = channel_tokenizer()
-    router = saying(tokenizer, FULL, chunk_size=chunk_size)
+    router = saying(channel_tokenizer(), FULL, chunk_size=chunk_size)
     body = {
         "messages": USER,
         "max_tokens": 300,
         "tools": [{"name": "get_weather", "description": "d", "input_schema": SCHEMA}],
     }
-    async with serving(router, tokenizer=tokenizer) as service:
+    async with serving(router) as service:
         if stream:
             events = await typed_events_of(service, "/v1/messages", body)
         else:
@@ -214,7 +208,7 @@ async def test_message_has_a_block_for_each_part(stream: bool, chunk_size: int) 
 async def test_token_of_a_message_s_end_does_not_end_the_answer() -> None:
     tokenizer = channel_tokenizer()
     router = saying(tokenizer, f"{THOUGHT}{NEXT}{FINAL}4<|return|>")
-    async with serving(router, tokenizer=tokenizer) as service:
+    async with serving(router) as service:
         await service.post(CHAT, {"messages": USER})
     ids = [tokenizer.added_token_id(marker) for marker in (Marker.RETURN, Marker.CALL)]
     assert set(ids) < set(router.requests[0].eos_token_ids)
@@ -224,7 +218,7 @@ async def test_token_of_a_message_s_end_does_not_end_the_answer() -> None:
 async def test_effort_reaches_the_template() -> None:
     tokenizer = channel_tokenizer()
     router = saying(tokenizer, FINAL + "4")
-    async with serving(router, tokenizer=tokenizer) as service:
+    async with serving(router) as service:
         await service.post(CHAT, {"messages": USER, "reasoning_effort": "high"})
         await service.post("/v1/responses", {"input": "a", "reasoning": {"effort": "high"}})
         body = {"messages": USER, "max_tokens": 9, "output_config": {"effort": "high"}}
@@ -309,7 +303,7 @@ async def test_grammar_binds_the_final_message_or_the_call_alone(
     tokenizer = channel_tokenizer(opening)
     before = f"Hm.{NEXT}" if opening else ""
     router = saying(tokenizer, before + right[0])
-    async with serving(router, tokenizer=tokenizer) as service:
+    async with serving(router) as service:
         status, answer = await service.post(CHAT, {"messages": USER, **fields})
     assert status == 200, answer
     matcher = grammar_compiler(tokenizer).matcher(router.requests[0].sampling.grammar)
@@ -323,8 +317,7 @@ async def test_grammar_binds_the_final_message_or_the_call_alone(
 
 @pytest.mark.parametrize("fields", [fields for fields, *_ in FORCED], ids=lambda value: str(value)[:60])
 async def test_what_is_forced_reads_back(fields: dict[str, Any]) -> None:
-    tokenizer = channel_tokenizer()
-    async with serving(babbling(tokenizer, seed=0), tokenizer=tokenizer) as service:
+    async with serving(babbling(channel_tokenizer(), seed=0)) as service:
         answers = [(await service.post(CHAT, {"messages": USER, **fields}))[1] for _ in range(4)]
     ended = [answer for answer in answers if answer["choices"][0]["finish_reason"] != "length"]
     assert ended
@@ -349,9 +342,8 @@ def spelling(text: str) -> str:
 async def test_grammar_that_spells_the_channels_is_the_whole_answer(rules: str, opening: str) -> None:
     text = f"Hm.{NEXT}{CALL}" if opening else f"{THOUGHT}{NEXT}{CALL}"
     grammar = rules.format(spelling(text))
-    tokenizer = channel_tokenizer(opening)
-    router = saying(tokenizer, text)
-    async with serving(router, tokenizer=tokenizer) as service:
+    router = saying(channel_tokenizer(opening), text)
+    async with serving(router) as service:
         body = {"messages": USER, "tools": [WEATHER], "structured_outputs": {"grammar": grammar}}
         status, answer = await service.post(CHAT, body)
     assert status == 200, answer
@@ -362,18 +354,16 @@ async def test_grammar_that_spells_the_channels_is_the_whole_answer(rules: str, 
 async def test_text_that_names_control_tokens_spells_no_channels() -> None:
     answer = await ask(f"{THOUGHT}{NEXT}{FINAL}a<|return|>", guided_choice=["a", "<|channel|>"])
     assert message_of(answer) == ("a", "Hm.", [])
-    tokenizer = channel_tokenizer()
-    router = saying(tokenizer, FINAL + "a")
-    async with serving(router, tokenizer=tokenizer) as service:
+    router = saying(channel_tokenizer(), FINAL + "a")
+    async with serving(router) as service:
         await service.post(CHAT, {"messages": USER, "guided_choice": ["a", "<|channel|>"]})
     assert router.requests[0].sampling.grammar.source.startswith("%llguidance {}\nstart: rest")
 
 
 async def test_strict_tools_cannot_hold_under_a_grammar_that_spells_the_channels() -> None:
-    tokenizer = channel_tokenizer()
     tools = [{**WEATHER, "function": {**WEATHER["function"], "strict": True}}]
     body = {"messages": USER, "tools": tools, "guided_grammar": f"start: {spelling(FINAL + '4')}"}
-    async with serving(saying(tokenizer, FINAL + "4"), tokenizer=tokenizer) as service:
+    async with serving(saying(channel_tokenizer(), FINAL + "4")) as service:
         status, answer = await service.post(CHAT, body)
     assert (status, answer["error"]["param"]) == (400, "tools")
 
@@ -392,8 +382,7 @@ async def test_grammar_of_several_rules_holds_from_the_first_token_on(opening: s
     ],
 )
 async def test_half_a_header_in_the_prompt_cannot_be_forced(fields: dict[str, Any], name: str) -> None:
-    tokenizer = channel_tokenizer("<|channel|>")
-    async with serving(saying(tokenizer, "a"), tokenizer=tokenizer) as service:
+    async with serving(saying(channel_tokenizer("<|channel|>"), "a")) as service:
         status, answer = await service.post(CHAT, {"messages": USER, **fields})
     assert status == 400
     assert answer["error"]["param"] == name

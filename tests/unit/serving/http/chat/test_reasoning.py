@@ -26,7 +26,7 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type":
 async def ask(tokenizer: Tokenizer, text: str, **fields: Any) -> tuple[Any, Any]:
     """Answer and the router's request."""
     router = saying(tokenizer, text, chunk_size=3)
-    async with serving(router, tokenizer=tokenizer) as service:
+    async with serving(router) as service:
         status, answer = await service.post(CHAT, {"messages": USER, **fields})
     assert status == 200, answer
     return answer, router.requests[0]
@@ -59,7 +59,7 @@ async def test_reasoning_is_streamed_in_a_field_of_its_own(chunk_size: int) -> N
     tokenizer = chat_tokenizer(OPENS_REASONING)
     router = saying(tokenizer, "Hm, so.\n\n</think>\n\nYes, so.", chunk_size=chunk_size)
     body = {"messages": USER, "stream": True, "stream_options": {"include_usage": True}}
-    async with serving(router, tokenizer=tokenizer) as service:
+    async with serving(router) as service:
         *events, last = await events_of(service, CHAT, body)
     deltas = [event["choices"][0]["delta"] for event in events]
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm, so."

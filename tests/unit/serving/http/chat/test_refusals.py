@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from specray.fakes import FakeRouterClient
-from tests.unit.serving.http.service import INFO, Service, serving
+from tests.unit.serving.http.service import Service
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest.fixture(scope="module")
-def shared_router() -> FakeRouterClient:
-    return FakeRouterClient(info=INFO)
-
-
-@pytest.fixture
-def router(shared_router: FakeRouterClient) -> FakeRouterClient:
-    shared_router.requests.clear()
-    return shared_router
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def service(shared_router: FakeRouterClient) -> AsyncIterator[Service]:
-    async with serving(shared_router) as running:
-        yield running
 
 
 BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [

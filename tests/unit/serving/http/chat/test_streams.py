@@ -18,7 +18,7 @@ TOOL = {"type": "function", "function": {"name": "clock"}}
 async def streamed(tokenizer: Tokenizer, text: str, *, chunk_size: int, **fields: Any) -> list[Any]:
     """The choices of a stream's events, in order."""
     router = saying(tokenizer, text, chunk_size=chunk_size)
-    async with serving(router, tokenizer=tokenizer) as service:
+    async with serving(router) as service:
         events = await events_of(service, CHAT, {"messages": USER, "stream": True, **fields})
     return [choice for event in events for choice in event["choices"]]
 

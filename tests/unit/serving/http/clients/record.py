@@ -33,7 +33,7 @@ async def record_scenario(package: str, text: str, scenario: Any) -> dict[str, A
     async def on_request(request: Any) -> None:
         sent.append(request)
 
-    async with serving(saying(tokenizer(), text, chunk_size=CHUNK_SIZE), tokenizer=tokenizer()) as service:
+    async with serving(saying(tokenizer(), text, chunk_size=CHUNK_SIZE)) as service:
         http = module.DefaultAsyncHttpxClient(event_hooks={"request": [on_request]})
         base = f"{service.url}/v1" if package == "openai" else service.url
         make = module.AsyncOpenAI if package == "openai" else module.AsyncAnthropic

@@ -47,7 +47,7 @@ print(json.dumps({
 
 
 async def _record(python: str) -> dict[str, Any]:
-    async with serving(saying(tokenizer(), "Yes."), tokenizer=tokenizer()) as service:
+    async with serving(saying(tokenizer(), "Yes.")) as service:
         process = await asyncio.create_subprocess_exec(
             python, "-c", _CLIENT, service.url, MODEL, stdout=asyncio.subprocess.PIPE
         )

@@ -27,7 +27,7 @@ def test_every_scenario_is_recorded() -> None:
 async def test_recorded_request_is_answered_as_it_was(name: str) -> None:
     _, text, _ = SCENARIOS[name]
     router = saying(tokenizer(), text, chunk_size=CHUNK_SIZE)
-    async with serving(router, tokenizer=tokenizer()) as service:
+    async with serving(router) as service:
         for exchange in RECORDINGS[name]["exchanges"]:
             body = json.dumps(exchange["body"])
             async with service.http.post(

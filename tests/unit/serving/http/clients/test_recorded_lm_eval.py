@@ -27,7 +27,7 @@ def test_recording_asks_for_the_tokenizer_and_for_scores_of_token_ids() -> None:
 
 
 async def test_recorded_requests_are_answered_as_they_were() -> None:
-    async with serving(saying(tokenizer(), "Yes."), tokenizer=tokenizer()) as service:
+    async with serving(saying(tokenizer(), "Yes.")) as service:
         for exchange in RECORDING["exchanges"]:
             async with service.http.request(
                 exchange["method"], exchange["path"], json=exchange["body"]

@@ -54,7 +54,7 @@ def test_every_client_is_recorded() -> None:
 
 @pytest.mark.parametrize("client", sorted(CLIENTS))
 async def test_requests_of_a_client_are_answered_with_the_same_status(client: str) -> None:
-    async with serving(saying(tokenizer(), "Sunny, mostly."), tokenizer=tokenizer()) as service:
+    async with serving(saying(tokenizer(), "Sunny, mostly.")) as service:
         for request in (request for request in REQUESTS if request["client"] == client):
             path = request["path"].replace(request["model"], MODEL)
             body = served(request["body"], request["model"])
@@ -68,7 +68,7 @@ async def test_requests_of_an_agent_are_answered_to_the_end_of_its_work(agent: s
     assert len(requests) >= 3, "a call, an edit, and the last words"
     router = saying(tokenizer(), "Sunny, mostly.")
     router.info = replace(router.info, max_model_len=32_768)
-    async with serving(router, tokenizer=tokenizer()) as service:
+    async with serving(router) as service:
         for request in requests:
             body = served(request["body"], request["model"])
             async with service.http.request(request["method"], request["path"], json=body) as response:

@@ -8,7 +8,6 @@ import pytest
 
 from specray.fakes import FakeRouterClient
 from specray.requests import GenerateRequest
-from specray.tokenization import Tokenizer
 from tests.unit.serving.http.chat.models import (
     HERMES,
     MAY_REASON,
@@ -44,10 +43,6 @@ async def streamed(service: Service, **fields: Any) -> list[Any]:
     return await typed_events_of(service, PATH, {"messages": USER, "max_tokens": 300, **fields})
 
 
-def prompt_of(router: FakeRouterClient, tokenizer: Tokenizer, index: int = -1) -> str:
-    return tokenizer.decode(router.requests[index].prompt_token_ids, skip_special_tokens=False)
-
-
 async def test_whole_message_has_all_its_fields() -> None:
     tokenizer = chat_tokenizer(PLAIN)
     router = saying(tokenizer, "One, two.")
@@ -55,7 +50,7 @@ async def test_whole_message_has_all_its_fields() -> None:
         {"type": "text", "text": "Be ", "cache_control": {"type": "ephemeral"}},
         {"type": "text", "text": "brief."},
     ]
-    async with serving(router, tokenizer=tokenizer) as service:
+    async with serving(router) as service:
         answer = await ask(
             service, model=MODEL, system=system, temperature=0.5, top_k=7, metadata={"user_id": "u"}
         )
@@ -75,14 +70,14 @@ async def test_whole_message_has_all_its_fields() -> None:
             "output_tokens_details": {"thinking_tokens": 0},
         },
     }
-    assert prompt_of(router, tokenizer) == "<|system|>Be brief.<|end|><|user|>Weather?<|end|><|assistant|>"
+    assert router.prompt() == "<|system|>Be brief.<|end|><|user|>Weather?<|end|><|assistant|>"
     request = router.requests[0]
     assert (request.max_tokens, request.sampling.temperature, request.sampling.top_k) == (300, 0.5, 7)
 
 
 async def test_exact_events_of_thinking_text_and_a_call() -> None:
     tokenizer = chat_tokenizer(MAY_REASON)
-    async with serving(saying(tokenizer, FULL, chunk_size=1000), tokenizer=tokenizer) as service:
+    async with serving(saying(tokenizer, FULL, chunk_size=1000)) as service:
         events = await streamed(service, tools=[WEATHER])
     start, *rest = events
     usage = start["message"].pop("usage")
@@ -155,9 +150,8 @@ def put_together(events: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 1000])
 async def test_stream_and_whole_message_have_the_same_blocks(chunk_size: int) -> None:
-    tokenizer = chat_tokenizer(MAY_REASON)
     text = FULL + "\n" + '<tool_call>{"name": "clock"}</tool_call>'
-    async with serving(saying(tokenizer, text, chunk_size=chunk_size), tokenizer=tokenizer) as service:
+    async with serving(saying(MAY_REASON, text, chunk_size=chunk_size)) as service:
         answer = await ask(service, tools=[WEATHER, CLOCK])
         events = await streamed(service, tools=[WEATHER, CLOCK])
     blocks = put_together(events)
@@ -181,9 +175,8 @@ async def test_stream_and_whole_message_have_the_same_blocks(chunk_size: int) ->
 
 @pytest.mark.parametrize("chunk_size", [1, 5, 12, 30])
 async def test_text_behind_a_call_never_comes_into_its_block(chunk_size: int) -> None:
-    tokenizer = chat_tokenizer(HERMES)
     text = f"So:\n{CALL}\nDone, and well."
-    async with serving(saying(tokenizer, text, chunk_size=chunk_size), tokenizer=tokenizer) as service:
+    async with serving(saying(HERMES, text, chunk_size=chunk_size)) as service:
         blocks = put_together(await streamed(service, tools=[WEATHER]))
     assert [block["partial"] for block in blocks if block["type"] == "tool_use"] == ['{"city": "Rome"}']
     texts = [block["partial"] for block in blocks if block["type"] == "text"]
@@ -191,9 +184,8 @@ async def test_text_behind_a_call_never_comes_into_its_block(chunk_size: int) ->
 
 
 async def test_result_of_a_tool_comes_back_into_the_prompt_with_what_led_to_it() -> None:
-    tokenizer = chat_tokenizer(MAY_REASON)
-    router = saying(tokenizer, FULL)
-    async with serving(router, tokenizer=tokenizer) as service:
+    router = saying(MAY_REASON, FULL)
+    async with serving(router) as service:
         content = (await ask(service, tools=[WEATHER]))["content"]
         result = {
             "type": "tool_result",
@@ -207,7 +199,7 @@ async def test_result_of_a_tool_comes_back_into_the_prompt_with_what_led_to_it()
             {"role": "user", "content": [result, {**result, "content": None}, *texts]},
         ]
         await ask(service, messages=[*USER, *turns], tools=[WEATHER])
-    assert prompt_of(router, tokenizer).endswith(
+    assert router.prompt().endswith(
         "<|user|>Weather?<|end|><|assistant|><think>\nHm.\n</think>\n\nSo:"
         '(get_weather: [["city", "Rome"]])<|end|><|tool|>sunny<|end|><|tool|><|end|>'
         "<|user|>And now?<|end|><|assistant|>"
@@ -215,15 +207,14 @@ async def test_result_of_a_tool_comes_back_into_the_prompt_with_what_led_to_it()
 
 
 async def test_answer_goes_on_with_the_assistants_last_text_but_not_with_its_call() -> None:
-    tokenizer = chat_tokenizer(HERMES)
-    router = saying(tokenizer, " two.")
+    router = saying(HERMES, " two.")
     call = {"type": "tool_use", "id": "t1", "name": "clock", "input": {}}
-    async with serving(router, tokenizer=tokenizer) as service:
+    async with serving(router) as service:
         answer = await ask(service, messages=[*USER, {"role": "assistant", "content": "One,"}])
         said = {"type": "text", "text": "So:"}
         await ask(service, messages=[*USER, {"role": "assistant", "content": [said, call]}])
-    assert prompt_of(router, tokenizer, 0).endswith("<|assistant|>One,")
-    assert prompt_of(router, tokenizer, 1).endswith("So:(clock: [])<|end|><|assistant|>")
+    assert router.prompt(0).endswith("<|assistant|>One,")
+    assert router.prompt(1).endswith("So:(clock: [])<|end|><|assistant|>")
     assert answer["content"] == [{"type": "text", "text": " two."}]
 
 
@@ -238,8 +229,7 @@ ENDS = [
 async def test_ends_have_their_reasons(
     fields: dict[str, Any], reason: str, sequence: str | None, text: str
 ) -> None:
-    tokenizer = chat_tokenizer(PLAIN)
-    async with serving(saying(tokenizer, "One, two.", chunk_size=4), tokenizer=tokenizer) as service:
+    async with serving(saying(PLAIN, "One, two.", chunk_size=4)) as service:
         answer = await ask(service, **fields)
         events = await streamed(service, **fields)
     ending = {"stop_reason": reason, "stop_sequence": sequence}
@@ -251,8 +241,7 @@ async def test_ends_have_their_reasons(
 
 
 async def test_answer_of_nothing_has_no_blocks() -> None:
-    tokenizer = chat_tokenizer(PLAIN)
-    async with serving(saying(tokenizer, ""), tokenizer=tokenizer) as service:
+    async with serving(saying(PLAIN, "")) as service:
         assert (await ask(service))["content"] == []
         events = await streamed(service)
     assert [event["type"] for event in events] == ["message_start", "ping", "message_delta", "message_stop"]
@@ -267,9 +256,8 @@ async def test_answer_of_nothing_has_no_blocks() -> None:
     ],
 )
 async def test_choice_of_tools_is_that_of_a_chat(choice: Any, forced: set[str], is_parallel: bool) -> None:
-    tokenizer = chat_tokenizer(HERMES)
-    router = saying(tokenizer, CALL.replace("get_weather", "clock").replace('"city": "Rome"', ""))
-    async with serving(router, tokenizer=tokenizer) as service:
+    router = saying(HERMES, CALL.replace("get_weather", "clock").replace('"city": "Rome"', ""))
+    async with serving(router) as service:
         answer = await ask(service, tools=[WEATHER, CLOCK], tool_choice=choice)
         functions = [
             {"type": "function", "function": {"name": tool["name"], "parameters": tool["input_schema"]}}
@@ -290,9 +278,8 @@ async def test_choice_of_tools_is_that_of_a_chat(choice: Any, forced: set[str], 
 
 
 async def test_choice_none_and_auto_leave_the_text_free() -> None:
-    tokenizer = chat_tokenizer(HERMES)
-    router = saying(tokenizer, CALL)
-    async with serving(router, tokenizer=tokenizer) as service:
+    router = saying(HERMES, CALL)
+    async with serving(router) as service:
         none = await ask(service, tools=[WEATHER], tool_choice={"type": "none"})
         auto = await ask(service, tools=[WEATHER], tool_choice={"type": "auto"})
     assert none["content"] == [{"type": "text", "text": CALL}]
@@ -301,10 +288,9 @@ async def test_choice_none_and_auto_leave_the_text_free() -> None:
 
 
 async def test_strict_tool_and_form_of_the_answer_have_their_grammars() -> None:
-    tokenizer = chat_tokenizer(HERMES)
-    router = saying(tokenizer, '{"city": "Rome"}')
+    router = saying(HERMES, '{"city": "Rome"}')
     form = {"type": "json_schema", "schema": SCHEMA}
-    async with serving(router, tokenizer=tokenizer) as service:
+    async with serving(router) as service:
         await ask(service, output_config={"format": form, "effort": "low"})
         await ask(service, tools=[{**WEATHER, "strict": True}])
         body = {
@@ -319,16 +305,15 @@ async def test_strict_tool_and_form_of_the_answer_have_their_grammars() -> None:
 
 async def test_thinking_is_a_variable_of_the_template_and_may_be_left_out() -> None:
     template = "{{ enable_thinking }}{{ reasoning_effort }}" + MAY_REASON
-    tokenizer = chat_tokenizer(template)
-    router = saying(tokenizer, "<think>Hm.</think>One.", chunk_size=2)
-    async with serving(router, tokenizer=tokenizer) as service:
+    router = saying(template, "<think>Hm.</think>One.", chunk_size=2)
+    async with serving(router) as service:
         await ask(service, thinking={"type": "enabled", "budget_tokens": 1024})
         await ask(service, thinking={"type": "disabled"})
         await ask(service, thinking={"type": "adaptive"}, output_config={"effort": "max"})
         hidden = await ask(service, thinking={"type": "adaptive", "display": "omitted"})
         events = await streamed(service, thinking={"type": "adaptive", "display": "omitted"})
         plain = await ask(service)
-    starts = [prompt_of(router, tokenizer, index).partition("<|")[0] for index in (0, 1, 2, 5)]
+    starts = [router.prompt(index).partition("<|")[0] for index in (0, 1, 2, 5)]
     assert starts == ["True", "False", "Truemax", ""]
     assert hidden["content"] == [{"type": "text", "text": "One."}]
     assert [block["partial"] for block in put_together(events)] == ["One."]
@@ -354,10 +339,9 @@ async def test_cached_tokens_are_told_apart_when_the_message_ends() -> None:
 
 
 async def test_fields_of_this_service_go_on_to_the_chat() -> None:
-    tokenizer = chat_tokenizer(PLAIN)
-    router = saying(tokenizer, "One.")
+    router = saying(PLAIN, "One.")
     fields = {"seed": 5, "priority": 2, "timeout_s": 9.0, "return_speculation_metrics": True}
-    async with serving(router, tokenizer=tokenizer) as service:
+    async with serving(router) as service:
         answer = await ask(service, **fields)
         events = await streamed(service, **fields)
     request = router.requests[0]
@@ -367,10 +351,9 @@ async def test_fields_of_this_service_go_on_to_the_chat() -> None:
 
 
 async def test_counted_tokens_are_those_of_the_message() -> None:
-    tokenizer = chat_tokenizer(HERMES)
-    router = saying(tokenizer, "One.")
+    router = saying(HERMES, "One.")
     fields: dict[str, Any] = {"messages": USER, "system": "Be brief.", "tools": [WEATHER]}
-    async with serving(router, tokenizer=tokenizer) as service:
+    async with serving(router) as service:
         counted = await service.post(COUNT, {"model": MODEL, **fields})
         usage = (await ask(service, **fields))["usage"]
         wrong = await service.post(COUNT, {**fields, "max_tokens": 5})

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from specray.config import parse_config
-from tests.unit.serving.http.chat.models import HERMES, PLAIN, chat_tokenizer, saying
-from tests.unit.serving.http.service import MODEL, serving
+from specray.fakes import FakeRouterClient
+from tests.unit.serving.http.chat.models import HERMES, PLAIN, saying
+from tests.unit.serving.http.service import MODEL, Service, serving
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PATH = "/v1/messages"
 USER = [{"role": "user", "content": "Weather?"}]
@@ -62,21 +65,21 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+def make_router() -> FakeRouterClient:
+    return saying(HERMES, "a")
+
+
 @pytest.mark.parametrize(("fields", "name"), REFUSALS, ids=lambda value: str(value)[:60])
 async def test_what_cannot_be_done_is_refused_in_anthropics_form_by_its_own_field(
-    fields: dict[str, Any], name: str
+    service: Service, router: FakeRouterClient, fields: dict[str, Any], name: str
 ) -> None:
-    tokenizer = chat_tokenizer(HERMES)
-    router = saying(tokenizer, "a")
-    async with serving(router, tokenizer=tokenizer) as service:
-        status, answer = await service.post(PATH, {"messages": USER, "max_tokens": 5, **fields})
+    status, answer = await service.post(PATH, {"messages": USER, "max_tokens": 5, **fields})
     assert (status, answer["type"], router.requests) == (400, "error", [])
     assert answer["error"]["type"] == "invalid_request_error"
     assert name in answer["error"]["message"]
 
 
 async def test_fields_that_ask_for_nothing_are_answered() -> None:
-    tokenizer = chat_tokenizer(PLAIN)
     fields: dict[str, Any] = {
         "mcp_servers": [],
         "container": None,
@@ -84,7 +87,7 @@ async def test_fields_that_ask_for_nothing_are_answered() -> None:
         "speed": "standard",
         "service_tier": "auto",
     }
-    async with serving(saying(tokenizer, "a"), tokenizer=tokenizer) as service:
+    async with serving(saying(PLAIN, "a")) as service:
         status, _ = await service.post(
             PATH, {"messages": USER, "max_tokens": 5, **fields, "cache_control": {"type": "ephemeral"}}
         )
@@ -92,10 +95,9 @@ async def test_fields_that_ask_for_nothing_are_answered() -> None:
 
 
 async def test_unknown_fields_are_ignored_where_that_is_configured_but_not_what_is_known() -> None:
-    tokenizer = chat_tokenizer(PLAIN)
     lenient = parse_config({"served_model_name": MODEL, "http": {"unknown_fields": "ignore"}})
     body = {"messages": USER, "max_tokens": 5, "new_field": 1}
-    async with serving(saying(tokenizer, "a"), tokenizer=tokenizer, config=lenient) as service:
+    async with serving(saying(PLAIN, "a"), config=lenient) as service:
         assert (await service.post(PATH, body))[0] == 200
         status, answer = await service.post(PATH, {**body, "container": "c"})
         assert (status, answer["error"]["message"][:9]) == (400, "container")

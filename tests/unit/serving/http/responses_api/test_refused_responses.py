@@ -11,7 +11,9 @@ from specray.errors import EngineLostError, OverloadedError
 from specray.fakes import FakeRouterClient
 from specray.tokenization import Tokenizer
 from tests.unit.serving.http.chat.models import HERMES, PLAIN, chat_tokenizer, saying, service_info
-from tests.unit.serving.http.service import MODEL, serving, typed_events_of
+from tests.unit.serving.http.service import MODEL, Service, serving, typed_events_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PATH = "/v1/responses"
 WEATHER: dict[str, Any] = {
@@ -95,20 +97,22 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+def make_router() -> FakeRouterClient:
+    return saying(HERMES, "a")
+
+
 @pytest.mark.parametrize(("fields", "param"), REFUSALS, ids=lambda value: str(value)[:60])
-async def test_what_cannot_be_done_is_refused_by_its_own_field(fields: dict[str, Any], param: str) -> None:
-    tokenizer = chat_tokenizer(HERMES)
-    router = saying(tokenizer, "a")
-    async with serving(router, tokenizer=tokenizer) as service:
-        status, answer = await service.post(PATH, {"input": "a", **fields})
+async def test_what_cannot_be_done_is_refused_by_its_own_field(
+    service: Service, router: FakeRouterClient, fields: dict[str, Any], param: str
+) -> None:
+    status, answer = await service.post(PATH, {"input": "a", **fields})
     assert (status, answer["error"]["param"], router.requests) == (400, param, [])
     assert param in answer["error"]["message"]
 
 
 async def test_store_false_or_null_and_harmless_fields_are_answered() -> None:
-    tokenizer = chat_tokenizer(PLAIN)
     fields = {"prompt_cache_key": "a", "service_tier": "auto", "truncation": "disabled", "include": []}
-    async with serving(saying(tokenizer, "a"), tokenizer=tokenizer) as service:
+    async with serving(saying(PLAIN, "a")) as service:
         for store in (False, None):
             inert = {"store": store, "background": False, "previous_response_id": None}
             status, answer = await service.post(PATH, {"input": "a", **fields, **inert})
@@ -116,18 +120,16 @@ async def test_store_false_or_null_and_harmless_fields_are_answered() -> None:
 
 
 async def test_input_that_the_template_refuses_is_named_as_the_input() -> None:
-    tokenizer = chat_tokenizer("{{ raise_exception('not so') }}")
-    async with serving(saying(tokenizer, "a"), tokenizer=tokenizer) as service:
+    async with serving(saying("{{ raise_exception('not so') }}", "a")) as service:
         status, answer = await service.post(PATH, {"input": "a"})
     assert (status, answer["error"]["param"]) == (400, "input")
     assert answer["error"]["message"] == "input: the model's chat template refuses them: not so"
 
 
 async def test_unknown_fields_are_ignored_where_that_is_configured_but_not_what_is_known() -> None:
-    tokenizer = chat_tokenizer(PLAIN)
     lenient = parse_config({"served_model_name": MODEL, "http": {"unknown_fields": "ignore"}})
     body = {"input": "a", "new_field": 1, "text": {"new_field": 2}}
-    async with serving(saying(tokenizer, "a"), tokenizer=tokenizer, config=lenient) as service:
+    async with serving(saying(PLAIN, "a"), config=lenient) as service:
         assert (await service.post(PATH, body))[0] == 200
         status, answer = await service.post(PATH, {**body, "store": True})
         assert (status, answer["error"]["param"]) == (400, "store")

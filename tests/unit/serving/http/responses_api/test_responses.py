@@ -9,8 +9,6 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from specray.fakes import FakeRouterClient
-from specray.tokenization import Tokenizer
 from tests.unit.serving.http.chat.models import HERMES, MAY_REASON, PLAIN, chat_tokenizer, saying
 from tests.unit.serving.http.service import MODEL, Service, serving, typed_events_of
 
@@ -36,15 +34,11 @@ async def ask(service: Service, **fields: Any) -> Any:
     return answer
 
 
-def prompt_of(router: FakeRouterClient, tokenizer: Tokenizer, index: int = -1) -> str:
-    return tokenizer.decode(router.requests[index].prompt_token_ids, skip_special_tokens=False)
-
-
 async def test_whole_response_has_all_its_fields() -> None:
     tokenizer = chat_tokenizer(PLAIN)
     router = saying(tokenizer, "One, two.")
     asked = {"model": MODEL, "instructions": "Be brief.", "metadata": {"a": "b"}, "max_output_tokens": 50}
-    async with serving(router, tokenizer=tokenizer) as service:
+    async with serving(router) as service:
         answer = await ask(service, **asked, temperature=0.5, user="u", stream_options={})
     key = answer["id"].removeprefix("resp_")
     assert len(key) == 32 and answer.pop("created_at") > 1.7e9
@@ -86,15 +80,14 @@ async def test_whole_response_has_all_its_fields() -> None:
             "total_tokens": num_prompt_tokens + num_tokens,
         },
     }
-    assert prompt_of(router, tokenizer) == "<|system|>Be brief.<|end|><|user|>Weather?<|end|><|assistant|>"
+    assert router.prompt() == "<|system|>Be brief.<|end|><|user|>Weather?<|end|><|assistant|>"
     assert (router.requests[0].max_tokens, router.requests[0].sampling.temperature) == (50, 0.5)
 
 
 @pytest.mark.parametrize("chunk_size", [2, 1000])
 async def test_stream_has_its_events_in_order_and_numbered(chunk_size: int) -> None:
-    tokenizer = chat_tokenizer(MAY_REASON)
-    router = saying(tokenizer, FULL, chunk_size=chunk_size)
-    async with serving(router, tokenizer=tokenizer) as service:
+    router = saying(MAY_REASON, FULL, chunk_size=chunk_size)
+    async with serving(router) as service:
         events = await typed_events_of(service, PATH, {"input": "a", "tools": [WEATHER]})
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     created, in_progress, *steps, completed = events
@@ -139,8 +132,7 @@ async def test_stream_has_its_events_in_order_and_numbered(chunk_size: int) -> N
 
 
 async def test_exact_events_of_a_short_text() -> None:
-    tokenizer = chat_tokenizer(PLAIN)
-    async with serving(saying(tokenizer, "One.", chunk_size=1000), tokenizer=tokenizer) as service:
+    async with serving(saying(PLAIN, "One.", chunk_size=1000)) as service:
         events = await typed_events_of(service, PATH, {"input": "a"})
     item_id = f"msg_{events[0]['response']['id'].removeprefix('resp_')}_0"
     place = {"output_index": 0, "item_id": item_id, "content_index": 0}
@@ -186,9 +178,8 @@ async def test_exact_events_of_a_short_text() -> None:
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 1000])
 async def test_stream_and_whole_response_have_the_same_output(chunk_size: int) -> None:
-    tokenizer = chat_tokenizer(MAY_REASON)
-    router = saying(tokenizer, FULL, chunk_size=chunk_size)
-    async with serving(router, tokenizer=tokenizer) as service:
+    router = saying(MAY_REASON, FULL, chunk_size=chunk_size)
+    async with serving(router) as service:
         whole = await ask(service, tools=[WEATHER])
         events = await typed_events_of(service, PATH, {"input": "Weather?", "tools": [WEATHER]})
     streamed = events[-1]["response"]
@@ -211,7 +202,7 @@ async def test_call_that_is_cut_in_a_stream_is_incomplete_with_the_arguments_so_
     tokenizer = chat_tokenizer(HERMES)
     num_tokens = len(tokenizer.encode(CALL.split(': "Rome')[0] + ":", add_special_tokens=False))
     asked = {"input": "Weather?", "tools": [WEATHER], "max_output_tokens": num_tokens}
-    async with serving(saying(tokenizer, CALL, chunk_size=chunk_size), tokenizer=tokenizer) as service:
+    async with serving(saying(tokenizer, CALL, chunk_size=chunk_size)) as service:
         *events, end = await typed_events_of(service, PATH, asked)
     deltas = [event["delta"] for event in events if event["type"].endswith("arguments.delta")]
     (done,) = [event for event in events if event["type"].endswith("arguments.done")]
@@ -222,9 +213,8 @@ async def test_call_that_is_cut_in_a_stream_is_incomplete_with_the_arguments_so_
 
 
 async def test_output_of_a_tool_comes_back_into_the_prompt_with_what_led_to_it() -> None:
-    tokenizer = chat_tokenizer(MAY_REASON)
-    router = saying(tokenizer, FULL)
-    async with serving(router, tokenizer=tokenizer) as service:
+    router = saying(MAY_REASON, FULL)
+    async with serving(router) as service:
         output = (await ask(service, tools=[WEATHER]))["output"]
         result = {
             "type": "function_call_output",
@@ -233,15 +223,14 @@ async def test_output_of_a_tool_comes_back_into_the_prompt_with_what_led_to_it()
         }
         question = {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]}
         await ask(service, input=[question, *output, result], tools=[WEATHER])
-    assert prompt_of(router, tokenizer).endswith(
+    assert router.prompt().endswith(
         "<|user|>Weather?<|end|><|assistant|><think>\nHm.\n</think>\n\nSo:"
         '(get_weather: [["city", "Rome"]])<|end|><|tool|>sunny<|end|><|assistant|>'
     )
 
 
 async def test_items_of_one_turn_are_one_message_and_the_next_turn_is_another() -> None:
-    tokenizer = chat_tokenizer(HERMES)
-    router = saying(tokenizer, "a")
+    router = saying(HERMES, "a")
     call = {"type": "function_call", "call_id": "c1", "name": "clock", "arguments": "{}"}
     items = [
         {"role": "developer", "content": "Rules."},
@@ -252,17 +241,16 @@ async def test_items_of_one_turn_are_one_message_and_the_next_turn_is_another() 
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": "r"}]},
         {"role": "assistant", "content": "C"},
     ]
-    async with serving(router, tokenizer=tokenizer) as service:
+    async with serving(router) as service:
         await ask(service, input=items)
-    assert prompt_of(router, tokenizer) == (
+    assert router.prompt() == (
         "<|system|>Rules.<|end|><|assistant|>A(clock: [])(clock: [])<|end|><|assistant|>B<|end|>"
         "<|assistant|>C<|end|><|assistant|>"
     )
 
 
 async def test_answer_cut_by_its_bound_is_incomplete() -> None:
-    tokenizer = chat_tokenizer(PLAIN)
-    async with serving(saying(tokenizer, "One, two, three."), tokenizer=tokenizer) as service:
+    async with serving(saying(PLAIN, "One, two, three.")) as service:
         answer = await ask(service, max_output_tokens=3)
         events = await typed_events_of(service, PATH, {"input": "Weather?", "max_output_tokens": 3})
     for response in (answer, events[-1]["response"]):
@@ -283,9 +271,8 @@ async def test_answer_cut_by_its_bound_is_incomplete() -> None:
     ],
 )
 async def test_forced_calls_have_a_grammar_of_the_chosen_tools(choice: Any, forced: set[str]) -> None:
-    tokenizer = chat_tokenizer(HERMES)
-    router = saying(tokenizer, CALL)
-    async with serving(router, tokenizer=tokenizer) as service:
+    router = saying(HERMES, CALL)
+    async with serving(router) as service:
         answer = await ask(service, tools=[WEATHER, CLOCK], tool_choice=choice)
     grammar = router.requests[0].sampling.grammar
     assert grammar is not None
@@ -294,11 +281,10 @@ async def test_forced_calls_have_a_grammar_of_the_chosen_tools(choice: Any, forc
 
 
 async def test_form_of_the_text_is_the_grammar_of_a_chat_with_that_form() -> None:
-    tokenizer = chat_tokenizer(PLAIN)
-    router = saying(tokenizer, '{"city": "Rome"}')
+    router = saying(PLAIN, '{"city": "Rome"}')
     schema = WEATHER["parameters"]
     form = {"type": "json_schema", "name": "city", "schema": schema, "strict": True}
-    async with serving(router, tokenizer=tokenizer) as service:
+    async with serving(router) as service:
         answer = await ask(service, text={"format": form, "verbosity": "low"})
         body = {
             "messages": [{"role": "user", "content": "a"}],
@@ -317,11 +303,8 @@ async def test_form_of_the_text_is_the_grammar_of_a_chat_with_that_form() -> Non
 
 
 async def test_logprobs_come_with_the_tokens_of_the_text_alone() -> None:
-    tokenizer = chat_tokenizer(MAY_REASON)
     asked = {"include": ["message.output_text.logprobs", "reasoning.encrypted_content"], "top_logprobs": 1}
-    async with serving(
-        saying(tokenizer, "<think>Hm.</think>One.", chunk_size=1000), tokenizer=tokenizer
-    ) as service:
+    async with serving(saying(MAY_REASON, "<think>Hm.</think>One.", chunk_size=1000)) as service:
         answer = await ask(service, **asked)
         events = await typed_events_of(service, PATH, {"input": "Weather?", **asked})
         bare = await ask(service)
@@ -337,8 +320,7 @@ async def test_logprobs_come_with_the_tokens_of_the_text_alone() -> None:
 
 
 async def test_logprobs_of_a_call_are_not_those_of_the_text_before_it() -> None:
-    tokenizer = chat_tokenizer(HERMES)
-    async with serving(saying(tokenizer, f"So:{CALL}"), tokenizer=tokenizer) as service:
+    async with serving(saying(HERMES, f"So:{CALL}")) as service:
         answer = await ask(service, tools=[WEATHER], top_logprobs=1)
     message, call = answer["output"]
     tokens = [entry["token"] for entry in message["content"][0]["logprobs"]]
@@ -346,21 +328,19 @@ async def test_logprobs_of_a_call_are_not_those_of_the_text_before_it() -> None:
 
 
 async def test_effort_none_closes_the_reasoning_unless_the_request_says_otherwise() -> None:
-    tokenizer = chat_tokenizer("{{ enable_thinking }}{{ reasoning_effort }}" + PLAIN)
-    router = saying(tokenizer, "a")
-    async with serving(router, tokenizer=tokenizer) as service:
+    router = saying("{{ enable_thinking }}{{ reasoning_effort }}" + PLAIN, "a")
+    async with serving(router) as service:
         await ask(service, reasoning={"effort": "none", "summary": "auto"})
         await ask(service, reasoning={"effort": "none"}, chat_template_kwargs={"enable_thinking": True})
         await ask(service, reasoning={"effort": "low"})
-    starts = [prompt_of(router, tokenizer, index).partition("<|")[0] for index in range(3)]
+    starts = [router.prompt(index).partition("<|")[0] for index in range(3)]
     assert starts == ["Falsenone", "Truenone", "low"]
 
 
 async def test_fields_of_this_service_go_on_to_the_chat() -> None:
-    tokenizer = chat_tokenizer(PLAIN)
-    router = saying(tokenizer, "a b c")
+    router = saying(PLAIN, "a b c")
     fields = {"seed": 5, "top_k": 3, "stop": [" b"], "priority": 2, "timeout_s": 9.0}
-    async with serving(router, tokenizer=tokenizer) as service:
+    async with serving(router) as service:
         answer = await ask(service, **fields, speculation={"enabled": False}, return_speculation_metrics=True)
         body = {"input": "Weather?", "return_speculation_metrics": True}
         events = await typed_events_of(service, PATH, body)
@@ -384,8 +364,7 @@ class City(BaseModel):
 
 @pytest.mark.slow
 async def test_openai_client_parses_whole_responses_and_streams() -> None:
-    tokenizer = chat_tokenizer(PLAIN)
-    async with serving(saying(tokenizer, '{"city": "Rome"}', chunk_size=2), tokenizer=tokenizer) as service:
+    async with serving(saying(PLAIN, '{"city": "Rome"}', chunk_size=2)) as service:
         client = openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0)
         async with client:
             parsed = await client.responses.parse(model=MODEL, input="City?", text_format=City)
