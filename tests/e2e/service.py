@@ -66,11 +66,3 @@ def processes(name: str) -> list[int]:
             if Path(f"/proc/{process}/cmdline").read_bytes().startswith(name.encode()):
                 found.append(process)
     return found
-
-
-def is_running(process: int) -> bool:
-    """True for a process that has not ended."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

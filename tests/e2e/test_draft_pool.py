@@ -36,7 +36,7 @@ from tests.e2e.calls import (
     streamed,
     text_of,
 )
-from tests.e2e.service import is_running
+from tests.processes import is_running
 
 pytestmark = [
     pytest.mark.cluster,

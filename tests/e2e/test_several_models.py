@@ -15,7 +15,8 @@ from specray.bench.compare.peers.process import free_port
 from specray.config import parse_config
 from specray.serving.launch import running_service
 from tests.e2e.calls import DEADLINE_S, eventually
-from tests.e2e.service import ENGINE, Service, is_running, processes
+from tests.e2e.service import ENGINE, Service, processes
+from tests.processes import is_running
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -19,7 +19,8 @@ from specray.serving.app import bind_app
 from specray.serving.launch import APP_NAME, wait_running
 from tests.e2e.calls import PROMPT, complete, eventually, streamed, text_of
 from tests.e2e.ranks.service import TENSOR_PARALLEL_SIZE
-from tests.e2e.service import Service, is_running, processes
+from tests.e2e.service import Service, processes
+from tests.processes import is_running
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 

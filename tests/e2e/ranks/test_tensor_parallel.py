@@ -20,7 +20,8 @@ from specray.rpc.inference.client import SpecrayClient
 from specray.serving.launch import APP_NAME
 from specray.tokenization import load_tokenizer
 from tests.e2e.calls import PROMPT, complete, drafted_by_the_model, eventually, speculates, streamed, text_of
-from tests.e2e.service import Service, is_running, processes
+from tests.e2e.service import Service, processes
+from tests.processes import is_running
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -21,7 +21,8 @@ import pytest
 from specray.serving.admission.api_keys import key_hash, new_key
 from tests.e2e.calls import PROMPT, eventually
 from tests.e2e.secured.access import HEADERS, KEY
-from tests.e2e.service import Service, is_running, processes
+from tests.e2e.service import Service, processes
+from tests.processes import is_running
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -28,10 +28,10 @@ from specray.bench.plain import (
     token_ms,
 )
 from specray.bench.plans import PlainPlan
-from specray.cli import main
 from specray.errors import ConfigError, InvalidRequestError, OverloadedError, SpecrayError
 from specray.fakes import FakeRouterClient
 from specray.requests import GenerateRequest, OutputChunk
+from tests.unit.cli import harness
 from tests.unit.serving.http.service import INFO, MODEL, serving
 
 ONE_ROW = ForwardCost(num_sequences=1, num_rows=1, forward_ms=12.5, bound_ms=10.0, weight_bytes=200_000_000)
@@ -40,11 +40,7 @@ COSTS = [ONE_ROW, SIX_ROWS]
 
 
 def run(*arguments: str) -> int:
-    """Runs ``specray bench plain`` with these arguments; returns the exit code."""
-    with pytest.raises(SystemExit) as end:
-        main(["bench", "plain", *arguments])
-    assert isinstance(end.value.code, int)
-    return end.value.code
+    return harness.run("bench", "plain", *arguments)
 
 
 def record(

@@ -7,9 +7,9 @@ import pytest
 from specray.cli import main
 
 
-def run(*arguments: str) -> int:
+def run(*arguments: object) -> int:
     """Runs ``specray`` with these arguments; returns the exit code."""
     with pytest.raises(SystemExit) as end:
-        main(arguments)
+        main([str(argument) for argument in arguments])
     assert isinstance(end.value.code, int)
     return end.value.code

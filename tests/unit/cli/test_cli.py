@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +18,7 @@ from specray.config import Config, read_config_file
 from specray.errors import ConfigError
 from specray.fakes import FakeRouterClient
 from specray.types import DraftKind, Overlap, Verification
+from tests.processes import is_running, wait_gone
 from tests.unit.cli.harness import run
 from tests.unit.serving.http.service import INFO, REPLY, say, serving
 
@@ -250,19 +250,7 @@ def test_worker_with_parent_ends_when_its_parent_is_killed() -> None:
         pid = int(process.stdout.readline())
         assert is_running(pid)
         process.kill()
-    deadline_s = time.monotonic() + 20
-    while is_running(pid) and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert not is_running(pid)
-
-
-def is_running(pid: int) -> bool:
-    """False also for a process that has ended and that nobody has collected yet."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
+    assert wait_gone(pid)
 
 
 def test_bench_router_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

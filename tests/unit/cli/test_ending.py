@@ -15,6 +15,7 @@ import pytest
 from specray.bench.compare.peers.process import free_port
 from specray.cli import main
 from specray.cli.ending import EXIT_INTERRUPTED, REPEAT_S, run_until_told
+from tests.processes import wait_gone
 
 DEADLINE_S = 30.0
 SERVING = """
@@ -182,19 +183,6 @@ def test_a_guarded_process_ends_when_its_guardian_is_killed() -> None:
     assert guarded.process.wait(DEADLINE_S) == -signal.SIGKILL
     assert wait_gone(guarded.pids[0])
     os.kill(guarded.pids[1], signal.SIGKILL)
-
-
-def wait_gone(pid: int) -> bool:
-    end_s = time.monotonic() + DEADLINE_S
-    while time.monotonic() < end_s:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def test_only_the_program_itself_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,19 +9,11 @@ from typing import Any
 
 import pytest
 
-from specray.cli import main
 from specray.cli.plan import parse_ratios
 from specray.errors import ConfigError
 from specray.planning.profile import Profile, save_profile
+from tests.unit.cli.harness import run
 from tests.unit.planning.parts import acceptance, draft, target
-
-
-def run(*arguments: object) -> int:
-    """Runs ``specray`` with these arguments; returns the exit code."""
-    with pytest.raises(SystemExit) as end:
-        main([str(argument) for argument in arguments])
-    assert isinstance(end.value.code, int)
-    return end.value.code
 
 
 @pytest.fixture

@@ -12,16 +12,13 @@ from gguf import GGMLQuantizationType as Type
 from specray.errors import ConfigError
 from specray.gguf.light import check_has_safetensors, gguf_weights
 from specray.gguf.numbers import read_numbers
+from tests.unit.models.tiny_models import finish
 
 
 def write(path: Path, name: str, values: np.ndarray, kind: Type) -> Path:
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer, path)
 
 
 def test_safetensors_go_before_a_gguf_file(tmp_path: Path) -> None:

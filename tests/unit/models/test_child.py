@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from specray.models.child import run_child
+from tests.processes import is_running
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -80,11 +81,3 @@ def wait_for(condition: object, deadline_s: float = 30) -> None:
     while not condition():
         assert time.monotonic() < end_s
         time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

@@ -103,6 +103,11 @@ def write_gguf(
         else:
             packed = gguf.quantize(tensor, GGMLQuantizationType.Q8_0)
             writer.add_tensor(name, packed, raw_dtype=GGMLQuantizationType.Q8_0)
+    return finish(writer, path)
+
+
+def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
+    """Writes what was added to a writer; returns the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

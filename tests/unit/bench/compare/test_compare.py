@@ -16,9 +16,9 @@ from specray.bench.compare.journal import Journal, PassRow
 from specray.bench.compare.peers import Launch, PeerArm, Setup, System
 from specray.bench.compare.plan import ComparePlan
 from specray.bench.compare.run import AskedPrompts, Progress, Run, checkpoint_digest, compare
-from specray.cli import main
 from specray.errors import ConfigError
 from specray.tokenization import load_tokenizer
+from tests.unit.cli import harness
 from tests.unit.tokenization.tiny_tokenizer import write_tiny_tokenizer
 
 # Servers are processes.
@@ -272,10 +272,7 @@ def test_checkpoints_with_other_weights_have_other_digests(tmp_path: Path) -> No
 
 
 def call(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as end:
-        main(["bench", "compare", *arguments])
-    assert isinstance(end.value.code, int)
-    return end.value.code
+    return harness.run("bench", "compare", *arguments)
 
 
 def test_a_run_goes_on_with_its_gguf_file_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

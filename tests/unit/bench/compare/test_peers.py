@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from specray.bench.compare.peers.process import NEVER_EPHEMERAL, free_port
 from specray.bench.compare.peers.transformers import Transformers
 from specray.bench.compare.peers.vllm import Vllm
 from specray.errors import ConfigError, EngineLostError
+from tests.processes import is_running, wait_gone
 
 SETUP = Setup(Path("/m/target"), Path("/m/draft"), 2, 1024, 32, Path("/w"))
 SYSTEMS: dict[str, System] = {
@@ -197,15 +197,6 @@ def launch(code: str, port: int = 1, **environment: str) -> Launch:
     return Launch((sys.executable, "-c", code), f"http://127.0.0.1:{port}", "/", environment)
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        # A zombie that nobody waits for has ended, too.
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
-
-
 def test_ports_are_not_those_that_the_system_hands_out(monkeypatch: pytest.MonkeyPatch) -> None:
     # Linux hands out those from 32768 on, Ray's workers have 10002 to 19999.
     assert (NEVER_EPHEMERAL.start, NEVER_EPHEMERAL.stop) == (20_000, 32_768)
@@ -230,11 +221,8 @@ async def test_a_server_and_its_children_are_gone_afterwards(tmp_path: Path) -> 
     async with running(launch(code, port, NAME="a value"), tmp_path / "log", start_timeout_s=30) as url:
         assert url == f"http://127.0.0.1:{port}"
         pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-        assert all(is_alive(pid) for pid in pids)
-    end = time.monotonic() + 10
-    while any(is_alive(pid) for pid in pids) and time.monotonic() < end:
-        time.sleep(0.01)  # noqa: ASYNC251  # Nothing else runs.
-    assert not any(is_alive(pid) for pid in pids)
+        assert all(is_running(pid) for pid in pids)
+    assert wait_gone(*pids)
 
 
 async def test_a_server_that_ends_at_once_is_told_with_its_last_lines(tmp_path: Path) -> None:
@@ -250,7 +238,7 @@ async def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
     with pytest.raises(EngineLostError, match=r"was not ready within 0\.5 s"):
         async with running(launch(code, free_port()), tmp_path / "log", start_timeout_s=0.5):
             raise AssertionError("it never was ready")
-    assert not is_alive(int((tmp_path / "pid").read_text()))
+    assert not is_running(int((tmp_path / "pid").read_text()))
 
 
 # The server around generate()

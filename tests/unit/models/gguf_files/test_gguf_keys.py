@@ -16,21 +16,11 @@ from specray.gguf.header import read_header
 from specray.models.conversion import check_convertible
 from specray.models.gguf.families import read_config
 from tests.unit.models.gguf_files.families import HEAD_DIM, HEADS, HIDDEN, LAYERS, MODELS
-from tests.unit.models.tiny_models import MERGES, TOKENS
+from tests.unit.models.gguf_files.writer import add_value
+from tests.unit.models.tiny_models import MERGES, TOKENS, finish
 
 NAMES = {tiny.architecture: name for name, tiny in reversed(MODELS.items())}
 """A model of each architecture."""
-
-
-def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    adders = {
-        bool: writer.add_bool,
-        int: writer.add_uint32,
-        float: writer.add_float32,
-        str: writer.add_string,
-    }
-    if value is not None:
-        adders.get(type(value), writer.add_array)(key, value)
 
 
 def write(path: Path, name: str = "llama", keys: Mapping[str, Any] | None = None, **tensors: Any) -> Path:
@@ -47,15 +37,11 @@ def write(path: Path, name: str = "llama", keys: Mapping[str, Any] | None = None
         **(keys or {}),
     }
     for key, value in values.items():
-        add(writer, key[1:] if key.startswith(".") else f"{tiny.architecture}.{key}", value)
+        add_value(writer, key[1:] if key.startswith(".") else f"{tiny.architecture}.{key}", value)
     writer.add_tensor("token_embd.weight", np.zeros((len(TOKENS), HIDDEN), dtype=np.float32))
     for tensor, factors in {**tiny.factors, **tensors}.items():
         writer.add_tensor(tensor.replace("__", "."), np.array(factors, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer, path)
 
 
 def config_of(path: Path) -> dict[str, Any]:
@@ -256,10 +242,7 @@ def test_an_architecture_that_is_not_read_is_refused_with_those_that_are(
     path = tmp_path / "x.gguf"
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_tensor("token_embd.weight", np.zeros((4, 4), dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer, path)
     assert refusal(path) == (
         "its architecture is not read; allowed: gemma2, gemma3, glm4moe, gpt-oss, gpt2, lfm2, llama, "
         "olmoe, phi3, qwen2, qwen2moe, qwen3, qwen35, qwen35moe, qwen3moe, starcoder2"

@@ -18,7 +18,7 @@ import torch
 
 from tests.unit.models.gguf_files.families import HIDDEN, LIGHT_MODELS, MODELS, PROMPT, TinyModel
 from tests.unit.models.gguf_files.texts import TEXTS, VOCABULARIES
-from tests.unit.models.tiny_models import MERGES, TOKENS
+from tests.unit.models.tiny_models import MERGES, TOKENS, finish
 
 _SHIFTED_NORMS = ("gemma2", "gemma3", "qwen35", "qwen35moe")
 """Architectures whose norms are stored plus one."""
@@ -79,11 +79,7 @@ def _write(
         add_value(writer, key, value)
     for name, tensor in tensors.items():
         writer.add_tensor(name, np.ascontiguousarray(tensor, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer, path)
 
 
 def write_header(path: Path, tiny: TinyModel, *, header: Mapping[str, Any] | None = None) -> Path:

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,6 +25,7 @@ from specray.serving.local.pair import local_pair
 from specray.serving.local.ranks import follow, local_ranks, sharing_cores
 from specray.tokenization import make_stop_matcher
 from specray.types import SamplingParams
+from tests.processes import is_running, wait_gone
 from tests.unit.engine.processes import ForkedCommand, forked_worker
 from tests.unit.serving.http.service import TOKENIZER
 
@@ -58,13 +58,6 @@ def children(pid: int) -> list[int]:
         with suppress(FileNotFoundError, ProcessLookupError):
             found += map(int, (task / "children").read_text().split())
     return found
-
-
-def is_there(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def ready_with_its_rank(process: ForkedCommand) -> int:
@@ -114,7 +107,7 @@ def test_a_signal_ends_the_worker_with_its_rank(tmp_path: Path) -> None:
         rank = ready_with_its_rank(process)
         os.kill(process.pid, signal.SIGTERM)
         assert process.wait(DEADLINE_S) == 0
-        assert not is_there(rank)
+        assert not is_running(rank)
 
 
 @pytest.mark.timeout(DEADLINE_S)
@@ -131,8 +124,7 @@ def test_a_worker_that_is_killed_leaves_no_rank(tmp_path: Path) -> None:
         rank = ready_with_its_rank(process)
         os.kill(process.pid, signal.SIGKILL)
         process.wait(DEADLINE_S)
-        while is_there(rank):  # Its timeout is the test's.
-            time.sleep(0.02)
+        assert wait_gone(rank)
 
 
 @pytest.mark.timeout(DEADLINE_S)

@@ -25,6 +25,7 @@ from ray._raylet import (
 
 from specray.serving.own_ray import absent_agent, nodes
 from specray.serving.own_ray.nodes import PORTS, choose_ports, lean_head, one_agent
+from tests.processes import is_running, wait_gone
 
 NODE_ID = "ab" * 28
 ABSENT = {
@@ -120,17 +121,7 @@ def test_that_script_ends_with_the_raylet() -> None:
         time.sleep(2 * absent_agent.PERIOD_S)
         assert is_running(agent)
         process.kill()
-    end_s = time.monotonic() + 30.0
-    while is_running(agent):
-        assert time.monotonic() < end_s, "the script has not ended"
-        time.sleep(0.1)
-
-
-def is_running(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    assert wait_gone(agent)
 
 
 def test_other_nodes_of_the_process_start_as_ray_starts_them() -> None:

@@ -23,6 +23,7 @@ from specray.train.draft.student import DraftShape, Student, write_compact
 from specray.train.draft.text import TextConfig
 from specray.train.draft.training import DraftTrainConfig, train_draft
 from specray.train.loop import RunLimit
+from tests.unit.models.tiny_models import finish
 from tests.unit.train.toys import save_model, save_toy_tokenizer, toy_llama
 
 SHAPE = DraftShape(hidden_size=16, num_layers=1, intermediate_size=16, num_heads=2, num_kv_heads=1)
@@ -106,10 +107,7 @@ def test_a_draft_is_completed_with_the_embedding_of_a_gguf_file(target: Path, tm
     (light / "model.safetensors").unlink()
     writer = gguf.GGUFWriter(light / "model.gguf", "llama")
     writer.add_tensor("token_embd.weight", table.detach().float().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer, light / "model.gguf")
     found, expected = (
         load_file(
             complete_draft(tmp_path / "compact", one, tmp_path / f"{one.name}-draft") / "model.safetensors"

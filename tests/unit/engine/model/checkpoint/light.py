@@ -18,6 +18,7 @@ from gguf import GGMLQuantizationType as Type
 from tests.unit.engine.model.checkpoints import write_tokenizer
 from tests.unit.models.gguf_files.families import LIGHT_MODELS, MODELS, TinyModel
 from tests.unit.models.gguf_files.writer import OF_VALUE_HEADS, add_value, file_tensors, original, tiled
+from tests.unit.models.tiny_models import finish
 
 FAMILIES = (
     "llama",
@@ -161,10 +162,7 @@ def _write(
         else:
             blocks = gguf.quants.quantize(np.ascontiguousarray(value, dtype=np.float32), kind)
             writer.add_tensor(name, blocks, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer, directory / "model.gguf")
     config.save_pretrained(directory)
     write_tokenizer(directory, config.vocab_size)
 
