@@ -16,6 +16,7 @@ from specray.engine.drafting.engine import DraftEngine
 from specray.engine.target.engine import TargetEngine
 from specray.errors import ConfigError
 from specray.types import SamplingParams, Verdict, Verification, VerifyItem
+from tests.pairwise import pairs
 from tests.unit.engine.harness import (
     Drafter,
     Session,
@@ -147,77 +148,80 @@ def make_drafter(name: str, drafts: dict[str, DraftEngine], output: list[int]) -
     return empty_drafter
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("name", ["perfect", "close", "random", "tree", "adversarial", "empty", "dying"])
+@pairs(
+    lambda name, sampling, num_drafts: name != "empty" or num_drafts == 0,
+    name=("perfect", "close", "random", "tree", "adversarial", "empty", "dying"),
+    sampling=tuple(SAMPLINGS),
+    num_drafts=(0, 1, 2, 5, 8),
+)
 def test_output_is_the_models_own_with_any_draft(
     name: str,
     sampling: str,
+    num_drafts: int,
     target: TargetEngine,
     drafts: dict[str, DraftEngine],
     expected: dict[str, list[int]],
 ) -> None:
-    # Every number up to eight: tests/conformance. A drafter without draft tokens does not ask for one.
-    for num_drafts in (0,) if name == "empty" else (0, 1, 2, 5, 8):
-        session = Session("a", list(PROMPT), SAMPLINGS[sampling])
-        drafter = make_drafter(name, drafts, expected[sampling])
-        output = generate_serial(target, drafter, session, NUM_OUTPUT, num_drafts)
-        assert output == expected[sampling][:NUM_OUTPUT]
-        if name == "perfect":
-            assert set(session.accepted) == {num_drafts}
-        if name == "adversarial":
-            assert set(session.accepted) == {0}
-        for head in heads_of(target, drafts):
-            assert_all_free(head)
+    """Every number up to eight: tests/conformance. A drafter without draft tokens does not ask for one."""
+    session = Session("a", list(PROMPT), SAMPLINGS[sampling])
+    drafter = make_drafter(name, drafts, expected[sampling])
+    assert (
+        generate_serial(target, drafter, session, NUM_OUTPUT, num_drafts) == expected[sampling][:NUM_OUTPUT]
+    )
+    if name == "perfect":
+        assert set(session.accepted) == {num_drafts}
+    if name == "adversarial":
+        assert set(session.accepted) == {0}
+    for head in heads_of(target, drafts):
+        assert_all_free(head)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("forward", ["decoder", "hf"])
+@pairs(forward=("decoder", "hf"), sampling=tuple(SAMPLINGS), num_nodes=(1, 4, 9, 24))
 def test_longest_right_path_of_a_tree_is_kept_and_stays_in_the_cache(
     forward: str,
     sampling: str,
+    num_nodes: int,
     target: TargetEngine,
     generic_target: TargetEngine,
     expected: dict[str, list[int]],
 ) -> None:
     """Of random trees, wide and deep, over blocks of 16 tokens; all that follows reads what was moved."""
     engine, output = {"decoder": target, "hf": generic_target}[forward], expected[sampling]
-    source = random.Random(1)
-    for num_nodes in (1, 4, 9, 24, 24):
-        session = Session("a", list(PROMPT), SAMPLINGS[sampling])
-        while len(session.token_ids) < len(PROMPT) + NUM_OUTPUT:
-            ahead = output[len(session.token_ids) - len(PROMPT) :]
-            shape = Shape(
-                tuple(source.randrange(max(-1, node - 6), node) for node in range(num_nodes)),
-                tuple(source.choice((0, 0, 0, 1)) for _ in range(num_nodes)),
-            )
-            draft = shape.tree(ahead[:-1], VOCAB_SIZE)
-            verdict = verify(engine, session, draft)
-            assert verdict.num_accepted_tokens == num_kept(draft, ahead)
-            engine.check_integrity()
-        assert session.token_ids[len(PROMPT) :][:NUM_OUTPUT] == output[:NUM_OUTPUT]
-        assert_all_free(engine)
+    source = random.Random(num_nodes)
+    session = Session("a", list(PROMPT), SAMPLINGS[sampling])
+    while len(session.token_ids) < len(PROMPT) + NUM_OUTPUT:
+        ahead = output[len(session.token_ids) - len(PROMPT) :]
+        shape = Shape(
+            tuple(source.randrange(max(-1, node - 6), node) for node in range(num_nodes)),
+            tuple(source.choice((0, 0, 0, 1)) for _ in range(num_nodes)),
+        )
+        draft = shape.tree(ahead[:-1], VOCAB_SIZE)
+        verdict = verify(engine, session, draft)
+        assert verdict.num_accepted_tokens == num_kept(draft, ahead)
+        engine.check_integrity()
+    assert session.token_ids[len(PROMPT) :][:NUM_OUTPUT] == output[:NUM_OUTPUT]
+    assert_all_free(engine)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("name", ["perfect", "close"])
+@pairs(
+    name=("perfect", "close"), sampling=tuple(SAMPLINGS), num_drafts=(1, 3, 8), fanout=("ahead", "enumerated")
+)
 def test_output_is_the_models_own_with_overlap(
     name: str,
     sampling: str,
+    num_drafts: int,
+    fanout: str,
     target: TargetEngine,
     drafts: dict[str, DraftEngine],
     expected: dict[str, list[int]],
 ) -> None:
-    for num_drafts in (1, 3, 8):
-        for label in ("ahead", "enumerated"):
-            session = Session("a", list(PROMPT), SAMPLINGS[sampling])
-            output = generate_overlapped(
-                target, drafts[name], session, NUM_OUTPUT, num_drafts, FANOUTS[label]
-            )
-            assert output == expected[sampling][:NUM_OUTPUT], label
-            if name == "perfect":
-                assert all(session.hits)
-            for head in heads_of(target, drafts):
-                assert_all_free(head)
+    session = Session("a", list(PROMPT), SAMPLINGS[sampling])
+    output = generate_overlapped(target, drafts[name], session, NUM_OUTPUT, num_drafts, FANOUTS[fanout])
+    assert output == expected[sampling][:NUM_OUTPUT]
+    if name == "perfect":
+        assert all(session.hits)
+    for head in heads_of(target, drafts):
+        assert_all_free(head)
 
 
 def test_repetition_penalty_is_that_of_generate(target_path: Path, target: TargetEngine) -> None:

@@ -15,9 +15,12 @@ from specray.engine.cpu.gemm import tiles
 from specray.engine.model.operators_torch import rotary_tables
 from specray.engine.model.rotary import RotaryTables
 from specray.engine.step import AttentionStep, CacheShape, HeadShape, SequenceRows
+from tests.pairwise import pairs
 from tests.unit.engine.attention.trees import MAX_LEN, TREES, Tree, angles, expected, random_rows, tree_steps
 
 SHAPE = HeadShape(6, 2, 32)
+EMULATES = pytest.mark.timeout(400)
+"""To compile what stands for AMX takes a busy machine minutes."""
 
 
 def torch_tables() -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,6 +94,7 @@ def check(
 
 
 @pytest.mark.slow
+@EMULATES
 @pytest.mark.parametrize("tree", [TREES[-2], TREES[5]], ids=lambda tree: tree.name)
 @pytest.mark.parametrize("path", ["sdpa", "gather", "float32", "bfloat16", "amx"])
 def test_sinks_take_weight(
@@ -114,22 +118,22 @@ def test_sinks_take_weight(
     torch.testing.assert_close(without[:, : SHAPE.head_dim], out[:, : SHAPE.head_dim], atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("block_size", [16, 5, MAX_LEN])
-@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
-@pytest.mark.parametrize("make", [sdpa, gather])
+@pairs(make=(sdpa, gather), tree={tree.name: tree for tree in TREES}, block_size=(16, 5, MAX_LEN))
 def test_torch_equals_the_dense_mask(make: Callable[[], Attention], tree: Tree, block_size: int) -> None:
     check(make, tree, torch.float32, block_size, 1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block_size", [16, 5, MAX_LEN])
-@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
-@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+@pairs(
+    tree={tree.name: tree for tree in TREES},
+    dtype=(torch.float32, torch.bfloat16),
+    block_size=(16, 5, MAX_LEN),
+)
 def test_kernels_equal_the_dense_mask(
-    monkeypatch: pytest.MonkeyPatch, tree: Tree, dtype: torch.dtype, atol: float, block_size: int
+    monkeypatch: pytest.MonkeyPatch, tree: Tree, dtype: torch.dtype, block_size: int
 ) -> None:
     monkeypatch.setattr(tiles, "is_usable", lambda: False)
-    check(lambda: kernel(dtype), tree, dtype, block_size, atol)
+    check(lambda: kernel(dtype), tree, dtype, block_size, 1e-5 if dtype == torch.float32 else 0.02)
 
 
 def on_a_chain(attention: Attention, tree: Tree, node: int, dtype: torch.dtype) -> torch.Tensor:
@@ -168,12 +172,14 @@ def test_a_node_has_the_bits_that_it_has_on_a_chain(
 
 
 @pytest.mark.slow
+@EMULATES
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
 def test_a_node_has_the_bits_that_it_has_on_a_chain_with_amx(amx: None, tree: Tree) -> None:
     check_bits(kernel(torch.bfloat16), tree, torch.bfloat16, range(0, len(tree.parents), 9))
 
 
 @pytest.mark.slow
+@EMULATES
 @pytest.mark.parametrize("block_size", [16, MAX_LEN])
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
 def test_amx_equals_the_dense_mask(amx: None, tree: Tree, block_size: int) -> None:

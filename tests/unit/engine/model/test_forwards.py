@@ -1,5 +1,6 @@
 """Both forwards compute what the library computes: whole, in chunks, in ragged batches, after a rollback."""
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -37,7 +38,9 @@ def case(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> t
     return checkpoint(name), forced or ("decoder" if name in DECODER else "hf")
 
 
+@functools.cache
 def make_runner(case: tuple[Path, str], block_size: int | None = None, dtype: str = "float32") -> ModelRunner:
+    """One for all tests of a case: what another has left in the cache is nobody's."""
     path, forward = case
     runner = cpu_runner(path, forward=forward, dtype=dtype, block_size=block_size, max_num_seqs=4)
     assert runner.info.forward == forward
