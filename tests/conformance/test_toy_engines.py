@@ -13,7 +13,7 @@ import pytest
 from specray.draft_tokens import NO_DRAFT, DraftTokens, LookaheadBudget, TreeBudget
 from specray.engine.drafting import engine as draft_module
 from specray.engine.drafting.engine import DraftEngine
-from specray.engine.sampling.device.kernels import TorchKernels
+from specray.engine.sampling.device.kernels import Kernels
 from specray.engine.sampling.device.sampler import DeviceSampler
 from specray.engine.target import engine as target_module
 from specray.types import Proposal, SamplingParams, Verdict
@@ -108,7 +108,7 @@ def device_sampler(
     vocab_size: int, device: object, max_num_draft_probs: int = 64, **vocabulary: object
 ) -> DeviceSampler:
     assert set(vocabulary.values()) <= {None, vocab_size}
-    return DeviceSampler(TorchKernels(), max_num_draft_probs)
+    return DeviceSampler(Kernels(), max_num_draft_probs)
 
 
 @pairs(

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import torch
 
-from specray.engine.sampling.device.kernels import Kernels, TorchKernels, processed
+from specray.engine.sampling.device.kernels import Kernels, processed
 from specray.engine.sampling.device.rows import RowTable, key_words
 from specray.engine.sampling.device.sampler import DeviceSampler
 from specray.engine.sampling.draft import DraftToken
@@ -89,7 +89,7 @@ def check_cuts(kernels: Kernels, device: torch.device, vocab_size: int, num_rows
     )
     remote = logits.to(device)
     kept, expected = (
-        processed(remote, rows, each.cut(remote, rows)).isfinite() for each in (kernels, TorchKernels())
+        processed(remote, rows, each.cut(remote, rows)).isfinite() for each in (kernels, Kernels())
     )
     different = (kept != expected).any(-1).nonzero()[:, 0].tolist()
     assert not different, [

@@ -130,7 +130,7 @@ def test_sampling_on_a_cpu_needs_no_model_and_gives_every_figure(tmp_path: Path)
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["failures"], report["shapes"]) == ([], {})
     sampling = report["sampling"]
-    assert (sampling["kernels"], sampling["differing"]) == ("TorchKernels", [])
+    assert (sampling["kernels"], sampling["differing"]) == ("Kernels", [])
     kinds = {(time["kind"], time["num_rows"]) for time in sampling["times"]}
     assert kinds == {("verify", 3), ("verify", 6), ("draw", 1), ("draw", 2)}
     assert len(sampling["kernel_times"]) == 2 * 7

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specray.engine.sampling.device.kernels import Kernels, TorchKernels
+from specray.engine.sampling.device.kernels import Kernels
 from specray.engine.sampling.device.select import check_kernels, choose_kernels
 from tests.gpu.sampling_cases import check_cuts, check_noise, check_sampler
 
@@ -38,15 +38,15 @@ def test_triton_kernels_in_the_interpreter(part: str) -> None:
 
 def test_torch_kernels_pass_the_same_checks() -> None:
     cpu = torch.device("cpu")
-    check_kernels(TorchKernels(), cpu, vocab_size=203)
-    check_noise(TorchKernels(), cpu, 101)
-    check_cuts(TorchKernels(), cpu, 150, 12)
-    check_sampler(TorchKernels(), cpu, 67, range(4))
+    check_kernels(Kernels(), cpu, vocab_size=203)
+    check_noise(Kernels(), cpu, 101)
+    check_cuts(Kernels(), cpu, 150, 12)
+    check_sampler(Kernels(), cpu, 67, range(4))
 
 
 @pytest.mark.parametrize("broken", ["draw", "cut", "residual", "words"])
 def test_kernels_with_other_numbers_are_not_trusted(broken: str) -> None:
-    class Broken(TorchKernels):
+    class Broken(Kernels):
         def words(self, keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
             return super().words(keys, token_ids) ^ int(broken == "words")
 

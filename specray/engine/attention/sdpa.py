@@ -175,7 +175,7 @@ def _attend_rows(
     else:
         by_head = query.view(num_rows, num_kv_heads, group_size, head_dim).transpose(0, 1)
         grouped = by_head.reshape(num_kv_heads, 1, num_rows * group_size, head_dim)
-    seen = _select(keys, context.slots), _select(values, context.slots)
+    seen = select_slots(keys, context.slots), select_slots(values, context.slots)
     if rule is None:
         output = F.scaled_dot_product_attention(grouped, *seen, attn_mask=context.mask, scale=scale)
     else:
@@ -186,7 +186,7 @@ def _attend_rows(
     return by_row.reshape(num_rows, num_heads * value_dim)
 
 
-def _select(heads: torch.Tensor, slots: Slots) -> torch.Tensor:
+def select_slots(heads: torch.Tensor, slots: Slots) -> torch.Tensor:
     """The slots of ``[num_kv_heads, 1, num_slots, head_dim]``."""
     if isinstance(slots, slice):
         return heads.narrow(2, slots.start, slots.stop - slots.start)

@@ -9,8 +9,7 @@ from typing import Literal
 import torch
 
 from specray.config import Config
-from specray.engine.draft_view.engine import DraftViewEngine
-from specray.engine.draft_view.retokenizing import RetokenizingDraftEngine
+from specray.engine.draft_view.engine import DraftViewEngine, RetokenizingDraftEngine
 from specray.engine.draft_view.sampler import partner_columns, partner_sampler
 from specray.engine.inputs import SequenceInput
 from specray.engine.model.description import model_path

@@ -1,4 +1,4 @@
-"""The draft engine for a draft with its own view of a request: another vocabulary, a window.
+"""The draft engines for a draft with its own view of a request: another vocabulary, a window, its own text.
 
 Towards the router it is an engine of the target's vocabulary. Items are translated on their way in, so that
 everything below works on the draft's own sequences.
@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from specray.config import PrefixCache
+from specray.draft_tokens import DraftTokens, SparseProbs
 from specray.engine.cache.sequence import EngineSequence
 from specray.engine.cache.sequences import UnknownSequenceError
 from specray.engine.draft_view.view import DraftView, Vocabulary
@@ -22,8 +23,10 @@ from specray.engine.schedule import Runner, check_length, check_token_ids
 from specray.engine.window import DraftWindow
 from specray.engine_info import EngineInfo
 from specray.errors import ProtocolError
-from specray.types import SamplingParams, SpeculateItem
+from specray.types import DraftReply, Proposal, SamplingParams, SpeculateItem
 
+_NUM_BEHIND = 4
+"""Target's tokens before a text with which it is tokenized, since the target may have joined them."""
 NO_LIMIT = 2**31 - 1
 """Tokens of a sequence that a draft with a window takes: any number."""
 
@@ -144,3 +147,38 @@ class DraftViewEngine(DraftEngine):
         view.hold()
         sequence.committed = view
         return sequence
+
+
+class RetokenizingDraftEngine(DraftViewEngine):
+    """A draft that goes on in its own tokens, whose text the target's tokenizer splits anew.
+
+    Nothing says how likely the draft would have come to such tokens. So they are its likeliest, chosen
+    without randomness, and accepted where the target draws the same; under rejection each was certain.
+    Outcomes and trees would need the target's tokens one by one: there are none.
+    """
+
+    def _translated(self, item: SpeculateItem, view: DraftView) -> SpeculateItem | None:
+        if item.fanout:
+            return None
+        own = super()._translated(item, view)
+        return None if own is None else replace(own, tree=None)
+
+    def _own_sampling(self, sampling: SamplingParams) -> SamplingParams:
+        return SamplingParams(temperature=0.0, cache_salt=sampling.cache_salt)
+
+    def _keep_and_append(self, item: SpeculateItem, num_extra_tokens: int) -> EngineSequence:
+        sequence = super()._keep_and_append(item, num_extra_tokens)
+        sequence.committed = None
+        return sequence
+
+    def _reply(self, item: SpeculateItem, task: Task | None) -> DraftReply:
+        reply = super()._reply(item, task)
+        if not isinstance(reply, Proposal) or not reply.draft:
+            return reply
+        assert self._vocabulary is not None, "the same vocabulary needs no other tokens"
+        view = self._views[item.request_id]
+        written = self._vocabulary.write(reply.draft.token_ids, view.token_ids[-_NUM_BEHIND:])
+        token_ids = written[: item.num_speculative_tokens]
+        by_rejection = view.sampling.draws_by_rejection
+        probs = tuple(SparseProbs((token_id,), (1.0,)) for token_id in token_ids) if by_rejection else ()
+        return replace(reply, draft=DraftTokens(token_ids, probs=probs))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -45,6 +46,14 @@ class BlockWeight:
     def unit(self) -> int:
         """Input features of a block."""
         return self.kind.size.num_values
+
+    def is_like(self, other: object) -> bool:
+        """Whether rows of both can stand in one weight."""
+        return isinstance(other, BlockWeight) and self.kind is other.kind
+
+    def joined(self, others: Sequence[Any]) -> BlockWeight:
+        """With the rows of others, which are alike, below its own."""
+        return BlockWeight(self.kind, torch.cat([self.rows, *(each.rows for each in others)]))
 
     def select(self, index: torch.Tensor | slice) -> BlockWeight:
         """Some rows, in this order."""
@@ -90,8 +99,3 @@ class BlockWeight:
             part = slice(first, first + step)
             values[part] = self.decoded(part).values()
         return values
-
-
-def join(weights: Sequence[BlockWeight]) -> BlockWeight:
-    """One weight of the rows of several, which have the same type and input features."""
-    return BlockWeight(weights[0].kind, torch.cat([weight.rows for weight in weights]))

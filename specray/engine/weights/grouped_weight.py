@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -45,7 +46,6 @@ class GroupedWeight:
         return self.codes.numel() * self.bits // 8 + self.scales.nbytes + zeros
 
     def is_like(self, other: object) -> bool:
-        """Whether rows of both can stand in one weight."""
         return (
             isinstance(other, GroupedWeight)
             and self.shape[1] == other.shape[1]
@@ -53,8 +53,14 @@ class GroupedWeight:
             == (other.codes.dtype, other.bits, other.group, other.scales.dtype, other.zeros is None)
         )
 
+    def joined(self, others: Sequence[Any]) -> GroupedWeight:
+        codes, scales = (
+            torch.cat([getattr(each, name) for each in (self, *others)]) for name in ("codes", "scales")
+        )
+        zeros = None if self.zeros is None else torch.cat([self.zeros, *(each.zeros for each in others)])
+        return GroupedWeight(codes, scales, zeros, self.bits)
+
     def select(self, index: torch.Tensor | slice) -> GroupedWeight:
-        """Some rows, in this order."""
         zeros = None if self.zeros is None else self.zeros[index]
         return GroupedWeight(self.codes[index], self.scales[index], zeros, self.bits)
 
@@ -81,7 +87,6 @@ class GroupedWeight:
         return GroupedWeight(self.codes[:, columns], self.scales[:, groups], zeros, self.bits)
 
     def is_finite(self) -> bool:
-        """Whether no value is NaN or infinite."""
         codes = self.codes
         if codes.dtype == torch.float8_e4m3fn and bool(((codes.view(torch.uint8) & 0x7F) == 0x7F).any()):
             return False
@@ -89,21 +94,7 @@ class GroupedWeight:
         return bool(self.scales.isfinite().all()) and not (has_half and not bool(codes.isfinite().all()))
 
     def values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The weight's numbers, computed in float32."""
         codes = self.codes.float().view(*self.scales.shape, -1)
         if self.zeros is not None:
             codes -= self.zeros[..., None].float()
         return codes.mul_(self.scales.float()[..., None]).view(self.codes.shape).to(dtype)
-
-
-def join_groups(weights: Sequence[GroupedWeight]) -> GroupedWeight:
-    """One weight of the rows of several that are alike."""
-    first = weights[0]
-    codes = torch.cat([weight.codes for weight in weights])
-    zeros = [weight.zeros for weight in weights if weight.zeros is not None]
-    return GroupedWeight(
-        codes,
-        torch.cat([weight.scales for weight in weights]),
-        torch.cat(zeros) if zeros else None,
-        first.bits,
-    )

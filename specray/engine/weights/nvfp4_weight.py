@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -43,11 +44,17 @@ class Nvfp4Weight:
         return self.codes.nbytes + self.scales.nbytes + self.factors.nbytes
 
     def is_like(self, other: object) -> bool:
-        """Whether rows of both can stand in one weight."""
         return isinstance(other, Nvfp4Weight) and self.shape[1] == other.shape[1]
 
+    def joined(self, others: Sequence[Any]) -> Nvfp4Weight:
+        all_of_them = (self, *others)
+        return Nvfp4Weight(
+            torch.cat([each.codes for each in all_of_them]),
+            torch.cat([each.scales.view(torch.uint8) for each in all_of_them]).view(self.scales.dtype),
+            torch.cat([each.factors for each in all_of_them]),
+        )
+
     def select(self, index: torch.Tensor | slice) -> Nvfp4Weight:
-        """Some rows, in this order."""
         # Not every operator takes float8.
         scales = self.scales.view(torch.uint8)[index].view(self.scales.dtype)
         return Nvfp4Weight(self.codes[index], scales, self.factors[index])
@@ -65,22 +72,11 @@ class Nvfp4Weight:
         )
 
     def is_finite(self) -> bool:
-        """Whether no value is NaN or infinite."""
         is_nan = (self.scales.view(torch.uint8) & _NAN) == _NAN
         return not bool(is_nan.any()) and bool(self.factors.isfinite().all())
 
     def values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The weight's numbers, computed in float32."""
         both = torch.stack((self.codes & 15, self.codes >> 4), -1).flatten(1)
         numbers = (torch.tensor(MXFP4_VALUES) * 0.5)[both.int()].view(*self.scales.shape, -1)
         grouped = (numbers * self.scales.float()[..., None]).view(self.shape)
         return (grouped * self.factors[:, None]).to(dtype)
-
-
-def join_nvfp4(weights: Sequence[Nvfp4Weight]) -> Nvfp4Weight:
-    """One weight of the rows of several that are alike."""
-    return Nvfp4Weight(
-        torch.cat([each.codes for each in weights]),
-        torch.cat([each.scales.view(torch.uint8) for each in weights]).view(weights[0].scales.dtype),
-        torch.cat([each.factors for each in weights]),
-    )

@@ -15,6 +15,8 @@ import torch
 from specray.engine.weights.quantization import GROUP, Quantization
 from specray.errors import ConfigError
 
+_DTYPE = torch.float16
+"""Type of scales and minimums."""
 _MAX_INT8, _MAX_INT4 = 127, 15
 WEIGHTS_AT_ONCE = 1 << 20
 """Weights that are quantised at once, so that what lies between takes some MiB, whatever the layer's size."""
@@ -44,16 +46,13 @@ class QuantizedWeight:
         return groups.view(self.codes.shape)
 
 
-def quantize(
-    weight: torch.Tensor, format: Quantization, *, dtype: torch.dtype = torch.float16
-) -> QuantizedWeight:
+def quantize(weight: torch.Tensor, format: Quantization) -> QuantizedWeight:
     """Quantises a weight ``[out_features, in_features]`` to the nearest codes, some rows at a time.
 
-    Args:
-        dtype: of scales and minimums; codes are the nearest for these as they are rounded.
+    Scales and minimums are float16; codes are the nearest for these as they are rounded.
 
     Raises:
-        ConfigError: groups do not divide the input features, or a group's numbers exceed ``dtype``.
+        ConfigError: groups do not divide the input features, or a group's numbers exceed float16.
     """
     out_features, in_features = weight.shape
     if in_features % GROUP:
@@ -63,17 +62,17 @@ def quantize(
         )
     is_int4, shape = format is Quantization.INT4, (out_features, in_features // GROUP)
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    scales = torch.empty(shape, dtype=dtype, device=weight.device)
-    minimums = torch.empty(shape, dtype=dtype, device=weight.device) if is_int4 else None
+    scales = torch.empty(shape, dtype=_DTYPE, device=weight.device)
+    minimums = torch.empty(shape, dtype=_DTYPE, device=weight.device) if is_int4 else None
     for rows in _runs(out_features, max(1, WEIGHTS_AT_ONCE // in_features)):
         groups = weight[rows].float().view(-1, shape[1], GROUP)
         if minimums is None:
-            found, scales[rows] = _int8(groups, dtype)
+            found, scales[rows] = _int8(groups)
         else:
-            found, scales[rows], minimums[rows] = _int4(groups, dtype)
+            found, scales[rows], minimums[rows] = _int4(groups)
         codes[rows] = found.view(-1, in_features)
     if not bool(scales.isfinite().all()) or (minimums is not None and not bool(minimums.isfinite().all())):
-        limit = torch.finfo(dtype).max
+        limit = torch.finfo(_DTYPE).max
         raise ConfigError(
             f"quantization is {format.value!r}; a weight is {float(weight.abs().max()):g}, and numbers of "
             f"groups are held up to {limit:g}; allowed: 'none'"
@@ -86,23 +85,23 @@ def _runs(count: int, step: int) -> Iterator[slice]:
         yield slice(first, first + step)
 
 
-def _int8(groups: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    scales = (groups.abs().amax(-1) / _MAX_INT8).to(dtype)
+def _int8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = (groups.abs().amax(-1) / _MAX_INT8).to(_DTYPE)
     codes = (groups * _inverse(scales)).round_().clamp_(-_MAX_INT8, _MAX_INT8)
     return codes, scales
 
 
-def _int4(groups: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _int4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The whole range of each group first, then better fits to its codes, while they are better."""
     low, high = torch.aminmax(groups, dim=-1)
-    scales, minimums = ((high - low) / _MAX_INT4).to(dtype), low.to(dtype)
+    scales, minimums = ((high - low) / _MAX_INT4).to(_DTYPE), low.to(_DTYPE)
     codes, errors = _int4_codes(groups, scales, minimums)
     mean = groups.mean(-1, keepdim=True)
     for _ in range(NUM_REFITS):
         code_mean = codes.mean(-1, keepdim=True)
         centred = codes - code_mean
         steps = (centred * (groups - mean)).sum(-1) / centred.square().sum(-1).clamp_min_(1e-9)
-        fitted = steps.to(dtype), (mean[..., 0] - steps * code_mean[..., 0]).to(dtype)
+        fitted = steps.to(_DTYPE), (mean[..., 0] - steps * code_mean[..., 0]).to(_DTYPE)
         new_codes, new_errors = _int4_codes(groups, *fitted)
         is_better = new_errors < errors
         codes = torch.where(is_better[..., None], new_codes, codes)

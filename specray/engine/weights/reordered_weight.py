@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from specray.engine.weights.grouped_weight import GroupedWeight, join_groups
+from specray.engine.weights.grouped_weight import GroupedWeight
 from specray.engine.weights.quantization import GROUP
 from specray.errors import ConfigError
 
@@ -50,15 +51,17 @@ class ReorderedWeight:
         return self.sorted.num_bytes + self.order.nbytes
 
     def is_like(self, other: object) -> bool:
-        """Whether rows of both can stand in one weight."""
         return (
             isinstance(other, ReorderedWeight)
             and self.sorted.is_like(other.sorted)
             and torch.equal(self.order, other.order)
         )
 
+    def joined(self, others: Sequence[Any]) -> ReorderedWeight:
+        joined = self.sorted.joined([each.sorted for each in others])
+        return ReorderedWeight(joined, self.order, self.in_features)
+
     def select(self, index: torch.Tensor | slice) -> ReorderedWeight:
-        """Some rows, in this order."""
         return ReorderedWeight(self.sorted.select(index), self.order, self.in_features)
 
     def columns(self, start: int, stop: int) -> ReorderedWeight:
@@ -76,21 +79,13 @@ class ReorderedWeight:
         return ReorderedWeight(found.sorted, order, stop - start)
 
     def is_finite(self) -> bool:
-        """Whether no value is NaN or infinite."""
         return self.sorted.is_finite()
 
     def values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The weight's numbers, computed in float32."""
         is_real = self.order != NO_FEATURE
         values = torch.empty(self.shape, dtype=dtype)
         values[:, self.order[is_real].long()] = self.sorted.values(dtype)[:, is_real]
         return values
-
-
-def join_reordered(weights: Sequence[ReorderedWeight]) -> ReorderedWeight:
-    """One weight of the rows of several that are alike."""
-    first = weights[0]
-    return ReorderedWeight(join_groups([each.sorted for each in weights]), first.order, first.in_features)
 
 
 def _padded(

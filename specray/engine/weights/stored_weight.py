@@ -11,10 +11,9 @@ from typing import TypeAlias
 import torch
 
 from specray.engine.weights.block_weight import BlockWeight
-from specray.engine.weights.block_weight import join as join_blocks
-from specray.engine.weights.grouped_weight import GroupedWeight, join_groups
-from specray.engine.weights.nvfp4_weight import Nvfp4Weight, join_nvfp4
-from specray.engine.weights.reordered_weight import ReorderedWeight, join_reordered
+from specray.engine.weights.grouped_weight import GroupedWeight
+from specray.engine.weights.nvfp4_weight import Nvfp4Weight
+from specray.engine.weights.reordered_weight import ReorderedWeight
 
 Part: TypeAlias = BlockWeight | GroupedWeight | Nvfp4Weight | ReorderedWeight
 
@@ -30,11 +29,11 @@ class StoredWeight:
         """The weight of these parts' rows, one below the other."""
         alike: list[list[Part]] = []
         for part in parts:
-            if alike and _is_like(alike[-1][0], part):
+            if alike and alike[-1][0].is_like(part):
                 alike[-1].append(part)
             else:
                 alike.append([part])
-        return cls(tuple(_joined(run) for run in alike))
+        return cls(tuple(run[0].joined(run[1:]) if len(run) > 1 else run[0] for run in alike))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -107,23 +106,3 @@ def join(weights: Sequence[Weight]) -> Weight:
     if len(stored) == len(weights):
         return StoredWeight.of(part for weight in stored for part in weight.parts)
     return torch.cat([weight for weight in alike(weights) if isinstance(weight, torch.Tensor)])
-
-
-def _is_like(first: Part, second: Part) -> bool:
-    if isinstance(first, BlockWeight):
-        return isinstance(second, BlockWeight) and first.kind is second.kind
-    return first.is_like(second)
-
-
-def _joined(parts: list[Part]) -> Part:
-    """Parts of one kind that are alike."""
-    if len(parts) == 1:
-        return parts[0]
-    first = parts[0]
-    if isinstance(first, BlockWeight):
-        return join_blocks([part for part in parts if isinstance(part, BlockWeight)])
-    if isinstance(first, Nvfp4Weight):
-        return join_nvfp4([part for part in parts if isinstance(part, Nvfp4Weight)])
-    if isinstance(first, ReorderedWeight):
-        return join_reordered([part for part in parts if isinstance(part, ReorderedWeight)])
-    return join_groups([part for part in parts if isinstance(part, GroupedWeight)])

@@ -85,15 +85,15 @@ class Keys:
         assert isinstance(value, int)
         return value
 
-    def whole_by_layer(self, name: str, num_layers: int, *, least: int = 0) -> tuple[int, ...]:
+    def whole_by_layer(self, name: str, num_layers: int) -> tuple[int, ...]:
         """A whole number of each layer."""
         value = self._values.get(name)
         if not isinstance(value, tuple):
-            return (self.whole(name, least=least),) * num_layers
+            return (self.whole(name, least=0),) * num_layers
         self._read.add(name)
-        numbers = tuple(each for each in value if type(each) is int and each >= least)
+        numbers = tuple(each for each in value if type(each) is int and each >= 0)
         if len(value) != num_layers or len(numbers) != num_layers:
-            raise self.unfit(name, value, f"{num_layers} whole numbers of at least {least}")
+            raise self.unfit(name, value, f"{num_layers} whole numbers of at least 0")
         return numbers
 
     def flags_by_layer(self, name: str, num_layers: int) -> tuple[bool, ...] | None:

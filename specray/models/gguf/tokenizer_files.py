@@ -9,12 +9,12 @@ import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specray.gguf.header import GgufHeader, Value, read_header
 from specray.models.gguf.keys import UnfitError
-from specray.models.gguf.merges import Merge, derived_merges
 from specray.models.gguf.pre_tokenizers import COMPOSED, FIRST_WHOLE, NAMELESS, PATTERNS
 from specray.models.gguf.tokenizer import BYTE_LEVEL, PREFIX, SENTENCEPIECE
 from specray.tokenization.byte_alphabet import spelled_bytes
@@ -22,6 +22,7 @@ from specray.tokenization.byte_alphabet import spelled_bytes
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+Merge = tuple[str, str]
 _LISTS = tuple(f"{PREFIX}ggml.{name}" for name in ("tokens", "token_type", "scores", "merges"))
 _ROLES: Mapping[str, str] = {
     "bos_token": "bos_token_id",
@@ -242,3 +243,20 @@ def _framed(source: _Source, roles: Mapping[str, str], tokenizer: Tokenizer) -> 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def derived_merges(tokens: Sequence[str], scores: Sequence[float]) -> list[Merge]:
+    """The merges of a sentencepiece vocabulary, which lists none: they follow from pieces and scores.
+
+    Merges of two pieces to one are in the order in which they are made: of the piece with the highest score
+    first, then those with the longest left, then right, part.
+    """
+    known = set(tokens)
+    found: list[tuple[float, int, int, str, str]] = []
+    for token, score in dict(zip(tokens, scores, strict=True)).items():
+        for end in range(1, len(token)):
+            left, right = token[:end], token[end:]
+            if left in known and right in known:
+                found.append((score, len(left), len(right), left, right))
+    found.sort(key=itemgetter(0, 1, 2), reverse=True)
+    return [(left, right) for *_, left, right in found]

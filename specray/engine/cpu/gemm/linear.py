@@ -22,7 +22,7 @@ from specray.engine.cpu.huge_pages import empty_on_huge_pages
 from specray.engine.cpu.isa import Isa, fastest_isa
 from specray.engine.cpu.thread_pool import APART, ThreadPool
 
-_PARTS_PER_THREAD = 4
+PARTS_PER_THREAD = 4
 """Parts per thread: enough that threads end together, few since each part starts with weights not
 prefetched."""
 MAX_ROWS_AT_ONCE = 512
@@ -70,7 +70,7 @@ def _panels(*weights: torch.Tensor) -> torch.Tensor:
     return panels
 
 
-def _padded(bias: torch.Tensor | None, size: int) -> torch.Tensor:
+def padded_bias(bias: torch.Tensor | None, size: int) -> torch.Tensor:
     """Pads a bias to float32 ``[panels, 32]``; zeros without one."""
     padded = torch.zeros(-(-size // PANEL), PANEL)
     if bias is not None:
@@ -97,7 +97,7 @@ class TiledProduct:
     ) -> None:
         self.weight, self.bias, self.size, self.thread_pool = weight, bias, size, thread_pool
         self.num_panels, self.num_weights = -(-size // PANEL), weight.numel()
-        self.num_parts = min(self.num_panels, _PARTS_PER_THREAD * thread_pool.size)
+        self.num_parts = min(self.num_panels, PARTS_PER_THREAD * thread_pool.size)
         if self.num_weights < MIN_SHARED_WEIGHTS:
             self.num_parts = 1
         # Checked in every process: cached code needs the system's permission for AMX too.
@@ -242,7 +242,7 @@ class TiledLinear:
         self.has_whole_blocks = self.in_features % BLOCK == 0
         self.num_weights, self.num_bytes = weight.numel(), weight.nbytes
         self.weight = _panels(weight)
-        self.bias = _padded(bias, size)
+        self.bias = padded_bias(bias, size)
         self.product = TiledProduct(self.weight, self.bias, size, PLAIN, thread_pool)
         self._plus = TiledProduct(self.weight, self.bias, size, PLUS, thread_pool)
 
@@ -302,7 +302,7 @@ class TiledGate:
         self.num_weights, self.num_bytes = 2 * gate.numel(), 2 * gate.nbytes
         # A gate panel, then the up panel of the same features.
         self.weight = _panels(gate, up)
-        self.bias = torch.stack([_padded(bias, len(gate)) for bias in (gate_bias, up_bias)], dim=1)
+        self.bias = torch.stack([padded_bias(bias, len(gate)) for bias in (gate_bias, up_bias)], dim=1)
         self.product = TiledProduct(self.weight, self.bias, gate.shape[0], GATED, thread_pool, joint)
 
     @property

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from specray.engine.attention.sdpa import sequence_slots
+from specray.engine.attention.sdpa import select_slots, sequence_slots
 from specray.engine.cache.blocks import BlockCache
 from specray.engine.features.base import Context
-from specray.engine.step import Slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +58,8 @@ class BlockStep:
             if first < length:
                 device = query.device
                 slots = sequence_slots(context.block_ids, first, length, self.cache.block_size, device)
-                keys = torch.cat((_select(self.cache.keys[layer], slots), keys), 2)
-                values = torch.cat((_select(self.cache.values[layer], slots), values), 2)
+                keys = torch.cat((select_slots(self.cache.keys[layer], slots), keys), 2)
+                values = torch.cat((select_slots(self.cache.values[layer], slots), values), 2)
             mask = self._mask(length - first, reach, query)
             outputs.append(_attend(query[rows], keys, values, mask, scale))
         return torch.cat(outputs)
@@ -79,13 +78,6 @@ class BlockStep:
             needs_mask = reach.is_causal or reach.window is not None
             self._masks[num_before, reach] = mask.masked_fill_(is_hidden, -torch.inf) if needs_mask else None
         return self._masks[num_before, reach]
-
-
-def _select(heads: torch.Tensor, slots: Slots) -> torch.Tensor:
-    """The slots of ``[num_kv_heads, 1, num_slots, head_dim]``."""
-    if isinstance(slots, slice):
-        return heads.narrow(2, slots.start, slots.stop - slots.start)
-    return heads.index_select(2, slots)
 
 
 def _attend(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,17 +23,10 @@ from specray.engine.weights.quantized_weight import quantize
 from specray.engine.weights.stored_weight import StoredWeight, Weight, join, numbers_of
 
 if TYPE_CHECKING:
-    from specray.engine.attention.base import Attention
-    from specray.engine.model.decoder import Embedding, Norm, RowGate
-    from specray.engine.model.layers.delta import DeltaInputs, Mixer
+    from specray.engine.model.decoder import Embedding
     from specray.engine.model.layers.experts.routing import Router
-    from specray.engine.model.layers.latent.projections import HeadProduct, LatentQueries
-    from specray.engine.model.layers.mixer_lowering import PlainMixer
-    from specray.engine.model.layers.normed import Rows
     from specray.engine.model.linear import Gate, Linear
     from specray.engine.model.operators import Operators
-    from specray.engine.model.rotary import RotaryTables
-    from specray.engine.step import HeadShape
 
 
 class CodeOperators:
@@ -58,6 +51,9 @@ class CodeOperators:
         rule: TileRule = FREE,
     ) -> None:
         self._others, self._dtype, self._device = others, dtype, device
+        self.router, self.row_gate, self.squared = others.router, others.row_gate, others.squared
+        self.mixer, self.head_product, self.inputs = others.mixer, others.head_product, others.inputs
+        self.norm, self.attention = others.norm, others.attention
         self._format, self._rule = format, rule
         self._checked: set[CodeLayout] = set()
         is_plain = format is Quantization.NONE
@@ -100,35 +96,9 @@ class CodeOperators:
             return TableEmbedding(self._numbers(table))
         return CodeEmbedding(self._packed(parts)[0], self._dtype)
 
-    def router(
-        self, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
-        return self._others.router(weight, bias)
-
-    def row_gate(self, linear: Linear, size: int, width: int = 1) -> RowGate:
-        return self._others.row_gate(linear, size, width)
-
-    def mixer(self, mixer: PlainMixer) -> Mixer:
-        return self._others.mixer(mixer)
-
-    def squared(self, linear: Linear) -> Gate:
-        return self._others.squared(linear)
-
-    def head_product(self, weight: torch.Tensor) -> HeadProduct:
-        return self._others.head_product(weight)
-
-    def inputs(self, made: LatentQueries | DeltaInputs) -> Rows:
-        return self._others.inputs(made)
-
     def experts(self, router: Router, experts: Sequence[ExpertMlp]) -> ExpertLayer:
         made = expert_layer(router, experts, self._dtype, self._rule)
         return made or self._others.experts(router, experts)
-
-    def norm(self, weight: torch.Tensor, eps: float) -> Norm:
-        return self._others.norm(weight, eps)
-
-    def attention(self, tables: RotaryTables, shape: HeadShape) -> Attention:
-        return self._others.attention(tables, shape)
 
     def _parts(self, weight: Weight) -> Sequence[Packable] | None:
         """What is packed of a weight; None: it is multiplied as numbers."""

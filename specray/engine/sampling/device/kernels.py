@@ -1,13 +1,13 @@
-"""The heavy parts of sampling on a device: their seam, and the same in torch's operators.
+"""The heavy parts of sampling on a device, in torch's operators.
 
-The torch form is what the Triton form (``kernels_triton``) is checked against, and serves where Triton does
-not work. Nothing here waits for the device.
+The Triton form (``kernels_triton``) is checked against these, which serve where Triton does not work. Nothing
+here waits for the device.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,62 +27,6 @@ class Residuals(NamedTuple):
     """float64 ``[num_sequences, vocab_size]``: what is taken off; zeros where nothing was rejected."""
 
 
-class Kernels(Protocol):
-    """Works on logits ``[num_rows, vocab_size]``, float32, before the division by the temperature."""
-
-    def words(self, keys: Tensor, token_ids: Tensor) -> Tensor:
-        """Philox words, int64, of each row's ``token_ids`` ``[num_rows, any]``; keys as in a row table."""
-        ...
-
-    def gumbel(self, keys: Tensor, vocab_size: int) -> Tensor:
-        """Gumbel noise of all tokens, float64 ``[num_rows, vocab_size]``; zeros in rows without noise."""
-        ...
-
-    def cut(self, logits: Tensor, rows: RowTable) -> TailCut:
-        """Where top-k, top-p and min-p cut each row; as ``processors.keep_top`` has it."""
-        ...
-
-    def draw(
-        self, logits: Tensor, rows: RowTable, cut: TailCut | None, *, is_judged: bool
-    ) -> tuple[Tensor, Tensor]:
-        """The first best token of each row with its noise, of float64 scores, and how far it leads.
-
-        Returns:
-            int64 and float32 ``[num_rows]``; leads as ``draws.Draw`` has them, zeros unless ``is_judged``.
-        """
-        ...
-
-    def draw_best(self, logits: Tensor, rows: RowTable, first_token_id: int) -> tuple[Tensor, Tensor]:
-        """The first best token of each row with its noise, where logits are of the ids from one on.
-
-        Args:
-            first_token_id: a multiple of 4.
-
-        Returns:
-            float64 scores and int64 token ids ``[num_rows]``.
-        """
-        ...
-
-    def sums(self, logits: Tensor, rows: RowTable, cut: TailCut | None) -> tuple[Tensor, Tensor]:
-        """Each row's largest logit, float32, and the float64 sum of exp(logit - largest) of what is kept."""
-        ...
-
-    def draw_residuals(
-        self,
-        logits: Tensor,
-        rows: RowTable,
-        cut: TailCut | None,
-        sums: tuple[Tensor, Tensor],
-        residuals: Residuals,
-    ) -> Tensor:
-        """Draws from each sequence's residual distribution; where it is empty, from the row's own.
-
-        Returns:
-            Tokens, int64 ``[num_sequences]``.
-        """
-        ...
-
-
 def divided(logits: Tensor, rows: RowTable) -> Tensor:
     """Logits over the temperatures, as float32 divides."""
     return logits / rows.divisors.to(logits.dtype)[:, None]
@@ -100,17 +44,23 @@ def _is_kept(numbers: Tensor, cut: TailCut) -> Tensor:
     return (numbers > threshold) | ((numbers == threshold) & (token <= cut.last_tied[:, None]))
 
 
-class TorchKernels:
-    """Implements :class:`Kernels` with torch's operators, on any device."""
+class Kernels:
+    """Works on logits ``[num_rows, vocab_size]``, float32, before the division by the temperature.
+
+    These are torch's operators, on any device; a subclass has the same in kernels of its own.
+    """
 
     def words(self, keys: Tensor, token_ids: Tensor) -> Tensor:
+        """Philox words, int64, of each row's ``token_ids`` ``[num_rows, any]``; keys as in a row table."""
         return philox_words_at(keys, token_ids)
 
     def gumbel(self, keys: Tensor, vocab_size: int) -> Tensor:
+        """Gumbel noise of all tokens, float64 ``[num_rows, vocab_size]``; zeros in rows without noise."""
         token_ids = torch.arange(vocab_size, device=keys.device).expand(len(keys), vocab_size)
         return gumbel_from_words(philox_words_at(keys, token_ids)).masked_fill_(keys[:, 2:] == NO_NOISE, 0.0)
 
     def cut(self, logits: Tensor, rows: RowTable) -> TailCut:
+        """Where top-k, top-p and min-p cut each row; as ``processors.keep_top`` has it."""
         numbers, vocab_size = divided(logits, rows), logits.shape[1]
         values = numbers.sort(dim=-1, descending=True).values
         size = torch.where(rows.top_k > 0, rows.top_k.clamp(max=vocab_size), vocab_size)[:, None]
@@ -137,6 +87,11 @@ class TorchKernels:
     def draw(
         self, logits: Tensor, rows: RowTable, cut: TailCut | None, *, is_judged: bool
     ) -> tuple[Tensor, Tensor]:
+        """The first best token of each row with its noise, of float64 scores, and how far it leads.
+
+        Returns:
+            int64 and float32 ``[num_rows]``; leads as ``draws.Draw`` has them, zeros unless ``is_judged``.
+        """
         scores = processed(logits, rows, cut) + self.gumbel(rows.keys, logits.shape[1])
         tokens = scores.argmax(-1)
         if not is_judged:
@@ -146,11 +101,20 @@ class TorchKernels:
         return tokens, spread.amax(-1) - spread.logsumexp(-1)
 
     def draw_best(self, logits: Tensor, rows: RowTable, first_token_id: int) -> tuple[Tensor, Tensor]:
+        """The first best token of each row with its noise, where logits are of the ids from one on.
+
+        Args:
+            first_token_id: a multiple of 4.
+
+        Returns:
+            float64 scores and int64 token ids ``[num_rows]``.
+        """
         noise = self.gumbel(rows.keys, first_token_id + logits.shape[1])[:, first_token_id:]
         scores, token_ids = (divided(logits, rows) + noise).max(-1)
         return scores, token_ids + first_token_id
 
     def sums(self, logits: Tensor, rows: RowTable, cut: TailCut | None) -> tuple[Tensor, Tensor]:
+        """Each row's largest logit, float32, and the float64 sum of exp(logit - largest) of what is kept."""
         numbers = processed(logits, rows, cut)
         largest = numbers.amax(-1)
         return largest, (numbers.double() - largest.double()[:, None]).exp().sum(-1)
@@ -163,6 +127,11 @@ class TorchKernels:
         sums: tuple[Tensor, Tensor],
         residuals: Residuals,
     ) -> Tensor:
+        """Draws from each sequence's residual distribution; where it is empty, from the row's own.
+
+        Returns:
+            Tokens, int64 ``[num_sequences]``.
+        """
         own = residuals.rows
         numbers = processed(logits, rows, cut).index_select(0, own).double()
         largest, total = (each.index_select(0, own)[:, None] for each in sums)

@@ -1,4 +1,4 @@
-"""Implements the seam of ``kernels`` with Triton. Importing it needs triton."""
+"""The parts of sampling in ``kernels``, with Triton. Importing it needs triton."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from specray.engine.sampling.device.draw_triton import (
     residual_kernel,
     sums_kernel,
 )
-from specray.engine.sampling.device.kernels import Residuals
+from specray.engine.sampling.device.kernels import Kernels, Residuals
 from specray.engine.sampling.device.philox_triton import gumbel_kernel, words_kernel
 from specray.engine.sampling.device.rows import RowTable, TailCut
 
@@ -38,8 +38,8 @@ _MAX_SPLITS = 64
 """Most parts of one row, a power of two."""
 
 
-class TritonKernels:
-    """Implements ``kernels.Kernels``.
+class TritonKernels(Kernels):
+    """The same kernels, compiled.
 
     Args:
         num_processors: of the device; programs for four times as many are wanted.

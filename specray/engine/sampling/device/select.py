@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specray.engine.sampling.device.kernels import Kernels, Residuals, TorchKernels, processed
+from specray.engine.sampling.device.kernels import Kernels, Residuals, processed
 from specray.engine.sampling.device.rows import RowTable, key_words
 from specray.engine.sampling.noise import NoiseKey, Purpose
 
@@ -24,7 +24,7 @@ _NUM_ROWS = 8
 def choose_kernels(device: torch.device) -> Kernels:
     """Triton's kernels where they work and give the same as torch's operators, else these."""
     if device.type == "cpu":
-        return TorchKernels()
+        return Kernels()
     try:
         from specray.engine.sampling.device.kernels_triton import TritonKernels
 
@@ -34,7 +34,7 @@ def choose_kernels(device: torch.device) -> Kernels:
     # Whatever a compiler or a driver raises: there is another way.
     except Exception as error:
         _log.warning("sampling takes torch's operators, which are slow: %s: %s", type(error).__name__, error)
-        return TorchKernels()
+        return Kernels()
     return kernels
 
 
@@ -47,7 +47,7 @@ def check_kernels(kernels: Kernels, device: torch.device, *, vocab_size: int = _
     logits[1, : vocab_size // 2] = 1.0
     logits[2, vocab_size // 3 :] = -math.inf
     table = _checked_rows(device)
-    plain = TorchKernels()
+    plain = Kernels()
     for cut, other in ((None, None), (kernels.cut(logits, table), plain.cut(logits, table))):
         # Two cuts may keep the same by different numbers.
         kept = [processed(logits, table, each) for each in (cut, other)]

@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from specray.config import Config, DraftConfig, TargetConfig
 from specray.engine.build import build_draft_engine, build_target_engine
 from specray.engine.draft_view import choice
-from specray.engine.draft_view.engine import NO_LIMIT, DraftViewEngine
-from specray.engine.draft_view.retokenizing import RetokenizingDraftEngine
+from specray.engine.draft_view.engine import NO_LIMIT, DraftViewEngine, RetokenizingDraftEngine
 from specray.engine.drafting.engine import DraftEngine
 from specray.engine.inputs import SequenceInput
 from specray.engine.preflight import check_model, check_pair

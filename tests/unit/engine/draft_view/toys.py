@@ -8,8 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from specray.engine.draft_view.engine import DraftViewEngine
-from specray.engine.draft_view.retokenizing import RetokenizingDraftEngine
+from specray.engine.draft_view.engine import DraftViewEngine, RetokenizingDraftEngine
 from specray.engine.draft_view.sampler import partner_sampler
 from specray.engine.window import DraftWindow
 from tests.unit.engine.harness import CLOSE, CPU, VOCAB_SIZE, SlotRunner, engine_info, model_logits

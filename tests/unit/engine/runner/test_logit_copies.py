@@ -18,7 +18,7 @@ from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.layers.vocabulary import GatheredHead
 from specray.engine.model.linear import PlainLinear, WideLinear
 from specray.engine.runner.runner import ModelRunner
-from specray.engine.sampling.device.kernels import TorchKernels
+from specray.engine.sampling.device.kernels import Kernels
 from specray.engine.sampling.device.sampler import DeviceSampler
 from specray.engine.schedule import CatchUp, catch_up
 from specray.types import SamplingParams
@@ -76,7 +76,7 @@ def test_a_verify_of_a_captured_step_copies_no_logits(
         head = WideLinear(plain.forward.head.weight.bfloat16(), None)
         plain = ModelRunner(replace(plain.forward, head=head), plain.cache, plain.info)
     engine = target_over(graphed(plain)[0])
-    engine._sampler = DeviceSampler(TorchKernels(), 8)
+    engine._sampler = DeviceSampler(Kernels(), 8)
     session = Session("a", [5, 7, 9, 11], sampling)
     with Copies(plain.info.vocab_size) as copies:
         for _ in range(4):

@@ -20,7 +20,7 @@ from specray.engine.runner.draft_loop import (
     LoopShape,
     loop_shapes,
 )
-from specray.engine.sampling.device.kernels import TorchKernels
+from specray.engine.sampling.device.kernels import Kernels
 from specray.engine.step import CacheShape, ForwardOutput, SequenceRows, Step
 from tests.unit.engine.sampling.device.recording import DEVICE, Recording, Remote
 
@@ -51,7 +51,7 @@ def make_loop(capture: Capture = run_again, *, is_remote: bool = False) -> Draft
         RemoteForward(Remote(TABLE) if is_remote else TABLE),
         cache,
         max_model_len=12,
-        kernels=TorchKernels(),
+        kernels=Kernels(),
         capture=capture,
         known=lambda logits: logits,
         max_num_draft_probs=4,

@@ -17,7 +17,7 @@ from specray.engine.model.operators_torch import TorchOperators
 from specray.engine.runner import assembly
 from specray.engine.runner.draft_loop import DraftLoop, LoopShape, loop_shapes
 from specray.engine.runner.runner import ModelRunner
-from specray.engine.sampling.device.kernels import TorchKernels
+from specray.engine.sampling.device.kernels import Kernels
 from specray.types import DraftReply, Proposal, SamplingParams, SpeculateItem, Verification
 from tests.unit.engine.model.checkpoints import write_checkpoint
 from tests.unit.engine.runner.tape import Tape
@@ -61,7 +61,7 @@ def runners(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelRunner, Mode
 def make_loop(runner: ModelRunner, tape: Tape, **changes: Any) -> DraftLoop:
     values: dict[str, Any] = {
         "max_model_len": 64,
-        "kernels": TorchKernels(),
+        "kernels": Kernels(),
         "capture": tape,
         "known": known_tokens(runner),
         "max_num_draft_probs": 8,

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from specray.draft_tokens import SparseProbs
-from specray.engine.sampling.device.kernels import TorchKernels
+from specray.engine.sampling.device.kernels import Kernels
 from specray.engine.sampling.device.sampler import DeviceSampler
 from specray.engine.sampling.draft import DraftSampler
 from specray.engine.sampling.noise import NoiseKey, NoiseSource, Purpose
@@ -150,7 +150,7 @@ def sampled_draft(
 ) -> Propose:
     """The draft engine's own sampler over the toy draft."""
     on_cpu = DraftSampler(noise, max_num_draft_probs=support)
-    sampler = DeviceSampler(TorchKernels(), support) if on_device else on_cpu
+    sampler = DeviceSampler(Kernels(), support) if on_device else on_cpu
 
     def propose(token_ids: list[list[int]], samplings: list[SamplingParams], num_drafts: int) -> list[Drafts]:
         samplings = [replace(each, verification=verification or each.verification) for each in samplings]
@@ -180,7 +180,7 @@ def fixed_draft(token_ids: list[list[int]], samplings: list[SamplingParams], num
 
 def real(noise: NoiseSource, *, on_device: bool = False) -> Verify:
     if on_device:
-        sampler = DeviceSampler(TorchKernels(), 64)
+        sampler = DeviceSampler(Kernels(), 64)
         return lambda step, rounds: sampler.verify(step.plain, rounds)
     return lambda step, rounds: verify_rounds(step.processed, rounds, noise)
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from specray.engine.sampling import draws as draws_module
-from specray.engine.sampling.device.kernels import TorchKernels
+from specray.engine.sampling.device.kernels import Kernels
 from specray.engine.sampling.device.sampler import DeviceSampler
 from specray.engine.sampling.sampler import CpuSampler, Sampler, WholeRows
 from specray.engine.sampling.state import RowGroup
@@ -67,7 +67,7 @@ def samplers(way: str) -> tuple[Sampler, Sampler]:
     """Over all tokens, and over some."""
     vocabulary = TrimmedVocabulary(IDS, vocab_size=VOCAB_SIZE, device=CPU)
     if way == "device":
-        whole = DeviceSampler(TorchKernels(), 16)
+        whole = DeviceSampler(Kernels(), 16)
         return whole, WholeRows(whole, VOCAB_SIZE, vocabulary)
     return CpuSampler(VOCAB_SIZE, 16), CpuSampler(VOCAB_SIZE, 16, vocabulary=vocabulary)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specray.engine.weights.block_type import BlockType, numbered_type
-from specray.engine.weights.block_weight import BlockWeight, join
+from specray.engine.weights.block_weight import BlockWeight
 from specray.errors import ConfigError
 
 _IN_FEATURES = 1024
@@ -61,7 +61,7 @@ def test_equal_bytes_reach_the_ends_of_each_field(kind: BlockType, byte: int) ->
 def test_cut_and_joined_weights_keep_their_values(kind: BlockType) -> None:
     weight = BlockWeight(kind, _random_rows(kind))
     order = torch.tensor([5, 0, 63])
-    chosen = join([weight.select(order).columns(256, 512), weight.select(slice(2, 4)).columns(256, 512)])
+    chosen = weight.select(order).columns(256, 512).joined([weight.select(slice(2, 4)).columns(256, 512)])
     _assert_same(chosen.values(), weight.values()[[5, 0, 63, 2, 3], 256:512].numpy())
 
 

@@ -6,7 +6,7 @@ import random
 
 from transformers.tokenization_utils_base import generate_merges
 
-from specray.models.gguf.merges import derived_merges
+from specray.models.gguf.tokenizer_files import derived_merges
 
 
 def test_of_one_piece_the_merge_with_the_longest_left_part_comes_first() -> None:

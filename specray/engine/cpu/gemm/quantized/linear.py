@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from specray.engine.activation import Activation, Joint, joint_name
 from specray.engine.cpu.experts.grouped import ArgPlaces, Prepared
 from specray.engine.cpu.gemm.epilogue import GATED, PLAIN, PLUS, epilogue_kernel
+from specray.engine.cpu.gemm.linear import MIN_SHARED_WEIGHTS, PARTS_PER_THREAD, padded_bias
 from specray.engine.cpu.gemm.quantized.integer_rows import BLOCK_BYTES, FACTOR_BYTES, integer_rows
 from specray.engine.cpu.gemm.quantized.layout import Layout
 from specray.engine.cpu.gemm.quantized.multiply import make_multiply
@@ -31,11 +32,6 @@ from specray.engine.cpu.thread_pool import APART, Kernel, ThreadPool, as_pointer
 from specray.engine.weights.quantized_weight import QuantizedWeight
 from specray.engine.weights.stored_weight import StoredWeight
 
-_PARTS_PER_THREAD = 4
-"""Parts per thread: enough that threads end together, few since each part starts with weights not
-prefetched."""
-MIN_SHARED_WEIGHTS = 262_144
-"""Minimum number of weights for which a second thread pays off."""
 _ROWS_AT_ONCE = 384
 """Integer rows whose sums a thread holds at once, in L2; a multiple of a tile, and of two."""
 
@@ -226,7 +222,7 @@ def _num_parts(jobs: Sequence[_Job], num_layers: int, num_threads: int) -> list[
     total = sum(job.num_weights for job in jobs) * num_layers
     if total < MIN_SHARED_WEIGHTS:
         return [1] * len(jobs)
-    wanted = _PARTS_PER_THREAD * num_threads
+    wanted = PARTS_PER_THREAD * num_threads
     return [min(job.num_panels, max(1, round(wanted * num_layers * job.num_weights / total))) for job in jobs]
 
 
@@ -254,7 +250,7 @@ class QuantizedLinear:
         self.num_weights = sum(sizes) * self.in_features
         self.num_bytes = sum(part.data.nbytes for part in self.panels)
         biases = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
-        padded = [_padded(part, size) for part, size in zip(biases, sizes, strict=True)]
+        padded = [padded_bias(part, size) for part, size in zip(biases, sizes, strict=True)]
         firsts = accumulate(sizes, initial=0)
         places = list(zip(self.panels, padded, firsts, strict=False))
         self.plain, self._plus = (
@@ -309,7 +305,7 @@ class QuantizedGate:
         self.in_features, size = panels.in_features, panels.size
         self.num_weights = 2 * size * self.in_features
         self.num_bytes = gate_panels.data.nbytes + panels.data.nbytes
-        bias = torch.stack([_padded(bias, size) for bias in (gate_bias, up_bias)], dim=1)
+        bias = torch.stack([padded_bias(bias, size) for bias in (gate_bias, up_bias)], dim=1)
         job = _Job(panels, bias, GATED, gate=gate_panels, joint=joint)
         self.gated = _Layer([job], GATED, thread_pool, dtype)
 
@@ -323,14 +319,6 @@ class QuantizedGate:
     def changed(self, rows: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
         """See ``gemm.linear.TiledGate.changed``."""
         return self.gated.run(rows, self.dtype, delta=delta)
-
-
-def _padded(bias: torch.Tensor | None, size: int) -> torch.Tensor:
-    """Pads a bias to float32 ``[panels, 32]``; zeros without one."""
-    padded = torch.zeros(-(-size // PANEL), PANEL)
-    if bias is not None:
-        padded.view(-1)[:size] = bias
-    return padded
 
 
 @functools.cache

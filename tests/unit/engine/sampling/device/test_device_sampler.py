@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specray.draft_tokens import SparseProbs
-from specray.engine.sampling.device.kernels import TorchKernels
+from specray.engine.sampling.device.kernels import Kernels
 from specray.engine.sampling.device.sampler import DeviceSampler
 from specray.engine.sampling.noise import NoiseSource
 from specray.engine.sampling.sampler import CpuSampler
@@ -25,7 +25,7 @@ NUM_SEEDS = 24
 
 
 def samplers(vocab_size: int, support: int = 64) -> tuple[DeviceSampler, CpuSampler]:
-    return DeviceSampler(TorchKernels(), support), CpuSampler(vocab_size, support)
+    return DeviceSampler(Kernels(), support), CpuSampler(vocab_size, support)
 
 
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)

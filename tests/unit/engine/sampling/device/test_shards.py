@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from specray.engine.sampling.device.kernels import TorchKernels
+from specray.engine.sampling.device.kernels import Kernels
 from specray.engine.sampling.device.rows import row_settings
 from specray.engine.sampling.device.shards import SHARD_MULTIPLE, ShardDrawer, ShardDraws, best_of_ranks
 from specray.engine.sampling.noise import NoiseKey, Purpose
@@ -28,7 +28,7 @@ def draw(logits: torch.Tensor, draws: ShardDraws, world_size: int) -> list[int]:
     width = -(-logits.shape[1] // (SHARD_MULTIPLE * world_size)) * SHARD_MULTIPLE
     encoded = draws.encode()
     parts = [
-        ShardDrawer(TorchKernels(), first).best(logits[:, first : first + width], encoded)
+        ShardDrawer(Kernels(), first).best(logits[:, first : first + width], encoded)
         for first in range(0, logits.shape[1], width)
     ]
     return best_of_ranks(torch.stack(parts))
@@ -69,4 +69,4 @@ def test_draws_survive_the_wire() -> None:
 
 def test_a_rank_begins_with_a_block_of_noise() -> None:
     with pytest.raises(AssertionError):
-        ShardDrawer(TorchKernels(), 6)
+        ShardDrawer(Kernels(), 6)

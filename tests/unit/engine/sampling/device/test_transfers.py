@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specray.draft_tokens import SparseProbs
-from specray.engine.sampling.device.kernels import TorchKernels
+from specray.engine.sampling.device.kernels import Kernels
 from specray.engine.sampling.device.sampler import DeviceSampler
 from specray.engine.sampling.sampler import CpuSampler
 from specray.engine.sampling.state import RowGroup, SamplingState, chain_rows
@@ -64,7 +64,7 @@ def test_verify(name: str) -> None:
     rounds = [Round(group, DRAFTS, probs) for group in groups]
     logits = logits_of(12)
     with Recording() as recording:
-        verdicts = DeviceSampler(TorchKernels(), 8).verify(Remote(logits), rounds)
+        verdicts = DeviceSampler(Kernels(), 8).verify(Remote(logits), rounds)
     assert recording.counts == ONCE_EACH_WAY
     assert verdicts == CpuSampler(VOCAB_SIZE).verify(logits, rounds)
 
@@ -73,7 +73,7 @@ def test_verify(name: str) -> None:
 def test_draw(name: str) -> None:
     groups, logits = groups_of(SAMPLINGS[name], ()), logits_of(3)
     with Recording() as recording:
-        drawn = DeviceSampler(TorchKernels(), 8).draw(Remote(logits), groups, is_judged=True)
+        drawn = DeviceSampler(Kernels(), 8).draw(Remote(logits), groups, is_judged=True)
     assert recording.counts == ONCE_EACH_WAY
     expected = CpuSampler(VOCAB_SIZE, 8).draw(logits, groups)
     assert [token.token_id for token in drawn] == [token.token_id for token in expected]
@@ -83,7 +83,7 @@ def test_draw(name: str) -> None:
 def test_rank(name: str) -> None:
     groups, logits = groups_of(SAMPLINGS[name], DRAFTS), logits_of(12)
     with Recording() as recording:
-        ranked = DeviceSampler(TorchKernels(), 8).rank(Remote(logits), groups, [2] * 12, [None] * 12)
+        ranked = DeviceSampler(Kernels(), 8).rank(Remote(logits), groups, [2] * 12, [None] * 12)
     assert recording.counts == ONCE_EACH_WAY
     expected = CpuSampler(VOCAB_SIZE).rank(logits, groups, [2] * 12, [None] * 12)
     assert [[token for token, _ in row.next_tokens] for row in ranked] == [
@@ -98,7 +98,7 @@ def test_mixed_rules_and_a_grammar() -> None:
     rounds = [Round(group, DRAFTS, ()) for group in groups]
     logits = logits_of(4 * len(groups))
     with Recording() as recording:
-        verdicts = DeviceSampler(TorchKernels(), 8).verify(Remote(logits), rounds)
+        verdicts = DeviceSampler(Kernels(), 8).verify(Remote(logits), rounds)
     assert recording.counts == ONCE_EACH_WAY
     assert verdicts == CpuSampler(VOCAB_SIZE).verify(logits, rounds)
 
