@@ -98,11 +98,6 @@ class EngineBase:
             grammar=GrammarStats() if self._grammars is None else self._grammars.stats,
         )
 
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that no sequence holds; all but those of ``check`` when idle."""
-        return self._allocator.num_free
-
     def release(self, request_ids: Sequence[str]) -> None:
         """Frees the sequences; unknown ids are ignored."""
         self.table.release(request_ids)

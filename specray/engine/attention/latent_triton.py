@@ -182,29 +182,12 @@ class LatentAttend:
         for first in range(0, num_tiles, at_once):
             count = min(at_once, num_tiles - first)
             _attend[(num_sequences, count, num_splits)](
-                query,
-                layer,
-                parts,
-                sums,
-                batch.block_tables,
-                batch.first_rows,
-                batch.positions,
-                batch.prefix_lens,
-                batch.first_indices,
-                batch.ancestors,
-                query.stride(0),
-                layer.stride(0),
-                batch.block_tables.stride(0),
-                first,
-                scale * LOG2_E,
-                HAS_MASKS=batch.has_masks,
-                ROTATED=rotated_dim,
-                PADDED_ROTATED=max(16, triton.next_power_of_2(rotated_dim)),
-                BLOCK_SIZE=block_size,
-                PLACES=_PLACES,
-                **sizes,
-                num_warps=8,
-            )
+                query, layer, parts, sums, batch.block_tables, batch.first_rows, batch.positions,
+                batch.prefix_lens, batch.first_indices, batch.ancestors, query.stride(0), layer.stride(0),
+                batch.block_tables.stride(0), first, scale * LOG2_E, HAS_MASKS=batch.has_masks,
+                ROTATED=rotated_dim, PADDED_ROTATED=max(16, triton.next_power_of_2(rotated_dim)),
+                BLOCK_SIZE=block_size, PLACES=_PLACES, **sizes, num_warps=8,
+            )  # fmt: skip
             _join[(num_sequences, count, _TILE)](
                 parts, sums, out, batch.first_rows, batch.positions, first, **sizes, num_warps=1
             )

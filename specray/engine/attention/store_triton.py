@@ -14,22 +14,9 @@ from specray.engine.attention.base import HeadNorm
 
 @triton.jit
 def _store(
-    heads,
-    layer,
-    query,
-    slots,
-    cos,
-    sin,
-    norm_weight,
-    eps,
-    row_stride,
-    slot_stride,
-    HAS_NORM: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-):
+    heads, layer, query, slots, cos, sin, norm_weight, eps, row_stride, slot_stride, HAS_NORM: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dim = tl.arange(0, PADDED_DIM)
@@ -73,21 +60,9 @@ def store_rows(
     num_heads = num_all_heads - 2 * num_kv_heads
     query = torch.empty(num_rows, num_heads, head_dim, dtype=heads.dtype, device=heads.device)
     _store[(num_rows, num_all_heads)](
-        heads,
-        layer,
-        query,
-        slots,
-        cos,
-        sin,
-        cos if head_norm is None else head_norm.weight,
-        0.0 if head_norm is None else head_norm.eps,
-        heads.stride(0),
-        layer.stride(0),
-        HAS_NORM=head_norm is not None,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        PADDED_DIM=triton.next_power_of_2(head_dim),
-        num_warps=1,
-    )
+        heads, layer, query, slots, cos, sin, cos if head_norm is None else head_norm.weight,
+        0.0 if head_norm is None else head_norm.eps, heads.stride(0), layer.stride(0),
+        HAS_NORM=head_norm is not None, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+        PADDED_DIM=triton.next_power_of_2(head_dim), num_warps=1,
+    )  # fmt: skip
     return query

@@ -31,19 +31,9 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def _load_places(
-    layer,
-    table,
-    key,
-    is_key,
-    slot_stride,
-    kv_head,
-    dim,
-    is_dim,
-    IS_WHOLE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):
+    layer, table, key, is_key, slot_stride, kv_head, dim, is_dim, IS_WHOLE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
     """Keys, transposed, and values of one kv head at some KV indices; zeros where there are none."""
     if IS_WHOLE:
         block = tl.load(table + key // BLOCK_SIZE)
@@ -90,37 +80,12 @@ def on_path(key, prefix_len, first_index, bits):
 # Steps differ in these: they must not make another variant to compile.
 @triton.jit(do_not_specialize=["table_stride", "num_rows", "num_splits"])
 def _attend(
-    query,
-    layer,
-    out,
-    sums,
-    tables,
-    first_rows,
-    positions,
-    kv_indices,
-    prefix_lens,
-    first_indices,
-    ancestors,
-    sinks,
-    query_stride,
-    slot_stride,
-    table_stride,
-    num_rows,
-    num_splits,
-    scale,
-    WINDOW: tl.constexpr,
-    HAS_MASKS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    PLACES: tl.constexpr,
-    PART: tl.constexpr,
-):
+    query, layer, out, sums, tables, first_rows, positions, kv_indices, prefix_lens, first_indices, ancestors,
+    sinks, query_stride, slot_stride, table_stride, num_rows, num_splits, scale, WINDOW: tl.constexpr,
+    HAS_MASKS: tl.constexpr, HAS_SINKS: tl.constexpr, IS_SPLIT: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr, PLACES: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
     """With PART > 0 parts and tiles begin at the same positions for every row, whatever is beside it.
 
     A row with a mask then has a program of its own, which sees its path in the order of positions.
@@ -227,16 +192,9 @@ def _attend(
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def _join(
-    parts,
-    sums,
-    out,
-    num_rows,
-    num_splits,
-    MAX_SPLITS: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-):
+    parts, sums, out, num_rows, num_splits, MAX_SPLITS: tl.constexpr, NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.arange(0, MAX_SPLITS)
@@ -336,37 +294,16 @@ class TritonAttend:
         padded_dim = max(16, triton.next_power_of_2(head_dim))
         is_cut = batch.has_masks and not tiling.part
         _attend[(batch.lengths.shape[0], tiling.grid_rows, num_kv_heads * num_splits)](
-            query,
-            layer,
-            parts,
-            sums,
-            batch.block_tables,
-            batch.first_rows,
-            batch.positions,
-            batch.kv_indices,
-            batch.prefix_lens,
-            batch.first_indices,
+            query, layer, parts, sums, batch.block_tables, batch.first_rows, batch.positions,
+            batch.kv_indices, batch.prefix_lens, batch.first_indices,
             within_window(batch.ancestors, window) if is_cut else batch.ancestors,
-            query if sinks is None else sinks,
-            query.stride(0),
-            layer.stride(0),
-            batch.block_tables.stride(0),
-            num_rows,
-            num_splits,
-            scale * LOG2_E,
-            WINDOW=window or 0,
-            HAS_MASKS=batch.has_masks,
-            HAS_SINKS=sinks is not None,
-            IS_SPLIT=num_splits > 1,
-            NUM_KV_HEADS=num_kv_heads,
-            GROUP_SIZE=group_size,
-            HEAD_DIM=head_dim,
-            PADDED_DIM=padded_dim,
-            BLOCK_SIZE=block_size,
-            TILE=tiling.tile,
-            PLACES=32 if query.dtype == torch.float32 or padded_dim > 128 else 64,
+            query if sinks is None else sinks, query.stride(0), layer.stride(0), batch.block_tables.stride(0),
+            num_rows, num_splits, scale * LOG2_E, WINDOW=window or 0, HAS_MASKS=batch.has_masks,
+            HAS_SINKS=sinks is not None, IS_SPLIT=num_splits > 1, NUM_KV_HEADS=num_kv_heads,
+            GROUP_SIZE=group_size, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size,
+            TILE=tiling.tile, PLACES=32 if query.dtype == torch.float32 or padded_dim > 128 else 64,
             PART=tiling.part,
-        )
+        )  # fmt: skip
         if num_splits > 1:
             sizes = {"NUM_HEADS": num_heads, "HEAD_DIM": head_dim, "PADDED_DIM": padded_dim}
             joined = (parts, sums, out, num_rows, num_splits)

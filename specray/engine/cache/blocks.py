@@ -214,7 +214,6 @@ class BlockCache:
 
     Args:
         num_state_slots: sequences whose states recurrent layers keep at once.
-        max_open: most rows that a sequence of a model with such layers may lose again.
         num_snapshots: states that such layers keep for other sequences.
     """
 
@@ -227,18 +226,17 @@ class BlockCache:
         dtype: torch.dtype,
         device: torch.device,
         num_state_slots: int = 1,
-        max_open: int = MAX_OPEN_ROWS,
         num_snapshots: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.states: StateCache | StatePool = StateCache(num_state_slots, max_open)
+        self.states: StateCache | StatePool = StateCache(num_state_slots, MAX_OPEN_ROWS)
         """What recurrent layers have seen of sequences; of a model without them there is nothing."""
         if shape.states:
             self.states = StatePool(
                 shape.states,
                 num_slots=num_state_slots,
-                max_open=max_open,
+                max_open=MAX_OPEN_ROWS,
                 num_snapshots=num_snapshots,
                 dtype=dtype,
                 device=device,

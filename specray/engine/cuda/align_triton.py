@@ -17,18 +17,9 @@ _APART = 4
 
 @triton.jit
 def _align(
-    chosen,
-    pairs,
-    experts,
-    num_used,
-    num_pairs,
-    NUM_EXPERTS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    NUM_TILES: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    TILES: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
+    chosen, pairs, experts, num_used, num_pairs, NUM_EXPERTS: tl.constexpr, TILE_ROWS: tl.constexpr,
+    NUM_TILES: tl.constexpr, EXPERTS: tl.constexpr, TILES: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
     numbers = tl.arange(0, EXPERTS)
     counts = tl.zeros([EXPERTS], tl.int32)
     for first in range(0, num_pairs, AT_ONCE):
@@ -90,17 +81,8 @@ def align_pairs(chosen: torch.Tensor, num_experts: int, tile_rows: int) -> Align
     experts = torch.empty(num_tiles, dtype=torch.int32, device=chosen.device)
     num_used = torch.empty(1, dtype=torch.int32, device=chosen.device)
     _align[(1,)](
-        chosen.contiguous(),
-        pairs,
-        experts,
-        num_used,
-        num_pairs,
-        NUM_EXPERTS=num_experts,
-        TILE_ROWS=tile_rows,
-        NUM_TILES=num_tiles,
-        EXPERTS=triton.next_power_of_2(num_experts),
-        TILES=16,
-        AT_ONCE=_PAIRS_AT_ONCE,
-        num_warps=4,
-    )
+        chosen.contiguous(), pairs, experts, num_used, num_pairs, NUM_EXPERTS=num_experts,
+        TILE_ROWS=tile_rows, NUM_TILES=num_tiles, EXPERTS=triton.next_power_of_2(num_experts), TILES=16,
+        AT_ONCE=_PAIRS_AT_ONCE, num_warps=4,
+    )  # fmt: skip
     return Alignment(pairs, experts, num_used, tile_rows)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from specray.engine.activation import Joint
+from specray.engine.activation import Activation, Clamp, Joint
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,26 @@ class Epilogue:
     """``[num_rows, size]``, of any type."""
     joint: Joint | None = None
     """Activation of a gated pair, whose weight has the gate's outputs before those of up; None: no gate."""
+
+    def constants(self) -> dict[str, Any]:
+        """Arguments that a product's kernel is compiled for."""
+        return {
+            "IS_GATED": self.joint is not None,
+            "HAS_BIAS": self.bias is not None,
+            "HAS_SUMMAND": self.summand is not None,
+            **joint_constants(self.joint),
+        }
+
+
+def joint_constants(joint: Joint | None) -> dict[str, Any]:
+    """Arguments of ``epilogue_triton.joined``."""
+    clamp = joint if isinstance(joint, Clamp) else None
+    return {
+        "HAS_TANH": joint is Activation.GELU_TANH,
+        "HAS_CLAMP": clamp is not None,
+        "GAIN": 0.0 if clamp is None else clamp.gain,
+        "LIMIT": 0.0 if clamp is None else clamp.limit,
+    }
 
 
 NO_EPILOGUE = Epilogue()

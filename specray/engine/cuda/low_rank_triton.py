@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from specray.engine.activation import Activation, Clamp, Joint
+from specray.engine.activation import Joint
+from specray.engine.cuda.epilogue import joint_constants
 from specray.engine.cuda.epilogue_triton import joined
 from specray.engine.cuda.tiles import depth_of
 
@@ -91,18 +92,8 @@ def join(both: torch.Tensor, joint: Joint, dtype: torch.dtype) -> torch.Tensor:
     """Joins float32 sums of a gated pair ``[num_rows, 2 * size]``, as the epilogue of one product does."""
     num_rows, size = both.shape[0], both.shape[1] // 2
     out = torch.empty(num_rows, size, dtype=dtype, device=both.device)
-    clamp = joint if isinstance(joint, Clamp) else None
     if num_rows:
-        _join[(num_rows, triton.cdiv(size, 1024))](
-            both,
-            out,
-            size,
-            HAS_TANH=joint is Activation.GELU_TANH,
-            HAS_CLAMP=clamp is not None,
-            GAIN=0.0 if clamp is None else clamp.gain,
-            LIMIT=0.0 if clamp is None else clamp.limit,
-            COLUMNS=1024,
-        )
+        _join[(num_rows, triton.cdiv(size, 1024))](both, out, size, COLUMNS=1024, **joint_constants(joint))
     return out
 
 
@@ -174,33 +165,13 @@ class TritonLowRank:
         max_rank, in_features = self._down.shape[1:]
         turned = torch.empty(num_rows, max_rank, dtype=torch.float32, device=out.device)
         _down[(num_rows, triton.cdiv(max_rank, _RANKS))](
-            rows,
-            self._down,
-            self._ranks,
-            plan.slots,
-            turned,
-            rows.stride(0),
-            in_features,
-            max_rank,
-            RANKS=_RANKS,
-            DEPTH=depth_of(in_features, rows.itemsize),
-            num_warps=4,
-        )
+            rows, self._down, self._ranks, plan.slots, turned, rows.stride(0), in_features, max_rank,
+            RANKS=_RANKS, DEPTH=depth_of(in_features, rows.itemsize), num_warps=4,
+        )  # fmt: skip
         _up[(num_rows, triton.cdiv(size, _COLUMNS))](
-            turned,
-            self._up,
-            self._firsts,
-            self._ranks,
-            plan.slots,
-            out,
-            out.stride(0),
-            size,
-            max_rank,
-            self._up.shape[2],
-            RANKS=_RANKS,
-            COLUMNS=_COLUMNS,
-            num_warps=4,
-        )
+            turned, self._up, self._firsts, self._ranks, plan.slots, out, out.stride(0), size, max_rank,
+            self._up.shape[2], RANKS=_RANKS, COLUMNS=_COLUMNS, num_warps=4,
+        )  # fmt: skip
         return out
 
     def _add_groups(self, out: torch.Tensor, rows: torch.Tensor, plan: Plan) -> torch.Tensor:

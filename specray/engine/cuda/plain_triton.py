@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from specray.engine.activation import Activation, Clamp
 from specray.engine.cuda.align import Alignment
 from specray.engine.cuda.epilogue import NO_EPILOGUE, Epilogue, PlainWeight
 from specray.engine.cuda.epilogue_triton import joined
@@ -98,8 +97,7 @@ def multiply_plain(
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     tile = rule.tile(num_out, size) if tiles is None else grouped_tile(tiles.tile_rows)
     num_tiles = triton.cdiv(num_out, tile.rows) if tiles is None else tiles.num_tiles
-    summand, joint = epilogue.summand, epilogue.joint
-    clamp = joint if isinstance(joint, Clamp) else None
+    summand = epilogue.summand
     _product[(num_tiles, triton.cdiv(size, tile.columns))](
         rows,
         weight.numbers,
@@ -117,13 +115,7 @@ def multiply_plain(
         weight.in_features,
         PAIRS_PER_ROW=num_out // len(rows),
         IS_GROUPED=tiles is not None,
-        IS_GATED=joint is not None,
-        HAS_BIAS=epilogue.bias is not None,
-        HAS_SUMMAND=summand is not None,
-        HAS_TANH=joint is Activation.GELU_TANH,
-        HAS_CLAMP=clamp is not None,
-        GAIN=0.0 if clamp is None else clamp.gain,
-        LIMIT=0.0 if clamp is None else clamp.limit,
+        **epilogue.constants(),
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         DEPTH=depth_of(weight.in_features, rows.itemsize),

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from specray.engine.attention.sdpa import sequence_slots
+from specray.engine.cache.blocks import BlockCache
 from specray.engine.model.operators import Operators
+from specray.engine.step import CacheShape
 from specray.engine.visibility import Visibility
+
+if TYPE_CHECKING:
+    from specray.engine.features.layout import DrafterLayout
 
 TokenRows = Callable[[torch.Tensor], torch.Tensor]
 """Token ids ``[num_rows]`` to embeddings, or hidden states ``[num_rows, hidden_size]`` to float32 logits."""
@@ -44,6 +50,16 @@ class TargetParts:
     block_size: int
     token_ids: NDArray[np.int64] | None = None
     """Token ids of the logits, ascending; None: all."""
+
+    def cache(self, shape: CacheShape) -> BlockCache:
+        """Memory for a drafter's own K/V."""
+        return BlockCache(
+            shape,
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            dtype=self.dtype,
+            device=self.device,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,48 +163,56 @@ class Fuser(Protocol):
         ...
 
 
-class FeatureDrafter(Fuser, Protocol):
-    """A loaded drafter. It drafts for many sequences side by side; not for two threads at once."""
+class LastHidden:
+    """Implements :class:`Fuser` for drafters that read what the target's head reads: Medusa, MTP layers."""
 
-    @property
-    def num_unread(self) -> int:
-        """Last tokens of a context of which no state is kept, and which ``Context.num_valid`` leaves out."""
-        ...
+    def __init__(self, layout: DrafterLayout, parts: Placed) -> None:
+        self.feature_layers, self.feature_size = layout.feature_layers, layout.feature_size
+        self._dtype = parts.dtype
 
-    @property
-    def keeps_state(self) -> bool:
-        """Whether all tokens of a context are read, and K/V of them kept."""
-        ...
+    def fuse(self, features: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        return features[self.feature_layers[0]].to(self._dtype)
 
-    @property
-    def max_draft_tokens(self) -> int | None:
-        """Most draft tokens of a chain, or of a path; None: any number."""
-        ...
 
-    @property
-    def token_ids(self) -> NDArray[np.int64] | None:
-        """Token ids of its logits, ascending; None: all of the target's vocabulary."""
-        ...
+class FeatureDrafter(ABC):
+    """Implements :class:`Fuser`. Drafts for many sequences side by side; not for two threads at once.
 
-    @property
-    def rank_acceptance(self) -> tuple[tuple[float, ...], ...]:
-        """By depth, the chance that the target draws the best, the second best ... of its row; empty: the
-        scores of each row say it."""
-        ...
+    Args:
+        fuser: makes what it reads.
+    """
 
+    num_unread = 0
+    """Last tokens of a context of which no state is kept, and which ``Context.num_valid`` leaves out."""
+    keeps_state = True
+    """Whether all tokens of a context are read, and K/V of them kept."""
+    max_draft_tokens: int | None = None
+    """Most draft tokens of a chain, or of a path; None: any number."""
+    token_ids: NDArray[np.int64] | None = None
+    """Token ids of its logits, ascending; None: all of the target's vocabulary."""
+    rank_acceptance: tuple[tuple[float, ...], ...] = ()
+    """By depth, the chance that the target draws the best, the second best ... of its row; empty: the scores
+    of each row say it."""
+
+    def __init__(self, fuser: Fuser) -> None:
+        self._fuser = fuser
+        self.feature_layers, self.feature_size = fuser.feature_layers, fuser.feature_size
+
+    def fuse(self, features: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        return self._fuser.fuse(features)
+
+    @abstractmethod
     def start(self, store: FeatureStore, contexts: Sequence[Context]) -> torch.Tensor:
         """Catches up with what the target has accepted; float32 logits of each first draft token."""
-        ...
 
+    @abstractmethod
     def read(self, store: FeatureStore, context: Context) -> None:
         """Catches up with a sequence's tokens and draws nothing, so that what is drawn next begins sooner."""
-        ...
 
+    @abstractmethod
     def advance(self, continued: Sequence[Continued]) -> torch.Tensor:
         """Logits of the next draft tokens, a row for each token that is computed."""
-        ...
 
     def acceptance(self) -> list[float] | None:
         """Chance, for each row of the last logits, that the target draws what is drawn from it; None: the
         scores of each row say it."""
-        ...
+        return None

@@ -95,6 +95,19 @@ class DrafterFiles:
         self._check_float(name, tensor)
         return tuple(tensor.shape)
 
+    def num_features(self, width: int, size: int, given: Any) -> int:
+        """Features of the target, of ``size`` numbers each, that ``fc`` joins. Raises ConfigError.
+
+        Args:
+            width: numbers that ``fc`` reads.
+            given: size of the target's features as the configuration has it; None: it does not say.
+        """
+        if given is not None and given != size:
+            raise self.refuse(f"target_hidden_size is {given}; allowed: {size}, the target's")
+        if width % size:
+            raise self.refuse(f"fc.weight reads {width} numbers; allowed: a multiple of the target's {size}")
+        return width // size
+
     def check_all_taken(self, layout: str) -> None:
         """Raises ConfigError for tensors that nobody has taken."""
         left = [name for name in self.tensors if name not in self._taken and not _COMPUTED.search(name)]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from specray.config import MTP
-from specray.engine.features.base import FeatureDrafter, Fuser, Placed, TargetParts, TargetShape
+from specray.engine.features.base import FeatureDrafter, Fuser, LastHidden, Placed, TargetParts, TargetShape
 from specray.engine.features.block.drafter import BlockDrafter, BlockFuser
 from specray.engine.features.block.layout import BlockLayout, is_block, read_block
 from specray.engine.features.eagle.drafter import EagleDrafter, EagleFuser
@@ -86,17 +85,6 @@ def load_drafter(layout: Layout, parts: TargetParts) -> FeatureDrafter:
     if isinstance(layout, MtpLayout):
         return MtpDrafter(layout, parts) if layout.num_layers == 1 else MtpInTurn(layout, parts)
     return MedusaDrafter(layout, parts)
-
-
-class LastHidden:
-    """Implements ``base.Fuser`` for drafters that read what the target's head reads: Medusa, MTP layers."""
-
-    def __init__(self, layout: Layout, parts: Placed) -> None:
-        self.feature_layers, self.feature_size = layout.feature_layers, layout.feature_size
-        self._dtype = parts.dtype
-
-    def fuse(self, features: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        return features[self.feature_layers[0]].to(self._dtype)
 
 
 def load_fuser(layout: Layout, parts: Placed) -> Fuser:

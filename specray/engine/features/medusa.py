@@ -7,19 +7,19 @@ just drawn. No head knows what another drew.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 
 from specray.engine.attention.sdpa import sequence_slots
 from specray.engine.features.base import (
     Context,
     Continued,
+    FeatureDrafter,
     FeatureStore,
+    LastHidden,
     TargetParts,
     TargetShape,
     TokenRows,
@@ -143,22 +143,19 @@ def _count(files: DrafterFiles, pattern: str) -> int:
     return number
 
 
-class MedusaDrafter:
-    """Implements ``base.FeatureDrafter``.
+class MedusaDrafter(FeatureDrafter):
+    """A drafter with Medusa heads.
 
     Args:
         layout: the checkpoint.
         parts: what is the target's.
     """
 
-    num_unread = 0
     keeps_state = False
 
     def __init__(self, layout: MedusaLayout, parts: TargetParts) -> None:
-        self.feature_layers = layout.feature_layers
-        self.feature_size = layout.hidden_size
-        self.max_draft_tokens: int | None = len(layout.heads)
-        self.token_ids: NDArray[np.int64] | None = None
+        super().__init__(LastHidden(layout, parts))
+        self.max_draft_tokens = len(layout.heads)
         self.rank_acceptance = layout.rank_acceptance
         self._parts = parts
         self._heads = [[self._linear(*block) for block in head] for head in layout.heads]
@@ -169,9 +166,6 @@ class MedusaDrafter:
         self._hidden = torch.empty(0)
         """What the target's head read last, of each sequence."""
         self._shared = SharedRows()
-
-    def fuse(self, features: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        return features[self.feature_layers[0]].to(self._parts.dtype)
 
     def start(self, store: FeatureStore, contexts: Sequence[Context]) -> torch.Tensor:
         rows = []
@@ -191,9 +185,6 @@ class MedusaDrafter:
         """All rows of a sequence have the same logits."""
         own = torch.tensor(self._shared.advance(continued), device=self._hidden.device)
         return for_each_row(self._draw(self._hidden[own]), continued)
-
-    def acceptance(self) -> list[float] | None:
-        return None
 
     def _draw(self, hidden: torch.Tensor) -> torch.Tensor:
         head = self._shared.depth

@@ -226,7 +226,7 @@ def test_one_sequence_too_many_is_retriable() -> None:
 def test_check_works_with_a_full_cache_and_finds_broken_logits() -> None:
     target, _ = toy_target(num_blocks=4)
     verify(target, session(), NO_DRAFT)
-    assert target.num_free_blocks == 0
+    assert target.info.num_blocks_in_use == target.info.num_blocks - 1
     target.check()
 
     class Broken(SlotRunner):

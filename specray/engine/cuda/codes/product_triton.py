@@ -16,7 +16,6 @@ import torch
 import triton
 import triton.language as tl
 
-from specray.engine.activation import Activation, Clamp
 from specray.engine.cuda.align import Alignment
 from specray.engine.cuda.codes.packed import PackedWeight
 from specray.engine.cuda.codes.unit_triton import constants_of, load_codes, load_scales, pointers_of
@@ -196,8 +195,7 @@ def multiply(
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     tile = rule.tile(num_out, size) if tiles is None else grouped_tile(tiles.tile_rows)
     num_tiles = triton.cdiv(num_out, tile.rows) if tiles is None else tiles.num_tiles
-    summand, joint = epilogue.summand, epilogue.joint
-    clamp = joint if isinstance(joint, Clamp) else None
+    summand = epilogue.summand
     _product[(num_tiles, triton.cdiv(size, tile.columns))](
         rows,
         out,
@@ -215,13 +213,7 @@ def multiply(
         size,
         PAIRS_PER_ROW=num_out // len(rows),
         IS_GROUPED=tiles is not None,
-        IS_GATED=epilogue.joint is not None,
-        HAS_BIAS=epilogue.bias is not None,
-        HAS_SUMMAND=summand is not None,
-        HAS_TANH=epilogue.joint is Activation.GELU_TANH,
-        HAS_CLAMP=clamp is not None,
-        GAIN=0.0 if clamp is None else clamp.gain,
-        LIMIT=0.0 if clamp is None else clamp.limit,
+        **epilogue.constants(),
         **constants_of(weight),
         ROWS=tile.rows,
         COLUMNS=tile.columns,

@@ -16,15 +16,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 
 from specray.engine.attention.base import HeadNorm, Rotary, rotate_heads
 from specray.engine.attention.sdpa import sequence_slots
-from specray.engine.cache.blocks import BlockCache
-from specray.engine.features.base import Context, Continued, FeatureStore, Placed, TargetParts
+from specray.engine.features.base import (
+    Context,
+    Continued,
+    FeatureDrafter,
+    FeatureStore,
+    Placed,
+    TargetParts,
+)
 from specray.engine.features.block.attention import BlockReach, BlockStep
 from specray.engine.features.block.heads import MarkovHead
 from specray.engine.features.block.layout import HEAD_ROWS, BlockLayout
@@ -83,8 +87,8 @@ class BlockFuser:
         return self._norm(self._fc(torch.cat(rows, -1)))
 
 
-class BlockDrafter:
-    """Implements ``base.FeatureDrafter``.
+class BlockDrafter(FeatureDrafter):
+    """A drafter of whole blocks.
 
     Args:
         layout: the checkpoint.
@@ -93,16 +97,13 @@ class BlockDrafter:
 
     num_unread = 1
     """The last token is of the block, whose K/V are not kept."""
-    keeps_state = True
 
     def __init__(self, layout: BlockLayout, parts: TargetParts) -> None:
+        super().__init__(BlockFuser(layout, parts))
         self._layout = layout
         self._parts = parts
-        self._fuser = BlockFuser(layout, parts)
-        self.feature_layers, self.feature_size = layout.feature_layers, layout.feature_size
-        self.max_draft_tokens: int | None = layout.block_size - layout.first_row
-        self.token_ids: NDArray[np.int64] | None = layout.token_ids
-        self.rank_acceptance: tuple[tuple[float, ...], ...] = ()
+        self.max_draft_tokens = layout.block_size - layout.first_row
+        self.token_ids = layout.token_ids
         attention = layout.attention
         self._num_heads, self._num_kv_heads = attention.num_attention_heads, attention.num_key_value_heads
         self._head_dim = attention.head_dim
@@ -124,13 +125,7 @@ class BlockDrafter:
         # The last masks of a block may lie beyond the longest sequence.
         length = parts.max_model_len + layout.block_size
         self._rotary: Rotary = rotary_tables(*cos_sin(attention, length, parts.device), parts.dtype)
-        self._cache = BlockCache(
-            CacheShape(len(self._layers), self._num_kv_heads, self._head_dim),
-            num_blocks=parts.num_blocks,
-            block_size=parts.block_size,
-            dtype=parts.dtype,
-            device=parts.device,
-        )
+        self._cache = parts.cache(CacheShape(len(self._layers), self._num_kv_heads, self._head_dim))
         self._shared = SharedRows()
         self._num_depths = 0
         """Draft tokens that are wanted of a path, at most."""
@@ -142,9 +137,6 @@ class BlockDrafter:
         """The Markov head's, of the last step's rows."""
         self._judged = torch.empty(0)
         """What the confidence head reads of the last step's rows."""
-
-    def fuse(self, features: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        return self._fuser.fuse(features)
 
     def read(self, store: FeatureStore, context: Context) -> None:
         for pieces in _passes([context]):

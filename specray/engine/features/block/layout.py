@@ -176,13 +176,9 @@ class _BlockReader:
         return found[0] if found else default
 
     def _feature_layers(self, width: int, num_layers: int) -> tuple[int, ...]:
-        files, size = self._files, self._target.hidden_size
-        given = self._value("target_hidden_size", size)
-        if given != size:
-            raise files.refuse(f"target_hidden_size is {given}; allowed: {size}, the target's")
-        if width % size:
-            raise files.refuse(f"fc.weight reads {width} numbers; allowed: a multiple of the target's {size}")
-        return read_block_layers(files, self._target.num_layers, width // size)
+        files, given = self._files, self._value("target_hidden_size", None)
+        num_read = files.num_features(width, self._target.hidden_size, given)
+        return read_block_layers(files, self._target.num_layers, num_read)
 
     def _rows(self, *, is_dspark: bool) -> tuple[int, int]:
         """The row that draws first, and rows in all."""

@@ -13,13 +13,13 @@ does; slot 0 has none.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from specray.engine.features.base import Context, Continued, FeatureStore, TargetParts
+from specray.engine.features.base import Context, Continued, FeatureDrafter, FeatureStore, Fuser, TargetParts
 from specray.engine.step import SequenceRows
 
 FIRST_ENTRY = 1
@@ -39,18 +39,15 @@ class Entries:
     """Masks after them, in the place of draft tokens that are not known yet."""
 
 
-class ChainedDrafter(ABC):
-    """The part of ``base.FeatureDrafter`` that reads features and goes on with its own output.
+class ChainedDrafter(FeatureDrafter):
+    """A drafter that goes on with its own output; the entry of a context's last token is read, too.
 
     Args:
         parts: what is the target's.
     """
 
-    num_unread = 0
-    """The entry of a context's last token needs the features before it alone."""
-    keeps_state = True
-
-    def __init__(self, parts: TargetParts) -> None:
+    def __init__(self, parts: TargetParts, fuser: Fuser) -> None:
+        super().__init__(fuser)
         self._parts = parts
         self._recycled = torch.empty(0)
         """Outputs of the last step's rows, which stand for the features of their tokens."""
@@ -95,9 +92,6 @@ class ChainedDrafter(ABC):
             tokens, self._recycled[sources], tuple(rows), torch.tensor(positions, device=device)
         )
         return self._finish(output)
-
-    def acceptance(self) -> list[float] | None:
-        return None
 
     def _catch_up(self, store: FeatureStore, contexts: Sequence[Context]) -> list[Entries]:
         most = max(1, MAX_ROWS // len(contexts))

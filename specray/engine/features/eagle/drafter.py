@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from specray.engine.attention.base import Rotary, rotate_heads
 from specray.engine.attention.sdpa import SdpaStep
-from specray.engine.cache.blocks import BlockCache
 from specray.engine.features.base import Context, Continued, FeatureStore, Placed, TargetParts
 from specray.engine.features.chained.drafter import FIRST_ENTRY, ChainedDrafter
 from specray.engine.features.decoder_layers import Lowering
@@ -54,21 +51,19 @@ class EagleFuser:
 
 
 class EagleDrafter(ChainedDrafter):
-    """Implements ``base.FeatureDrafter``.
+    """A drafter with an EAGLE checkpoint.
 
     Args:
         layout: the checkpoint.
         parts: what is the target's.
     """
 
+    _fuser: EagleFuser
+
     def __init__(self, layout: EagleLayout, parts: TargetParts) -> None:
-        super().__init__(parts)
+        super().__init__(parts, EagleFuser(layout, parts))
         self._layout = layout
-        self._fuser = EagleFuser(layout, parts)
-        self.feature_layers, self.feature_size = layout.feature_layers, layout.feature_size
-        self.max_draft_tokens: int | None = None
-        self.token_ids: NDArray[np.int64] | None = layout.token_ids
-        self.rank_acceptance: tuple[tuple[float, ...], ...] = ()
+        self.token_ids = layout.token_ids
         attention = layout.attention
         self._num_heads, self._num_kv_heads = attention.num_attention_heads, attention.num_key_value_heads
         self._head_dim = attention.head_dim
@@ -80,13 +75,7 @@ class EagleDrafter(ChainedDrafter):
         self._rotary: Rotary = rotary_tables(
             *cos_sin(attention, parts.max_model_len, parts.device), parts.dtype
         )
-        self._cache = BlockCache(
-            CacheShape(len(self._layers), self._num_kv_heads, self._head_dim),
-            num_blocks=parts.num_blocks,
-            block_size=parts.block_size,
-            dtype=parts.dtype,
-            device=parts.device,
-        )
+        self._cache = parts.cache(CacheShape(len(self._layers), self._num_kv_heads, self._head_dim))
         self._mask_feature = (
             None if layout.masks is None else self._fuser.fc(lowering.cast(layout.masks.features))
         )
@@ -99,9 +88,6 @@ class EagleDrafter(ChainedDrafter):
     @property
     def has_masks(self) -> bool:
         return self._mask_feature is not None
-
-    def fuse(self, features: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        return self._fuser.fuse(features)
 
     def start(self, store: FeatureStore, contexts: Sequence[Context]) -> torch.Tensor:
         last = self._catch_up(store, contexts)

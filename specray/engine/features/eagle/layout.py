@@ -208,12 +208,7 @@ class _EagleReader:
                 (self._target.num_layers + 1,),
             )
         width = files.shape("fc.weight")[1]
-        given = files.config.get("target_hidden_size")
-        if given is not None and given != size:
-            raise files.refuse(f"target_hidden_size is {given}; allowed: {size}, the target's")
-        if width % size:
-            raise files.refuse(f"fc.weight reads {width} numbers; allowed: a multiple of the target's {size}")
-        num_read = width // size
+        num_read = files.num_features(width, size, files.config.get("target_hidden_size"))
         whole = files.take_if_there("input_norm.weight", width)
         single = [files.take_if_there(f"fc_norm.{index}.weight", size) for index in range(num_read)]
         norms = tuple(norm for norm in single if norm is not None)

@@ -7,15 +7,11 @@ of this layer, for tokens that the layer itself has drawn. Both are normed, each
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from specray.engine.cache.blocks import BlockCache
-from specray.engine.features.base import TargetParts
+from specray.engine.features.base import LastHidden, TargetParts
 from specray.engine.features.chained.drafter import FIRST_ENTRY, ChainedDrafter
 from specray.engine.features.mtp.layout import (
     EMBEDDING_NORM,
@@ -97,7 +93,7 @@ def lower_mtp(layout: MtpLayout, parts: TargetParts) -> list[MtpLayer]:
 
 
 class MtpDrafter(ChainedDrafter):
-    """Implements ``base.FeatureDrafter`` with one layer.
+    """A drafter with one MTP layer.
 
     Args:
         layout: the layers.
@@ -105,23 +101,10 @@ class MtpDrafter(ChainedDrafter):
     """
 
     def __init__(self, layout: MtpLayout, parts: TargetParts) -> None:
-        super().__init__(parts)
-        self.feature_layers = layout.feature_layers
-        self.feature_size = layout.hidden_size
-        self.max_draft_tokens: int | None = None
-        self.token_ids: NDArray[np.int64] | None = parts.token_ids
-        self.rank_acceptance: tuple[tuple[float, ...], ...] = ()
+        super().__init__(parts, LastHidden(layout, parts))
+        self.token_ids = parts.token_ids
         self._layers = lower_mtp(layout, parts)
-        self._cache = BlockCache(
-            layout.cache_shape,
-            num_blocks=parts.num_blocks,
-            block_size=parts.block_size,
-            dtype=parts.dtype,
-            device=parts.device,
-        )
-
-    def fuse(self, features: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        return features[self.feature_layers[0]].to(self._parts.dtype)
+        self._cache = parts.cache(layout.cache_shape)
 
     def _forward(
         self,

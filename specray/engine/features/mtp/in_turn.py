@@ -44,7 +44,7 @@ class _Drawn:
 
 
 class MtpInTurn(MtpDrafter):
-    """Implements ``base.FeatureDrafter`` with several layers."""
+    """A drafter with several MTP layers."""
 
     _depth = 0
     _rows: list[tuple[_Drawn, int]]

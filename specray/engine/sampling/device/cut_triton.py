@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from specray.engine.sampling.device.draw_triton import load_number
+from specray.engine.sampling.device.philox_triton import compiled_once
 
 SEARCH_STEPS: Final = 8
 """Steps of one search."""
@@ -100,39 +101,11 @@ def _fold(ints, floats, counts, weights, row, is_count, shift, num_splits, SPLIT
     return low + (chosen << shift), above_count, above_weight, num_searched
 
 
-@triton.jit(
-    do_not_specialize=["step", "shift", "vocab_size", "split_size"],
-    do_not_specialize_on_alignment=[
-        "logits",
-        "divisors",
-        "top_k",
-        "top_p",
-        "largest",
-        "totals",
-        "ints",
-        "floats",
-        "counts",
-        "weights",
-    ],
-)
+@compiled_once("step", "shift", "vocab_size", "split_size")
 def narrow_kernel(
-    logits,
-    divisors,
-    top_k,
-    top_p,
-    largest,
-    totals,
-    ints,
-    floats,
-    counts,
-    weights,
-    step,
-    shift,
-    vocab_size,
-    split_size,
-    LANES: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
+    logits, divisors, top_k, top_p, largest, totals, ints, floats, counts, weights, step, shift, vocab_size,
+    split_size, LANES: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
     """Counts a part of a row for one step of the search: tokens and weight by digit.
 
     States and counts have a slot for each step; ``shift`` is the lowest bit of the step's digits. The first
@@ -247,41 +220,11 @@ def _find_equal(row_logits, divisor, order, wanted, vocab_size, LANES: tl.conste
     return found
 
 
-@triton.jit(
-    do_not_specialize=["vocab_size", "num_splits"],
-    do_not_specialize_on_alignment=[
-        "logits",
-        "divisors",
-        "top_k",
-        "top_p",
-        "log_min_p",
-        "largest",
-        "ints",
-        "floats",
-        "counts",
-        "weights",
-        "thresholds",
-        "last_tied",
-    ],
-)
+@compiled_once("vocab_size", "num_splits")
 def finish_cut_kernel(
-    logits,
-    divisors,
-    top_k,
-    top_p,
-    log_min_p,
-    largest,
-    ints,
-    floats,
-    counts,
-    weights,
-    thresholds,
-    last_tied,
-    vocab_size,
-    num_splits,
-    LANES: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
+    logits, divisors, top_k, top_p, log_min_p, largest, ints, floats, counts, weights, thresholds, last_tied,
+    vocab_size, num_splits, LANES: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
     """The cut of one row, after all steps; see ``rows.TailCut``."""
     row = tl.program_id(0).to(tl.int64)
     num_rows = tl.num_programs(0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specray.engine.sampling.device.philox_triton import gumbel_of, load_key, philox
+from specray.engine.sampling.device.philox_triton import compiled_once, gumbel_of, load_key, philox
 
 _NO_TOKEN = tl.constexpr(2147483647)
 
@@ -37,35 +37,11 @@ def _take(score, token, highest, chosen, total, IS_JUDGED: tl.constexpr):
     return tl.where(is_better, score, highest), tl.where(is_better, token, chosen), total
 
 
-@triton.jit(
-    do_not_specialize=["vocab_size", "split_size", "first_block"],
-    do_not_specialize_on_alignment=[
-        "logits",
-        "keys",
-        "divisors",
-        "thresholds",
-        "last_tied",
-        "best",
-        "where",
-        "totals",
-    ],
-)
+@compiled_once("vocab_size", "split_size", "first_block")
 def draw_kernel(
-    logits,
-    keys,
-    divisors,
-    thresholds,
-    last_tied,
-    best,
-    where,
-    totals,
-    vocab_size,
-    split_size,
-    first_block,
-    HAS_CUT: tl.constexpr,
-    IS_JUDGED: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    logits, keys, divisors, thresholds, last_tied, best, where, totals, vocab_size, split_size, first_block,
+    HAS_CUT: tl.constexpr, IS_JUDGED: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     """The best score of a part of a row, its token, and the sum of exp(2 * (score - best)).
 
     Of a row of some tokens, ``first_block`` is the first one's place among the blocks of four.
@@ -113,10 +89,7 @@ def draw_kernel(
         tl.store(totals + place, tl.sum(total * tl.exp(2.0 * (highest - anchor).to(tl.float32)), 0))
 
 
-@triton.jit(
-    do_not_specialize=["num_splits", "vocab_size"],
-    do_not_specialize_on_alignment=["best", "where", "totals", "tokens", "leads"],
-)
+@compiled_once("num_splits", "vocab_size")
 def join_kernel(
     best, where, totals, tokens, leads, num_splits, vocab_size, IS_JUDGED: tl.constexpr, SPLITS: tl.constexpr
 ):
@@ -137,29 +110,11 @@ def join_kernel(
         tl.store(leads + row, 0.0)
 
 
-@triton.jit(
-    do_not_specialize=["vocab_size", "split_size"],
-    do_not_specialize_on_alignment=[
-        "logits",
-        "divisors",
-        "thresholds",
-        "last_tied",
-        "highest_out",
-        "sums_out",
-    ],
-)
+@compiled_once("vocab_size", "split_size")
 def sums_kernel(
-    logits,
-    divisors,
-    thresholds,
-    last_tied,
-    highest_out,
-    sums_out,
-    vocab_size,
-    split_size,
-    HAS_CUT: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    logits, divisors, thresholds, last_tied, highest_out, sums_out, vocab_size, split_size,
+    HAS_CUT: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     """The largest logit of a part of a row, and the float64 sum of exp(logit - largest)."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -188,9 +143,7 @@ def sums_kernel(
     tl.store(sums_out + place, tl.sum(total, 0))
 
 
-@triton.jit(
-    do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["highest", "sums", "largest", "total"]
-)
+@compiled_once("num_splits")
 def join_sums_kernel(highest, sums, largest, total, num_splits, SPLITS: tl.constexpr):
     """A row's largest logit and sum from those of its parts."""
     row = tl.program_id(0).to(tl.int64)
@@ -215,43 +168,11 @@ def _score_residual(number, taken, word, anchor, total):
     return score, own
 
 
-@triton.jit(
-    do_not_specialize=["vocab_size", "split_size"],
-    do_not_specialize_on_alignment=[
-        "logits",
-        "rows",
-        "keys",
-        "divisors",
-        "thresholds",
-        "last_tied",
-        "largest",
-        "totals",
-        "draft_probs",
-        "best",
-        "where",
-        "own_best",
-        "own_where",
-    ],
-)
+@compiled_once("vocab_size", "split_size")
 def residual_kernel(
-    logits,
-    rows,
-    keys,
-    divisors,
-    thresholds,
-    last_tied,
-    largest,
-    totals,
-    draft_probs,
-    best,
-    where,
-    own_best,
-    own_where,
-    vocab_size,
-    split_size,
-    HAS_CUT: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    logits, rows, keys, divisors, thresholds, last_tied, largest, totals, draft_probs, best, where, own_best,
+    own_where, vocab_size, split_size, HAS_CUT: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     """The best token of a part of a sequence's residual distribution, and of its row's own."""
     sequence = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -296,10 +217,7 @@ def residual_kernel(
     tl.store(own_where + place, tl.min(tl.where(own_highest == own_top, own_chosen, _NO_TOKEN), 0))
 
 
-@triton.jit(
-    do_not_specialize=["num_splits", "vocab_size"],
-    do_not_specialize_on_alignment=["best", "where", "own_best", "own_where", "tokens"],
-)
+@compiled_once("num_splits", "vocab_size")
 def join_residual_kernel(
     best, where, own_best, own_where, tokens, num_splits, vocab_size, SPLITS: tl.constexpr
 ):

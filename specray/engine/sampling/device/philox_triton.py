@@ -9,6 +9,10 @@ No kernel of sampling is specialized: whatever was compiled when the kernels wer
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -20,6 +24,21 @@ _WEYL_0 = tl.constexpr(noise.WEYL[0])
 _WEYL_1 = tl.constexpr(noise.WEYL[1])
 _TAG = tl.constexpr(noise.KEY_TAG)
 _NUM_ROUNDS = tl.constexpr(noise.NUM_ROUNDS)
+
+
+def compiled_once(*numbers: str) -> Callable[[Callable[..., Any]], Any]:
+    """``triton.jit`` of a kernel that is specialized on nothing but its constants.
+
+    Args:
+        numbers: names of the arguments that are whole numbers; the others are addresses.
+    """
+
+    def made(kernel: Callable[..., Any]) -> Any:
+        named = {*numbers, *kernel.__annotations__}
+        addresses = [name for name in signature(kernel).parameters if name not in named]
+        return triton.jit(kernel, do_not_specialize=list(numbers), do_not_specialize_on_alignment=addresses)
+
+    return made
 
 
 @triton.jit
@@ -65,7 +84,7 @@ def gumbel_of(word):
     return -tl.log(-tl.log(uniform))
 
 
-@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["keys", "token_ids", "out"])
+@compiled_once("width")
 def words_kernel(keys, token_ids, out, width, SIZE: tl.constexpr):
     """Words of some tokens of each row, one program a row and part."""
     row = tl.program_id(0).to(tl.int64)
@@ -79,7 +98,7 @@ def words_kernel(keys, token_ids, out, width, SIZE: tl.constexpr):
     tl.store(out + row * width + column, word.to(tl.int64, bitcast=True), mask=column < width)
 
 
-@triton.jit(do_not_specialize=["vocab_size"], do_not_specialize_on_alignment=["keys", "out"])
+@compiled_once("vocab_size")
 def gumbel_kernel(keys, out, vocab_size, LANES: tl.constexpr):
     """Gumbel numbers of a part of a row, four tokens a lane."""
     row = tl.program_id(0).to(tl.int64)

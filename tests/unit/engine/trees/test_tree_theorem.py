@@ -182,4 +182,4 @@ def test_what_trees_wrote_serves_the_next_request_from_the_prefix_cache(
         assert second.token_ids == [*prompt, *output][: len(second.token_ids)]
         assert num_cached >= (length - 1) // 16 * 16 - 16
     target.release(["b", "c"])
-    assert target.num_free_blocks == target.info.num_blocks - 1
+    assert target.info.num_blocks_in_use == 0
