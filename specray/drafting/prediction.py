@@ -132,7 +132,7 @@ class PredictionProposer:
 
     @property
     def knows_place(self) -> bool:
-        """It can propose something: enough tokens have matched, or few have been replaced since."""
+        """Whether enough tokens have matched for a proposal, or few have been replaced since."""
         if self._place >= len(self._prediction) and not self._pending:
             return False
         if self._run > 0:

@@ -99,7 +99,6 @@ class EngineBase:
         )
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """Frees the sequences; unknown ids are ignored."""
         self.table.release(request_ids)
         if self._grammars is not None:
             self._grammars.release(request_ids)
@@ -145,7 +144,6 @@ class RunnerEngine(EngineBase):
         self._runner.close()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when a block is lost or owned twice, or K/V would go to a wrong place."""
         super().check_integrity()
         moves = self._runner.pending_moves
         self.table.check_moves(moves.sources, moves.destinations)

@@ -97,7 +97,7 @@ class CatchUp:
 
     @property
     def settled(self) -> int:
-        """Those of them that the sequence cannot lose."""
+        """Tokens computed then that the sequence cannot lose."""
         return self.end - self.num_open
 
     @property

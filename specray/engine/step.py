@@ -234,7 +234,7 @@ class AttentionStep:
     rows: tuple[SequenceRows, ...]
     cache: KVCache
     batch: PagedBatch | None = None
-    """The same rows as tensors of a fixed shape, for captured forwards; ``rows`` are empty then."""
+    """The rows as tensors of a fixed shape, for captured forwards; ``rows`` are empty then."""
     first_index: int = 0
     """KV index before which nothing is seen; above 0 only where torch's operators attend."""
 

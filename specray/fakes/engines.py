@@ -286,7 +286,7 @@ class FakeTarget(_FakeEngine):
         return drawn
 
     def _tree_draws(self, sequence: _ToySequence, draft: DraftTokens) -> tuple[list[int], int | None]:
-        """The same along the accepted path of a tree, and its last node; None: none is accepted."""
+        """The target's tokens along a tree's accepted path, and its last node; None: none is accepted."""
 
         @cache
         def own(node: int) -> int:

@@ -16,7 +16,7 @@ from specray.gguf.type_sizes import FLOAT32, TYPE_SIZES
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""By the number of a value's type: its format in ``struct``."""
+"""Format in ``struct`` of a value, by the number of its type."""
 _STRING, _ARRAY = 8, 9
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMENSIONS = 8
@@ -58,7 +58,7 @@ class GgufHeader:
     """The header of a GGUF file."""
 
     values: dict[str, Value]
-    """By key."""
+    """Values by key."""
     tensors: tuple[TensorEntry, ...]
     data_start: int
     """Bytes before the data section."""

@@ -50,7 +50,7 @@ class KeptCheckpoint:
     sha256: str
     """SHA-256 of the GGUF file from which it was made."""
     files: dict[str, tuple[int, str]]
-    """By name: bytes and SHA-256."""
+    """Bytes and SHA-256 of each file, by name."""
     linked: tuple[int, int] | None = None
     """Bytes of a light checkpoint's GGUF file and its last change in ns; None: it was converted."""
 

@@ -84,7 +84,6 @@ class Download:
         return found[0]
 
     def end(self) -> None:
-        """Ends pip, if it still runs."""
         self._pip.end()
 
 

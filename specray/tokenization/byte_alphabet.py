@@ -4,7 +4,6 @@ from __future__ import annotations
 
 
 def spelled_bytes() -> list[str]:
-    """The character of each byte."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     ranks = {byte: rank for rank, byte in enumerate(others)}

@@ -100,7 +100,6 @@ class ControlTokens:
 
 
 def without_marks(rendered: str) -> str:
-    """What was rendered, as text."""
     return _MARK.sub("", rendered)
 
 

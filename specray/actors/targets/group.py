@@ -237,7 +237,6 @@ class TargetGroup:
         return await self._ranks.processes()
 
     async def ended(self) -> str:
-        """Waits until a rank can no longer work; returns the reason. Call after ``start``."""
         return await self._ranks.ended()
 
     async def check(self) -> None:

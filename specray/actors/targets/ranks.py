@@ -78,7 +78,6 @@ class Rank:
         return self._worker.wait()
 
     def check(self) -> None:
-        """Runs a real one-token step of the whole group, on the leader. Raises EngineLostError."""
         assert self._worker is not None, "check comes after start"
         self._worker.check()
 

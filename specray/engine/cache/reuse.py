@@ -61,7 +61,6 @@ class SequencePrefix:
 
     @property
     def keys(self) -> Sequence[bytes]:
-        """Keys of its known units."""
         return self._keys
 
     def publish(self, token_ids: Sequence[int], limit: int) -> None:

@@ -34,7 +34,6 @@ class CpuGraph:
         self._num_parts: list[int] = []
 
     def add(self, kernel: Kernel, args_address: int, num_parts: int) -> None:
-        """See ``thread_pool.Recorder``."""
         numbers = ctypes.string_at(args_address, 8 * kernel.num_args)
         self._kernels.append(kernel)
         self._args.append(np.frombuffer(numbers, dtype=np.int64).copy())

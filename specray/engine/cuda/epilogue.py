@@ -80,5 +80,4 @@ class PlainWeight:
         )
 
     def select(self, rows: slice) -> PlainWeight:
-        """Some output features."""
         return PlainWeight(self.numbers[rows])

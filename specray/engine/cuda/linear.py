@@ -77,7 +77,6 @@ class ProductLinear:
         return self._into(rows, self._empty(rows, torch.float32))
 
     def precise_into(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes what ``precise`` gives to ``out``."""
         self._into(rows, out)
 
     def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:

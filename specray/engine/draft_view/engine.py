@@ -81,7 +81,6 @@ class DraftViewEngine(DraftEngine):
         )
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """Frees the sequences and their views; unknown ids are ignored."""
         super().release(request_ids)
         for request_id in request_ids:
             self._views.pop(request_id, None)

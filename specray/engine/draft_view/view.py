@@ -121,7 +121,6 @@ class DraftView:
 
     @property
     def num_seen(self) -> int:
-        """Tokens of the view."""
         start = self.start
         return self._length - start + (NUM_SINKS if start else 0)
 

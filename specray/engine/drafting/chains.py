@@ -70,7 +70,6 @@ class Chain:
 
     @property
     def request_id(self) -> str:
-        """Request whose grammar its tokens follow."""
         return self.sequence.request_id
 
     @property
@@ -279,7 +278,7 @@ class OutcomeBranches:
         return logprobs
 
     def _outcomes_of_tree(self, ranked: Sequence[RankedRow]) -> dict[tuple[int, int], float]:
-        """The same, with nodes by their index in the tree; no child of a node is a next token after it."""
+        """Log probabilities of a tree's outcomes; no child of a node is a next token after it."""
         logprobs: dict[tuple[int, int], float] = {}
         reached = {-1: 0.0}
         for node, (next_tokens, _) in enumerate(ranked, -1):

@@ -98,7 +98,6 @@ class DraftEngine(Speculating[Task], RunnerEngine):
         self._draws = DraftDraws(sampler, grammars)
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """Frees the sequences; unknown ids are ignored."""
         super().release(request_ids)
         if self._guesser is not None:
             self._guesser.release(request_ids)

@@ -210,7 +210,7 @@ class DraftTree:
         return [index for _, index in best[: self._budget.num_nodes]]
 
     def _is_end(self, index: int) -> bool:
-        """In a grammar nothing follows a stop."""
+        """Whether the node stops its grammar, so that nothing follows."""
         sampling = self.sequence.sampling
         return sampling.grammar is not None and self._nodes[index].token_id in sampling.stop_token_ids
 
@@ -238,7 +238,7 @@ class DraftTree:
 
 
 def _calibrated(next_tokens: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """The same tokens with log probabilities by SPREAD and REACHED."""
+    """Tokens with their log probabilities at the spread SPREAD, whose sum is REACHED."""
     if not next_tokens:
         return []
     scores = [SCORE_SPREAD / SPREAD * logprob for _, logprob in next_tokens]

@@ -37,7 +37,7 @@ class DrafterPlan:
     head: DraftHead
     """What it draws through."""
     is_remote: bool = False
-    """It runs in the draft's process, to which features are sent."""
+    """Whether the drafter runs in the draft's process, to which features are sent."""
 
     @property
     def name(self) -> str:

@@ -200,7 +200,6 @@ def read_layer(
 
 
 def read_linear(files: DrafterFiles, name: str, rows: int, columns: int) -> WeightAndBias:
-    """Takes weight and bias; the bias may be absent."""
     return files.take(f"{name}.weight", rows, columns), files.take_if_there(f"{name}.bias", rows)
 
 

@@ -110,7 +110,7 @@ class Failures:
         self._left_out: set[str] = set()
 
     def groups(self, requests: Sequence[DraftRequest]) -> list[list[DraftRequest]]:
-        """Those that are drafted for together; some may be in none."""
+        """Groups of requests that are drafted for together; some may be in none."""
         served = [each for each in requests if each.sequence.request_id not in self._left_out]
         together = [each for each in served if each.sequence.request_id not in self._apart]
         size = self._most or max(1, len(together))

@@ -32,7 +32,7 @@ class DraftRequest:
     tree: TreeBudget | None = None
     """None: a chain."""
     is_moved: bool = False
-    """It was a tree's path that was accepted: K/V of its tokens are still to be moved to theirs."""
+    """Whether a tree's path was accepted: K/V of its tokens are still to be moved to theirs."""
 
 
 def draft_request(item: VerifyItem, sequence: EngineSequence, answer: object) -> DraftRequest | None:

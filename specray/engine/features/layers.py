@@ -53,7 +53,7 @@ def read_layers(files: DrafterFiles, num_layers: int, num_read: int) -> tuple[in
 
 
 def read_block_layers(files: DrafterFiles, num_layers: int, num_read: int) -> tuple[int, ...]:
-    """The same of a block drafter, whose ids are of what leaves layers; only speculators' are of what enters.
+    """Layers that a block drafter reads: ids are of what leaves layers, speculators' of what enters.
 
     Without ids they are spread evenly from 1 to the last but two.
     """

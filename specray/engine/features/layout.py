@@ -34,7 +34,7 @@ class DrafterLayout(ABC):
 
     @property
     def num_fuser_weights(self) -> int:
-        """Those of them that the target's process holds where the drafter runs in another."""
+        """Numbers that the target's process holds where the drafter runs in another."""
         return 0
 
     @property

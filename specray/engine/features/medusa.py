@@ -50,7 +50,7 @@ class MedusaLayout(DrafterLayout):
     outputs: tuple[torch.Tensor | None, ...]
     """Weight after the blocks of each head; None: the target's own head."""
     rank_acceptance: tuple[tuple[float, ...], ...] = ()
-    """By head, the measured chance of each rank; empty: none was measured."""
+    """Measured chance of each rank, by head; empty: none was measured."""
 
     @property
     def num_weights(self) -> int:

@@ -58,7 +58,7 @@ class DraftHead:
 
     @property
     def is_targets(self) -> bool:
-        """It is the target's own."""
+        """Whether the head is the target's own."""
         return self.trimmed is None and self.format is Quantization.NONE
 
     @property

@@ -104,7 +104,6 @@ def read_mask_id(files: DrafterFiles, sections: Sequence[dict[str, Any]], vocab_
 
 
 def make_embedding(table: torch.Tensor | None, parts: TargetParts) -> TokenRows:
-    """Look-ups in a table of the drafter's own; without, in the target's."""
     if table is None:
         return parts.embed
     own = table.to(device=parts.device, dtype=parts.dtype)

@@ -310,7 +310,7 @@ class ParallelContext:
         return joined
 
     def exchange(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The same-sized numbers of all ranks: ``[world_size, *shape]``."""
+        """Numbers of all ranks, of which each has as many: ``[world_size, *shape]``."""
         parts = [torch.empty_like(numbers) for _ in range(self.world_size)]
         try:
             dist.all_gather(parts, numbers.contiguous())

@@ -80,13 +80,12 @@ class RMSNorm:
         return F.rms_norm(rows, self.weight.shape, self.weight, self.eps)
 
     def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
-        """The normed rows and the summand, whose contents are lost."""
         return summand.add_(self(rows))
 
 
 @dataclass(frozen=True, slots=True)
 class WideRMSNorm(RMSNorm):
-    """The same norm with a float32 weight, for rows of another type."""
+    """RMS norm with a float32 weight, for rows of another type."""
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(rows.float(), self.weight.shape, self.weight, self.eps).to(rows.dtype)

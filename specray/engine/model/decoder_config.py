@@ -232,11 +232,9 @@ class DecoderConfig:
         return shapes
 
     def has_mlp(self, layer: int) -> bool:
-        """Whether a layer has an MLP or experts."""
         return self.with_mlps is None or self.with_mlps[layer]
 
     def recurs(self, layer: int) -> bool:
-        """Whether a layer keeps a state."""
         return self.recurrent is not None and self.recurrent.layers[layer]
 
     def has_sandwich(self, layer: int) -> bool:

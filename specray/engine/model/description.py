@@ -39,7 +39,7 @@ _SHARED_FIELDS = (
 )
 """Numbers that the ranks of a group must be able to share."""
 _REPEATED = frozenset({"num_key_value_heads", "mamba_n_groups", "n_groups"})
-"""Those of which several ranks of the decoder can have the same part."""
+"""Fields of which several ranks of the decoder can have the same part."""
 
 
 @dataclass(frozen=True, slots=True)

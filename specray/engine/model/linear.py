@@ -41,7 +41,7 @@ class Linear(Weights, Protocol):
     """``x -> x @ weight.T + bias``, and what may follow it."""
 
     def precise(self, rows: torch.Tensor) -> torch.Tensor:
-        """The same in float32."""
+        """The layer's output in float32."""
         ...
 
     def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:

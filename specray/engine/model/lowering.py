@@ -178,7 +178,7 @@ def _before_stream(
     taken: RankWeights,
     operators: Operators,
 ) -> Projection:
-    """With the norm of what a layer adds to the residual stream, where it has one."""
+    """The projection, with the norm of what a layer adds to the residual stream where it has one."""
     if not config.has_sandwich(index):
         return projection
     name = f"{layer_prefix(index)}{norm}.weight"
@@ -254,7 +254,7 @@ def lower_norm(
 
 
 def _norm_weight(name: str, config: DecoderConfig, taken: RankWeights) -> torch.Tensor:
-    """In float32 where rounding the sum would lose what the checkpoint says."""
+    """Weight of a norm, in float32 where rounding the sum would lose what the checkpoint says."""
     weight = taken.whole(name)
     return 1.0 + weight.float() if config.has_shifted_norms else weight
 

@@ -201,7 +201,7 @@ class KernelOperators(TorchOperators):
 
 @dataclass(frozen=True, slots=True)
 class KernelLatentQueries(LatentQueries):
-    """The same in kernels alone."""
+    """Latent queries in kernels alone."""
 
     keys: KernelHeadProduct
     latent_norm: FusedRMSNorm
@@ -231,12 +231,12 @@ class KernelLatentQueries(LatentQueries):
 
 @dataclass(frozen=True, slots=True)
 class KernelDeltaInputs(DeltaInputs):
-    """The same in kernels alone."""
+    """A delta layer's inputs in kernels alone."""
 
     gates: KernelHeadProduct
     decays: KernelHeadProduct
     copies: KernelHeadProduct
-    """Of no numbers to none, so that it copies what lies behind."""
+    """Product of no numbers, which copies what lies behind."""
     thread_pool: ThreadPool
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:

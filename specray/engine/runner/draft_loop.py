@@ -36,11 +36,11 @@ LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8)
 _CUT_LENGTHS = (4, 8)
 """Draft tokens, rounded up, where tails are cut or distributions truncated."""
 _LIKELY_LENGTHS = (4, 3, 5, 2, 6, 1, 8, 7)
-"""The same, the likeliest first."""
+"""Draft tokens of a piece of work, the likeliest number first."""
 _LIKELY_SEQUENCES = 8
 """Sequences, at most, whose proposals are captured first."""
 _LIKELY_CUT_SEQUENCES = 4
-"""The same where tails are cut or distributions truncated."""
+"""Sequences, at most, whose proposals with cut tails or truncated distributions are captured first."""
 
 
 class LoopShape(NamedTuple):

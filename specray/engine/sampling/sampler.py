@@ -147,7 +147,6 @@ class WholeRows(MappedRows):
         return [None if dead else token for dead, token in zip(is_dead, drawn, strict=True)]
 
     def mapped(self, logits: Tensor) -> Tensor:
-        """Rows of all tokens."""
         if self._vocabulary is not None:
             return self._vocabulary.whole(logits)
         return logits[:, : self._num_token_ids].contiguous()

@@ -104,12 +104,10 @@ class TargetEngine(RunnerEngine):
             self._drafting.forget(request_ids)
 
     def load_adapter(self, folder: str, digest: bytes = b"", *, is_pinned: bool = False) -> bytes:
-        """See ``interfaces.SyncAdapterEngine``."""
         assert self._adapters is not None, "a target has a place for some"
         return self._adapters.load(folder, digest, is_pinned=is_pinned)
 
     def unload_adapter(self, digest: bytes) -> None:
-        """See ``interfaces.SyncAdapterEngine``."""
         assert self._adapters is not None, "a target has a place for some"
         self._adapters.unload(digest)
 

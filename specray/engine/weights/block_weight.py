@@ -52,7 +52,7 @@ class BlockWeight:
         return isinstance(other, BlockWeight) and self.kind is other.kind
 
     def joined(self, others: Sequence[Any]) -> BlockWeight:
-        """With the rows of others, which are alike, below its own."""
+        """The weight with the rows of others, which are alike, below its own."""
         return BlockWeight(self.kind, torch.cat([self.rows, *(each.rows for each in others)]))
 
     def select(self, index: torch.Tensor | slice) -> BlockWeight:
@@ -71,7 +71,7 @@ class BlockWeight:
         return BlockWeight(self.kind, self.rows[:, begin:end])
 
     def reordered(self, columns: torch.Tensor) -> BlockWeight:
-        """With its input features in another order, which takes blocks as a whole; int64."""
+        """The weight with its input features in another order, which takes blocks as a whole; int64."""
         size = self.kind.size
         blocks = columns[:: size.num_values] // size.num_values
         rows = self.rows.reshape(len(self.rows), -1, size.num_bytes)[:, blocks]

@@ -81,7 +81,7 @@ class GroupedWeight:
         return GroupedWeight(self.codes[:, start:stop], numbers[0], numbers[1], self.bits)
 
     def reordered(self, columns: torch.Tensor) -> GroupedWeight:
-        """With its input features in another order, which takes groups as a whole; int64."""
+        """The weight with its input features in another order, which takes groups as a whole; int64."""
         groups = columns[:: self.group] // self.group
         zeros = None if self.zeros is None else self.zeros[:, groups]
         return GroupedWeight(self.codes[:, columns], self.scales[:, groups], zeros, self.bits)

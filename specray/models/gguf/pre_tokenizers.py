@@ -64,4 +64,4 @@ PATTERNS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), (_GPT4O,)),
     "deepseek-coder": _DEEPSEEK_CODER,
 }
-"""By name: patterns by which a text is cut, one after the other."""
+"""Patterns by which a text is cut, by name, one after the other."""

@@ -30,7 +30,7 @@ _ROLES: Mapping[str, str] = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
-"""By the name of a special token in a tokenizer's settings: its key in a file."""
+"""Key in a file of each special token, by its name in a tokenizer's settings."""
 _CONTROL, _USER_DEFINED = 3, 4
 """Numbers of types of tokens in GGUF."""
 _ALWAYS_SPECIAL: Mapping[str, tuple[str, ...]] = {
@@ -38,7 +38,7 @@ _ALWAYS_SPECIAL: Mapping[str, tuple[str, ...]] = {
     SENTENCEPIECE: ("<unk>", "<s>", "</s>"),
     "gemma": ("<unk>", "<bos>", "<eos>", "<pad>", "<mask>"),
 }
-"""By kind of vocabulary: tokens that are special whatever the file says."""
+"""Tokens that are special whatever the file says, by kind of vocabulary."""
 _SPACE = "\u2581"
 
 

@@ -159,7 +159,6 @@ class TiledProduct:
 
     @property
     def places(self) -> ArgPlaces:
-        """See ``experts.grouped.GroupableLayer``, which this implements."""
         layer, rows = (product.WEIGHT, product.BIAS), (product.ROWS, product.OUT, product.OUT)
         return ArgPlaces(product.NUM_ARGS, product.NUM_ROWS, layer, rows)
 
@@ -248,7 +247,6 @@ class TiledLinear:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of rows and outputs."""
         return self.weight.dtype
 
     @property
@@ -307,7 +305,6 @@ class TiledGate:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of rows and outputs."""
         return self.weight.dtype
 
     @property
@@ -318,7 +315,6 @@ class TiledGate:
         return self.product.run(rows, self.weight.dtype)
 
     def changed(self, rows: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-        """The layer, with its sums changed by what :meth:`TiledProduct.run` calls a delta."""
         return self.product.run(rows, self.weight.dtype, delta=delta)
 
     def packed(self, rows: PackedRows) -> PackedRows:

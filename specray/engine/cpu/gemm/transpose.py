@@ -61,7 +61,6 @@ def transpose_to_bfloat16(context: Any, source: Any, target: Any) -> Any:
 
 
 def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """Transposes 16 registers of 16 words."""
     rows = list(rows)
     # Swap off-diagonal blocks, then do the same with half the size within each block.
     for distance in (8, 4, 2, 1):

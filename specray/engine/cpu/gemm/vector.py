@@ -69,7 +69,6 @@ class Shape:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a panel's block."""
         return block_bytes(self.weight_bytes)
 
 

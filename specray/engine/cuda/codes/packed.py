@@ -109,7 +109,7 @@ class PackedWeight:
         )
 
     def copy(self) -> PackedWeight:
-        """The same weight in other memory."""
+        """The weight in other memory."""
         copies = [None if each is None else each.clone() for each in self._tensors()]
         codes, *others = copies
         assert codes is not None, "codes are always there"
@@ -123,7 +123,6 @@ class PackedWeight:
 
 
 def can_pack(weight: StoredWeight) -> bool:
-    """Whether all parts of a weight have a layout here."""
     return all(
         not isinstance(part, GroupedWeight) or (part.group % GROUP == 0 and part.bits <= BYTE_BITS)
         for part in weight.parts
@@ -161,7 +160,7 @@ def stack_packed(weights: Sequence[PackedWeight]) -> PackedWeight:
 
 
 def _alike(weights: Sequence[PackedWeight]) -> Sequence[PackedWeight]:
-    """The same values; float32 numbers and zero points are in all weights where they are in one."""
+    """Weights with equal values; float32 numbers and zero points are in all weights where they are in one."""
     number_bytes = max(each.layout.number_bytes for each in weights)
     has_zeros = any(each.layout.has_zeros for each in weights)
     made = []

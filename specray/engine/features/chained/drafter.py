@@ -54,7 +54,7 @@ class ChainedDrafter(FeatureDrafter):
 
     @property
     def has_masks(self) -> bool:
-        """It draws all its tokens in one forward, and cannot go on from its own output."""
+        """Whether the drafter draws all its tokens in one forward, without its own output."""
         return False
 
     @property

@@ -32,7 +32,7 @@ from specray.engine.step import AttentionStep, SequenceRows, Step
 
 
 class _AsTheyAre:
-    """In the place of the decoder's embedding and head: what enters the layer, and what leaves its norm."""
+    """Stands for the decoder's embedding and head: hands on what enters the layer or leaves its norm."""
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         return token_ids

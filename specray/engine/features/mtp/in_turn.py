@@ -33,7 +33,7 @@ class _Drawn:
 
     context: Context
     lasts: list[torch.Tensor]
-    """By layer, what it gave for the context's last token, ``[hidden_size]``; empty where it had no entry."""
+    """What each layer gave for the context's last token, ``[hidden_size]``; empty where it had no entry."""
     given: list[torch.Tensor]
     """What the layer of the last step gave: for the context's last token, then for each node."""
     token_ids: list[int] = field(default_factory=list)
@@ -52,7 +52,7 @@ class MtpInTurn(MtpDrafter):
 
     @property
     def has_masks(self) -> bool:
-        """It cannot go on from its last outputs alone."""
+        """Always: a layer cannot go on from its last outputs alone."""
         return True
 
     def start(self, store: FeatureStore, contexts: Sequence[Context]) -> torch.Tensor:

@@ -56,7 +56,7 @@ class _Naming:
     """Numbers go on after the target's layers; else they begin with 0."""
 
     def of(self, number: int) -> _Naming:
-        """The same of one layer."""
+        """The names of one layer."""
 
         def numbered(name: str) -> str:
             return name.replace(".N.", f".{number}.")
@@ -264,7 +264,7 @@ class _MtpReader:
         raise AssertionError("names end")
 
     def _config(self, num_layers: int, names: set[str]) -> DecoderConfig:
-        """Of layers that are like the target's attending ones: with all tokens in sight, if some have them
+        """Layers like the target's attending ones: with all tokens in sight, if some have them
         and the configuration does not say otherwise, as Mellum's does."""
         decoder, library = self._decoder, self._described.library
         kinds = None if library is None else getattr(library.text, "mtp_layer_types", None)

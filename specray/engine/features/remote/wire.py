@@ -29,6 +29,5 @@ def read_rows(rows: FeatureRows, feature_size: int, *, like: torch.Tensor) -> to
 
 
 def write_rows(rows: torch.Tensor) -> NDArray[np.uint8]:
-    """The bytes of some rows ``[num_rows, feature_size]``, on the host: bfloat16, little-endian."""
     found: NDArray[np.uint8] = rows.to(torch.bfloat16).contiguous().cpu().view(torch.uint8).numpy()
     return found

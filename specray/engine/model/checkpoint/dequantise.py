@@ -47,7 +47,7 @@ class Unpacked:
         return rows, columns
 
     def stored(self) -> GroupedWeight | ReorderedWeight:
-        """The same values, in groups of one size; if groups are no runs of units, with columns in order."""
+        """The values in groups of one size; if groups are no runs of units, with columns in order."""
         _, counts = torch.unique_consecutive(self.groups, return_counts=True)
         # The last group may have fewer columns.
         size = math.gcd(*counts.tolist())

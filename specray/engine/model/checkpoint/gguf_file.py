@@ -75,7 +75,7 @@ class GgufFile:
         check_whole(path, header)
         self.architecture = header.architecture
         self.tensors = _tensors(header, name)
-        """By name."""
+        """Tensors by name."""
         with path.open("rb") as file:
             # Writable for torch's sake; nothing writes.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

@@ -107,7 +107,7 @@ class _TensorRows:
     order: torch.Tensor | None = None
     """Row of the tensor, from the first on, of each row of the weight; None: as they are."""
     columns: torch.Tensor | None = None
-    """The same of input features."""
+    """Order of input features."""
 
 
 class GgufWeights(NamedWeights):

@@ -32,7 +32,7 @@ class LayerFormat:
     also_needed: frozenset[str] = frozenset()
     """Further tensors that the layer must have, since the configuration speaks of them."""
     has_zero_points: bool = True
-    """It may have ``weight_zero_point``."""
+    """Whether the layer may have ``weight_zero_point``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Rule:
     """What a configuration says of the layers whose names its pattern matches."""
 
     pattern: re.Pattern[str]
-    """It need match no more than a name's beginning."""
+    """Whether the pattern need match no more than a name's beginning."""
     layer: LayerFormat | None
     """None: they are not quantised."""
     priority: int

@@ -63,7 +63,6 @@ class SafetensorsWeights(NamedWeights):
             raise self._unreadable(error) from None
 
     def num_bytes(self, name: str) -> int:
-        """Bytes of a tensor in the file."""
         stored = self._names[name]
         return self._places[stored].num_bytes(stored)
 

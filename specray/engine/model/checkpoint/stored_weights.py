@@ -150,7 +150,6 @@ class StoredWeights(NamedWeights):
 
     @functools.cached_property
     def _held_layers(self) -> frozenset[str]:
-        """Layers that kernels hold exactly."""
         return frozenset(layer for layer in self._layers.values() if self._is_held(layer))
 
     def _is_held(self, layer: str) -> bool:

@@ -67,7 +67,6 @@ def check_architecture(
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Several would only wait for each other: of work so small, and longer where others use the machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

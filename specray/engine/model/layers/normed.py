@@ -38,13 +38,12 @@ class NormedProjection:
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """In the place of what a layer has not: rows go through it, and it adds nothing to others."""
+    """Stands for a part that a layer has not: rows go through it, and it adds nothing to others."""
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return rows
 
     def plus(self, rows: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
-        """The summand."""
         return summand
 
 

@@ -46,7 +46,6 @@ class ScaledEmbedding:
         return self.table(token_ids).mul_(self.scale)
 
     def into(self, token_ids: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes the hidden states to ``out``."""
         torch.mul(self.table(token_ids), self.scale, out=out)
 
 
@@ -78,7 +77,6 @@ class GatheredHead:
         return self.local(rows)
 
     def precise_into(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes what ``precise`` gives to ``out``."""
         if isinstance(self.local, PlainLinear):
             self.local.into(rows, out)
         else:

@@ -39,7 +39,7 @@ _MAX_SPLITS = 64
 
 
 class TritonKernels(Kernels):
-    """The same kernels, compiled.
+    """Kernels compiled by Triton.
 
     Args:
         num_processors: of the device; programs for four times as many are wanted.

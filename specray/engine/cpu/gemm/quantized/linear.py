@@ -279,7 +279,6 @@ class QuantizedLinear:
     def changed(
         self, rows: torch.Tensor, delta: torch.Tensor, summand: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See ``gemm.linear.TiledLinear.changed``."""
         layer = self.plain if summand is None else self._plus
         return layer.run(rows, self.dtype, summand, delta)
 
@@ -317,7 +316,6 @@ class QuantizedGate:
         return self.gated.run(rows, self.dtype)
 
     def changed(self, rows: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-        """See ``gemm.linear.TiledGate.changed``."""
         return self.gated.run(rows, self.dtype, delta=delta)
 
 

@@ -62,7 +62,6 @@ class Panels:
 
 
 def can_pack(weight: Weight) -> bool:
-    """Whether all parts of a weight have layouts."""
     if isinstance(weight, torch.Tensor):
         return False
     return all(isinstance(part, BlockWeight) or _can_pack_groups(part) for part in weight.parts)

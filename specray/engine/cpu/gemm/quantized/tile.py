@@ -251,7 +251,6 @@ class _Tile:
                 self._emit_products(weights, numbers, slot * 4, slot)
 
     def _emit_floats(self, codes: Any, block: Any, wanted: Any) -> None:
-        """Sums of products with a group's floats."""
         builder, size = self._builder, self._layout.feature_bytes
         fma, pair_lines = self._fma(), 2 * size // _LINE
         for total in self._sums.values():
@@ -302,7 +301,6 @@ class _Tile:
         return self._builder.asm(kind, "", "=x,0", [sums], side_effect=False)
 
     def _numbers(self, block: Any) -> _OfBlock:
-        """Loads a super-block's numbers."""
         layout = self._layout
 
         def load(offset: int) -> dict[int, Any]:

@@ -63,19 +63,19 @@ class Projection(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LatentQueries:
-    """In the place of a qkv projection: absorbed queries, and behind them the key of each row.
+    """Replaces a qkv projection: absorbed queries, and behind them the key of each row.
 
     ``[num_rows, hidden_size]`` to ``[num_rows, (num_heads + 1) * (latent_dim + rotated_dim)]``.
     """
 
     down: Rows
-    """To what queries are made of, or to queries, and to latents with their rotated part, side by side."""
+    """Projection to queries, or to what they are made of, and to latents with their rotated part."""
     query_norm: RowNorm | None
     query_up: Rows | None
-    """From the normed to queries; None: they are there already."""
+    """Projection of the normed to queries; None: they are there already."""
     latent_norm: RowNorm
     keys: HeadProduct
-    """From the plain part of a head's query to the latents' space."""
+    """Projection of the plain part of a head's query to the latents' space."""
     rotated_dim: int
 
     @property
