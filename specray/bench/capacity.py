@@ -80,9 +80,7 @@ async def measure_profile(
             machine.
         progress: called with the name of the next part.
 
-    Raises:
-        ConfigError: a model or a setting is wrong.
-        EngineLostError: a worker did not start or was lost.
+    Raises like ``local_pair``.
     """
     if config.draft.enabled and (not config.draft.has_model or config.draft.reads_features):
         raise ConfigError(f"draft.model is {config.draft.model!r}; allowed here: a model, or no draft")

@@ -113,9 +113,7 @@ class LoadRunner:
 async def measure_loads(runner: LoadRunner, config: Config, *, num_passes: int = NUM_PASSES) -> MeasuredPair:
     """Starts the pair and serves all loads, in turns.
 
-    Raises:
-        ConfigError: a model or a setting is wrong.
-        EngineLostError: a worker did not start or was lost.
+    Raises like ``local_pair``.
     """
     async with local_pair(without_cache(config)) as pair:
         for _ in range(num_passes):

@@ -289,7 +289,7 @@ class Observer(Protocol):
     def chose_overlap(
         self, *, is_overlapped: bool, predicted_gain: float, calibrated_gain: float, num_running: int
     ) -> None:
-        """Under ``overlap: auto``, it was decided whether engines overlap.
+        """The control has decided, under ``overlap: auto``, whether engines overlap.
 
         Gains are tokens per second of overlapping as a multiple of those of taking turns; what rounds have
         brought corrects the calibrated one.

@@ -101,7 +101,7 @@ def form_batch(offered: Sequence[Schedulable], limits: BatchLimits) -> list[Shar
 
 
 def of_few_adapters(ready: list[LiveSession], most: int) -> list[LiveSession]:
-    """Those of ``ready`` that make one step with at most ``most`` adapters; those without always take part.
+    """The sessions of ``ready`` for one step with at most ``most`` adapters; those without take part.
 
     All sessions of an adapter go together. Adapters take turns: those of which a session is longest without a
     step go first.

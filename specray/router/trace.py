@@ -84,7 +84,7 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class OverlapChosen:
-    """Under ``overlap: auto``, it was decided whether engines overlap."""
+    """A decision under ``overlap: auto`` whether engines overlap."""
 
     ns: int
     is_overlapped: bool

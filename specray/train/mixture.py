@@ -42,7 +42,7 @@ class MixtureShape:
     share: float
     """Numbers of the chosen experts among all that a step of one row reads."""
     neighbours: float = 0.0
-    """From 0, where a router reads all directions of the stream, to 1, where it reads the slowest alone."""
+    """Narrowness in 0..1: at 0 a router reads all directions of the stream, at 1 the slowest alone."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.num_experts <= MAX_EXPERTS:
@@ -62,7 +62,7 @@ class MixtureFigures:
     intermediate_size: int
     """Width of each expert."""
     share: float
-    """As of ``MixtureShape``, with that width."""
+    """Share as of ``MixtureShape``, with that width."""
     hit: tuple[tuple[int, float], ...]
     """Neighbouring rows, and the experts that they hit together in multiples of one row's, in text that the
     router was not made from."""

@@ -30,7 +30,7 @@ REACH: Final = 4
 class Measured:
     candidate: Candidate
     likenesses: tuple[Likeness, ...]
-    """By temperature, domain and K."""
+    """Agreement by temperature, domain and K."""
     rejection: tuple[Likeness, ...]
     """The same under rejection sampling, where that differs from coupled; all prompts together."""
     times: Times
@@ -68,7 +68,7 @@ class Change:
 class RankedEntry:
     measured: Measured
     predictions: tuple[Prediction, ...]
-    """By concurrency."""
+    """Predicted throughput by concurrency."""
     stops_paying: int | None
     """Least batch at which no K is predicted to gain anything; None: there is none up to the limit."""
     latency_ratio: float | None

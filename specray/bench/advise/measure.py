@@ -94,10 +94,7 @@ async def measure(
     Returns:
         The candidates in their order, the step times of plain decoding, and most sequences of the target.
 
-    Raises:
-        ConfigError: a model or a setting is wrong.
-        EngineLostError: a worker did not start or was lost.
-        SpecrayError: a request failed.
+    Raises like ``local_pair``, and SpecrayError for a request that failed.
     """
     alone = [one for one in candidates if one.kind is not DraftKind.FEATURES]
     clock = _Clock(show, _num_parts(candidates, plan))

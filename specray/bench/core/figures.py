@@ -50,9 +50,9 @@ class Tally:
     """Sums over the outputs of one arm."""
 
     seconds: list[float] = field(default_factory=list)
-    """By turn."""
+    """Seconds of each turn."""
     num_tokens: list[int] = field(default_factory=list)
-    """By turn."""
+    """Output tokens of each turn."""
     draft_s: float = 0.0
     """Seconds of the draft model's steps."""
     num_rounds: int = 0

@@ -220,7 +220,7 @@ def _stored_operators(operators: Operators, dtype: torch.dtype, device: torch.de
 
 
 def _nibbles(shape: tuple[int, int]) -> Weight:
-    """In the layout of int4; zeros cost as much as other numbers, and nothing to make."""
+    """Weights in the layout of int4; zeros cost as much as other numbers, and nothing to make."""
     kind = BlockType.Q4_1
     num_bytes = shape[1] // kind.size.num_values * kind.size.num_bytes
     codes = torch.zeros(shape[0], num_bytes, dtype=torch.uint8)

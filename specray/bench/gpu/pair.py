@@ -57,9 +57,7 @@ def measure(
 ) -> dict[str, Any]:
     """Serves the prompts with every arm.
 
-    Raises:
-        ConfigError: a model or a setting is wrong.
-        EngineLostError: a worker did not start or was lost.
+    Raises like ``local_pair``.
     """
     arms = arms_of(ks, with_auto=with_auto)
     prompts = encoded_prompts(config.target.model, num_prompts)

@@ -115,9 +115,7 @@ async def measure_overlap(
         hosts: hosts of router and draft whose cable delays; None: a relay does.
         progress: called with the name of the next part.
 
-    Raises:
-        ConfigError: a model or a setting is wrong.
-        EngineLostError: a worker did not start or was lost.
+    Raises like ``local_pair``.
     """
     arms = [parse_arm(text) for text in plan.arms]
     concurrencies = plan.concurrency or [1]

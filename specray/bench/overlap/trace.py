@@ -34,9 +34,7 @@ async def record(
 ) -> list[TraceEvent]:
     """Starts the pair without Ray and serves the prompts, ``num_sessions`` at a time.
 
-    Raises:
-        ConfigError: a model or a setting is wrong.
-        EngineLostError: a worker did not start or was lost.
+    Raises like ``local_pair``.
     """
     encode = load_tokenizer(config.target.model).encode
     requests = [

@@ -57,7 +57,7 @@ class Refusals:
     expected: dict[str, int]
     """Schemas that cannot be enforced, as they were composed."""
     named: dict[str, int]
-    """Those that were refused by that word."""
+    """Schemas that were refused, by that word."""
     others: tuple[str, ...]
     """Messages of refused schemas that were composed to be enforced."""
     accepted: tuple[str, ...]

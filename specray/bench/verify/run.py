@@ -127,7 +127,7 @@ Named = TypeVar("Named", VerifyCase, VerifyWay)
 
 
 def _named(kind: str, names: Sequence[str] | None, known: Sequence[Named]) -> Sequence[Named]:
-    """Those of the names; all where there are none. Raises ConfigError."""
+    """The items with these names; all of them without names. Raises ConfigError."""
     allowed = [one.name for one in known]
     for name in names or ():
         if name not in allowed:

@@ -9,16 +9,11 @@ from typer.core import TyperGroup
 
 from specray.cli.bench.compare import compare
 from specray.cli.bench.gpu import gpu
-from specray.cli.bench.methods import methods
+from specray.cli.bench.methods import methods, prediction
 from specray.cli.bench.overlap import overlap
-from specray.cli.bench.overload import overload
-from specray.cli.bench.parts import adapters, drafting, forwards, idle, prefix, router, rpc
-from specray.cli.bench.plain import plain
-from specray.cli.bench.prediction import prediction
-from specray.cli.bench.quantization import quantization
-from specray.cli.bench.serve import loading, routing, scaling, serve
+from specray.cli.bench.parts import adapters, drafting, forwards, idle, prefix, quantization, router, rpc
+from specray.cli.bench.serve import loading, overload, plain, routing, scaling, serve, structured
 from specray.cli.bench.soak import soak
-from specray.cli.bench.structured import structured
 from specray.cli.bench.trace import trace
 
 

@@ -1,19 +1,33 @@
-"""The engine that a benchmark of a single model builds, from its options."""
+"""The engine that a benchmark of a single model builds, and its options."""
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from specray.cli.options import EngineRole
+from specray.cli import options
 
 if TYPE_CHECKING:
-    from specray.config import EngineConfig
+    from specray.config import Config
 
 
-def engine_of(role: EngineRole, **values: object) -> EngineConfig:
-    """The settings of the draft or the target, with these values. Raises ConfigError."""
-    from specray.cli.settings import build_config
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """A model, and how its engine computes."""
 
-    other: dict[str, object] = {"draft.enabled": False} if role is EngineRole.TARGET else {}
-    config = build_config(None, {f"{role}.{key}": value for key, value in values.items()} | other)
-    return config.draft if role is EngineRole.DRAFT else config.target
+    model: options.Model = "embedded"
+    dtype: options.Dtype = "bfloat16"
+    device: options.Device = "auto"
+    num_threads: options.NumThreads = None
+
+    def config(self, role: options.EngineRole, **others: object) -> Config:
+        """The configuration of the role's engine, with other keys of its section. Raises ConfigError."""
+        from specray.cli.settings import build_config
+
+        values = {f"{role}.{key}": value for key, value in {**asdict(self), **others}.items()}
+        if role is options.EngineRole.TARGET:
+            values["draft.enabled"] = False
+        return build_config(None, values)
+
+    def title(self, role: options.EngineRole) -> str:
+        return f"{role} {self.model}, {self.dtype}"

@@ -1,4 +1,4 @@
-"""``specray bench methods``: everything that can draft for a target, by category of prompts."""
+"""``specray bench methods`` and ``prediction``: what drafts for a target, what predictions bring."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from specray.bench.plans import MethodsPlan
+from specray.bench.plans import MethodsPlan, PredictionPlan
 from specray.cli import options
 from specray.errors import ConfigError
 
@@ -67,3 +67,27 @@ def methods(
         write_text(svg, methods_chart(rows), "--svg")
     if report is not None:
         write_text(report, methods_page(rows, chart=svg.name if svg is not None else None), "--report")
+
+
+@options.flattened
+def prediction(
+    plan: PredictionPlan,
+    target: options.TargetModel = None,
+    draft: options.Draft = None,
+    dtype: options.Dtype = None,
+    max_model_len: options.MaxModelLen = 1024,
+    settings: options.Settings = None,
+    json_path: options.JsonPath = None,
+) -> None:
+    """Measure the target's own outputs as predictions, as they are and edited, without Ray."""
+    from rich.console import Console
+
+    from specray.bench.prediction import measure_prediction
+    from specray.cli.output import print_rows
+    from specray.cli.settings import build_config, pair_options
+
+    values = pair_options(target=target, draft=draft, dtype=dtype, max_model_len=max_model_len)
+    config = build_config(None, values, settings or [])
+    with Console(stderr=True).status("starting the pair") as status:
+        rows = asyncio.run(measure_prediction(config, plan, status.update))
+    print_rows("prediction", rows, json_path)

@@ -1,14 +1,16 @@
-"""``specray bench router``, ``rpc``, ``forwards``, ``adapters``, ``prefix``, ``drafting``, ``idle``."""
+"""``specray bench`` of parts: router, rpc, forwards, quantization, adapters, prefix, drafting, idle."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from specray.cli import options
+from specray.cli.bench.engines import ModelOptions
 from specray.types import MAX_SPECULATIVE_TOKENS, Overlap
 
 
@@ -104,12 +106,10 @@ def rpc(
     print_rows("rpc", trips, json_path)
 
 
+@options.flattened
 def forwards(
-    model: options.Model = "embedded",
+    engine: ModelOptions,
     role: options.Role = options.EngineRole.TARGET,
-    dtype: options.Dtype = "bfloat16",
-    device: options.Device = "auto",
-    num_threads: options.NumThreads = None,
     formats: options.WeightFormats = None,
     rows: NewTokens = None,
     num_sequences: options.NumSequences = None,
@@ -129,11 +129,14 @@ def forwards(
     apply_thread_environment()
     from specray.bench.forwards import ROWS, forwards_table, measure_in_turns
     from specray.bench.quantization import build_runners
-    from specray.cli.bench.engines import engine_of
     from specray.cli.output import wide_console, write_json
 
-    engine = engine_of(role, model=model, dtype=dtype, device=device, num_threads=num_threads)
-    runners = build_runners(engine, formats or ["none"], role.value, num_sequences=max(num_sequences or [1]))
+    runners = build_runners(
+        getattr(engine.config(role), role),
+        formats or ["none"],
+        role.value,
+        num_sequences=max(num_sequences or [1]),
+    )
     sizes = [(sequences, width) for sequences in num_sequences or [1] for width in rows or ROWS]
     costs = [
         cost
@@ -146,15 +149,52 @@ def forwards(
             num_repeats=num_repeats,
         )
     ]
-    wide_console().print(forwards_table(costs, title=f"{role} {model}, {dtype}"))
+    wide_console().print(forwards_table(costs, title=engine.title(role)))
     write_json([asdict(cost) for cost in costs], json_path)
 
 
+@options.flattened
+def quantization(
+    engine: ModelOptions,
+    role: options.Role = options.EngineRole.TARGET,
+    formats: options.WeightFormats = None,
+    text: Annotated[Path | None, typer.Option(help="Text to predict; default: Python's reference.")] = None,
+    num_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the text, from its beginning.")] = 8192,
+    window_len: Annotated[int, typer.Option(min=2, help="Tokens that are read at once.")] = 256,
+    json_path: options.JsonPath = None,
+) -> None:
+    """Measure the loss of a text with weights in several formats, and the agreement with the first."""
+    from rich.console import Console
+
+    from specray.environment import apply_thread_environment
+
+    apply_thread_environment()
+    from specray.bench.quantization import build_runners, measure_quality, quality_table, read_text
+    from specray.cli.output import wide_console, write_json
+    from specray.engine.model.description import model_path
+    from specray.tokenization import load_tokenizer
+
+    section = getattr(engine.config(role), role)
+    chosen = formats or ["none", "int8", "int4", "int8:int8", "int4:int8", "int4:int4"]
+    console = Console(stderr=True)
+    with console.status("loading") as status:
+        tokenizer = load_tokenizer(model_path(section, role.value))
+        # A token has less than 16 characters, but for runs of blanks and the like.
+        token_ids = tokenizer.encode(read_text(text)[: 16 * num_tokens])[:num_tokens]
+        runners = build_runners(section, chosen, role.value)
+        qualities = measure_quality(
+            runners,
+            token_ids,
+            window_len=window_len,
+            progress=lambda done, total: status.update(f"{done} of {total} tokens"),
+        )
+    wide_console().print(quality_table(qualities, title=engine.title(role)))
+    write_json([asdict(quality) for quality in qualities], json_path)
+
+
+@options.flattened
 def adapters(
-    model: options.Model = "embedded",
-    dtype: options.Dtype = "bfloat16",
-    device: options.Device = "auto",
-    num_threads: options.NumThreads = None,
+    engine: ModelOptions,
     num_sequences: options.NumSequences = None,
     num_adapters: Annotated[
         list[int] | None, typer.Option(min=0, help="Different adapters in a step; may be repeated.")
@@ -165,24 +205,18 @@ def adapters(
     json_path: options.JsonPath = None,
 ) -> None:
     """Measure what LoRA adapters cost a target's step, beside the same model without any, in turns."""
-    from pathlib import Path
     from tempfile import TemporaryDirectory
 
     from specray.environment import apply_thread_environment
 
     apply_thread_environment()
     from specray.bench.adapters import adapters_table, measure_adapters
-    from specray.cli.bench.engines import engine_of
     from specray.cli.output import wide_console, write_json
-    from specray.config import TargetConfig
 
-    engine = engine_of(
-        options.EngineRole.TARGET, model=model, dtype=dtype, device=device, num_threads=num_threads
-    )
-    assert isinstance(engine, TargetConfig), "of a target"
+    role = options.EngineRole.TARGET
     with TemporaryDirectory(prefix="specray-adapters-") as directory:
         costs = measure_adapters(
-            engine,
+            engine.config(role).target,
             Path(directory),
             num_rows=num_sequences or [1, 8],
             num_adapters=num_adapters or [0, 1, 4],
@@ -190,15 +224,13 @@ def adapters(
             context_len=context_len,
             num_repeats=num_repeats,
         )
-    wide_console().print(adapters_table(costs, title=f"adapters of rank {rank}, target {model}, {dtype}"))
+    wide_console().print(adapters_table(costs, title=f"adapters of rank {rank}, {engine.title(role)}"))
     write_json([asdict(cost) for cost in costs], json_path)
 
 
+@options.flattened
 def prefix(
-    model: options.Model = "embedded",
-    dtype: options.Dtype = "bfloat16",
-    device: options.Device = "auto",
-    num_threads: options.NumThreads = None,
+    engine: ModelOptions,
     prompt_len: PromptLens = None,
     answer_len: Annotated[int, typer.Option(min=1, help="Tokens of the answer before the message.")] = 64,
     message_len: Annotated[int, typer.Option(min=1, help="Tokens of the message.")] = 64,
@@ -211,30 +243,23 @@ def prefix(
     apply_thread_environment()
     from specray.bench.prefix import Turn, measure_turn, turns_table
     from specray.cli.output import wide_console, write_json
-    from specray.cli.settings import build_config
     from specray.engine.build import build_target_engine
 
-    lengths = prompt_len or [2000]
-    values = {"model": model, "dtype": dtype, "device": device, "num_threads": num_threads, "profile_s": 0}
-    values |= {"max_model_len": max(lengths) + 16, "max_num_seqs": 2}
-    engine = build_target_engine(
-        build_config(
-            None, {f"target.{key}": value for key, value in values.items()} | {"draft.enabled": False}
-        )
+    lengths, role = prompt_len or [2000], options.EngineRole.TARGET
+    built = build_target_engine(
+        engine.config(role, profile_s=0, max_model_len=max(lengths) + 16, max_num_seqs=2)
     )
     costs = [
-        measure_turn(engine, Turn(length, answer_len, message_len), num_repeats=num_repeats, seed=length)
+        measure_turn(built, Turn(length, answer_len, message_len), num_repeats=num_repeats, seed=length)
         for length in lengths
     ]
-    wide_console().print(turns_table(costs, title=f"target {model}, {dtype}"))
+    wide_console().print(turns_table(costs, title=engine.title(role)))
     write_json([asdict(cost) for cost in costs], json_path)
 
 
+@options.flattened
 def drafting(
-    model: options.Model = "embedded",
-    dtype: options.Dtype = "bfloat16",
-    device: options.Device = "auto",
-    num_threads: options.NumThreads = None,
+    engine: ModelOptions,
     num_sequences: options.NumSequences = None,
     temperature: options.Temperatures = None,
     num_speculative_tokens: DraftedK = 4,
@@ -250,14 +275,13 @@ def drafting(
     apply_thread_environment()
     from specray.bench.forwards import drafting_table, measure_drafting
     from specray.cli.output import write_json
-    from specray.cli.settings import build_config
     from specray.engine.build import build_draft_engine
 
-    values = {"model": model, "dtype": dtype, "device": device, "num_threads": num_threads}
-    engine = build_draft_engine(build_config(None, {f"draft.{key}": value for key, value in values.items()}))
+    role = options.EngineRole.DRAFT
+    built = build_draft_engine(engine.config(role))
     costs = [
         measure_drafting(
-            engine,
+            built,
             num_sequences=sequences,
             temperature=heat,
             num_tokens=num_speculative_tokens,
@@ -267,7 +291,7 @@ def drafting(
         for sequences in num_sequences or [1, 8, 32]
         for heat in temperature or [0.0, 1.0]
     ]
-    Console().print(drafting_table(costs, title=f"draft {model}, {dtype}"))
+    Console().print(drafting_table(costs, title=engine.title(role)))
     write_json([asdict(cost) for cost in costs], json_path)
 
 

@@ -69,7 +69,7 @@ class ServiceLevels:
         return self.degree > 0 and has_room(live)
 
     def taking_part(self, ready: list[LiveSession], step: int) -> list[LiveSession]:
-        """Those of ``ready`` that take part in a step: never none of them.
+        """The sessions of ``ready`` that take part in a step: never none of them.
 
         Args:
             step: number of the step.

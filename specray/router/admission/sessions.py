@@ -48,7 +48,7 @@ class Sessions:
         self.levels = ServiceLevels(self.running, on_change=metrics.service_level_yield.set)
         """Service levels of those that run."""
         self.queue = queue
-        """Those that wait."""
+        """Sessions that wait."""
         self._metrics = metrics
         self._release = release
         self._later = later

@@ -36,7 +36,7 @@ PRIOR_ACCEPTANCE: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
         PREDICTION: (0.6, 0.97),
     }
 )
-"""By source: acceptance per token before any was verified, after a short match and after a long one, which
+"""Acceptance per token by source: before any was verified, after a short match and after a long one, which
 most often means that a repetition goes on; of a prediction, where the place is unsure and where it is sure
 (about that of texts that are edited every 30 to 60 tokens, the shape of ``specray bench prediction``)."""
 LOOK_S: Final = 12e-6

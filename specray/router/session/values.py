@@ -134,7 +134,7 @@ class Commit(NamedTuple):
 
     @property
     def num_chain_accepted(self) -> int:
-        """Those of them that were accepted."""
+        """Tokens of the first chain that were accepted."""
         return self.num_accepted_tokens if self.tree is None else self.tree.num_chain_accepted
 
 

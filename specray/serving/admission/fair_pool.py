@@ -27,7 +27,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Turn(NamedTuple):
-    """For whom work is done, and until when it is of use."""
+    """A claim to a thread: for whom work is done, and until when it is of use."""
 
     tenant: str = ""
     deadline_s: float | None = None

@@ -214,7 +214,7 @@ class _TextSource:
         self.beginnings(0)
 
     def beginnings(self, index: int) -> Beginnings:
-        """Those of a batch."""
+        """The beginnings of a batch."""
         return Beginnings(
             self.markers,
             self._encode,
@@ -266,7 +266,7 @@ def _asker(tokenizer: Any) -> Encode | None:
 
 
 def _passages(file: Path) -> list[str]:
-    """Those of the first call, so that a run that goes on elsewhere reads the same."""
+    """The passages of the first call, so that a run that goes on elsewhere reads the same."""
     if not file.exists():
         _log.info("collecting passages from the Python files that are installed here")
         texts = passages_of(training_files(CorpusConfig(max_source_bytes=1_000_000)))

@@ -18,7 +18,7 @@ class DepthCounts:
     num_reached: int = 0
     """Anchors whose earlier draft tokens were all right, and whose text is the target's most likely one."""
     num_accepted: int = 0
-    """Those whose draft token at this depth is right, too."""
+    """Rows whose draft token at this depth is right, too."""
 
     def add(self, other: DepthCounts) -> None:
         self.num_reached += other.num_reached

@@ -35,7 +35,7 @@ class DraftHead(Protocol):
     num_depths: int
     """Places ahead that are trained."""
     rank_acceptance: list[list[float]] | None
-    """By depth, the chance of each rank, as the last evaluation found; None: its trees need none."""
+    """Chance of each rank by depth, as the last evaluation found; None: its trees need none."""
 
     @property
     def module(self) -> nn.Module:

@@ -19,7 +19,7 @@ from specray.serving.validation import RANGES
 
 DISCARD_TIMEOUT_S = 10.0
 TIMEOUT_HEADER: Final = "X-Request-Timeout-Seconds"
-"""For clients and gateways that do not write the body. Serve's proxy applies a header of this name, too."""
+"""Header for clients and gateways that do not write the body. Serve's proxy applies it, too."""
 SESSION_HEADER: Final = "X-Session-Id"
 """Header by which clients and gateways name what belongs together."""
 _FIELD: Final = "timeout_s"

@@ -53,7 +53,7 @@ class Connections:
         self._max_connections = max_connections
         self._open: set[Connection] = set()
         self._leaving: set[Connection] = set()
-        """Those closed for others, whose descriptors the loop frees in its next turn."""
+        """Connections closed for others, whose descriptors the loop frees in its next turn."""
         self._idle: dict[Connection, None] = {}
         """The idle ones, in the order in which they became idle."""
 

@@ -61,7 +61,7 @@ class KeyMiddleware:
         self._app = app
         self._keyring = keyring
         self._turns: defaultdict[str | None, Turns] = defaultdict(Turns)
-        """By the key's name; None: without a key."""
+        """Turns by the name of the key; None: without a key."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
