@@ -114,7 +114,6 @@ async def _all_answer(url: str) -> None:
 
 
 async def _answer(url: str, model: str) -> int:
-    """Asks for a short output; returns its number of tokens."""
     body = {"model": model, "prompt": PROMPT, "max_tokens": 32, "temperature": 0, "ignore_eos": True}
     answer = await _post(url, "/v1/completions", body)
     return int(answer["usage"]["completion_tokens"])

@@ -179,5 +179,4 @@ def _row(kit: Kit, measured: MeasuredPair, concurrency: int, passes: Sequence[Lo
 
 
 def _mean_rate(runs: Sequence[RunResult]) -> float:
-    """Returns all tokens over all seconds."""
     return sum(run.tokens_per_s * run.window_s for run in runs) / sum(run.window_s for run in runs)

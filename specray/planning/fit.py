@@ -117,7 +117,6 @@ def fit_target(sweep: Sweep, info: EngineInfo, *, hardware: str) -> TargetProfil
 
 
 def _expert_use(steps: Iterable[TargetSample], info: EngineInfo) -> ExpertUse:
-    """Returns what a router learns of the experts from these steps."""
     use = ExpertUse(info.experts)
     for step in steps:
         if step.num_experts is not None:
@@ -289,7 +288,6 @@ def _sequence_slope(passes: Sequence[Sequence[TargetSample]]) -> float:
 def _prefill_points(
     steps: Sequence[SampleT], num_tokens: Callable[[SampleT], int]
 ) -> tuple[PrefillPoint, ...]:
-    """Averages prompts of about the same length."""
     cells: dict[int, list[tuple[int, float]]] = {}
     for step in steps:
         if step.forward_s > 0 and num_tokens(step) > 0:
@@ -341,7 +339,6 @@ def _slowdown(steps: Sequence[SampleT], expected_s: Callable[[SampleT], float]) 
 
 
 def _spread(ratios: Iterable[float]) -> tuple[float, ...]:
-    """Returns quantiles of single steps' times, as multiples of their mean."""
     known = sorted(ratios)
     if len(known) < _NUM_QUANTILES:
         return ()

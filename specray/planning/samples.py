@@ -240,7 +240,6 @@ class _StepReader:
 
 
 def _mark_overlaps(samples: Samples) -> None:
-    """Computes how long the other engine worked during each step."""
     drafts = [(step.replied_s - step.forward_s, step.replied_s) for step in samples.draft]
     targets = [
         (step.first_reply_s - step.forward_s, step.first_reply_s)

@@ -1,4 +1,4 @@
-"""The choice of a Router: predicted seconds to the first token, and what the request costs its company."""
+"""The choice of a Router, by the predicted seconds to the first token."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ MAX_MATCHED_UNITS: Final = 512
 """Units of a prompt that are looked up, 8,192 tokens; a prefix known so far is expected to go on."""
 MIN_PREFIX_TOKENS: Final = 64
 """Tokens below which a prompt is not looked up: computing it is cheaper than being wrong."""
-COST_OF_COMPANY: Final = 16
-"""Steps by which a request on a full Router is expected to delay its company, and be delayed by it."""
 _TOLERANCE: Final = UNIT_TOKENS + SNAPSHOT_TOKENS
 """Tokens by which less may be found than a Router has computed: models go on from places apart."""
 TIE_SHARE: Final = 0.05
@@ -218,11 +216,10 @@ class RouterChoice:
 
 
 def _cost(load: RouterLoad, num_tokens: int) -> float:
-    """Predicted seconds to the first token, plus what the request and its company cost each other."""
-    company = load.num_running / max(1, load.num_places) * COST_OF_COMPANY * load.step_s
+    """Predicted seconds to the first token."""
     # A step that is under way goes on for half of its time on average.
     under_way = load.step_s / 2 if load.num_running else 0.0
-    return (load.num_waiting_tokens + num_tokens) / load.prefill_tokens_per_s + under_way + company
+    return (load.num_waiting_tokens + num_tokens) / load.prefill_tokens_per_s + under_way
 
 
 def _affinity(session: str, router: str) -> bytes:

@@ -231,7 +231,6 @@ class _Bench:
     async def _served(
         self, pair: LocalPair, one: Candidate, temperature: float, k: int, verification: Verification
     ) -> list[Tally]:
-        """Serves every prompt; a tally for each."""
         tallies: list[Tally] = []
         prompts, method = self._plan.prompts, one.method(self._process(one))
         requests = [

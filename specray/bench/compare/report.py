@@ -146,7 +146,6 @@ def _table(cells: Sequence[Cell], text: Callable[[Cell], str]) -> str:
 
 
 def _best_table(cells: Sequence[Cell]) -> str:
-    """Compares the fastest mode of every system; empty without specray or without a peer."""
     systems = list(dict.fromkeys(cell.system for cell in cells))
     if OWN not in systems or len(systems) < 2:
         return ""

@@ -207,7 +207,6 @@ def _dense(operators: Operators, make: _Make, workload: ExpertLoad) -> Linear:
 
 
 def _stored_operators(operators: Operators, dtype: torch.dtype, device: torch.device) -> Operators:
-    """What keeps weights in a file's own bits."""
     if device.type == "cuda":
         from specray.engine.model.quantized.cuda import CodeOperators
 

@@ -73,7 +73,6 @@ def _num_equal(pair: Row, peer: Row) -> int:
 
 
 def _parts(report: Report) -> Iterator[str]:
-    """Headings, paragraphs and tables."""
     options = report["options"]
     yield "# specray on an accelerator"
     yield f"`{json.dumps(options)}`"

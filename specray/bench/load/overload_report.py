@@ -50,7 +50,6 @@ def _phases(result: OverloadResult) -> dict[str, Phase]:
 
 
 def _class_table(result: OverloadResult) -> Table:
-    """The requests with a service level next to those without."""
     wanted = ", ".join(f"{name} {value:g}" for name, value in result.plan.slo.items())
     rows = [
         (

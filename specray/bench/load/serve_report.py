@@ -69,7 +69,6 @@ def _speedup_in_turns(summary: ArmSummary, base: ArmSummary) -> str:
 
 
 def _median(arm: ArmResult, name: str) -> float | None:
-    """Returns the median over the passes of one of the server's own figures."""
     values = sorted(value for stats in arm.server if (value := getattr(stats, name)) is not None)
     return values[len(values) // 2] if values else None
 

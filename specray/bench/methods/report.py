@@ -70,7 +70,6 @@ def methods_chart(rows: Sequence[MethodRow]) -> str:
 
 
 def _choice_table(temperature: float, rows: Sequence[MethodRow]) -> Table:
-    """The service's own choice beside the best single method, for all prompts and by category."""
     places = dict.fromkeys(row.category for row in rows)
     cells: list[list[str]] = []
     for category in places:

@@ -158,7 +158,6 @@ async def _served(
     temperature: float,
     max_tokens: int,
 ) -> list[Tally]:
-    """Lets the target write every output with its own drafts; a tally for each."""
     fixed_tree(method, max_tokens)
     requests = [
         _request(method, prompt, temperature, max_tokens, 0, place) for place, prompt in enumerate(prompts)

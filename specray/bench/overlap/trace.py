@@ -110,7 +110,6 @@ def reasons_table(summary: Summary) -> Table:
 
 
 def _first(changes: Sequence[T]) -> tuple[Sequence[T], str | None]:
-    """The first changes, and how many more there are."""
     hidden = len(changes) - _MAX_ROWS
     return changes[:_MAX_ROWS], f"and {hidden} more" if hidden > 0 else None
 

@@ -140,6 +140,5 @@ async def _ask(http: aiohttp.ClientSession, prompt: tuple[int, ...], num_tokens:
 
 
 def _by_router(text: str) -> list[float]:
-    """Requests that each Router has admitted."""
     name = "specray_time_to_first_token_seconds_count"
     return [float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name)]

@@ -75,7 +75,6 @@ async def _answer(http: ServerClient, is_drafted: bool) -> str:
 
 
 def _write_adapter(config: Config, folder: Path, seed: int) -> None:
-    """Writes a random adapter for the target, as peft would."""
     import torch
     from safetensors import safe_open
     from safetensors.torch import save_file

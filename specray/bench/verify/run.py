@@ -160,7 +160,6 @@ async def _agreement(
 
 
 async def _calibration(client: ServerClient, result: VerifyResult, way: VerifyWay) -> Comparison:
-    """Whether tokens under rejection are draws from the target's own distribution."""
     found = calibrate(await sampled_outputs(client, result.plan, result.prompts, way))
     if not found.num_tokens:
         raise SpecrayError(f"rejection: {way.name}: the server's answers have no sampled token to score")
@@ -170,7 +169,6 @@ async def _calibration(client: ServerClient, result: VerifyResult, way: VerifyWa
 async def _tasks(
     client: ServerClient, result: VerifyResult, way: VerifyWay, plain: Sequence[bool]
 ) -> Comparison:
-    """Whether tasks are solved as often with drafts as without."""
     solved = await _solved(client, result.tasks, way.speculation, concurrency=result.plan.concurrency)
     pairs = list(zip(plain, solved, strict=True))
     p_value = worse_p_value(pairs.count((True, False)), pairs.count((False, True)))

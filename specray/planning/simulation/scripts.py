@@ -161,7 +161,6 @@ class ReplayedScript:
     def _branch(
         self, position: int, accepted: int, rank: int, num_tokens: int, proposed: Sequence[int]
     ) -> Branch:
-        """Returns the outcome with this number and rank."""
         place = position + accepted
         is_possible = all(
             token == self._token(position + index) for index, token in enumerate(proposed[:accepted])
@@ -171,7 +170,6 @@ class ReplayedScript:
         return Branch(accepted, self._token(place), DraftTokens(self._chain(place + 1, num_tokens)))
 
     def _rank_of(self, place: int, *, is_last: bool) -> int:
-        """Returns the rank at which the draft lists the token of a place."""
         if is_last and self._agrees(place):
             return GUESS
         return _rank(zlib.crc32(f"{self._name}-{place}".encode()) / (1 << 32), self._rank_shares)

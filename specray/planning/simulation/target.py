@@ -137,7 +137,6 @@ class SimulatedTarget(SimulatedEngine):
         self._replies.lose()
 
     def _commit(self, commits: Sequence[tuple[str, int]]) -> None:
-        """Notes when tokens arrive, by (request id, tokens) pairs."""
         now = asyncio.get_running_loop().time()
         for request_id, num_tokens in commits:
             times = self._requests.get(request_id)

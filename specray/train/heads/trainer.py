@@ -142,7 +142,6 @@ class HeadTrainer:
         return losses, forward.drafted, self._seen(ids, anchors, forward)
 
     def _figures(self, parts: list[list[DraftLoss]]) -> dict[str, float]:
-        """Figures of all domains together, then of each."""
         totals = [DepthCounts() for _ in self._decays]
         for counts in self.domains.values():
             for total, found in zip(totals, counts, strict=True):
@@ -205,12 +204,10 @@ class HeadTrainer:
         return [max(total, 1e-6) for total in totals]
 
     def _joined(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The mean over depths, each with its weight."""
         total = sum(value * decay for value, decay in zip(values, self._decays, strict=True))
         return torch.as_tensor(total) / sum(self._decays)
 
     def _means(self, parts: list[list[DraftLoss]]) -> dict[str, float]:
-        """The joined loss, and agreement and loss of each depth."""
         losses, figures = [], {}
         for depth, found in enumerate(zip(*parts, strict=True), 1):
             weight = sum(float(each.weight) for each in found) or 1.0
