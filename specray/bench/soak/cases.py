@@ -36,6 +36,8 @@ class Case:
     frequency_penalty: float = 0.0
     adapter: str = ""
     """Name of its adapter; empty: the base."""
+    model: str = ""
+    """Name of its model; empty: the only one."""
 
     @property
     def is_long(self) -> bool:
@@ -44,7 +46,7 @@ class Case:
     def body(self, model: str) -> dict[str, Any]:
         """Returns the body for /v1/completions."""
         return {
-            "model": self.adapter or model,
+            "model": self.adapter or self.model or model,
             "prompt": self.prompt,
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
@@ -57,6 +59,7 @@ class Case:
     def params(self, *, has_speculation: bool = True) -> GenerateParams:
         """Returns the parameters for Generate; without speculation it gives the reference."""
         return GenerateParams(
+            model=self.model,
             text=self.prompt,
             max_tokens=self.max_tokens,
             temperature=self.temperature,
@@ -84,16 +87,25 @@ class ClientOutput:
         return self.num_tokens is not None
 
 
-def make_cases(num_cases: int, *, seed: int, adapters: Sequence[str] = ()) -> tuple[Case, ...]:
+def make_cases(
+    num_cases: int, *, seed: int, adapters: Sequence[str] = (), models: Sequence[str] = ("",)
+) -> tuple[Case, ...]:
     """Makes short and long requests, greedy and with seeds, with and without processors.
 
     Args:
         adapters: names that take turns with the base.
+        models: names that take turns.
     """
     rng = random.Random(seed)
     names = ("", *adapters)
     return tuple(
-        replace(_case(index, rng), adapter=names[index // 2 % len(names)]) for index in range(num_cases)
+        replace(
+            _case(index, rng),
+            adapter=names[index // 2 % len(names)],
+            # Of two that follow one another, one is long.
+            model=models[index // 2 % len(models)],
+        )
+        for index in range(num_cases)
     )
 
 

@@ -15,10 +15,11 @@ from pathlib import Path
 
 from specray.bench.load.client import ServerClient
 from specray.bench.soak.adapters import churn
+from specray.bench.soak.models import churn_model
 from specray.bench.soak.neighbours import RAY_PARTS, lose_ray, send_endless_head, start_on_taken_ports
 from specray.bench.soak.schedule import FaultKind, PlannedFault
 from specray.bench.testbed.beds import Bed
-from specray.bench.testbed.models import draft_path, make_other_draft
+from specray.bench.testbed.models import draft_path, make_other_model
 from specray.bench.testbed.parts import Part, PartRole, of_role
 from specray.errors import EngineLostError, SpecrayError
 from specray.rpc.inference.client import SpecrayClient
@@ -150,7 +151,7 @@ async def _upgrade_draft(bed: Bed, fault: PlannedFault, rng: random.Random) -> D
 
 
 def _other_draft(bed: Bed) -> Path:
-    return make_other_draft(draft_path(bed.config.draft), bed.directory / OTHER_DRAFT)
+    return make_other_model(draft_path(bed.config.draft), bed.directory / OTHER_DRAFT)
 
 
 async def _draft_in_use(client: SpecrayClient) -> str | None:
@@ -179,6 +180,11 @@ async def _churn(bed: Bed) -> str:
         return await churn(http)
 
 
+async def _churn_model(bed: Bed, rng: random.Random) -> str:
+    async with ServerClient(bed.url, timeout_s=CHURN_TIMEOUT_S) as http:
+        return await churn_model(http, rng.choice(bed.config.models).name)
+
+
 _INJECTORS: dict[FaultKind, Injector] = {
     FaultKind.DRAFT_KILL: partial(_kill, PartRole.DRAFT),
     FaultKind.DRAFT_STOP: partial(_stop, PartRole.DRAFT, signal.SIGCONT),
@@ -200,4 +206,6 @@ _INJECTORS: dict[FaultKind, Injector] = {
         _neighbour, lambda bed, rng: send_endless_head(bed.config.http.host, bed.config.http.port)
     ),
     FaultKind.ADAPTER_CHURN: partial(_neighbour, lambda bed, rng: _churn(bed)),
+    FaultKind.MODELS_KILL: partial(_kill, PartRole.MODELS),
+    FaultKind.MODEL_CHURN: partial(_neighbour, _churn_model),
 }

@@ -11,6 +11,7 @@ import typer
 from specray.bench.core.options import Seed
 from specray.bench.soak.schedule import ALL_FAULTS, FaultKind, parse_faults
 from specray.bench.testbed.kinds import BedKind
+from specray.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,10 @@ class SoakPlan:
         typer.Option(help="processes: one node; cluster: two nodes; namespaces: two hosts (needs root)."),
     ] = BedKind.PROCESSES
     num_clients: Annotated[int, typer.Option(min=1, max=256, help="Requests at a time.")] = 4
+    num_models: Annotated[
+        int,
+        typer.Option(min=1, max=8, help="Models in one service: the pair, and targets with other weights."),
+    ] = 1
     num_cases: Annotated[int, typer.Option(min=1, max=1000, help="Number of different requests.")] = 24
     cancel_share: Annotated[
         float, typer.Option(min=0, max=1, help="Share of the requests that their clients cancel.")
@@ -54,13 +59,18 @@ class SoakPlan:
     logs: Annotated[Path | None, typer.Option(help="Directory for the logs of the service.")] = None
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a kind of fault that the bed cannot have."""
+        """Raises ConfigError for faults or models that the bed cannot have."""
+        if self.num_models > 1 and self.testbed is not BedKind.PROCESSES:
+            raise ConfigError(f"--num-models is {self.num_models}; allowed on the test bed {self.testbed}: 1")
         if self.faults != "none":
-            parse_faults(self.faults, self.testbed)
+            self._parsed()
 
     @property
     def kinds(self) -> tuple[FaultKind, ...]:
-        return () if self.faults == "none" else parse_faults(self.faults, self.testbed)
+        return () if self.faults == "none" else self._parsed()
+
+    def _parsed(self) -> tuple[FaultKind, ...]:
+        return parse_faults(self.faults, self.testbed, num_models=self.num_models)
 
     @property
     def rehearsal(self) -> int:

@@ -18,11 +18,13 @@ from specray.bench.soak.schedule import FaultKind
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+_AWAY = frozenset({FaultKind.INGRESS_HANG, FaultKind.MODEL_CHURN})
+"""Faults after which an Ingress or a model is started anew."""
 _PAUSING = frozenset({FaultKind.TARGET_KILL, FaultKind.TARGET_STOP, FaultKind.ROUTER_KILL})
 """Faults after which nothing can go on at once."""
 MAX_WAIT_S, MAX_PAUSE_S, MAX_AWAY_S = 2.0, 20.0, 40.0
 """Seconds for which a running stream may wait after a fault of a draft, of a target or Router, and of an
-Ingress, which is replaced within 30."""
+Ingress, which is replaced within 30, or a whole model."""
 MAX_UNUSED_S = 15.0
 """Seconds from when all parts are back until the draft's tokens are verified again."""
 MAX_LINES = 12
@@ -74,7 +76,7 @@ def _name(fault: Fault) -> str:
 def _slowness(fault: Fault) -> list[str]:
     found, what = [], _name(fault)
     allowed_s = MAX_PAUSE_S if fault.kind in _PAUSING else MAX_WAIT_S
-    if fault.kind is FaultKind.INGRESS_HANG:
+    if fault.kind in _AWAY:
         allowed_s = MAX_AWAY_S
     if fault.wait_s is not None and fault.wait_s > allowed_s:
         found.append(f"{what}: a stream waited {fault.wait_s:.1f} s; allowed: {allowed_s:g}")

@@ -7,7 +7,6 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from specray.bench.soak.clients import CaseSender, draw
 from specray.bench.soak.faults import inject, prepare
 from specray.bench.soak.ledger import Attempt, Entry, Judgement, Ledger, judge
 from specray.bench.soak.memory import Growth, MemoryRecord
+from specray.bench.soak.models import with_models
 from specray.bench.soak.plan import SoakPlan
 from specray.bench.soak.recovery import back_after_s, longest_wait_s
 from specray.bench.soak.schedule import FaultKind, PlannedFault, plan_faults
@@ -85,10 +85,11 @@ async def soak(plan: SoakPlan, config: Config, progress: Progress = lambda text:
         ConfigError: the machine cannot do it, or the configuration is wrong.
         EngineLostError: the service did not start, or did not give the reference.
     """
-    with ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="specray-soak-") as directory:
         if FaultKind.ADAPTER_CHURN in plan.kinds:
-            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="specray-adapters-"))
             config = with_adapters(config, Path(directory))
+        if plan.num_models > 1:
+            config = with_models(config, Path(directory), plan.num_models)
         return await _soak(plan, config, progress)
 
 
@@ -116,6 +117,7 @@ class Soak:
         self._caller = CaseSender(
             http, grpc, model=bed.config.model_name, timeout_s=REQUEST_TIMEOUT_S, now_s=self._now_s
         )
+        self._models = tuple(each.name for each in bed.config.models) or ("",)
         self._streams: list[list[float]] = []
         self._num_sent = 0
         self._has_hurt = False
@@ -136,7 +138,7 @@ class Soak:
     async def run(self) -> SoakResult:
         plan, result = self._plan, self.result
         adapters = UNDER_LOAD if FaultKind.ADAPTER_CHURN in plan.kinds else ()
-        cases = make_cases(plan.num_cases, seed=plan.seed, adapters=adapters)
+        cases = make_cases(plan.num_cases, seed=plan.seed, adapters=adapters, models=self._models)
         await prepare(self._bed, plan.kinds)
         self._progress(f"{len(cases)} reference outputs, without speculation")
         references = [await self._caller.reference(case) for case in cases]
@@ -179,9 +181,12 @@ class Soak:
     async def _client(self, index: int, cases: Sequence[Case], references: Sequence[ClientOutput]) -> None:
         plan = self._plan
         rng = random.Random(f"{plan.seed} client {index}")
+        # Each model has a client that always streams from it.
+        is_steady = index < len(self._models)
+        own = [case for case in cases if not is_steady or case.model == self._models[index]]
         while self._is_on and self._num_sent < plan.max_requests:
             self._num_sent += 1
-            drawn = draw(cases, rng, cancel_share=plan.cancel_share, is_steady=index == 0)
+            drawn = draw(own, rng, cancel_share=plan.cancel_share, is_steady=is_steady)
             times: list[float] = []
             self._streams.append(times)
             attempts = await self._caller.request(
@@ -269,11 +274,14 @@ class Soak:
             self._progress(f"{self._now_s():.0f} s: {'restored' if whole else 'not restored in time'}")
 
     async def wait_whole(self, killed: frozenset[int]) -> Whole | None:
+        config = self._bed.config
+        pair = config.models[0] if config.models else config
         return await self._watch.wait_whole(
             killed=killed,
             timeout_s=self._plan.recovery_timeout,
-            ranks=self._bed.config.target.tensor_parallel_size,
-            drafts=self._bed.config.draft.num_replicas,
+            ranks=pair.target.tensor_parallel_size,
+            drafts=pair.draft.num_replicas,
+            num_models=len(self._models),
         )
 
     def _measure_recovery(self) -> None:
@@ -282,4 +290,6 @@ class Soak:
         for index, fault in enumerate(faults):
             until_s = faults[index + 1].at_s if index + 1 < len(faults) else self.result.duration_s
             fault.wait_s = longest_wait_s(self._streams, fault.at_s, until_s)
-            fault.speculation_after_s = back_after_s(changes_s, fault.at_s, until_s)
+            back_s = [back_after_s(changes, fault.at_s, until_s) for changes in changes_s]
+            known_s = [each for each in back_s if each is not None]
+            fault.speculation_after_s = max(known_s, default=None) if len(known_s) == len(back_s) else None

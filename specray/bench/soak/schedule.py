@@ -42,11 +42,17 @@ class FaultKind(StrEnum):
     """A client sends a head that does not end, as fast as it can."""
     ADAPTER_CHURN = "adapter-churn"
     """An adapter is loaded, gets other bytes and is unloaded; a part of the load has adapters, too."""
+    MODELS_KILL = "models-kill"
+    """The owner of several models is killed; Serve starts another."""
+    MODEL_CHURN = "model-churn"
+    """One of several models is unloaded under its load, and loaded again."""
 
 
 ALL_FAULTS = "all"
 CLUSTER_FAULTS = frozenset({FaultKind.NODE_REMOVE, FaultKind.NODE_DRAIN, FaultKind.DRAFT_UPGRADE})
 """Faults that need a second node, or a service that is deployed as on a cluster."""
+MODEL_FAULTS = frozenset({FaultKind.MODELS_KILL, FaultKind.MODEL_CHURN})
+"""Faults that need several models."""
 LINK_FAULTS = frozenset({FaultKind.DRAFT_PARTITION, FaultKind.DRAFT_DELAY, FaultKind.DRAFT_LOSS})
 HOLD_S = {
     FaultKind.DRAFT_STOP: (2.0, 5.0),
@@ -69,19 +75,21 @@ class PlannedFault:
     hold_s: float = 0.0
 
 
-def possible_faults(bed: BedKind) -> tuple[FaultKind, ...]:
-    """Returns the kinds that a bed can have."""
+def possible_faults(bed: BedKind, *, num_models: int = 1) -> tuple[FaultKind, ...]:
+    """Returns the kinds that a bed can have with that many models."""
+    others = MODEL_FAULTS if num_models == 1 else {FaultKind.ADAPTER_CHURN}
     return tuple(
         kind
         for kind in FaultKind
-        if (kind not in CLUSTER_FAULTS or bed is not BedKind.PROCESSES)
+        if kind not in others
+        and (kind not in CLUSTER_FAULTS or bed is not BedKind.PROCESSES)
         and (kind not in LINK_FAULTS or bed is BedKind.NAMESPACES)
     )
 
 
-def parse_faults(text: str, bed: BedKind) -> tuple[FaultKind, ...]:
+def parse_faults(text: str, bed: BedKind, *, num_models: int = 1) -> tuple[FaultKind, ...]:
     """Reads ``all``, or kinds separated by commas. Raises ConfigError for one that the bed cannot have."""
-    possible = possible_faults(bed)
+    possible = possible_faults(bed, num_models=num_models)
     if text == ALL_FAULTS:
         return possible
     names = [name.strip() for name in text.split(",") if name.strip()]

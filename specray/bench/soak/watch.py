@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -44,12 +45,13 @@ class Watch:
         self._http = http
         self._memory = memory
         self._now_s = now_s
-        self._drafts: list[tuple[float, float]] = []
+        self._drafts: dict[str, list[tuple[float, float]]] = {}
         self._roles: dict[int, str] = {}
 
     @property
-    def draft_changes_s(self) -> list[float]:
-        return changes_of(self._drafts)
+    def draft_changes_s(self) -> list[list[float]]:
+        """Times at which drafts were verified, of each application that has Routers."""
+        return [changes_of(readings) for readings in self._drafts.values()]
 
     async def metrics_for_ever(self) -> None:
         while True:
@@ -67,22 +69,23 @@ class Watch:
         return parts
 
     async def wait_whole(
-        self, *, killed: frozenset[int], timeout_s: float, ranks: int, drafts: int
+        self, *, killed: frozenset[int], timeout_s: float, ranks: int, drafts: int, num_models: int = 1
     ) -> Whole | None:
-        """Waits until every part is back, and then for rounds of the draft; None: too long.
+        """Waits until every part is back, and then for rounds of each model's draft; None: too long.
 
         Args:
             killed: ids of processes that are no parts any more, whatever the service says.
             timeout_s: longest wait in seconds.
-            ranks: tensor-parallel ranks of the target.
-            drafts: number of draft replicas.
+            ranks: tensor-parallel ranks of a target.
+            drafts: number of a model's draft replicas.
         """
         end_s = self._now_s() + timeout_s
         parts_s: float | None = None
         while self._now_s() < end_s:
-            if parts_s is None and await self._has_all(killed, ranks, drafts):
+            if parts_s is None and await self._has_all(killed, ranks, drafts, num_models):
                 parts_s = self._now_s()
-            if parts_s is not None and any(at_s > parts_s for at_s in self.draft_changes_s[-1:]):
+            last_s = [max(changes, default=0.0) for changes in self.draft_changes_s]
+            if parts_s is not None and last_s and min(last_s) > parts_s:
                 return Whole(parts_s, self._now_s())
             await asyncio.sleep(READY_PERIOD_S)
         return None
@@ -101,28 +104,32 @@ class Watch:
             await asyncio.sleep(READY_PERIOD_S)
         return blocks
 
-    async def _has_all(self, killed: frozenset[int], ranks: int, drafts: int) -> bool:
+    async def _has_all(self, killed: frozenset[int], ranks: int, drafts: int, num_models: int) -> bool:
         try:
             roles = [part.role for part in await self.parts() if part.pid not in killed]
             running = await self._bed.control.running()
         except SpecrayError:
             return False
-        if running.get("Draft", 0) < drafts or not running.get("Router"):
+        if running.get("Draft", 0) < num_models * drafts or running.get("Router", 0) < num_models:
             return False
         wanted = {
             PartRole.CONTROLLER: 1,
             PartRole.INGRESS: 1,
-            PartRole.ROUTER: 1,
-            PartRole.TARGET: ranks,
-            PartRole.DRAFT: drafts,
+            PartRole.MODELS: int(num_models > 1),
+            PartRole.ROUTER: num_models,
+            PartRole.TARGET: num_models * ranks,
+            PartRole.DRAFT: num_models * drafts,
         }
         return all(roles.count(role) >= number for role, number in wanted.items())
 
     async def _read_drafts(self) -> None:
         samples = await self._samples()
-        value = None if samples is None else total(samples, DRAFTS, source="model")
-        if value is not None:
-            self._drafts.append((self._now_s(), value))
+        totals = Counter[str]()
+        for (name, labels), value in (samples or {}).items():
+            if name == DRAFTS and (found := dict(labels)).get("source") == "model":
+                totals[found.get("application", "")] += value
+        for application, value in totals.items():
+            self._drafts.setdefault(application, []).append((self._now_s(), value))
 
     async def _samples(self) -> Samples | None:
         try:

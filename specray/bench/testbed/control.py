@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -107,14 +108,13 @@ def _parts() -> list[dict[str, Any]]:
 
 def _running() -> dict[str, int]:
     from ray import serve
+    from ray.serve._private.common import ReplicaState
 
-    from specray.serving.launch import APP_NAME
-
-    application = serve.status().applications[APP_NAME]
-    return {
-        name: sum(number for state, number in deployment.replica_states.items() if state == "RUNNING")
-        for name, deployment in application.deployments.items()
-    }
+    running = Counter[str]()
+    for application in serve.status().applications.values():
+        for name, deployment in application.deployments.items():
+            running[name] += deployment.replica_states.get(ReplicaState.RUNNING, 0)
+    return running
 
 
 def _drain(node_id: str) -> None:

@@ -1,4 +1,4 @@
-"""Makes another draft for a service under test."""
+"""Makes other models for a service under test."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from specray.config import EngineConfig
 from specray.errors import EngineLostError
 
 NOISE = 0.02
-"""Noise as a share of each weight's spread: the draft differs, and most of its tokens are still accepted."""
+"""Noise as a share of each weight's spread: the model differs, and most draft tokens are still accepted."""
 
 
 def draft_path(draft: EngineConfig) -> Path:
@@ -22,8 +22,8 @@ def draft_path(draft: EngineConfig) -> Path:
     return path
 
 
-def make_other_draft(source: Path, destination: Path) -> Path:
-    """Makes a draft of the same shape and tokenizer with other weights, unless it exists.
+def make_other_model(source: Path, destination: Path, *, seed: int = 7) -> Path:
+    """Makes a model of the same shape and tokenizer with other weights, unless it exists.
 
     Raises:
         EngineLostError: it cannot be read or written.
@@ -34,7 +34,7 @@ def make_other_draft(source: Path, destination: Path) -> Path:
 
     if destination.exists():
         return destination
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(seed)
     partial = destination.with_name(f"{destination.name}.partial")
     try:
         shutil.copytree(source, partial, dirs_exist_ok=True)
@@ -46,5 +46,5 @@ def make_other_draft(source: Path, destination: Path) -> Path:
             save_file(weights, path, metadata={"format": "pt"})
         partial.rename(destination)
     except (OSError, SafetensorError) as error:
-        raise EngineLostError(f"no other draft could be made from {source}: {error}") from None
+        raise EngineLostError(f"no other model could be made from {source}: {error}") from None
     return destination

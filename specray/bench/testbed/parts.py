@@ -17,6 +17,8 @@ class PartRole(StrEnum):
     DRAFT = "draft"
     CONTROLLER = "controller"
     """Serve's."""
+    MODELS = "models"
+    """The owner of several models."""
 
 
 _ROLE_OF_CLASS = {
@@ -26,6 +28,7 @@ _ROLE_OF_CLASS = {
     "Draft": PartRole.DRAFT,
     "Router": PartRole.ROUTER,
     "Ingress": PartRole.INGRESS,
+    "Models": PartRole.MODELS,
     "ServeController": PartRole.CONTROLLER,
 }
 

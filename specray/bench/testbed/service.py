@@ -118,7 +118,7 @@ async def controlled(
         )
     try:
         control = Control(process, log)
-        await control.read(config.router.start_timeout_s + STOP_TIMEOUT_S)
+        await control.read(max(1, len(config.models)) * config.router.start_timeout_s + STOP_TIMEOUT_S)
         yield control
     finally:
         await _end(process)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from specray.bench.soak.memory import anonymous_bytes, process_name
 from specray.bench.testbed import beds
 from specray.bench.testbed.control import answer
-from specray.bench.testbed.models import draft_path, make_other_draft
+from specray.bench.testbed.models import draft_path, make_other_model
 from specray.bench.testbed.parts import Part, PartRole, living_parts, of_role, role_of
 from specray.bench.testbed.tree import adopting, descendants, reap_orphans
 from specray.bench.testbed.wire import Cable, Impairment
@@ -81,7 +81,7 @@ def test_another_draft_is_made_once_with_other_weights_and_the_same_files(tmp_pa
     weights["up"] = weights["up"].to(torch.bfloat16)
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
     (source / "config.json").write_text("{}")
-    other = make_other_draft(source, tmp_path / "other")
+    other = make_other_model(source, tmp_path / "other")
     changed = load_file(other / "model.safetensors")
     assert (other / "config.json").read_text() == "{}"
     assert changed["up"].dtype == torch.bfloat16 and not torch.equal(changed["up"], weights["up"])
@@ -90,9 +90,9 @@ def test_another_draft_is_made_once_with_other_weights_and_the_same_files(tmp_pa
     assert (changed["up"].float() - weights["up"].float()).std() < 0.04 * weights["up"].float().std()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", "other"]
     (source / "model.safetensors").unlink()
-    assert make_other_draft(source, other) == other
-    with pytest.raises(EngineLostError, match="no other draft could be made from"):
-        make_other_draft(tmp_path / "none", tmp_path / "third")
+    assert make_other_model(source, other) == other
+    with pytest.raises(EngineLostError, match="no other model could be made from"):
+        make_other_model(tmp_path / "none", tmp_path / "third")
 
 
 def test_a_draft_in_no_directory_has_no_other() -> None:
