@@ -241,6 +241,16 @@ class RequestLife:
 
 
 @dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One of several models behind one address."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    state: str = ""
+    """Whether it is loaded, see ``ModelState``."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServiceInfo:
     """Models of a service, and its limits."""
 
@@ -256,3 +266,5 @@ class ServiceInfo:
     """Whether outputs depend neither on other requests nor on speculation, on processors of ``isa``."""
     isa: str = ""
     """Instruction set of the target's matrix products; empty: not one of ours."""
+    models: tuple[ServedModel, ...] = ()
+    """All of several models, of which the fields above describe one; empty: there is one model."""

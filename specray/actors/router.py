@@ -16,7 +16,7 @@ from specray.actors.answers import error_as_value
 from specray.actors.drafts.deployment import DraftReplica
 from specray.actors.drafts.source import ServeDrafterSource
 from specray.actors.live import LiveReplica
-from specray.actors.node import keep_serve_on_loopback
+from specray.actors.node import keep_serve_on_loopback, memory_bytes
 from specray.actors.routing import routes_by_prefix
 from specray.actors.stream_sinks import StreamSinks
 from specray.actors.targets.group import TargetGroup
@@ -123,6 +123,10 @@ class RouterReplica:
     @shown_by_node
     async def metrics_text(self) -> str:
         return await self._on_loop(self._router.metrics_text())
+
+    async def memory_bytes(self) -> int:
+        """Bytes of this process and its target's ranks. Raises what a lost rank raises."""
+        return memory_bytes() + await self._on_loop(self._target.memory_bytes())
 
     async def trace_text(self) -> str | None:
         return await self._on_loop(self._router.trace_text())

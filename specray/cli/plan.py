@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 MAX_RATIO = 8
 """Largest number of drafts per target group that is tried."""
 DEFAULT_RATIOS = "0,0.25,0.5,1"
+_RAYS_SHARE = 0.7
+"""Share of a machine's memory that Ray offers; the rest is its own and its object store's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,9 @@ class Load:
     )
     network_ms: float = option(
         0.0, "Round trip between router and draft in ms, on top of the measured one.", min=0
+    )
+    num_gpus: float | None = option(
+        None, "For several models: GPUs of the cluster; default: as many as they need.", min=0
     )
     seed: options.Seed = 0
     num_requests: int = option(200, "Approximate number of requests in a simulation.", min=20, max=100_000)
@@ -115,6 +121,8 @@ def plan(
 ) -> None:
     """Find how many target groups and drafts a load needs, by simulation from measured profiles.
 
+    Of a configuration of several models it says what they need, what is loaded together, and what leaves.
+
     The real router runs against simulated engines in virtual time. With --check the configured pair is
     started here, loaded, and compared with what the first profile predicts.
     """
@@ -123,7 +131,9 @@ def plan(
 
     config = build_config(config_path, {}, settings or [])
     profiles = [load_profile(path) for path in load.profile or ()]
-    if checked.check:
+    if config.models:
+        _plan_models(config, load.num_gpus, json_path)
+    elif checked.check:
         _check(config, profiles[0] if profiles else None, load, checked, json_path)
     else:
         _plan(config, profiles, load, json_path)
@@ -167,6 +177,25 @@ def _plan(config: Config, profiles: list[Profile], load: Load, json_path: Path |
     console.print(plan_table(made, has_prices=has_prices))
     console.print(recommendation(made, has_prices=has_prices), highlight=False)
     write_json(plan_json(made), json_path)
+
+
+def _plan_models(config: Config, num_gpus: float | None, json_path: Path | None) -> None:
+    from rich.console import Console
+
+    from specray.cli.output import write_json
+    from specray.planning.models import plan_models
+    from specray.planning.report import models_json, models_table
+
+    memory = config.loading.memory_gib
+    num_bytes = _RAYS_SHARE * _physical_bytes() if memory == "auto" else memory * 2**30
+    made = plan_models(config, memory_bytes=num_bytes, num_gpus=num_gpus)
+    Console().print(models_table(made))
+    write_json(models_json(made), json_path)
+
+
+def _physical_bytes() -> int:
+    """Bytes of memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @contextmanager

@@ -133,15 +133,29 @@ def _assign_all(values: dict[str, Any], assignments: Sequence[str]) -> None:
 
 
 def _assign(values: dict[str, Any], key: str, value: object) -> None:
+    given = key
+    if key.startswith("models."):
+        values, key = _model_named(values.get("models"), key.removeprefix("models."))
     *sections, name = key.split(".")
     for section in sections:
         inner = values.setdefault(section, {})
         if inner is None:
             inner = values[section] = {}
         if not isinstance(inner, dict):
-            raise ConfigError(f"{key}: {section} is {inner!r}; allowed: a mapping")
+            raise ConfigError(f"{given}: {section} is {inner!r}; allowed: a mapping")
         values = inner
     values[name] = value
+
+
+def _model_named(models: object, key: str) -> tuple[dict[str, Any], str]:
+    """The entry whose name, which may have dots, begins the key, and the rest of the key."""
+    entries = models if isinstance(models, list) else []
+    named = {str(model.get("name")): model for model in entries if isinstance(model, dict)}
+    name = max((name for name in named if key.startswith(f"{name}.")), key=len, default=None)
+    if name is None:
+        names = ", ".join(named) or "none"
+        raise ConfigError(f"models.{key} names no model; allowed: models.NAME.KEY of {names}")
+    return named[name], key.removeprefix(f"{name}.")
 
 
 def _check_pair(values: Mapping[str, Any]) -> None:

@@ -66,11 +66,24 @@ class KeySpeculationConfig(Section):
 
 
 class ServiceLevelConfig(Section):
-    """Times that requests of one key want kept, whatever they name themselves."""
+    """Times that requests of one key, or to one model, want kept."""
 
     ttft_ms: float | None = Field(None, gt=0, le=86_400_000, description="Milliseconds to the first token.")
     itl_ms: float | None = Field(
         None, gt=0, le=86_400_000, description="Milliseconds per output token after the first, on average."
+    )
+
+
+class ModelQuotaConfig(Section):
+    """What one key may have in hand of one of several models."""
+
+    max_requests: int | None = Field(
+        None, ge=1, description="Maximum concurrent requests to the model, per Ingress and per Router."
+    )
+    max_queued_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Maximum prompt tokens of unanswered requests to the model, per Ingress and per Router.",
     )
 
 
@@ -103,6 +116,9 @@ class KeyConfig(Section):
         None,
         ge=1,
         description="Maximum prompt tokens of unanswered requests, per Ingress replica and per Router.",
+    )
+    model_quotas: dict[str, ModelQuotaConfig] = Field(
+        {}, description="Limits for single models by their names, beside those for all of them together."
     )
     min_priority: int = Field(
         0,

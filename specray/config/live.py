@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from specray.config.service import Config, parse_config
+from specray.config.service import DEFAULTS_OF_MODELS, Config, parse_config
 from specray.errors import ConfigError
 
 Values = dict[str, Any]
@@ -36,6 +36,7 @@ LIVE_KEYS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
             "prefill_chunk_tokens",
             "max_prefill_slowdown",
             "stream_interval_ms",
+            "slo",
         ),
         "ingress": ("excess_max_tokens",),
         "auth": ("keys", "open_paths"),
@@ -44,7 +45,7 @@ LIVE_KEYS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "logging": ("format", "level", "requests"),
     }
 )
-"""Names of the keys that change while serving, by section."""
+"""Names of the keys that change while serving, by section; of several models, those in sections of theirs."""
 
 STATIC_REASONS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -98,14 +99,17 @@ class KeyChange:
     """Dotted name: ``router.max_queued_requests``."""
     old: object
     new: object
+    model: str = ""
+    """Name of the one of several models that has the key; empty: the service."""
 
     @property
     def is_live(self) -> bool:
         section, _, name = self.key.partition(".")
-        return name in LIVE_KEYS.get(section, ())
+        return name.partition(".")[0] in LIVE_KEYS.get(section, ())
 
     def __str__(self) -> str:
-        return f"{self.key}: {shown(self.key, self.old)} -> {shown(self.key, self.new)}"
+        owner = f"models.{self.model}." if self.model else ""
+        return f"{owner}{self.key}: {shown(self.key, self.old)} -> {shown(self.key, self.new)}"
 
 
 def shown(key: str, value: object) -> str:
@@ -118,10 +122,14 @@ def shown(key: str, value: object) -> str:
 def split(config: Config) -> tuple[Values, Values]:
     """The configuration as static values and live values; together they are all of it."""
     static: Values = config.model_dump(mode="json")
-    live: Values = {
-        section: {name: static[section].pop(name) for name in names} for section, names in LIVE_KEYS.items()
-    }
+    live = _pop_live(static, LIVE_KEYS)
+    if config.models:
+        live["models"] = {each["name"]: _pop_live(each, DEFAULTS_OF_MODELS) for each in static["models"]}
     return static, live
+
+
+def _pop_live(values: Values, sections: Iterable[str]) -> Values:
+    return {section: {name: values[section].pop(name) for name in LIVE_KEYS[section]} for section in sections}
 
 
 def with_live(config: Config, values: Mapping[str, Any]) -> Config:
@@ -131,20 +139,36 @@ def with_live(config: Config, values: Mapping[str, Any]) -> Config:
         ConfigError: a key is unknown or not live, or a value is not allowed.
     """
     merged: Values = config.model_dump(mode="json")
-    for section, given in values.items():
-        if section not in LIVE_KEYS:
+    of_service = dict(values)
+    models = {each["name"]: each for each in merged["models"]}
+    given_models = of_service.pop("models", {}) if models else {}
+    _lay_over(merged, of_service, LIVE_KEYS)
+    if not isinstance(given_models, Mapping) or not given_models.keys() <= models.keys():
+        raise ConfigError(f"models is {given_models!r}; allowed: a mapping of {', '.join(models)}")
+    for name, given in given_models.items():
+        _lay_over(models[name], given, DEFAULTS_OF_MODELS)
+    return parse_config(merged)
+
+
+def _lay_over(values: Values, live: Mapping[str, Any], sections: Collection[str]) -> None:
+    for section, given in live.items():
+        if section not in sections:
             raise _not_live(section, given)
         if not isinstance(given, Mapping):
             raise ConfigError(f"{section} is {given!r}; allowed: a mapping of keys that change while serving")
         for name, value in given.items():
             if name not in LIVE_KEYS[section]:
                 raise _not_live(f"{section}.{name}", value)
-        merged[section] = {**merged[section], **given}
-    return parse_config(merged)
+        values[section] = {**values[section], **given}
 
 
 def changes(old: Config, new: Config) -> list[KeyChange]:
-    return list(_differences(old.model_dump(mode="json"), new.model_dump(mode="json"), ""))
+    before, after = old.model_dump(mode="json"), new.model_dump(mode="json")
+    found = list[KeyChange]()
+    if [each.names for each in old.models] == [each.names for each in new.models]:
+        for model, now in zip(before.pop("models"), after.pop("models"), strict=True):
+            found += [replace(each, model=model["name"]) for each in _differences(model, now, "")]
+    return [*_differences(before, after, ""), *found]
 
 
 def check_live(found: Sequence[KeyChange]) -> None:

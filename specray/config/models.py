@@ -61,6 +61,12 @@ class ModelConfig(Section):
         None, ge=0, description="Seconds without a request after which it is unloaded; default: it stays."
     )
     pinned: bool = Field(False, description="Whether it stays loaded where another needs its memory.")
+    priority: int = Field(
+        0,
+        ge=-1_000_000,
+        le=1_000_000,
+        description="Urgency among models; lower is loaded earlier, and leaves later for another.",
+    )
     required: bool | None = Field(
         None, description="Whether /ready waits for it; default: where it is loaded at the start."
     )

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from specray.config.access import ServiceLevelConfig
 from specray.config.scaling import RouterScalingConfig
 from specray.config.section import Section
 
@@ -34,6 +35,10 @@ class RouterConfig(Section):
         ge=1,
         description="Maximum factor by which prompts may lengthen a step of running sessions. At least 16 "
         "prompt tokens always join, and whole chunks while a quarter of all sessions wait.",
+    )
+    slo: ServiceLevelConfig = Field(
+        default_factory=ServiceLevelConfig,
+        description="Times for requests that name none, and whose key has none.",
     )
     round_timeout_s: float = Field(
         5.0, gt=0, description="Seconds after which a silent draft counts as lost."

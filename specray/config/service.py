@@ -97,6 +97,14 @@ class Config(Section):
         names = [name for each in self.models for name in each.names]
         if self.default_model is not None and self.default_model not in names:
             raise ValueError(f"default_model is {self.default_model!r}; allowed: {', '.join(names)}")
+        own_names = [each.name for each in self.models]
+        for key in self.auth.keys:
+            for field, given in (("models", key.models or ()), ("model_quotas", key.model_quotas)):
+                if unknown := [name for name in given if name not in own_names]:
+                    raise ValueError(
+                        f"auth.keys: {field} of {key.name!r} has {unknown[0]!r}; "
+                        f"allowed: {', '.join(own_names)}"
+                    )
         return self
 
     def of_model(self, name: str) -> Config:

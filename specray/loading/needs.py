@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from specray.checkpoint_digest import WEIGHT_FILES
-from specray.config import EMBEDDED, Config, EngineConfig
+from specray.config import EMBEDDED, Config, EngineConfig, ModelConfig
 from specray.demo.paths import demo_draft_path, demo_target_path
-from specray.loading.table import Room
+from specray.loading.table import ModelEntry, Room
 
 _GIB: Final = 2.0**30
 _PROCESS_BYTES: Final = 0.35 * _GIB
@@ -29,6 +30,28 @@ def needs_of(config: Config, *, has_own_draft: bool = True) -> Room:
     if has_own_draft and config.draft.has_replicas:
         room += _engine_needs(config.draft, demo_draft_path())
     return room
+
+
+def entry_of(config: Config, model: ModelConfig, num_measured_bytes: int | None = None) -> ModelEntry:
+    """What a table of models has to know of one.
+
+    Args:
+        num_measured_bytes: that it was seen to take when it was loaded before.
+    """
+    needs = needs_of(config.of_model(model.name), has_own_draft=model.draft.pool is None)
+    if model.memory_gib is not None:
+        needs = replace(needs, memory_bytes=model.memory_gib * _GIB)
+    elif num_measured_bytes is not None:
+        needs = replace(needs, memory_bytes=num_measured_bytes)
+    return ModelEntry(
+        name=model.name,
+        needs=needs,
+        is_measured=num_measured_bytes is not None,
+        has_fixed_needs=model.memory_gib is not None,
+        pinned=model.pinned,
+        keep_alive_s=model.keep_alive_s,
+        priority=model.priority,
+    )
 
 
 def _engine_needs(engine: EngineConfig, embedded: Path) -> Room:

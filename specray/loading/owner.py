@@ -68,6 +68,12 @@ class Applications(Protocol):
             ModelLoadError: it has not started; nothing of it is left.
         """
 
+    async def measure(self, name: str) -> int:
+        """Bytes of all processes of one that is loaded; 0: not known."""
+
+    async def remember(self, name: str, num_bytes: int) -> None:
+        """Keeps what it takes for its next loads, also by another owner."""
+
     async def unload(self, name: str) -> None:
         """Ends one: its requests are finished for the drain's time, and its room is free then."""
 
@@ -206,6 +212,15 @@ class ModelOwner:
         for name, use in (await self._ingresses.usage()).items():
             if name in self._table.models:
                 self._table.observe(name, use.num_users, now - use.idle_s)
+        if self._table.is_wanted:
+            # Another may have to leave: caches have filled since the load.
+            loaded = [name for name, each in self._table.models.items() if each.state is ModelState.LOADED]
+            await asyncio.gather(*map(self._measure, loaded))
+
+    async def _measure(self, name: str) -> None:
+        num_bytes = await self._applications.measure(name)
+        if num_bytes and self._table.measured(name, num_bytes):
+            await self._applications.remember(name, num_bytes)
 
     async def _do(self, step: Load | Unload) -> None:
         if isinstance(step, Load):
@@ -219,6 +234,8 @@ class ModelOwner:
             self._table.busy(step.name, _now_s())
         async with self._changed:
             self._changed.notify_all()
+        if isinstance(step, Load) and self._table[step.name].state is ModelState.LOADED:
+            await self._measure(step.name)
 
     async def _load(self, name: str) -> None:
         logger.info("loading %s", name)

@@ -7,7 +7,7 @@ no two loads take the same room, and none begins before the room of what was unl
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
@@ -64,8 +64,14 @@ class ModelEntry:
 
     name: str
     needs: Room
+    """What it takes: by its files and caches, and once it was loaded as it was seen to take."""
+    is_measured: bool = False
+    has_fixed_needs: bool = False
+    """The configuration says what it takes."""
     pinned: bool = False
     keep_alive_s: float | None = None
+    priority: int = 0
+    """Lower is loaded earlier, and leaves later."""
     state: ModelState = ModelState.UNLOADED
     reason: str = ""
     """Why it failed."""
@@ -140,6 +146,19 @@ class ModelTable:
         model = self._models[name]
         model.num_users, model.used_s = num_users, max(model.used_s, used_s)
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody waits for a load."""
+        return any(each.wanted_s is not None for each in self._models.values())
+
+    def measured(self, name: str, num_bytes: float) -> bool:
+        """Takes the bytes that a loaded model takes now; the most that was seen counts. True: it is more."""
+        model = self._models[name]
+        if model.has_fixed_needs or (model.is_measured and num_bytes <= model.needs.memory_bytes):
+            return False
+        model.needs, model.is_measured = replace(model.needs, memory_bytes=num_bytes), True
+        return True
+
     def step(self, now: float) -> Load | Unload | None:
         """What is to be done now; None: nothing, or what was begun has not ended."""
         if any(each.state in (ModelState.LOADING, ModelState.DRAINING) for each in self._models.values()):
@@ -149,7 +168,7 @@ class ModelTable:
                 return self._unload(model, is_forced=True)
         wanted = [each for each in self._models.values() if self._is_due(each, now)]
         if wanted:
-            return self._load(min(wanted, key=lambda each: each.wanted_s or 0.0), now)
+            return self._load(min(wanted, key=lambda each: (each.priority, each.wanted_s or 0.0)), now)
         for model in self._models.values():
             is_timed = self._is_idle(model) and model.keep_alive_s is not None
             if is_timed and now - model.used_s >= (model.keep_alive_s or 0.0):
@@ -200,7 +219,7 @@ class ModelTable:
 
     def _victim(self) -> ModelEntry | None:
         idle = [each for each in self._models.values() if self._is_idle(each)]
-        return min(idle, key=lambda each: each.used_s, default=None)
+        return min(idle, key=lambda each: (-each.priority, each.used_s), default=None)
 
     def _load(self, model: ModelEntry, now: float) -> Load | Unload | None:
         if not self.room.holds(model.needs):

@@ -14,6 +14,9 @@ from specray.planning.simulation.results import Slo, Spread
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from specray.loading.table import Room
+    from specray.planning.models import ModelsPlan
+
 _COUNTS = (1, 8, 32)
 _DASH = "–"
 _PLAN_CAPTION = (
@@ -45,6 +48,54 @@ class CheckedLoad(Protocol):
 
     @property
     def error(self) -> float: ...
+
+
+def models_table(plan: ModelsPlan) -> Table:
+    """Makes a table of several models, in the order in which they are asked for."""
+    from rich.table import Table
+
+    together = "all are loaded together" if plan.fits else "not all are loaded together"
+    table = Table(
+        *("model", "loaded", "priority", "GiB", "GPUs", "leaves for it", "problem"),
+        title=f"{len(plan.loads)} models in {plan.room}: {together}",
+        caption="each is asked for once, while none is used; GiB: estimated, then measured by the service",
+    )
+    for each in plan.loads:
+        model = each.model
+        priority = f"{model.priority}, pinned" if model.pinned else str(model.priority)
+        when = "at the start" if each.is_at_start else "on demand"
+        needs = (_gib(model.needs), f"{model.needs.gpus:g}")
+        table.add_row(
+            model.name, when, priority, *needs, ", ".join(each.leaving) or _DASH, each.problem or _DASH
+        )
+    table.add_section()
+    table.add_row("all", "", "", _gib(plan.total), f"{plan.total.gpus:g}", "", "")
+    return table
+
+
+def models_json(plan: ModelsPlan) -> dict[str, Any]:
+    """All that the table has."""
+    return {
+        "room_gib": plan.room.memory_bytes / 2**30,
+        "num_gpus": plan.room.gpus,
+        "total_gib": plan.total.memory_bytes / 2**30,
+        "total_gpus": plan.total.gpus,
+        "fits": plan.fits,
+        "loads": [
+            {
+                "model": each.model.name,
+                "gib": each.model.needs.memory_bytes / 2**30,
+                "gpus": each.model.needs.gpus,
+                "leaving": each.leaving,
+                "problem": each.problem or None,
+            }
+            for each in plan.loads
+        ],
+    }
+
+
+def _gib(room: Room) -> str:
+    return f"{room.memory_bytes / 2**30:.2f}"
 
 
 def profile_table(profile: Profile) -> Table:

@@ -19,7 +19,7 @@ from specray.actors.models.applications import app_of
 from specray.actors.routing import routes_by_prefix
 from specray.actors.telemetry import AllMetrics, Deployment
 from specray.config import Config, ModelConfig
-from specray.config.live import LiveConfig
+from specray.config.live import LiveConfig, split
 from specray.config.models import slug
 from specray.errors import EngineLostError
 from specray.grammar import PreparedCompiler
@@ -170,6 +170,7 @@ class SeveralModels:
             aliases=model.aliases,
         )
         live = LiveConfig(config)
+        service.listen(lambda now: _follow(live, now.of_model(model.name)))
         app = new_app()
         limits = add_call_routes(app, admission, tokenizer, live, compiler)
         grpc = GrpcIngress(
@@ -209,6 +210,10 @@ class SeveralModels:
 
     def named_ends(self) -> str:
         return "by model"
+
+
+def _follow(live: LiveConfig, now: Config) -> None:
+    live.set(split(now)[1])
 
 
 class ServeOwner:

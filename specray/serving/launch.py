@@ -125,7 +125,7 @@ def _deployed(
     from ray import serve
 
     from specray.actors.live import AdapterNames, forget_stored
-    from specray.actors.models.applications import store_key
+    from specray.actors.models.applications import store_key, store_of
 
     with within(SERVE_START_S, "Ray Serve did not start", on_lost):
         serve.start(
@@ -149,7 +149,7 @@ def _deployed(
         serve.delete(APP_NAME)
         for app in _model_apps(config):
             serve.delete(app)
-        for key in (store, store_key(store)):
+        for key in (store, store_key(store), *(store_of(store, each.name) for each in config.models)):
             forget_stored(key)
         for name in ("", *(model.name for model in config.models)):
             AdapterNames(f"{store}-{slug(name)}" if name else store).forget()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -51,18 +51,19 @@ def reload_service(
                 "of its deployments there, and deploy it again"
             )
         if found:
-            _apply(served, split(new)[1], timeout_s=timeout_s)
+            _apply(served, new, timeout_s=timeout_s)
         return found
 
 
 def check_defaults(new: Config, found: Sequence[KeyChange]) -> None:
-    """Raises ConfigError for a change of what several models have of their own."""
+    """Raises ConfigError for a change of a default of several models that changes none of them."""
+    of_models = {change.key for change in found if change.model}
     for change in found:
         section = change.key.partition(".")[0]
-        if new.models and section in DEFAULTS_OF_MODELS:
+        if new.models and section in DEFAULTS_OF_MODELS and change.key not in of_models:
             raise ConfigError(
-                f"{change}: {section} beside models is a default, with which each model was loaded; this "
-                "changes only with a new start of the service"
+                f"{change}: {section} beside models is a default, and each has a value of its own; allowed: "
+                f"models.NAME.{change.key} of {', '.join(each.name for each in new.models)}"
             )
 
 
@@ -109,15 +110,25 @@ def _ask() -> Served:
     return served
 
 
-def _apply(served: Served, live: Values, *, timeout_s: float) -> None:
+def _apply(served: Served, new: Config, *, timeout_s: float) -> None:
     """Stores the values for replicas that start, and calls those that serve until all have confirmed."""
     from specray.actors.live import write_stored
+    from specray.actors.models.applications import app_of, store_of
 
     assert served.store is not None
+    live = split(new)[1]
     write_stored(served.store, live)
+    of_apps = {APP_NAME: live}
+    for model in new.models:
+        of_apps[app_of(model.name)] = split(new.of_model(model.name))[1]
+        write_stored(store_of(served.store, model.name), of_apps[app_of(model.name)])
     began_s = time.monotonic()
     while True:
-        missing = [text for name in served.deployments if (text := not_confirmed(name, live, began_s))]
+        missing = [
+            text
+            for app, name in _deployments(served, of_apps)
+            if (text := not_confirmed(app, name, of_apps[app], began_s))
+        ]
         if not missing:
             return
         if time.monotonic() - began_s > timeout_s:
@@ -128,15 +139,29 @@ def _apply(served: Served, live: Values, *, timeout_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-def not_confirmed(name: str, live: Values, began_s: float) -> str:
+def _deployments(served: Served, apps: Collection[str]) -> list[tuple[str, str]]:
+    """The deployments that take live values, of the service's own application and of loaded models."""
+    from ray import serve
+
+    there = serve.status().applications
+    models = [app for app in apps if app != APP_NAME and app in there]
+    of_models = [(app, name) for app in models for name in there[app].deployments]
+    return [*((APP_NAME, name) for name in served.deployments), *of_models]
+
+
+def not_confirmed(app: str, name: str, live: Values, began_s: float) -> str:
     """Brings the values to all replicas of a deployment; says which do not have them yet, or nothing."""
     from ray import serve
 
-    counts = serve.status().applications[APP_NAME].deployments[name].replica_states
+    application = serve.status().applications.get(app)
+    if application is None or name not in application.deployments:
+        # A model that was unloaded meanwhile.
+        return ""
+    counts = application.deployments[name].replica_states
     states = {str(getattr(state, "value", state)): count for state, count in counts.items()}
     num_running = states.get("RUNNING", 0)
     num_coming = sum(states.get(state, 0) for state in ("STARTING", "UPDATING", "RECOVERING"))
-    answers = call_replicas(name, live) if num_running else []
+    answers = call_replicas(app, name, live) if num_running else []
     num_confirmed = sum(answer == digest(live) for answer in answers)
     for answer in answers:
         if isinstance(cause := getattr(answer, "cause", None), ConfigError):
@@ -149,12 +174,12 @@ def not_confirmed(name: str, live: Values, began_s: float) -> str:
     return "" if is_settled else f"{name} ({num_coming} starting)"
 
 
-def call_replicas(name: str, live: Values) -> Sequence[Any]:
+def call_replicas(app: str, name: str, live: Values) -> Sequence[Any]:
     from ray import serve
 
     from specray.actors.client import SERVE_ERRORS
 
-    response = serve.get_deployment_handle(name, app_name=APP_NAME).broadcast("reload", live)
+    response = serve.get_deployment_handle(name, app_name=app).broadcast("reload", live)
     try:
         return response.results(timeout_s=ASK_TIMEOUT_S, return_exceptions=True)
     except (TimeoutError, *SERVE_ERRORS):

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from specray.errors import InvalidRequestError, shown
 from specray.request_options import Option, Range, RequestOptions, declare, declared_options
-from specray.requests import AdapterRef, TextOptions
+from specray.requests import AdapterRef, ServiceLevel, TextOptions
 from specray.types import DraftKind, Verification
 
 _MOST_TOKENS: Final = (1 << 31) - 1
@@ -44,6 +44,8 @@ class Limits:
     """Largest number of prompts times n in one call; more than the routers hold would never be admitted."""
     cuts_max_tokens: bool = True
     """True if ``max_tokens`` is a bound, cut to the context that is left; False: more is refused."""
+    level: ServiceLevel | None = None
+    """Times for requests that name none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

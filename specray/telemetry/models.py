@@ -25,7 +25,7 @@ class ModelMetrics:
         self._loaded = gauge("specray_model_loaded", "1 for a model that is loaded, else 0.", ["model_name"])
         self._memory = gauge(
             "specray_model_memory_bytes",
-            "Bytes that a model takes, or would take, as they are planned.",
+            "Bytes that a model takes, or would take: the most that was measured, else an estimate.",
             ["model_name"],
         )
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +21,8 @@ from tests.e2e.listeners import descendants
 # One thread each: OpenMP threads that share a core with others' spin instead of working.
 ENGINE = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "num_threads": 1, "profile_s": 0.5}
 """Settings of both engines."""
+RELOAD_S = 150.0
+"""Longest time of one `specray reload`, in seconds; a loaded machine imports Ray slowly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,23 @@ def started(**sections: Mapping[str, Any]) -> Iterator[Service]:
             url=f"http://127.0.0.1:{config.http.port}",
             grpc_address=f"127.0.0.1:{config.grpc.port}",
         )
+
+
+async def reload(service: Service, **changed: object) -> tuple[int, str, str]:
+    """Runs the command; returns its exit code and what it printed."""
+    assignments = [f"--set={key.replace('__', '.')}={json.dumps(value)}" for key, value in changed.items()]
+    arguments = ["-m", "specray.cli", "reload", f"--port={service.config.http.port}", *assignments]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *arguments, stdout=-1, stderr=-1, env=environment
+    )
+    try:
+        output, errors = await asyncio.wait_for(process.communicate(), RELOAD_S)
+    except TimeoutError:
+        process.kill()
+        raise
+    assert process.returncode is not None
+    return process.returncode, output.decode(), errors.decode()
 
 
 def processes(name: str) -> list[int]:

@@ -135,6 +135,10 @@ class DraftReplica:
     async def metrics_text(self) -> str:
         return self._metrics.text(None if self._group is None else self._group.server.info)
 
+    async def memory_bytes(self) -> int:
+        """See DraftGroup; 0: no model is loaded."""
+        return 0 if self._group is None else await self._group.memory_bytes()
+
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Figures for ``scaling.DraftScalingPolicy``; without the busy share at first, see UNJUDGED_S."""
         group = self._group

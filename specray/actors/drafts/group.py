@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from specray.actors.node import listen_address, listen_host, meet_on_own_interface
+from specray.actors.node import listen_address, listen_host, meet_on_own_interface, memory_bytes
 from specray.actors.targets.group import PlacedRanks, first_line, starting
 from specray.config import Config
 from specray.errors import EngineLostError
@@ -97,6 +97,11 @@ class DraftGroup:
         except ray.exceptions.RayError as error:
             raise EngineLostError(f"a rank of the draft is gone: {first_line(error)}") from None
         self._is_silent = False
+
+    async def memory_bytes(self) -> int:
+        """Bytes of all ranks. Raises ray.exceptions.RayError: one is gone."""
+        others = 0 if self._followers is None else await self._followers.memory_bytes()
+        return memory_bytes() + others
 
     async def stop(self, *, drain_s: float) -> None:
         """Ends the server, which serves its routers for up to ``drain_s`` seconds, and then all ranks."""

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from threading import Lock
 from typing import Any, Final
 
 from ray import serve
@@ -43,6 +44,11 @@ def app_of_pool(pool: str) -> str:
     return f"shared-draft-{slug(pool)}"
 
 
+def store_of(store: str, model: str) -> str:
+    """The key under which a service keeps the live values of one of its models."""
+    return f"{store}-{slug(model)}"
+
+
 def store_key(store: str) -> str:
     """The key under which a service keeps what it has deployed."""
     return f"{store}-deployed"
@@ -53,13 +59,17 @@ class ServeApplications:
 
     Args:
         store: prefix of the keys under which live values of models are kept, and what is deployed: the
-            digest of each application's configuration, and the models that were unloaded by a call.
+            digest of each application's configuration, the models that were unloaded by a call, and the bytes
+            that models take, by the digests of their configurations.
     """
 
     def __init__(self, config: Config, store: str) -> None:
         self._config = config
         self._store = store
         self._names = {app_of(each.name): each.name for each in config.models}
+        self._writing = Lock()
+        self._handles: dict[tuple[str, str], DeploymentHandle[Any]] = {}
+        """Handles by model and deployment; each that is made has a task that follows its replicas."""
 
     async def found(self) -> Mapping[str, ModelState]:
         return await asyncio.to_thread(self._found)
@@ -100,10 +110,8 @@ class ServeApplications:
         _run_app(serve.RunTarget(bound, name=app_of_pool(pool), route_prefix=None))
 
     def _run_model(self, name: str, draft: DeploymentHandle[Any] | None) -> None:
-        deployed = self._deployed()
-        deployed["digests"][app_of(name)] = self._digest(name)
-        write_stored(store_key(self._store), deployed)
-        bound = bind_pair(self._config.of_model(name), store=f"{self._store}-{slug(name)}", draft=draft)
+        self._keep("digests", lambda digests: {**digests, app_of(name): self._digest(name)})
+        bound = bind_pair(self._config.of_model(name), store=store_of(self._store, name), draft=draft)
         _run_app(serve.RunTarget(bound, name=app_of(name), route_prefix=None))
 
     async def _run(self, app: str, run: Callable[[], None], timeout_s: float) -> None:
@@ -139,7 +147,47 @@ class ServeApplications:
                 await asyncio.to_thread(serve.delete, app_of_pool(pool))
 
     def _deployed(self) -> dict[str, Any]:
-        return read_stored(store_key(self._store)) or {"digests": {}, "unwanted": []}
+        return {"digests": {}, "unwanted": [], "bytes": {}, **(read_stored(store_key(self._store)) or {})}
+
+    def _keep(self, field: str, change: Callable[[Any], Any]) -> None:
+        with self._writing:
+            deployed = self._deployed()
+            after = change(deployed[field])
+            if after != deployed[field]:
+                write_stored(store_key(self._store), {**deployed, field: after})
+
+    async def measure(self, name: str) -> int:
+        """See owner.Applications."""
+        model = next(each for each in self._config.models if each.name == name)
+        has_own_draft = model.draft.pool is None and model.draft.has_replicas
+        deployments = ("Router", *(["Draft"] if has_own_draft else []))
+        for each in deployments:
+            if (name, each) not in self._handles:
+                self._handles[name, each] = serve.get_deployment_handle(each, app_name=app_of(name))
+        handles = [self._handles[name, each] for each in deployments]
+        answers = await asyncio.gather(*(ask_all(handle, "memory_bytes") for handle in handles))
+        # Of some alone it would be too little.
+        is_whole = all(found and all(isinstance(each, int) for each in found) for found in answers)
+        return sum(map(sum, answers)) if is_whole else 0
+
+    async def remember(self, name: str, num_bytes: int) -> None:
+        """See owner.Applications."""
+        change = partial(self._with_bytes, name, num_bytes)
+        await asyncio.to_thread(self._keep, "bytes", change)
+
+    def _with_bytes(self, name: str, num_bytes: int, known: dict[str, int]) -> dict[str, int]:
+        # What is configured no longer is forgotten.
+        digests = {self._digest(each) for each in self._names.values()}
+        return {
+            **{key: value for key, value in known.items() if key in digests},
+            self._digest(name): num_bytes,
+        }
+
+    async def remembered(self) -> dict[str, int]:
+        """Bytes that models were seen to take when they were loaded as they are configured now."""
+        known = (await asyncio.to_thread(self._deployed))["bytes"]
+        digests = {name: self._digest(name) for name in self._names.values()}
+        return {name: known[digest] for name, digest in digests.items() if digest in known}
 
     async def unwanted(self) -> set[str]:
         """Models that were unloaded by a call, and not loaded since."""
@@ -147,14 +195,11 @@ class ServeApplications:
 
     async def note(self, name: str, *, is_wanted: bool) -> None:
         """Keeps whether the model was unloaded by a call, for an owner that starts later."""
-        await asyncio.to_thread(self._note, name, is_wanted)
 
-    def _note(self, name: str, is_wanted: bool) -> None:
-        deployed = self._deployed()
-        unwanted = set(deployed["unwanted"])
-        after = unwanted - {name} if is_wanted else unwanted | {name}
-        if after != unwanted:
-            write_stored(store_key(self._store), {**deployed, "unwanted": sorted(after)})
+        def change(unwanted: list[str]) -> list[str]:
+            return sorted({*unwanted} - {name} if is_wanted else {*unwanted, name})
+
+        await asyncio.to_thread(self._keep, "unwanted", change)
 
     def _digest(self, name: str) -> str:
         return digest(self._config.of_model(name).model_dump(mode="json"))
@@ -184,12 +229,17 @@ class ServeIngresses:
         return is_forced or (bool(answers) and all(answer is True for answer in answers))
 
     async def _ask(self, method: str, *args: object) -> list[Any]:
-        try:
-            response = self._handle.broadcast(method, *args)
-            return list(await response.results_async(timeout_s=ANSWER_S, return_exceptions=True))
-        except (TimeoutError, *SERVE_ERRORS) as error:
-            logger.warning("the Ingresses do not answer %s: %s", method, error or type(error).__name__)
-            return []
+        return await ask_all(self._handle, method, *args)
+
+
+async def ask_all(handle: DeploymentHandle[Any], method: str, *args: object) -> list[Any]:
+    """The answers of all replicas of a deployment, errors among them; none where it does not answer."""
+    try:
+        response = handle.broadcast(method, *args)
+        return list(await response.results_async(timeout_s=ANSWER_S, return_exceptions=True))
+    except (TimeoutError, *SERVE_ERRORS) as error:
+        logger.warning("no answers to %s: %s", method, error or type(error).__name__)
+        return []
 
 
 def _run_app(target: serve.RunTarget) -> None:

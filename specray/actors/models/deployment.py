@@ -7,7 +7,6 @@ serve on; Serve starts another, which takes over the applications that it finds.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import ray
@@ -17,11 +16,11 @@ from specray.actors.answers import error_as_value
 from specray.actors.models.applications import ServeApplications, ServeIngresses
 from specray.actors.node import keep_serve_on_loopback
 from specray.actors.telemetry import begin_logs, shown_by_node
-from specray.config import Config, ModelConfig, parse_config
+from specray.config import Config, parse_config
 from specray.errors import SpecrayError
-from specray.loading.needs import needs_of
+from specray.loading.needs import entry_of
 from specray.loading.owner import ModelOwner, ModelStatus
-from specray.loading.table import ModelEntry, ModelState, ModelTable, Room
+from specray.loading.table import ModelState, ModelTable, Room
 from specray.telemetry.models import ModelMetrics
 
 _GIB = 2.0**30
@@ -52,8 +51,9 @@ class ModelsReplica:
         room = await asyncio.to_thread(_room, config)
         self._metrics = ModelMetrics()
         self._applications = ServeApplications(config, store or f"{context.app_name}-models")
+        remembered = await self._applications.remembered()
         self._owner = ModelOwner(
-            ModelTable([_entry(config, each) for each in config.models], room),
+            ModelTable([entry_of(config, each, remembered.get(each.name)) for each in config.models], room),
             self._applications,
             ServeIngresses(context.app_name),
             changed=self._metrics.observe,
@@ -88,16 +88,6 @@ class ModelsReplica:
         """Raises what has ended the owner; Serve replaces it."""
         if self._work.done():
             self._work.result()
-
-
-def _entry(config: Config, model: ModelConfig) -> ModelEntry:
-    needs = needs_of(config.of_model(model.name), has_own_draft=model.draft.pool is None)
-    return ModelEntry(
-        name=model.name,
-        needs=needs if model.memory_gib is None else replace(needs, memory_bytes=model.memory_gib * _GIB),
-        pinned=model.pinned,
-        keep_alive_s=model.keep_alive_s,
-    )
 
 
 def _room(config: Config) -> Room:

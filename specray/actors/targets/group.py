@@ -121,6 +121,10 @@ class PlacedRanks:
         """
         return list(await asyncio.gather(*(actor.process.remote() for actor in self.actors)))
 
+    async def memory_bytes(self) -> int:
+        """Bytes of all ranks. Raises ray.exceptions.RayError: a rank is gone."""
+        return sum(await asyncio.gather(*(actor.memory_bytes.remote() for actor in self.actors)))
+
     async def ended(self) -> str:
         """Waits until a rank can no longer work, or hangs; returns the reason. Call after ``start``."""
         ends = [asyncio.ensure_future(self._end(rank)) for rank in range(len(self.actors))]
@@ -235,6 +239,10 @@ class TargetGroup:
 
     async def processes(self) -> list[RankProcess]:
         return await self._ranks.processes()
+
+    async def memory_bytes(self) -> int:
+        """See PlacedRanks."""
+        return await self._ranks.memory_bytes()
 
     async def ended(self) -> str:
         return await self._ranks.ended()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
 
-from specray.actors.node import listen_address, listen_host, meet_on_own_interface
+from specray.actors.node import listen_address, listen_host, meet_on_own_interface, memory_bytes
 from specray.actors.targets.place import GpuPlace, RankProcess
 from specray.config import parse_config
 from specray.environment import apply_rank_environment
@@ -45,6 +45,10 @@ class Rank:
     def process(self) -> RankProcess:
         """Returns the rank's process, even while it loads or works; a rank that does not answer hangs."""
         return own_process()
+
+    def memory_bytes(self) -> int:
+        """See ``actors.node``."""
+        return memory_bytes()
 
     def open_store(self) -> str:
         """Opens the rendezvous store on the leader, on a free port; returns its ``host:port``."""

@@ -25,6 +25,10 @@ class RankGroup(Protocol):
         """Returns the leader's address. Raises ConfigError or EngineLostError; no rank is left then."""
         ...
 
+    async def memory_bytes(self) -> int:
+        """Bytes of all ranks. Raises what a lost rank raises."""
+        ...
+
     async def ended(self) -> str:
         """Waits until a rank can no longer work; returns the reason."""
         ...
@@ -87,6 +91,10 @@ class TargetSource:
         except BaseException:
             self.stop()
             raise
+
+    async def memory_bytes(self) -> int:
+        """Bytes of the group that runs; 0: there is none. Raises what a lost rank raises."""
+        return 0 if self._running is None else await self._running.group.memory_bytes()
 
     def stop(self) -> None:
         if (group := self._take()) is not None:

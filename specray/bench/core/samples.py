@@ -9,20 +9,24 @@ from collections.abc import Collection, Mapping
 _SAMPLE = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})?\s+(\S+)")
 _LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
 
+OF_REPLICAS = ("application", "deployment", "replica")
+"""Labels by which a service tells its replicas apart."""
 Labels = tuple[tuple[str, str], ...]
 Samples = Mapping[tuple[str, Labels], float]
 
 
-def parse_samples(text: str) -> Samples:
-    """Parses Prometheus text format: values by name and sorted labels, summed over all replicas."""
+def parse_samples(text: str, *, summed: Collection[str] = OF_REPLICAS) -> Samples:
+    """Parses Prometheus text format: values by name and sorted labels.
+
+    Args:
+        summed: labels over which values are summed.
+    """
     samples: dict[tuple[str, Labels], float] = {}
     for line in text.splitlines():
         match = None if line.startswith("#") else _SAMPLE.match(line)
         if match is not None:
             found = _LABEL.findall(match[2] or "")
-            labels = tuple(
-                sorted(label for label in found if label[0] not in ("application", "deployment", "replica"))
-            )
+            labels = tuple(sorted(label for label in found if label[0] not in summed))
             samples[match[1], labels] = samples.get((match[1], labels), 0.0) + float(match[3])
     return samples
 

@@ -181,7 +181,8 @@ async def _churn(bed: Bed) -> str:
 
 
 async def _churn_model(bed: Bed, rng: random.Random) -> str:
-    async with ServerClient(bed.url, timeout_s=CHURN_TIMEOUT_S) as http:
+    # For each, as long as the service itself allows.
+    async with ServerClient(bed.url, timeout_s=bed.config.router.start_timeout_s) as http:
         return await churn_model(http, rng.choice(bed.config.models).name)
 
 

@@ -52,6 +52,9 @@ class SoakPlan:
         typer.Option(min=1, help="Seconds in which the service must be whole again after a fault."),
     ] = 60.0
     """The loss of a Router or an Ingress excuses errors for as long."""
+    request_timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds in which a request must have ended, a load included.")
+    ] = 90.0
     max_requests: Annotated[int, typer.Option(min=1, help="Maximum requests in all.")] = 20_000
     max_growth: Annotated[
         float, typer.Option(min=0, help="Share of its memory by which a process may grow.")

@@ -27,7 +27,6 @@ from specray.config import Config
 from specray.errors import SpecrayError
 from specray.rpc.inference.client import SpecrayClient
 
-REQUEST_TIMEOUT_S = 90.0
 _EXCUSING = frozenset({FaultKind.ROUTER_KILL, FaultKind.INGRESS_HANG})
 """Faults that end requests: their callers may have to send them again."""
 
@@ -97,7 +96,7 @@ async def _soak(plan: SoakPlan, config: Config, progress: Progress) -> SoakResul
     progress("starting the service")
     async with (
         open_bed(plan.testbed, config, seed=plan.seed, directory=plan.logs) as bed,
-        ServerClient(bed.url, timeout_s=REQUEST_TIMEOUT_S) as http,
+        ServerClient(bed.url, timeout_s=plan.request_timeout) as http,
         SpecrayClient(bed.grpc_address) as grpc,
     ):
         return await Soak(plan, bed, http, grpc, progress).run()
@@ -115,7 +114,7 @@ class Soak:
         self._memory = MemoryRecord(warmup_s=plan.warmup, min_span_s=60.0)
         self._watch = Watch(bed, http, self._memory, now_s=self._now_s)
         self._caller = CaseSender(
-            http, grpc, model=bed.config.model_name, timeout_s=REQUEST_TIMEOUT_S, now_s=self._now_s
+            http, grpc, model=bed.config.model_name, timeout_s=plan.request_timeout, now_s=self._now_s
         )
         self._models = tuple(each.name for each in bed.config.models) or ("",)
         self._streams: list[list[float]] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -124,7 +124,7 @@ class Watch:
 
     async def _read_drafts(self) -> None:
         samples = await self._samples()
-        totals = Counter[str]()
+        totals = defaultdict[str, float](float)
         for (name, labels), value in (samples or {}).items():
             if name == DRAFTS and (found := dict(labels)).get("source") == "model":
                 totals[found.get("application", "")] += value
@@ -133,7 +133,8 @@ class Watch:
 
     async def _samples(self) -> Samples | None:
         try:
-            return parse_samples(await self._http.metrics_text())
+            # Each of several models is an application.
+            return parse_samples(await self._http.metrics_text(), summed=("deployment", "replica"))
         except SpecrayError:
             return None
 

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from specray.errors import InvalidRequestError, ProtocolError
 from specray.request_options import OPTIONS, Option
-from specray.requests import FinishReason, ServiceInfo, SpeculationStats
+from specray.requests import FinishReason, ServedModel, ServiceInfo, SpeculationStats
 from specray.rpc.codec.values import (
     decode_grammar,
     decode_logit_bias,
@@ -56,7 +56,7 @@ _PARAMS: Final = ("model", "tools", "chat_template_kwargs")
 _MESSAGE: Final = tuple(each.name for each in fields(Message) if each.name != "content")
 _USAGE: Final = tuple(each.name for each in fields(TokenUsage))
 _STATS: Final = tuple(each.name for each in fields(SpeculationStats) if each.name != "acceptance_histogram")
-_SERVICE: Final = tuple(each.name for each in fields(ServiceInfo))
+_SERVICE: Final = tuple(each.name for each in fields(ServiceInfo) if each.name != "models")
 _WIRE_OPTIONS: Final = tuple(each for each in OPTIONS.values() if each.on_wire)
 
 
@@ -222,10 +222,14 @@ def decode_stats(stats: inference_pb2.SpeculationStats) -> SpeculationStats:
 def encode_service_info(info: ServiceInfo) -> bytes:
     message = inference_pb2.InfoResponse()
     set_fields(message, replace(info, draft_model=info.draft_model or ""), _SERVICE)
+    for model in info.models:
+        message.models.add(name=model.name, aliases=model.aliases, state=model.state)
     return message.SerializeToString()
 
 
 def decode_service_info(data: bytes) -> ServiceInfo:
     """Raises ProtocolError for broken bytes."""
-    info = ServiceInfo(**get_fields(parse(inference_pb2.InfoResponse, data), _SERVICE))
-    return replace(info, draft_model=info.draft_model or None)
+    message = parse(inference_pb2.InfoResponse, data)
+    info = ServiceInfo(**get_fields(message, _SERVICE))
+    models = tuple(ServedModel(each.name, tuple(each.aliases), each.state) for each in message.models)
+    return replace(info, draft_model=info.draft_model or None, models=models)

@@ -202,8 +202,18 @@ class InfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class ModelInfo(_message.Message):
+    __slots__ = ("name", "aliases", "state")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ALIASES_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    aliases: _containers.RepeatedScalarFieldContainer[str]
+    state: str
+    def __init__(self, name: _Optional[str] = ..., aliases: _Optional[_Iterable[str]] = ..., state: _Optional[str] = ...) -> None: ...
+
 class InfoResponse(_message.Message):
-    __slots__ = ("model", "draft_model", "vocab_size", "max_model_len", "protocol_version", "version", "checkpoint", "is_deterministic", "isa")
+    __slots__ = ("model", "draft_model", "vocab_size", "max_model_len", "protocol_version", "version", "checkpoint", "is_deterministic", "isa", "models")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     DRAFT_MODEL_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +223,7 @@ class InfoResponse(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     IS_DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     ISA_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
     model: str
     draft_model: str
     vocab_size: int
@@ -222,4 +233,5 @@ class InfoResponse(_message.Message):
     checkpoint: str
     is_deterministic: bool
     isa: str
-    def __init__(self, model: _Optional[str] = ..., draft_model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., protocol_version: _Optional[int] = ..., version: _Optional[str] = ..., checkpoint: _Optional[str] = ..., is_deterministic: _Optional[bool] = ..., isa: _Optional[str] = ...) -> None: ...
+    models: _containers.RepeatedCompositeFieldContainer[ModelInfo]
+    def __init__(self, model: _Optional[str] = ..., draft_model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., protocol_version: _Optional[int] = ..., version: _Optional[str] = ..., checkpoint: _Optional[str] = ..., is_deterministic: _Optional[bool] = ..., isa: _Optional[str] = ..., models: _Optional[_Iterable[_Union[ModelInfo, _Mapping]]] = ...) -> None: ...

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Final
 
 from specray.config import AuthConfig, KeyConfig
+from specray.config.access import ServiceLevelConfig
 from specray.errors import InvalidRequestError, NotAllowedError, OverloadedError, UnauthenticatedError
 from specray.requests import GenerateRequest, Quota, ServiceLevel, SpeculationParams
 
@@ -38,15 +39,32 @@ class Caller:
     Without a key (the service asks for none) everything is allowed and nothing is changed.
     """
 
-    def __init__(self, key: KeyConfig | None = None) -> None:
+    def __init__(
+        self, key: KeyConfig | None = None, *, model: str = "", of_all: Caller | None = None
+    ) -> None:
         self._num_requests = 0
         self._num_queued_tokens = 0
+        self._model = model
+        self._of_all = of_all
+        """The same caller with the requests to all models; None: this is it."""
+        self._of_models: dict[str, Caller] = {}
         self.set_key(key)
 
     def set_key(self, key: KeyConfig | None) -> None:
         """Serves the next calls under another key, or other rules of the same one."""
         self._key = key
         self._quota = None if key is None else _quota(key)
+        for model, caller in self._of_models.items():
+            caller.set_key(key and _for_model(key, model))
+
+    def at_model(self, name: str) -> Caller:
+        """The caller with its requests to one model, where the key has limits for it; else itself."""
+        key = self._key
+        if key is None or name not in key.model_quotas:
+            return self
+        return self._of_models.setdefault(
+            name, Caller(_for_model(key, name), model=f" of model {name!r}", of_all=self)
+        )
 
     @property
     def name(self) -> str | None:
@@ -93,7 +111,7 @@ class Caller:
                 speculation=_under_policy(key, request.speculation),
                 priority=max(request.priority, key.min_priority),
                 quota=self._quota,
-                level=_level(key) or request.level,
+                level=level_of(key.slo) or request.level,
             )
             for request in requests
         ]
@@ -119,19 +137,25 @@ class Caller:
             )
         if most is not None and num_others + num_requests > most:
             raise OverloadedError(
-                f"key {key.name!r} has {num_others} requests in hand; allowed: {most}", _RETRY_AFTER_S
+                f"key {key.name!r} has {num_others} requests{self._model} in hand; allowed: {most}",
+                _RETRY_AFTER_S,
             )
         most, num_waiting = key.max_queued_tokens, self._num_queued_tokens - held.num_tokens
         # One call alone is always let in, as in the router's queue.
         if most is not None and num_waiting and num_waiting + num_tokens > most:
             raise OverloadedError(
-                f"key {key.name!r} has {num_waiting} prompt tokens waiting; allowed: {most}", _RETRY_AFTER_S
+                f"key {key.name!r} has {num_waiting} prompt tokens{self._model} waiting; allowed: {most}",
+                _RETRY_AFTER_S,
             )
+        if self._of_all is not None:
+            self._of_all._check(num_requests, num_tokens, held=held)
 
     def _take(self, num_requests: int, num_tokens: int) -> None:
         self._num_requests += num_requests
         self._num_queued_tokens += num_tokens
         assert self._num_requests >= 0 and self._num_queued_tokens >= 0
+        if self._of_all is not None:
+            self._of_all._take(num_requests, num_tokens)
 
 
 class Holding:
@@ -145,6 +169,18 @@ class Holding:
     @property
     def num_tokens(self) -> int:
         return sum(self._waiting.values())
+
+    def to_model(self, name: str) -> Caller:
+        """Holds the same of the caller's quota for one model, and returns the caller as it asks for that.
+
+        Raises:
+            OverloadedError: the key would have too much of this model in hand; the call holds nothing.
+        """
+        num_tokens = list(self._waiting.values())
+        self.close()
+        self._caller = self._caller.at_model(name)
+        self.claim(num_tokens)
+        return self._caller
 
     def claim(self, num_tokens: Sequence[int]) -> None:
         """Holds these requests in place of what it holds: first by an estimate, then exactly.
@@ -228,10 +264,18 @@ def _quota(key: KeyConfig) -> Quota | None:
     return Quota(key.name, key.max_requests, key.max_queued_tokens)
 
 
-def _level(key: KeyConfig) -> ServiceLevel | None:
-    if key.slo.ttft_ms is None and key.slo.itl_ms is None:
+def _for_model(key: KeyConfig, name: str) -> KeyConfig:
+    """The key as a Router of one model sees it, which has requests to no other."""
+    limits = key.model_quotas.get(name)
+    own = {} if limits is None else limits.model_dump(exclude_none=True)
+    return key.model_copy(update=own)
+
+
+def level_of(slo: ServiceLevelConfig) -> ServiceLevel | None:
+    """The level that configured times mean; None: there are none."""
+    if slo.ttft_ms is None and slo.itl_ms is None:
         return None
-    return ServiceLevel(key.slo.ttft_ms, key.slo.itl_ms)
+    return ServiceLevel(slo.ttft_ms, slo.itl_ms)
 
 
 def _under_policy(key: KeyConfig, wanted: SpeculationParams) -> SpeculationParams:

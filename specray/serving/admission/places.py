@@ -185,6 +185,10 @@ class Place:
         self._places.hold(num_bytes)
         self._check_displaced()
 
+    def to_model(self, name: str) -> None:
+        """The call, whose body has come, is for this model. Raises OverloadedError: its key has too much."""
+        self.caller = self.quota.to_model(name)
+
     def begin(self) -> None:
         self._places.begin(self)
         self._is_answered = True

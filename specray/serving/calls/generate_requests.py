@@ -108,7 +108,7 @@ def _generate_request(
         priority=options.priority or 0,
         timeout_s=options.timeout_s,
         text=options.text,
-        level=_level(options),
+        level=_level(options) or limits.level,
         session=options.prompt_cache_key,
         adapter=options.adapter_ref,
     )

@@ -6,6 +6,7 @@ from specray.config import Config
 from specray.config.live import LiveConfig
 from specray.interfaces import RouterClient
 from specray.requests import ServiceInfo
+from specray.serving.admission.api_keys import level_of
 from specray.serving.admission.capacity import max_requests
 from specray.serving.readiness import answer_within
 from specray.serving.validation import MAX_CHOICES, Limits
@@ -58,4 +59,5 @@ class ServiceLimits:
             has_draft_model=config.draft.has_model,
             cuts_max_tokens=config.ingress.excess_max_tokens == "cut",
             max_choices=min(MAX_CHOICES, max_requests(config)),
+            level=level_of(config.router.slo),
         )

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 
+from specray import __version__
+from specray.engine_info import PROTOCOL_VERSION
 from specray.errors import SpecrayError
-from specray.requests import ServiceInfo
+from specray.loading.table import ModelState
+from specray.requests import ServedModel, ServiceInfo
 from specray.rpc.inference.types import Admitter, GenerateEvent, GenerateParams
 from specray.rpc.status import status_of
 from specray.serving.admission.api_keys import Caller, Keyring
@@ -75,9 +78,19 @@ class SeveralGrpcIngress:
             await close(answered)
 
     async def info(self) -> ServiceInfo:
-        """See rpc.inference.InferenceHandler: of the default model, or of the first that is loaded."""
-        name = self._catalog.default or next(iter(self._catalog.made), next(iter(self._catalog.models)))
-        return await (await self._catalog.answers(name)).grpc.info()
+        """See rpc.inference.InferenceHandler: all models, and the default or the first that is loaded."""
+        statuses = await self._catalog.owner.statuses()
+        models = tuple(
+            ServedModel(name, model.aliases, statuses[name].state.value)
+            for name, model in self._catalog.models.items()
+        )
+        loaded = [each.name for each in models if each.state == ModelState.LOADED]
+        if not loaded:
+            return ServiceInfo("", None, 0, 0, PROTOCOL_VERSION, __version__, models=models)
+        default = self._catalog.find(None).name if self._catalog.default else ""
+        name = default if default in loaded else loaded[0]
+        info = await (await self._catalog.answers(name)).grpc.info()
+        return replace(info, models=models)
 
     def refused(self, method: str, error: Exception) -> None:
         """See rpc.inference_types.Refused."""

@@ -181,9 +181,14 @@ def _add_list_routes(app: FastAPI, catalog: ModelCatalog, config: LiveConfig) ->
 
     @app.api_route("/v1/models/{name:path}", methods=GET)
     async def one_model(name: str) -> JSONResponse:
-        for entry in await entries([catalog.find(name)]):
-            if entry["id"] == name:
-                return JSONResponse(entry)
+        model = catalog.find(name)
+        _, colon, adapter = name.partition(":")
+        wanted = f"{model.name}:{adapter}" if colon else name
+        if colon and (await catalog.owner.statuses())[model.name].state is ModelState.LOADED:
+            await catalog.answers(model.name)
+        for entry in await entries([model]):
+            if entry["id"] == wanted:
+                return JSONResponse({**entry, "id": name})
         raise ModelNotFoundError(f"model {shown(name)} is not served here", field="model")
 
 

@@ -102,10 +102,12 @@ class ModelCatalog:
         Raises:
             InvalidRequestError, ModelNotFoundError: see ``find``.
             NotAllowedError: the caller's key may not ask for it.
+            OverloadedError: the caller's key has too much of it in hand.
             EngineLostError: it cannot be loaded, or not in time.
         """
         model = self.find(asked)
         place.caller.check_model(model.name)
+        place.to_model(model.name)
         await self.uses.enter(model.name, min(self._max_wait_s, place.remaining_s))
         place.at_end(lambda: self.uses.leave(model.name))
         return await self.answers(model.name)

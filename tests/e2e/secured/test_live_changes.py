@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -21,13 +20,11 @@ import pytest
 from specray.serving.admission.api_keys import key_hash, new_key
 from tests.e2e.calls import PROMPT, eventually
 from tests.e2e.secured.access import HEADERS, KEY
-from tests.e2e.service import Service, processes
+from tests.e2e.service import RELOAD_S, Service, processes, reload
 from tests.processes import is_running
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 
-RELOAD_S = 150.0
-"""Longest time of one command, in seconds; a loaded machine imports Ray slowly."""
 MAX_TOKENS = 220
 STREAM_LENS = (MAX_TOKENS, 151, 103, 67)
 """Output tokens of the streams that go on: of different lengths, so that they do not all end in one step."""
@@ -37,23 +34,6 @@ NEW_HEADERS = {"Authorization": f"Bearer {NEW_KEY}"}
 
 def entry(key: str, **values: object) -> dict[str, object]:
     return {"name": "team-a", "sha256": key_hash(key), "can_observe": True, **values}
-
-
-async def reload(service: Service, **changed: object) -> tuple[int, str, str]:
-    """Runs the command; returns its exit code and what it printed."""
-    assignments = [f"--set={key.replace('__', '.')}={json.dumps(value)}" for key, value in changed.items()]
-    arguments = ["-m", "specray.cli", "reload", f"--port={service.config.http.port}", *assignments]
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, *arguments, stdout=-1, stderr=-1, env=environment
-    )
-    try:
-        output, errors = await asyncio.wait_for(process.communicate(), RELOAD_S)
-    except TimeoutError:
-        process.kill()
-        raise
-    assert process.returncode is not None
-    return process.returncode, output.decode(), errors.decode()
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from specray.errors import InvalidRequestError
 from specray.request_options import OPTIONS
-from specray.requests import FinishReason, ServiceInfo, SpeculationStats
+from specray.requests import FinishReason, ServedModel, ServiceInfo, SpeculationStats
 from specray.rpc.codec import inference as inference_codec
 from specray.rpc.inference.types import GenerateEvent, GenerateParams, Message, TokenUsage
 from specray.rpc.pb import inference_pb2, types_pb2
@@ -60,7 +60,18 @@ def test_generate_event_round_trip(event: GenerateEvent) -> None:
     assert inference_codec.decode_generate_event(inference_codec.encode_generate_event(event)) == event
 
 
-@given(st.builds(ServiceInfo, TEXT, st.none() | st.text(min_size=1, max_size=5), U32, U32, U32, TEXT))
+SERVED_MODELS = st.lists(st.builds(ServedModel, TEXT, st.lists(TEXT).map(tuple), TEXT)).map(tuple)
+
+
+@given(
+    st.builds(
+        ServiceInfo,
+        TEXT,
+        st.none() | st.text(min_size=1, max_size=5),
+        *(U32, U32, U32, TEXT),
+        models=SERVED_MODELS,
+    )
+)
 def test_service_info_round_trip(info: ServiceInfo) -> None:
     assert inference_codec.decode_service_info(inference_codec.encode_service_info(info)) == info
 

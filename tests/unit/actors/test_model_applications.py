@@ -72,6 +72,25 @@ async def test_what_a_call_unloaded_stays_so_until_it_is_loaded(monkeypatch: pyt
     assert await ServeApplications(config, "other").unwanted() == set()
 
 
+async def test_what_a_model_took_is_remembered_for_this_configuration_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster(monkeypatch)
+    before = ServeApplications(parse_config(VALUES), "key")
+    await before.load("a")
+    await before.note("b", is_wanted=False)
+    for name, num_bytes in (("a", 7), ("b", 5), ("a", 8)):
+        await before.remember(name, num_bytes)
+    assert await before.remembered() == {"a": 8, "b": 5}
+    changed = [{"name": "a"}, {"name": "b", "target": {"max_num_seqs": 2}}]
+    after = ServeApplications(parse_config({"models": changed}), "key")
+    assert await after.remembered() == {"a": 8}
+    await after.remember("b", 6)
+    (stored,) = cluster.stored.values()
+    assert sorted(stored["bytes"].values()) == [6, 8]
+    assert (stored["unwanted"], list(stored["digests"])) == (["b"], [app_of("a")])
+
+
 async def test_a_shared_draft_comes_with_its_first_model_and_goes_with_its_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -91,3 +110,25 @@ async def test_a_shared_draft_comes_with_its_first_model_and_goes_with_its_last(
 def test_no_model_has_the_application_of_a_pool() -> None:
     assert app_of("pool-p") != app_of_pool("p")
     assert app_of("Pool_p") != app_of_pool("p")
+
+
+@pytest.mark.parametrize(
+    ("answers", "num_bytes"),
+    [
+        ({"Router": [5, 6], "Draft": [2]}, 13),
+        ({"Router": [5, RuntimeError("a rank is gone")], "Draft": [2]}, 0),
+        ({"Router": [5], "Draft": []}, 0),
+    ],
+)
+async def test_memory_is_that_of_all_replicas_or_not_known(
+    monkeypatch: pytest.MonkeyPatch, answers: dict[str, list[object]], num_bytes: int
+) -> None:
+    Cluster(monkeypatch)
+    monkeypatch.setattr(serve, "get_deployment_handle", lambda name, *, app_name: (app_name, name))
+
+    async def ask_all(handle: tuple[str, str], method: str) -> list[object]:
+        assert (handle[0], method) == (app_of("a"), "memory_bytes")
+        return answers[handle[1]]
+
+    monkeypatch.setattr(applications, "ask_all", ask_all)
+    assert await ServeApplications(parse_config(VALUES), "key").measure("a") == num_bytes

@@ -29,6 +29,18 @@ def plan(profile_path: Path, *options: object) -> int:
     return run("plan", "--profile", profile_path, *load, "--max-groups", 8, *options)
 
 
+def test_of_several_models_it_says_which_leave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, path = tmp_path / "config.yaml", tmp_path / "plan.json"
+    config.write_text(
+        "models:\n- {name: a, memory_gib: 2}\n- {name: b, memory_gib: 3, load: demand}\n"
+        "loading: {memory_gib: 4}\n"
+    )
+    assert run("plan", config, "--json", path) == 0
+    assert "2 models in 4.00 GiB: not all are loaded together" in capsys.readouterr().out
+    values: dict[str, Any] = json.loads(path.read_text())
+    assert values["loads"][1] == {"model": "b", "gib": 3.0, "gpus": 0.0, "leaving": ["a"], "problem": None}
+
+
 @pytest.mark.slow
 def test_plan_prints_a_table_and_one_sentence(profile_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(profile_path, "--slo-ttft-ms", 500, "--drafts-per-group", "0,0.5,1") == 0

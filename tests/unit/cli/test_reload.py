@@ -154,10 +154,10 @@ def test_the_answers_of_replicas_are_counted_until_all_confirm(monkeypatch: pyte
         applications = {reload_module.APP_NAME: Overview}  # noqa: RUF012
 
     monkeypatch.setattr("ray.serve.status", lambda: Serve)
-    monkeypatch.setattr(reload_module, "call_replicas", lambda name, values: answers)
+    monkeypatch.setattr(reload_module, "call_replicas", lambda app, name, values: answers)
 
     def missing(*, began_s: float = float("inf")) -> str:
-        return reload_module.not_confirmed("Router", live, began_s)
+        return reload_module.not_confirmed(reload_module.APP_NAME, "Router", live, began_s)
 
     states |= {"RUNNING": 2}
     answers += [good, "another"]

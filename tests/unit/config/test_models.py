@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
-from specray.config import parse_config
-from specray.config.live import changes
+from specray.cli.settings import changed_config
+from specray.config import Config, parse_config
+from specray.config.live import LiveConfig, changes, check_live, split
 from specray.config.models import slug
 from specray.errors import ConfigError
 from specray.serving.reload import check_defaults
 
+KEY = {"name": "k", "sha256": "0" * 64}
 VALUES: dict[str, Any] = {
     "models": [
         {"name": "a", "aliases": ["x"], "draft": {"pool": "p"}},
@@ -48,6 +50,11 @@ def test_a_model_has_the_configuration_of_a_service_of_it_alone() -> None:
         ({"target": {"max_num_seqs": 3}}, "target is set together with models"),
         ({"served_model_name": "z"}, "served_model_name is set together with models"),
         ({"models": []}, "drafts is set without models"),
+        ({"auth": {"keys": [{**KEY, "models": ["x"]}]}}, "models of 'k' has 'x'; allowed: a, b"),
+        (
+            {"auth": {"keys": [{**KEY, "model_quotas": {"z": {}}}]}},
+            "model_quotas of 'k' has 'z'; allowed: a, b",
+        ),
         ({"default_model": "z"}, "default_model is 'z'; allowed: a, x, b"),
         ({"models": [{"name": "a", "draft": {"pool": "p", "num_replicas": 3}}]}, "'p' with num_replicas"),
         ({"models": [{"name": "a b"}]}, "models.0.name"),
@@ -72,8 +79,54 @@ def test_names_of_applications_differ_where_names_differ_in_marks_alone() -> Non
     assert all(part.replace("-", "").isalnum() for part in slugs)
 
 
-def test_a_reload_says_that_defaults_of_models_do_not_change() -> None:
-    old = parse_config(VALUES)
+def with_routers(service: int, of_b: int) -> Config:
+    models = [VALUES["models"][0], {**VALUES["models"][1], "router": {"max_queued_tokens": of_b}}]
+    return parse_config(
+        {**VALUES, "models": models, "router": {**VALUES["router"], "max_queued_tokens": service}}
+    )
+
+
+def test_a_change_of_a_models_own_value_is_told_with_its_name_and_is_live() -> None:
+    old, new = with_routers(7, 5), with_routers(7, 6)
+    found = changes(old, new)
+    assert [str(change) for change in found] == ["models.b.router.max_queued_tokens: 5 -> 6"]
+    check_live(found)
+    check_defaults(new, found)
+    live = LiveConfig(old)
+    live.set(split(new)[1])
+    assert live.now == new
+    alone = LiveConfig(old.of_model("b"))
+    alone.set(split(new.of_model("b"))[1])
+    assert alone.now == new.of_model("b")
+
+
+def test_a_change_of_what_a_model_is_loaded_with_is_refused_by_its_name() -> None:
+    other = [VALUES["models"][0], {**VALUES["models"][1], "target": {"max_num_seqs": 4}}]
+    with pytest.raises(ConfigError, match=r"models\.b\.target\.max_num_seqs: 3 -> 4 \(the target is loaded"):
+        check_live(changes(parse_config(VALUES), parse_config({**VALUES, "models": other})))
+    with pytest.raises(ConfigError, match=r"models: .*each model is an application"):
+        check_live(changes(parse_config(VALUES), parse_config({**VALUES, "models": [*other, {"name": "c"}]})))
+
+
+def test_a_default_may_change_where_a_model_follows_it_and_alone_it_is_refused() -> None:
+    old = with_routers(7, 5)
+    check_defaults(with_routers(9, 5), changes(old, with_routers(9, 5)))
     new = old.model_copy(update={"router": old.router.model_copy(update={"max_queued_tokens": 9})})
-    with pytest.raises(ConfigError, match="router beside models is a default"):
+    with pytest.raises(ConfigError, match=r"allowed: models\.NAME\.router\.max_queued_tokens of a, b"):
         check_defaults(new, changes(old, new))
+
+
+def test_live_values_of_models_that_there_are_not_are_refused() -> None:
+    live = LiveConfig(parse_config(VALUES))
+    with pytest.raises(ConfigError, match="allowed: a mapping of a, b"):
+        live.set({"models": {"c": {}}})
+    with pytest.raises(ConfigError, match="the target is loaded and placed by it"):
+        live.set({"models": {"a": {"target": {}}}})
+
+
+def test_an_assignment_names_a_model_whatever_dots_its_name_has() -> None:
+    values = {"models": [{"name": "qwen2"}, {"name": "qwen2.5"}]}
+    after = changed_config(values, ["models.qwen2.5.router.max_queued_tokens=9"])
+    assert [each.router.max_queued_tokens for each in after.models] == [262_144, 9]
+    with pytest.raises(ConfigError, match=r"models\.z\.load names no model; allowed: .* of qwen2, qwen2\.5"):
+        changed_config(values, ["models.z.load=demand"])

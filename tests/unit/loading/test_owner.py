@@ -24,6 +24,8 @@ class Apps:
         self.there: dict[str, ModelState] = {}
         self.events: list[str] = []
         self.problems: dict[str, ModelLoadError] = {}
+        self.bytes: dict[str, int] = {}
+        self.remembered: dict[str, int] = {}
 
     async def found(self) -> Mapping[str, ModelState]:
         return dict(self.there)
@@ -37,6 +39,12 @@ class Apps:
             del self.there[name]
             raise self.problems[name]
         self.there[name] = ModelState.LOADED
+
+    async def measure(self, name: str) -> int:
+        return self.bytes.get(name, 0)
+
+    async def remember(self, name: str, num_bytes: int) -> None:
+        self.remembered[name] = num_bytes
 
     async def unload(self, name: str) -> None:
         self.events.append(f"unload {name}")
@@ -218,6 +226,25 @@ def test_unloading_is_told_when_it_is_done_and_idle_models_leave_by_themselves()
         assert world.apps.there == {"b": ModelState.LOADED}
         await asyncio.sleep(4)
         assert world.apps.there == {}
+
+    run(world, main)
+
+
+def test_what_a_model_was_seen_to_take_counts_when_another_wants_room() -> None:
+    world = World("a", "b", "c", room=10.0)
+    world.apps.bytes = {"a": 4}
+
+    async def main() -> None:
+        await world.ask("a")
+        await asyncio.sleep(0)
+        assert world.owner.statuses()["a"].memory_gib == 4 / 2**30
+        await world.ask("b")
+        # Its caches have filled: with both there is no room for a third.
+        world.apps.bytes = {"a": 9}
+        await world.ask("c")
+        assert world.apps.remembered == {"a": 9}
+        assert world.apps.there.keys() == {"b", "c"}
+        assert world.owner.statuses()["a"].memory_gib == 9 / 2**30
 
     run(world, main)
 

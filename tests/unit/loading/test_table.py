@@ -34,6 +34,33 @@ def test_the_least_recently_used_model_leaves() -> None:
     assert models.step(4.0) == Load("c")
 
 
+def test_the_least_urgent_model_leaves_before_the_least_recently_used() -> None:
+    models = table("a", "b", "c")
+    models["b"].priority = 1
+    load(models, "a", 1.0)
+    load(models, "b", 2.0)
+    models.want("c", 4.0)
+    assert models.step(4.0) == Unload("b")
+
+
+def test_the_most_urgent_model_is_loaded_before_those_who_wait_longer() -> None:
+    models = table("a", "b", "c", room=3.0)
+    models["c"].priority = -1
+    for now, name in enumerate("abc"):
+        models.want(name, float(now))
+    assert models.step(4.0) == Load("c")
+    models.loaded("c", 5.0)
+    assert models.step(5.0) == Load("a")
+
+
+def test_the_most_that_a_model_was_seen_to_take_counts_unless_it_is_configured() -> None:
+    models = table("a")
+    seen = [models.measured("a", num_bytes) for num_bytes in (0.5, 0.25, 0.75)]
+    assert (seen, models["a"].needs) == ([True, False, True], Room(0.75))
+    fixed = table("a", has_fixed_needs=True)
+    assert (fixed.measured("a", 0.5), fixed["a"].needs) == (False, Room(1.0))
+
+
 def test_a_model_that_answers_stays_whatever_its_age() -> None:
     models = table("a", "b", "c")
     load(models, "a", 1.0)

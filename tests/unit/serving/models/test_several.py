@@ -15,6 +15,7 @@ from specray.errors import EngineLostError, ModelNotFoundError, NotAllowedError
 from specray.fakes import FakeRouterClient
 from specray.loading.owner import ModelStatus
 from specray.loading.table import ModelState
+from specray.requests import AdapterRef, Quota, ServedModel, ServiceLevel
 from specray.rpc.inference.client import SpecrayClient
 from specray.rpc.inference.server import InferenceServer
 from specray.rpc.inference.types import GenerateParams
@@ -70,6 +71,7 @@ class Several:
     def __init__(self, values: dict[str, Any] | None = None, **routers: FakeRouterClient) -> None:
         self.config = LiveConfig(parse_config(values or VALUES))
         self.owner = FakeOwner()
+        self.stores = {"one": OwnStore(), "two": OwnStore()}
         self.clients = {"one": say("hello"), "two": say("a é")} | routers
         self.catalog = ModelCatalog(self.config.now, self.owner, self._make)
         self.observer = CallObserver(self.config.now.logging)
@@ -80,7 +82,7 @@ class Several:
     async def _make(self, model: ModelConfig) -> ModelAnswers:
         config = self.config.now.of_model(model.name)
         admission = self.admission.to_model(
-            self.clients[model.name], config, store=OwnStore(), aliases=model.aliases
+            self.clients[model.name], config, store=self.stores[model.name], aliases=model.aliases
         )
         live, app = LiveConfig(config), new_app()
         limits = add_call_routes(app, admission, TOKENIZER, live)
@@ -205,6 +207,18 @@ async def test_models_are_listed_with_states_and_aliases_and_change_by_calls() -
         assert status == 404
 
 
+async def test_an_adapter_is_found_by_its_models_name_and_aliases() -> None:
+    one = {**VALUES["models"][0], "target": {"adapters": {"directory": "/adapters"}}}
+    several = Several({"models": [one, VALUES["models"][1]]})
+    several.stores["one"].refs["sql"] = AdapterRef("sql", bytes(32), "sql")
+    async with several.http() as service:
+        answers = []
+        for name in ("one:sql", "uno:sql", "uno:none", "two:sql", "uno"):
+            async with service.http.get(f"/v1/models/{name}") as response:
+                answers.append((response.status, (await response.json()).get("id")))
+    assert answers == [(200, "one:sql"), (200, "uno:sql"), (404, None), (404, None), (200, "uno")]
+
+
 async def test_the_service_is_ready_when_what_it_needs_is_and_a_model_when_it_is() -> None:
     several = Several()
     async with several.http() as service:
@@ -239,6 +253,44 @@ async def test_a_key_asks_only_for_its_models_and_does_not_load_others() -> None
             await anext(client.generate(GenerateParams(model="two", text="a")))
 
 
+async def test_a_key_has_limits_for_one_model_and_for_all_together() -> None:
+    quotas = {"two": {"max_requests": 1}}
+    several = Several(with_key(max_requests=2, model_quotas=quotas), one=endless(), two=endless())
+    headers = {"Authorization": f"Bearer {KEY}"}
+    async with several.http() as service:
+
+        async def ask(model: str) -> tuple[int, str]:
+            async with service.http.post("/v1/completions", json=body(model), headers=headers) as response:
+                return response.status, (await response.json())["error"]["message"]
+
+        first = asyncio.create_task(ask("two"))
+        await wait_until(lambda: len(several.clients["two"].requests) == 1)
+        assert several.clients["two"].requests[0].quota == Quota("team", 1, None)
+        assert await ask("two") == (429, "key 'team' has 1 requests of model 'two' in hand; allowed: 1")
+        second = asyncio.create_task(ask("one"))
+        await wait_until(lambda: len(several.clients["one"].requests) == 1)
+        assert several.clients["one"].requests[0].quota == Quota("team", 2, None)
+        assert await ask("one") == (429, "key 'team' has 2 requests in hand; allowed: 2")
+        first.cancel()
+        await wait_until(lambda: several.users["two"] == 0)
+        third = asyncio.create_task(ask("two"))
+        await wait_until(lambda: len(several.clients["two"].requests) == 2)
+        for task in (second, third):
+            task.cancel()
+        await wait_until(lambda: several.users == {"one": 0, "two": 0})
+
+
+async def test_requests_without_times_get_those_of_their_model() -> None:
+    models = [{"name": "one", "router": {"slo": {"ttft_ms": 50}}}, {"name": "two"}]
+    several = Several({"models": models})
+    async with several.http() as service:
+        for asked in (body("one"), body("one", slo={"itl_ms": 5}), body("two")):
+            status, _ = await service.post("/v1/completions", asked)
+            assert status == 200
+    levels = [request.level for client in several.clients.values() for request in client.requests]
+    assert levels == [ServiceLevel(50, None), ServiceLevel(None, 5), None]
+
+
 async def test_grpc_calls_reach_their_models_too() -> None:
     several = Several()
     async with several.grpc() as client:
@@ -247,6 +299,14 @@ async def test_grpc_calls_reach_their_models_too() -> None:
             assert "".join([event.text async for event in client.generate(params)]) == text
         with pytest.raises(ModelNotFoundError, match="allowed: one, default, uno, two"):
             await anext(client.generate(GenerateParams(model="three", text="a")))
-        assert (await client.info()).model == "one"
+        info = await client.info()
+        assert info.model == "one"
+        assert info.models == (
+            ServedModel("one", ("default", "uno"), "loaded"),
+            ServedModel("two", (), "loaded"),
+        )
+        several.owner.states |= dict.fromkeys(several.owner.states, ModelState.UNLOADED)
+        info = await client.info()
+        assert (info.model, [each.state for each in info.models]) == ("", ["unloaded", "unloaded"])
     assert several.owner.loads == ["one", "two"]
     await wait_until(lambda: several.users == {"one": 0, "two": 0})
