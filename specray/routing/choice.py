@@ -21,8 +21,9 @@ MIN_PREFIX_TOKENS: Final = 64
 """Tokens below which a prompt is not looked up: computing it is cheaper than being wrong."""
 _TOLERANCE: Final = UNIT_TOKENS + SNAPSHOT_TOKENS
 """Tokens by which less may be found than a Router has computed: models go on from places apart."""
+TIE_S: Final = 0.005
 TIE_SHARE: Final = 0.05
-"""Share by which costs may exceed the least and count as equal."""
+"""Share by which costs may exceed the least and count as equal; within TIE_S seconds they always do."""
 NUM_KEPT: Final = 64
 """Choices kept for /debug/trace."""
 
@@ -194,7 +195,7 @@ class RouterChoice:
         self, request: GenerateRequest, ranked: Sequence[str], costs: Mapping[str, float]
     ) -> str:
         best = costs[ranked[0]]
-        limit = (1 + TIE_SHARE) * best
+        limit = best + max(TIE_S, TIE_SHARE * best)
         is_full = self.loads.is_full(ranked[0])
         equal = [r for r in ranked if costs[r] <= limit and self.loads.is_full(r) == is_full]
         if len(equal) == 1:
@@ -211,7 +212,7 @@ class RouterChoice:
             return "full"
         if found[best] > 0 and found[best] >= max((found[other] for other in others), default=0):
             return "prefix"
-        limit = (1 + TIE_SHARE) * costs[best]
+        limit = costs[best] + max(TIE_S, TIE_SHARE * costs[best])
         return "tie" if any(costs[other] <= limit for other in others) else "load"
 
 
