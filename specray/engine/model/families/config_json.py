@@ -3,6 +3,9 @@
 Read are the types that ``_OWN`` lists, with each type's own defaults, as transformers reads them. A file
 with anything else in it is not guessed at: transformers reads it then (see ``from_library``), whose import
 takes 4 s of processor time and 290 MB more in every process that checks a model.
+
+Types that are not listed are left to it for good: each would need the defaults, other names and ranges of its
+class here again, and models of these types load for longer than that import takes.
 """
 
 from __future__ import annotations
