@@ -63,7 +63,7 @@ def build_target_engine(config: Config, *, parallel: ParallelContext | None = No
         parallel.leaders(tapped)
     runner = _build_runner(config.target, role="target", parallel=parallel, tapped=tapped)
     if runner.states is not None:
-        check_chains(config, is_library=not isinstance(runner.forward, DecoderForward))
+        check_chains(config)
         if config.target.prefix_cache and not runner.states.num_snapshots:
             logger.info("prefixes are not used again: the model has recurrent layers, without snapshots")
     info = _engine_info("target", config.target, runner.info)

@@ -27,8 +27,6 @@ class ModelSummary:
     """Token ids of the model: those of its tokenizer, and maybe more, which pad its weights."""
     vocabulary: ModelVocabulary
     has_recurrent_layers: bool = False
-    is_library: bool = False
-    """Forward hf runs it."""
 
 
 def check_model(config: EngineConfig, role: str) -> ModelSummary:
@@ -59,13 +57,7 @@ def check_model(config: EngineConfig, role: str) -> ModelSummary:
         ) from None
     _check_stored_ids(path, described)
     vocabulary = tokenizer_vocabulary(path, described.directory)
-    return ModelSummary(
-        path,
-        described.vocab_size,
-        vocabulary,
-        described.has_recurrent_layers,
-        is_library=described.decoder is None,
-    )
+    return ModelSummary(path, described.vocab_size, vocabulary, described.has_recurrent_layers)
 
 
 def _check_stored_ids(path: str, described: ModelDescription) -> None:
@@ -98,31 +90,22 @@ def _check_drafter(target: EngineConfig) -> None:
         raise ConfigError(f"target.drafter is {path!r}; allowed: a directory with config.json and tensors")
 
 
-def check_chains(config: Config, *, is_library: bool) -> None:
+def check_chains(config: Config) -> None:
     """Raises ConfigError for what is not served with a target that has recurrent layers.
 
     Their state is one for all tokens before, so rows of two branches cannot go on from it side by side: they
-    verify chains alone. Those of forward hf compute some accepted rows again in the next round, and what
-    drafters read of these comes too late.
-
-    Args:
-        is_library: forward hf runs the target.
+    verify chains alone.
     """
-    problem = None
     if config.speculation.tree != "off":
-        problem = f"speculation.tree is {config.speculation.tree!r}", "verify chains alone; allowed: 'off'"
-    elif config.target.drafter is not None and is_library:
-        problem = (
-            f"target.drafter is {config.target.drafter!r}",
-            "forward hf runs without a drafter; allowed: none (draft.model may be a model, 'ngram' or "
-            "'suffix')",
-        )
+        setting, allowed = f"speculation.tree is {config.speculation.tree!r}", "'off'"
     elif config.draft.enabled and config.draft.model == DraftKind.LOOKAHEAD:
-        problem = "draft.model is 'lookahead'", "verify chains alone; allowed: a model, 'ngram' or 'suffix'"
-    if problem is not None:
-        raise ConfigError(
-            f"{problem[0]} and target.model {config.target.model!r} has recurrent layers, which {problem[1]}"
-        )
+        setting, allowed = "draft.model is 'lookahead'", "a model, 'ngram' or 'suffix'"
+    else:
+        return
+    raise ConfigError(
+        f"{setting} and target.model {config.target.model!r} has recurrent layers, which verify chains "
+        f"alone; allowed: {allowed}"
+    )
 
 
 def check_models(config: Config) -> None:
@@ -137,7 +120,7 @@ def check_models(config: Config) -> None:
     has_checkpoint = config.draft.has_model and not config.draft.reads_features
     target = check_pair(config.target, config.draft if has_checkpoint else None)
     if target.has_recurrent_layers:
-        check_chains(config, is_library=target.is_library)
+        check_chains(config)
 
 
 def _check_several(config: Config) -> None:

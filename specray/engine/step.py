@@ -117,14 +117,8 @@ class CacheShape:
     head_dim: int
     unlike: tuple[LayerShape, ...] = ()
     """Shape of each layer, where layers differ, or keys and values do; empty: all are alike."""
-    state_bytes: int = 0
-    """Bytes of what the library's recurrent layers keep of a sequence; 0: there are none."""
     states: tuple[StateShape, ...] = ()
-    """What each recurrent layer of the decoder keeps of a sequence."""
-
-    @property
-    def has_states(self) -> bool:
-        return bool(self.states or self.state_bytes)
+    """What each recurrent layer keeps of a sequence."""
 
     @classmethod
     def of_layers(cls, layers: Sequence[LayerShape], states: tuple[StateShape, ...] = ()) -> CacheShape:

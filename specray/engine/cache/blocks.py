@@ -22,7 +22,6 @@ import torch
 from specray.engine.cache.prefix import PrefixIndex
 from specray.engine.cache.state_pool import StatePool
 from specray.engine.cache.state_slots import MAX_OPEN_ROWS
-from specray.engine.cache.states import StateCache
 from specray.engine.cpu.huge_pages import HUGE_PAGE
 from specray.engine.step import CacheShape, LayerShape
 from specray.errors import OutOfBlocksError
@@ -230,8 +229,8 @@ class BlockCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.states: StateCache | StatePool = StateCache(num_state_slots, MAX_OPEN_ROWS)
-        """What recurrent layers have seen of sequences; of a model without them there is nothing."""
+        self.states: StatePool | None = None
+        """What recurrent layers have seen of sequences; None: the model has none."""
         if shape.states:
             self.states = StatePool(
                 shape.states,

@@ -50,6 +50,8 @@ class HeadRule(NamedTuple):
     outputs are gated here and normed elsewhere."""
     has_sigmoid: bool = False
     """The gate of outputs is a sigmoid; else SiLU."""
+    has_least: bool = False
+    """Logarithms of decays are shares of the least; else they have none."""
 
     @property
     def num_gates(self) -> int:
@@ -80,7 +82,7 @@ def lanes_of(size: int, most: int) -> int:
 
 
 def _make_recurrence(rule: HeadRule) -> Any:
-    dtype, key_dim, value_dim, gate_dim, num_taps, run, is_delta, _ = rule
+    dtype, key_dim, value_dim, gate_dim, num_taps, run, is_delta, *_ = rule
     convolve = _make_convolution(dtype, num_taps)
     norm_keys = _make_key_norm(key_dim)
     run_head = _make_head(key_dim, value_dim, gate_dim, is_delta=is_delta)
@@ -173,7 +175,7 @@ def _make_recurrence(rule: HeadRule) -> Any:
 def _make_gates(rule: HeadRule) -> Any:
     """Makes what says how much a head forgets and learns with a row: decays, and a factor of updates."""
     gate_dim, is_delta, num_gates = rule.gate_dim, rule.is_delta, rule.gate_dim + 1
-    load_one, total_one = vectors(1, rule.dtype).load, vectors(1).sum
+    load_one, total_one, has_least = vectors(1, rule.dtype).load, vectors(1).sum, rule.has_least
 
     @kernel()
     def choose(args: Any, floats: Any, gates: int, place: Any) -> None:
@@ -193,6 +195,12 @@ def _make_gates(rule: HeadRule) -> Any:
                 if not is_delta:
                     a *= np.float64(scale)
                 a += np.float64(biases[own * gate_dim + number])
+                if has_least:
+                    share = 1.0 / (1.0 + np.exp(-rate * a))
+                    found[index * num_gates + number] = np.float32(
+                        np.exp(np.float64(floats[2 * LEAST]) * share)
+                    )
+                    continue
                 softplus = a if a > 20.0 else np.log(1.0 + np.exp(a))
                 if not is_delta:
                     softplus = min(max(softplus, np.float64(floats[2 * LEAST])), np.float64(floats[2 * MOST]))

@@ -301,7 +301,7 @@ class DecoderForward:
 def states_of(step: Step) -> StatePool:
     """The states of recurrent layers beside the step's keys and values."""
     states = step.attention.cache.states
-    assert isinstance(states, StatePool), "the decoder's recurrent layers have a pool"
+    assert isinstance(states, StatePool), "recurrent layers have a pool"
     return states
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from specray.engine.activation import Activation
 from specray.engine.model.layers.experts.config import Experts
 from specray.engine.model.layers.latent.config import LATENT_UP, LatentAttention
-from specray.engine.model.layers.recurrent_config import DECAY_UP, GATE_UP, RecurrentLayers
+from specray.engine.model.layers.recurrent_config import DECAY_UP, GATE_UP, WIDE_WEIGHTS, RecurrentLayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +151,19 @@ class DecoderConfig:
 
     def wide_weights(self) -> frozenset[str]:
         """Names of weights that stay in float32 where the files have them so."""
-        if self.experts is None:
-            return frozenset()
-        names = self.experts.wide_weights()
-        layers = (layer for layer, has_experts in enumerate(self.experts.layers) if has_experts)
-        return frozenset(f"{layer_prefix(layer)}{name}" for layer in layers for name in names)
+        kinds: list[tuple[tuple[bool, ...], tuple[str, ...]]] = []
+        if self.experts is not None:
+            kinds.append((self.experts.layers, self.experts.wide_weights()))
+        if self.recurrent is not None:
+            names = tuple(f"{self.recurrent.prefix}{name}" for name in WIDE_WEIGHTS)
+            kinds.append((self.recurrent.layers, names))
+        return frozenset(
+            f"{layer_prefix(layer)}{name}"
+            for layers, names in kinds
+            for layer, has_them in enumerate(layers)
+            if has_them
+            for name in names
+        )
 
     @property
     def ropes(self) -> tuple[Rope | None, ...]:
@@ -327,6 +335,7 @@ MODEL_TYPES = frozenset(
         "qwen3_next",
         "solar_open",
         "youtu",
+        "bailing_hybrid",
         "bamba",
         "falcon_h1",
         "granitemoehybrid",

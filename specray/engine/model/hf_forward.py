@@ -8,10 +8,8 @@ name, so the library builds no mask.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -21,22 +19,15 @@ from specray.engine.attention.latent import from_latent, keep_latents, keeps_lat
 from specray.engine.attention.scores import ScoreRule
 from specray.engine.attention.sdpa import SdpaStep
 from specray.engine.cache.blocks import BlockCache
-from specray.engine.cache.states import StateCache
 from specray.engine.model.checks.messages import first_line
 from specray.engine.model.checks.modalities import quiet_library
-from specray.engine.model.checks.refusals import has_recurrent_layers
-from specray.engine.model.layers.recurrent import RecurrentLayers, find_recurrent
 from specray.engine.step import AttentionStep, CacheShape, ForwardOutput, LayerShape, SequenceRows, Step
 from specray.errors import ConfigError
 
 ATTENTION_NAME = "specray_blocks"
 _CHECKED_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8)
-_Parts = tuple[tuple[int, int, int], ...]
-"""Parts of a step: each a sequence, and its first and last + 1 token; all sequences have the same tokens."""
-_CHUNKS: tuple[_Parts, ...] = (((0, 0, 4),), ((0, 4, 8),))
-_SHORT_CHUNKS: tuple[_Parts, ...] = (((0, 0, 4),), ((0, 4, 6),))
-_SINGLE_ROWS: tuple[_Parts, ...] = (((0, 6, 7), (1, 0, 1)), ((0, 7, 8), (1, 1, 2)))
-"""Steps after those of the short chunks: one row after others, a first row, and two rows side by side."""
+_CHUNKS = (0, 4), (4, 8)
+"""First and last + 1 token of each step of the check."""
 _UNSUPPORTED = {
     "head_mask": "a mask of heads",
     "position_bias": "a bias by position",
@@ -119,50 +110,24 @@ class HfForward:
             model.set_attn_implementation(ATTENTION_NAME)
         keep_latents(model)
         probe = _Probe()
-        self._recurrent = self._find_recurrent(probe)
-        self._places = probe.places(type(model).__name__, has_gaps=self._recurrent is not None)
+        self._probe(probe)
+        self._places = probe.places(type(model).__name__)
         self.cache_shape = probe.cache_shape
-        state_bytes = self._check(expected.float())
-        if self._recurrent is not None:
-            self.cache_shape = replace(self.cache_shape, state_bytes=state_bytes)
+        self._check(expected.float())
 
-    def _find_recurrent(self, probe: _Probe) -> RecurrentLayers | None:
-        """Runs the probe through the model, next to a cache of the library's where layers are recurrent."""
+    @torch.inference_mode()
+    def _probe(self, probe: _Probe) -> None:
         one_token = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
-        run = partial(self.model, one_token, position_ids=one_token, attention_step=probe)
-        with torch.inference_mode():
-            if not has_recurrent_layers(self.model.config.get_text_config()):
-                run(use_cache=False)
-                return None
-            modules = find_recurrent(self.model, lambda cache: run(past_key_values=cache, use_cache=True))
-        return RecurrentLayers(modules) if modules else None
+        self.model(one_token, position_ids=one_token, attention_step=probe, use_cache=False)
 
-    def _check(self, expected: torch.Tensor) -> int:
-        """Cached chunks must give the plain forward's logits: whatever else the model keeps is lost.
-
-        Recurrent layers have kernels of their own for single rows, alone and side by side: their logits are
-        compared by themselves.
-
-        Returns:
-            Bytes of the state of recurrent layers.
-        """
+    def _check(self, expected: torch.Tensor) -> None:
+        """Cached chunks must give the plain forward's logits: whatever else the model keeps is lost."""
         device, dtype = self.model.device, self.model.dtype
-        num_tokens = len(_CHECKED_TOKENS)
         cache = BlockCache(
-            self.cache_shape,
-            num_blocks=2,
-            block_size=num_tokens,
-            dtype=dtype,
-            device=device,
-            num_state_slots=2,
+            self.cache_shape, num_blocks=1, block_size=len(_CHECKED_TOKENS), dtype=dtype, device=device
         )
-        error = 0.0
-        for steps in (_CHUNKS,) if self._recurrent is None else (_SHORT_CHUNKS, _SINGLE_ROWS):
-            logits = torch.cat([self._checked_step(cache, step) for step in steps])
-            wanted = [row for step in steps for _, first, last in step for row in range(first, last)]
-            difference = (logits - expected[wanted]).square().mean().sqrt() / expected.std()
-            # NaN is the larger of two numbers here.
-            error = float(torch.maximum(difference.cpu(), torch.tensor(error)))
+        logits = torch.cat([self._checked_step(cache, first, last) for first, last in _CHUNKS])
+        error = float((logits - expected).square().mean().sqrt() / expected.std())
         allowed = 1e-3 if dtype == torch.float32 else 5e-2
         if not error < allowed:
             raise ConfigError(
@@ -170,21 +135,15 @@ class HfForward:
                 f"{error:.2g} of their deviation (allowed: {allowed}); it keeps more than keys and values, "
                 "or attends in its own way"
             )
-        states = cache.states
-        assert isinstance(states, StateCache), "the library's layers have states alone"
-        return 0 if self._recurrent is None else states.bytes_of(0)
 
-    def _checked_step(self, cache: BlockCache, parts: _Parts) -> torch.Tensor:
-        rows: list[SequenceRows] = []
-        token_ids: list[int] = []
-        positions: list[int] = []
-        for sequence, first, last in parts:
-            rows.append(SequenceRows(len(token_ids), last - first, first, [sequence], state_slot=sequence))
-            token_ids += _CHECKED_TOKENS[first:last]
-            positions += range(first, last)
-        tokens, places = (torch.tensor(each, device=self.model.device) for each in (token_ids, positions))
-        with torch.inference_mode():
-            return self(Step(tokens, places, AttentionStep(tuple(rows), cache), None)).logits
+    @torch.inference_mode()
+    def _checked_step(self, cache: BlockCache, first: int, last: int) -> torch.Tensor:
+        tokens, places = (
+            torch.tensor(each[first:last], device=self.model.device)
+            for each in (_CHECKED_TOKENS, range(len(_CHECKED_TOKENS)))
+        )
+        rows = SequenceRows(0, last - first, first, [0])
+        return self(Step(tokens, places, AttentionStep((rows,), cache), None)).logits
 
     def __call__(self, step: Step) -> ForwardOutput:
         positions, device = step.positions, step.token_ids.device
@@ -193,16 +152,14 @@ class HfForward:
         rows = slice(0, len(step.token_ids)) if step.logit_rows is None else step.logit_rows
         if isinstance(rows, slice):
             rows = torch.arange(rows.start, rows.stop, device=device)
-        recurrent = self._recurrent
-        with contextlib.nullcontext() if recurrent is None else recurrent.over(step.attention):
-            output = self.model(
-                input_ids=step.token_ids[None],
-                position_ids=positions[None],
-                use_cache=False,
-                logits_to_keep=rows,
-                attention_step=_CachedAttention(step.attention, self._places),
-                output_hidden_states=self._tap.is_wanted,
-            )
+        output = self.model(
+            input_ids=step.token_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=rows,
+            attention_step=_CachedAttention(step.attention, self._places),
+            output_hidden_states=self._tap.is_wanted,
+        )
         return ForwardOutput(output.logits[0].float(), self._tap.take(output.hidden_states))
 
 
@@ -279,11 +236,8 @@ class _Probe:
     def cache_shape(self) -> CacheShape:
         return CacheShape.of_layers([self._kept[layer] for layer in sorted(self._kept)])
 
-    def places(self, model: str, *, has_gaps: bool) -> dict[int, int]:
+    def places(self, model: str) -> dict[int, int]:
         """The place in the cache of each layer that called attention.
-
-        Args:
-            has_gaps: other layers keep something else, or nothing.
 
         Raises:
             ConfigError: none did, or some did not.
@@ -292,7 +246,7 @@ class _Probe:
             raise ConfigError(
                 f"{model} is not supported: its attention is code of its own, which cannot run over the cache"
             )
-        if not has_gaps and set(self._kept) != set(range(len(self._kept))):
+        if set(self._kept) != set(range(len(self._kept))):
             raise ConfigError(
                 f"{model} is not supported: only its layers {sorted(self._kept)} keep keys and values; "
                 "allowed: models of which every layer does"

@@ -186,7 +186,7 @@ class LibraryConfig:
         """Whether several ranks can compute it together; ``forward`` as of :meth:`has_decoder`."""
         if self.has_decoder(forward):
             return True
-        if self.has_recurrent_layers or needs_other_parts(self.whole) or self.text.is_heterogeneous:
+        if needs_other_parts(self.whole) or self.text.is_heterogeneous:
             return False
         return self.text.model_type in _SEVERAL_RANKS
 
@@ -262,6 +262,12 @@ def check_served(
         if refusal is not None:
             raise ConfigError(f"model {path!r}: model type {config.model_type!r} is not supported: {refusal}")
         return decoder
+    if config.has_recurrent_layers:
+        values = "" if forward == "hf" else " with other values than the configuration's"
+        raise ConfigError(
+            f"model {path!r}: model type {config.model_type!r} is not supported: it has recurrent layers, "
+            f"which the decoder alone runs; allowed: forward auto or decoder{values}"
+        )
     try:
         check_architecture(config.whole, max_model_len=max_model_len, make_forward=HfForward)
     except ConfigError as error:

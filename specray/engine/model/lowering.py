@@ -305,7 +305,8 @@ def _output_gate(
     """The gate whose rows lie behind those of each head's queries, or that has one number for each head."""
     if config.has_head_gates:
         weight = taken.weight(f"{prefix}g_proj.weight", taken.part(config.num_attention_heads, dim=0))
-        return operators.row_gate(lower_linear(weight, None, operators), weight.shape[0], config.head_dim)
+        width = config.head_dim if config.latent is None else config.latent.latent_dim
+        return operators.row_gate(lower_linear(weight, None, operators), weight.shape[0], width)
     if not config.has_output_gate:
         return None
     num_queries = config.num_attention_heads * config.head_dim

@@ -90,7 +90,7 @@ def build_runner(
         forward = _build_forward(config, loaded, parallel, backend, feature_layers)
     with naming(lambda: "target.adapters.max_loaded or max_rank is too large; lower one of them"):
         pool = adapter_pool(config, loaded, forward, parallel)
-    if forward.cache_shape.has_states and role == "draft":
+    if forward.cache_shape.states and role == "draft":
         raise ConfigError(f"model {loaded.name!r} has recurrent layers; allowed: as a target")
     block_size = _block_size(config, loaded, backend)
     provisional = _info(config, loaded, forward, block_size, 0, tensor_parallel_size, backend)

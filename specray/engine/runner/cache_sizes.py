@@ -8,7 +8,6 @@ from typing import NamedTuple
 from specray.config import EngineConfig, TargetConfig
 from specray.engine.cache.blocks import BlockCache, bytes_per_token
 from specray.engine.cache.state_slots import MAX_OPEN_ROWS
-from specray.engine.cache.states import STATES_PER_SEQUENCE
 from specray.engine.group.parallel import ParallelContext
 from specray.engine.inputs import SequenceInput
 from specray.engine.runner.memory import CudaMemory, DrafterMemory, cache_bytes
@@ -88,7 +87,7 @@ def _state_bytes(config: EngineConfig, shape: CacheShape, info: RunnerInfo, cach
     """Bytes of all states of recurrent layers. Raises ConfigError where they leave the cache no room."""
     # Who builds an engine has added one sequence to those of the setting, for its check.
     own = sum(each.num_bytes(MAX_OPEN_ROWS, info.dtype.itemsize) for each in shape.states)
-    found = config.max_num_seqs * (own + STATES_PER_SEQUENCE * shape.state_bytes)
+    found = config.max_num_seqs * own
     if found > cache_bytes:
         raise ConfigError(
             f"cache_memory_gib is {config.cache_memory_gib}, {cache_bytes / _GIB:.3f} GiB; the states of "
@@ -107,9 +106,7 @@ def cache_bytes_for(
 ) -> int:
     memory = CudaMemory(info.device) if info.device.type == "cuda" else None
     peak_step = partial(run_peak_step, config, info, forward)
-    # While a step runs, a sequence of the library's layers has a state more than those that are kept.
-    states = config.max_num_seqs * forward.cache_shape.state_bytes
-    reserved = drafter_memory.weight_bytes + drafter_memory.step_bytes + states
+    reserved = drafter_memory.weight_bytes + drafter_memory.step_bytes
     found = cache_bytes(config, memory, info.vocab_size, peak_step, reserved)
     # Ranks must have equally many blocks, and the leader's own memory is not the others'.
     return found if parallel is None or memory is None else parallel.least(found)

@@ -286,5 +286,7 @@ def _is_captured(kind: object) -> bool:
         parts = kind.shared.gate, kind.shared.down
         return _is_captured(kind.experts) and all(_is_one_kernel(part) for part in parts)
     if isinstance(kind, ExpertLayer):
-        return kind.can_be_captured and isinstance(kind.router, KernelRouter)
+        around = () if kind.latent is None else (kind.latent.down, kind.latent.up)
+        is_known = isinstance(kind.router, KernelRouter) and all(map(_is_one_kernel, around))
+        return kind.can_be_captured and is_known
     return isinstance(kind, RowSum | Absent) or (isinstance(kind, Sum) and kind.parallel is None)

@@ -20,7 +20,6 @@ import torch
 
 from specray.engine.attention.packed import BatchShape, DeviceBatch, HostBatch
 from specray.engine.cache.blocks import BlockCache
-from specray.engine.cache.state_pool import StatePool
 from specray.engine.inputs import SequenceInput
 from specray.engine.step import AttentionStep, Forward, ForwardOutput, SequenceRows, Step
 
@@ -120,7 +119,7 @@ class GraphedForward:
         self._forward = forward
         self._cache = cache
         self._max_num_blocks = -(-max_model_len // cache.block_size)
-        self._states = cache.states if isinstance(cache.states, StatePool) else None
+        self._states = cache.states
         self.capture = capture
         self._prepared: dict[Bucket, _Prepared] = {}
         self._logits: torch.Tensor | None = None  # [MAX_ROWS, vocab_size], of whichever bucket ran last

@@ -38,7 +38,7 @@ def why_not(
     """Why a row's bits may depend on the other rows of its step; None: they do not."""
     if not isinstance(forward, DecoderForward):
         return f"forward is {forward.name!r}"
-    if forward.cache_shape.state_bytes:
+    if forward.is_recurrent:
         return "the model has recurrent layers"
     if loaded.device.type != "cpu":
         return _why_not_on_a_gpu(config, forward, backend)
@@ -114,6 +114,8 @@ def _mixtures(forward: DecoderForward) -> Iterator[ExpertLayer]:
 def _linears(forward: DecoderForward) -> Iterator[object]:
     """All linear layers but those of experts that are chosen, whatever is around them."""
     kinds: list[object] = [*forward.linears(), *(each.router for each in _mixtures(forward))]
+    for each in _mixtures(forward):
+        kinds += [] if each.latent is None else [each.latent.down, each.latent.up]
     for layer in forward.layers:
         if isinstance(layer.gate, WithSharedMlp):
             kinds += [layer.gate.shared.gate, layer.gate.shared.down, layer.gate.gate]

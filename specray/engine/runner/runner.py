@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from specray.engine.attention.sdpa import sequence_slots
 from specray.engine.cache.blocks import BlockCache
-from specray.engine.cache.state_pool import StatePool
 from specray.engine.cache.state_slots import StateSlots
 from specray.engine.device import use_device
 from specray.engine.group.parallel import NO_MOVES, ParallelContext
@@ -111,7 +110,7 @@ class ModelRunner:
 
     @property
     def states(self) -> StateSlots | None:
-        return self.cache.states if self.forward.cache_shape.has_states else None
+        return self.cache.states
 
     @property
     def is_group(self) -> bool:
@@ -275,7 +274,7 @@ class ModelRunner:
 
     def _copy_state(self, copy: StateCopy) -> None:
         states = self.cache.states
-        assert isinstance(states, StatePool), "only a pool has snapshots"
+        assert states is not None, "states are copied where there are some"
         states.copy(copy)
 
     def move_tokens(self, block_ids: Sequence[int], sources: Sequence[int], first: int) -> None:

@@ -58,8 +58,10 @@ _ALIASES = tuple(
             r"\.(?:mlp|moe)\.(?:gate\.|router\.)?(?:moe_statics\.)?(?:e_score_correction_bias|expert_bias)$",
             ".mlp.gate.e_score_correction_bias",
         ),
-        # Kimi Linear.
+        # Kimi Linear, Ling 3.
+        (r"\.attention\.", ".self_attn."),
         (r"\.self_attn\.forget_gate\.", ".self_attn."),
+        (r"\.self_attn\.dense\.", ".self_attn.o_proj."),
         # Flint.
         (r"\.self_attn\.softmax_offset$", ".self_attn.sinks"),
     )
@@ -70,8 +72,8 @@ _HALVES = re.compile(
 )
 """Parts of LongCat's layers, which are two each: numbered, but for the experts."""
 _ENDS = (
-    # Nemotron-H.
-    (re.compile(r"(^|\.)embeddings\.weight$"), r"\1embed_tokens.weight"),
+    # Nemotron-H, Ling 3.
+    (re.compile(r"(^|\.)(?:word_)?embeddings\.weight$"), r"\1embed_tokens.weight"),
     # Nemotron-H, Bamba, Falcon-H1, LFM2.
     (re.compile(r"(^|\.)(?:norm_f|final_layernorm|embedding_norm)\.weight$"), r"\1norm.weight"),
 )

@@ -1,7 +1,7 @@
 """Compares a forward over the block cache with the library's own, in all that serving does with a cache.
 
-Two sequences in one step, a prompt in chunks, single tokens beyond every window, a rollback, and branches
-(of recurrent layers none); logits against those of a plain forward over the whole sequence.
+Two sequences in one step, a prompt in chunks, single tokens beyond every window, a rollback, and branches;
+logits against those of a plain forward over the whole sequence.
 """
 
 from __future__ import annotations
@@ -181,18 +181,14 @@ def _over_the_cache(forward: Forward, sample: _Sample) -> list[torch.Tensor]:
     went_on = steps.run((1, middle, sample.second[middle:]), (0, half, sample.first[half : num_first - 5]))
     # Tokens that were refused, after one that was not, are overwritten, one by one.
     tried = [sample.first[num_first - 5], *sample.rejected]
-    [verified] = steps.run((0, num_first - 5, tried), num_open=len(tried))
-    is_recurrent = forward.cache_shape.has_states
-    # A state is kept before all of them alone.
-    if is_recurrent:
-        [verified] = steps.run((0, num_first - 5, tried[:1]))
+    [verified] = steps.run((0, num_first - 5, tried))
     singles = [
         steps.run((0, position, [sample.first[position]]))[0] for position in range(num_first - 4, num_first)
     ]
     return [
         torch.cat([begun[0], went_on[1], verified[:1], *singles]),
         torch.cat([begun[1], went_on[0]]),
-        *([] if is_recurrent else steps.run_branches(num_first, sample.branches)),
+        *steps.run_branches(num_first, sample.branches),
     ]
 
 
@@ -200,7 +196,6 @@ def _cache(shape: CacheShape, *, block_size: int) -> BlockCache:
     return BlockCache(
         shape,
         num_blocks=2,
-        num_state_slots=2,
         block_size=block_size,
         dtype=torch.float32,
         device=torch.device("cpu"),
@@ -214,13 +209,13 @@ class _Steps:
     forward: Forward
     cache: BlockCache
 
-    def run(self, *parts: tuple[int, int, list[int]], num_open: int = 0) -> list[torch.Tensor]:
+    def run(self, *parts: tuple[int, int, list[int]]) -> list[torch.Tensor]:
         """Logits of each part, which is a sequence, the position of its first new token, and the tokens."""
         rows: list[SequenceRows] = []
         tokens: list[int] = []
         positions: list[int] = []
         for sequence, start, new in parts:
-            rows.append(SequenceRows(len(tokens), len(new), start, [sequence], (), sequence, num_open))
+            rows.append(SequenceRows(len(tokens), len(new), start, [sequence]))
             tokens += new
             positions += range(start, start + len(new))
         logits = self._forward(tokens, positions, tuple(rows))

@@ -34,8 +34,6 @@ _MAX_LAYERS = 8
 _MAX_PARAMETERS = 30_000_000
 """Parameters of a miniature whose widths had to be kept."""
 _WINDOW = re.compile(r"(window(_size|_len)?|window_size|chunk_size)$")
-_NO_WINDOW = frozenset({"mamba_chunk_size", "chunk_size", "use_sliding_window"})
-"""Fields with a window's name: how recurrent layers cut their work, which changes no result, and a switch."""
 _FIRST_WINDOW, _WINDOW_STEP = 4, 3
 _SIZES: dict[str, int] = {
     "intermediate_size": 32,
@@ -59,13 +57,6 @@ _SIZES: dict[str, int] = {
     "vocab_size_per_layer_input": VOCAB_SIZE,
     "laurel_rank": 8,
     "rotary_dim": 8,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_head_dim": 8,
-    "linear_num_heads": 4,
-    "mamba_d_state": 8,
-    "ssm_state_size": 8,
-    "n_mamba_heads": 4,
 }
 _SOFT_CAP = 1.0
 """Limit of attention scores in a miniature, whose scores are too small to come near a real one."""
@@ -78,11 +69,7 @@ def windows(config: PreTrainedConfig) -> dict[str, int]:
     return {
         name: value
         for name, value in vars(config).items()
-        if _WINDOW.search(name)
-        and name not in _NO_WINDOW
-        and isinstance(value, int)
-        and not isinstance(value, bool)
-        and value > 0
+        if _WINDOW.search(name) and isinstance(value, int) and not isinstance(value, bool) and value > 0
     }
 
 
@@ -209,9 +196,6 @@ def _cut_layers(config: PreTrainedConfig, most: int) -> None:
     for name, value in by_layer.items():
         setattr(config, name, [value[index] for index in kept])
     config.num_hidden_layers = len(kept)
-    if indices := _own(config, "attn_layer_indices"):
-        # Bamba's, whose other layers are recurrent.
-        config.attn_layer_indices = [index for index in indices if index < len(kept)] or [len(kept) - 1]
     if shared:
         config.num_kv_shared_layers = num_last
     _override(config, {new: overrides[old] for new, old in enumerate(kept) if old in overrides})
@@ -238,7 +222,6 @@ def _shrink_widths(config: PreTrainedConfig) -> None:
             setattr(config, name, min(size, value))
     _shrink_heads(config)
     _shrink_experts(config)
-    _shrink_recurrent(config)
 
 
 def _shrink_heads(config: PreTrainedConfig) -> None:
@@ -301,31 +284,6 @@ def _shrink_experts(config: PreTrainedConfig) -> None:
     for name, most in (("n_group", 2), ("topk_group", 1)):
         if isinstance(value := _own(config, name), int):
             setattr(config, name, min(value, most))
-
-
-def _shrink_recurrent(config: PreTrainedConfig) -> None:
-    """Shrinks the heads of recurrent layers, whose counts depend on each other and on the hidden size."""
-    num_keys, num_values = (_own(config, f"linear_num_{name}_heads") for name in ("key", "value"))
-    if isinstance(num_keys, int) and isinstance(num_values, int):
-        config.linear_num_key_heads = min(num_keys, 2)
-        config.linear_num_value_heads = min(num_keys, 2) * (num_values // num_keys)
-    for name in ("n_groups", "mamba_n_groups"):
-        if isinstance(value := _own(config, name), int):
-            setattr(config, name, min(value, 2))
-    if isinstance(_own(config, "mamba_num_heads"), int):
-        config.mamba_num_heads, config.mamba_head_dim = 4, _HEAD_DIM
-    if isinstance(_own(config, "mamba_n_heads"), int):
-        width = config.mamba_expand * config.hidden_size
-        if _own(config, "mamba_d_ssm"):
-            width = config.mamba_d_ssm = min(config.mamba_d_ssm, width)
-        config.mamba_d_head, config.mamba_n_heads = _HEAD_DIM, width // _HEAD_DIM
-    if isinstance(_own(config, "n_mamba_heads"), int):
-        # Zamba 2's, which computes these from its sizes when it is made.
-        config.mamba_headdim = config.mamba_expand * config.hidden_size // config.n_mamba_heads
-        config.attention_hidden_size = 2 * config.hidden_size
-        config.attention_head_dim = config.attention_hidden_size // config.num_attention_heads
-        kinds = enumerate(config.layers_block_type)
-        config.hybrid_layer_ids = [index for index, kind in kinds if kind == "hybrid"]
 
 
 @torch.no_grad()

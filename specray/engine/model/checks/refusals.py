@@ -15,11 +15,16 @@ _RECURRENT_KINDS = frozenset(
     {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid_mamba", "gdn"}
 )
 _MLP_KINDS = frozenset({"mlp", "moe", "dense", "sparse"})
-_RECURRENT_ALONE = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"})
-_BEGUN_ANEW = frozenset({"jamba", "zamba"})
-"""Model types whose recurrent layers go on from a state with one token only (Mamba 1)."""
-_OWN_STATES = frozenset({"recurrent_gemma", "minimax"})
-"""Model types whose recurrent layers do not keep their states as those of others do."""
+_COMPUTED = "the gated delta rule, Kimi delta attention, Mamba 2 and short convolutions"
+"""Kinds of recurrent layers that the decoder has."""
+_OTHER_RECURRENT = {
+    **dict.fromkeys(("falcon_mamba", "jamba", "mamba", "zamba"), "Mamba 1"),
+    "minimax": "lightning attention",
+    "recurrent_gemma": "gated linear recurrences (RG-LRU)",
+    "rwkv": "RWKV",
+    "xlstm": "xLSTM",
+}
+"""Model types with recurrent layers of other kinds, and these kinds."""
 _LEAST_WINDOW = 2
 """Tokens of the smallest window that the library's cache keeps."""
 _SPARSE_FIELDS = ("index_topk", "index_n_heads", "index_topk_blocks")
@@ -39,7 +44,7 @@ def layer_kinds(config: Any) -> frozenset[str]:
 
 def has_recurrent_layers(config: Any) -> bool:
     """Whether some layers of a text configuration keep a state, which cannot be cut as keys can."""
-    if layer_kinds(config) & _RECURRENT_KINDS or config.model_type in _RECURRENT_ALONE | _OWN_STATES:
+    if layer_kinds(config) & _RECURRENT_KINDS or config.model_type in {"mamba2", *_OTHER_RECURRENT}:
         return True
     try:
         layers = DynamicCache(config=config).layers
@@ -55,14 +60,17 @@ def known_refusal(config: Any, *, max_model_len: int) -> str | None:
         max_model_len: the most tokens of a sequence; windows and chunks beyond it are never reached.
     """
     kinds = layer_kinds(config)
-    if config.model_type in _OWN_STATES:
-        return "it has recurrent layers, whose states transformers keeps in a way of this model's own"
-    if config.model_type in _RECURRENT_ALONE or (
+    if (kind := _OTHER_RECURRENT.get(config.model_type)) is not None:
+        return f"it has recurrent layers of {kind}; allowed: {_COMPUTED}"
+    if config.model_type == "zamba2":
+        return (
+            "its recurrent layers read what a transformer that several of them share makes of their input "
+            "and of the embeddings, which nothing here computes"
+        )
+    if config.model_type == "mamba2" or (
         kinds & _RECURRENT_KINDS and not kinds - _RECURRENT_KINDS - _MLP_KINDS
     ):
         return "it has recurrent layers alone; allowed: recurrent layers besides attention"
-    if config.model_type in _BEGUN_ANEW:
-        return "it has recurrent layers, which transformers begins anew with each chunk of a prompt"
     missing = _missing(config, kinds)
     if missing:
         return f"it has {' and '.join(missing)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from specray.engine.model.layers.recurrent_config import (
@@ -18,6 +18,29 @@ DELTA = frozenset({"qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"})
 _RECURRENT, _FULL = "linear_attention", "full_attention"
 _OLMO_NORM_EPS = 1e-5
 _MLP_KINDS = ("mlp", "moe")
+_MAMBA_FIELDS = {
+    "num_heads": "mamba_n_heads",
+    "num_groups": "mamba_n_groups",
+    "key_dim": "mamba_d_state",
+    "value_dim": "mamba_d_head",
+    "num_taps": "mamba_d_conv",
+    "norm_eps": "rms_norm_eps",
+    "has_conv_bias": "mamba_conv_bias",
+    "has_input_bias": "mamba_proj_bias",
+    "has_output_bias": "mamba_proj_bias",
+}
+"""Fields of ``MambaLayers``, and what configurations call them."""
+_NEMOTRON_FIELDS = {
+    "num_heads": "mamba_num_heads",
+    "num_groups": "n_groups",
+    "key_dim": "ssm_state_size",
+    "value_dim": "mamba_head_dim",
+    "num_taps": "conv_kernel",
+    "norm_eps": "layer_norm_epsilon",
+    "has_conv_bias": "use_conv_bias",
+    "has_input_bias": "use_bias",
+    "has_output_bias": "use_bias",
+}
 
 
 def can_lower_hybrid(config: Any) -> bool:
@@ -89,38 +112,51 @@ def _kimi(config: Any) -> dict[str, Any]:
     return {"recurrent": layers if any(layers.layers) else None}
 
 
+def _can_lower_ling(config: Any) -> bool:
+    return _can_lower_kimi(config) and config.kda_lower_bound <= 0
+
+
+def _ling(config: Any) -> dict[str, Any]:
+    layers = DeltaLayers(
+        _are(config.layer_types, _RECURRENT),
+        config.linear_num_heads,
+        config.linear_num_heads,
+        config.linear_head_dim,
+        config.linear_head_dim,
+        config.linear_conv_kernel_dim,
+        DeltaWeights.BY_NUMBER,
+        config.rms_norm_eps,
+        least_log_decay=float(config.kda_lower_bound) if config.kda_safe_gate else None,
+    )
+    return {"has_head_gates": True, "recurrent": layers if any(layers.layers) else None}
+
+
 def _are(kinds: list[str], *wanted: str) -> tuple[bool, ...]:
     return tuple(kind in wanted for kind in kinds)
 
 
 def _can_lower_mamba(config: Any) -> bool:
     kinds = set(config.layer_types)
-    return (
-        _FULL in kinds
-        and kinds <= {_FULL, _RECURRENT}
-        and config.mamba_n_heads % config.mamba_n_groups == 0
-        and config.mamba_d_conv > 1
+    return _FULL in kinds and kinds <= {_FULL, _RECURRENT} and _makes_sense(config, _MAMBA_FIELDS)
+
+
+def _makes_sense(config: Any, fields: Mapping[str, str]) -> bool:
+    num_heads, num_groups, num_taps = (
+        getattr(config, fields[name]) for name in ("num_heads", "num_groups", "num_taps")
     )
+    return bool(num_heads % num_groups == 0 and num_taps > 1)
 
 
 def _mamba(config: Any, **others: Any) -> dict[str, Any]:
-    values = {
-        "layers": _are(config.layer_types, _RECURRENT),
-        "norm_eps": config.rms_norm_eps,
-        "has_output_bias": bool(config.mamba_proj_bias),
-    }
-    layers = MambaLayers(
-        num_heads=config.mamba_n_heads,
-        num_groups=config.mamba_n_groups,
-        key_dim=config.mamba_d_state,
-        value_dim=config.mamba_d_head,
-        num_taps=config.mamba_d_conv,
-        field_names=("mamba_n_heads", "mamba_n_groups"),
-        has_conv_bias=bool(config.mamba_conv_bias),
-        has_input_bias=bool(config.mamba_proj_bias),
-        steps=_steps(config.time_step_limit),
-        **values | others,
-    )
+    return _mamba_of(config, _MAMBA_FIELDS, **{"steps": _steps(config.time_step_limit), **others})
+
+
+def _mamba_of(config: Any, fields: Mapping[str, str], **others: Any) -> dict[str, Any]:
+    """Layers of Mamba 2 whose values are fields of the configuration, and others."""
+    values: dict[str, Any] = {own: getattr(config, field) for own, field in fields.items()}
+    values["layers"] = _are(config.layer_types, _RECURRENT)
+    values["field_names"] = fields["num_heads"], fields["num_groups"]
+    layers = MambaLayers(**values | others)
     return {"recurrent": layers if any(layers.layers) else None}
 
 
@@ -137,11 +173,7 @@ def _can_lower_falcon(config: Any) -> bool:
     """Biases would be multiplied by what their inputs are not."""
     has_factors = (config.attention_in_multiplier, config.ssm_in_multiplier) != (1.0, 1.0)
     has_biases = config.attention_bias or config.mamba_proj_bias
-    return (
-        config.mamba_n_heads % config.mamba_n_groups == 0
-        and config.mamba_d_conv > 1
-        and not (has_factors and has_biases)
-    )
+    return _makes_sense(config, _MAMBA_FIELDS) and not (has_factors and has_biases)
 
 
 def _falcon(config: Any) -> dict[str, Any]:
@@ -171,35 +203,19 @@ def _falcon(config: Any) -> dict[str, Any]:
 def _can_lower_nemotron(config: Any) -> bool:
     return (
         _FULL in config.layer_types
-        and config.mamba_num_heads % config.n_groups == 0
-        and config.conv_kernel > 1
+        and _makes_sense(config, _NEMOTRON_FIELDS)
         and config.mlp_hidden_act == "relu2"
-        and config.moe_latent_size is None
+        and config.moe_latent_size != 0
         and config.sliding_window is None
     )
 
 
 def _nemotron(config: Any) -> dict[str, Any]:
-    kinds = config.layer_types
-    layers = MambaLayers(
-        layers=_are(kinds, _RECURRENT),
-        num_heads=config.mamba_num_heads,
-        num_groups=config.n_groups,
-        key_dim=config.ssm_state_size,
-        value_dim=config.mamba_head_dim,
-        num_taps=config.conv_kernel,
-        norm_eps=config.layer_norm_epsilon,
-        field_names=("mamba_num_heads", "n_groups"),
-        has_conv_bias=bool(config.use_conv_bias),
-        has_input_bias=bool(config.use_bias),
-        has_output_bias=bool(config.use_bias),
-        # What the library's chunks do, and its single steps do not.
-        steps=(float(config.time_step_min), float("inf")),
-    )
-    return {
-        "recurrent": layers if any(layers.layers) else None,
-        "attending": _are(kinds, _FULL),
-        "with_mlps": _are(kinds, *_MLP_KINDS),
+    # What the library's chunks do, and its single steps do not.
+    steps = float(config.time_step_min), float("inf")
+    return _mamba_of(config, _NEMOTRON_FIELDS, steps=steps) | {
+        "attending": _are(config.layer_types, _FULL),
+        "with_mlps": _are(config.layer_types, *_MLP_KINDS),
         "has_gated_mlps": False,
     }
 
@@ -225,6 +241,7 @@ def _lfm3(config: Any) -> dict[str, Any]:
 
 HYBRIDS: dict[str, Callable[[Any], dict[str, Any]]] = {
     **dict.fromkeys(DELTA, _delta),
+    "bailing_hybrid": _ling,
     "bamba": _mamba,
     "falcon_h1": _falcon,
     "granitemoehybrid": _granite_hybrid,
@@ -237,6 +254,7 @@ HYBRIDS: dict[str, Callable[[Any], dict[str, Any]]] = {
 """What types with recurrent layers have that Llama has not."""
 _CHECKS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(DELTA, _can_lower_delta),
+    "bailing_hybrid": _can_lower_ling,
     "bamba": _can_lower_mamba,
     "falcon_h1": _can_lower_falcon,
     "granitemoehybrid": _can_lower_mamba,

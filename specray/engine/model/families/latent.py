@@ -10,7 +10,16 @@ from typing import Any
 from specray.engine.model.layers.latent.config import LatentAttention
 
 LATENT = frozenset(
-    {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "longcat_flash", "minicpm3", "youtu"}
+    {
+        "bailing_hybrid",
+        "deepseek_v2",
+        "deepseek_v3",
+        "glm4_moe_lite",
+        "kimi_linear",
+        "longcat_flash",
+        "minicpm3",
+        "youtu",
+    }
 )
 """Types with such attention in each layer that attends."""
 _WITH_OWN_HALVES = frozenset({"kimi_linear", "minicpm3"})
@@ -20,7 +29,7 @@ _WITH_OWN_HALVES = frozenset({"kimi_linear", "minicpm3"})
 def latent_switches(config: Any) -> dict[str, Any]:
     """What these types have that Llama has not."""
     latent = LatentAttention(
-        config.kv_lora_rank, config.qk_nope_head_dim, config.v_head_dim, config.q_lora_rank
+        config.kv_lora_rank, config.qk_nope_head_dim, config.v_head_dim, _query_rank(config)
     )
     head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     has_bias = bool(config.attention_bias)
@@ -50,13 +59,14 @@ def latent_switches(config: Any) -> dict[str, Any]:
 
 def can_be_latent(config: Any) -> bool:
     """Whether the numbers make sense together."""
+    rank = _query_rank(config)
     sizes = (
         config.kv_lora_rank,
         config.qk_nope_head_dim,
         config.qk_rope_head_dim,
         config.v_head_dim,
         # A rank that is no number makes queries of the hidden state.
-        1 if config.q_lora_rank is None else config.q_lora_rank,
+        1 if rank is None else rank,
     )
     if min(sizes) < 1 or config.qk_rope_head_dim % 2:
         return False
@@ -67,6 +77,11 @@ def can_be_latent(config: Any) -> bool:
         # The router's bias is no part of what transformers computes.
         return (config.qk_head_dim, config.head_dim) == known and not getattr(config, "router_bias", False)
     return getattr(config, "topk_method", None) in (None, "greedy", "group_limited_greedy")
+
+
+def _query_rank(config: Any) -> int | None:
+    rank: int | None = getattr(config, "q_lora_rank", None)
+    return rank
 
 
 def _context_scale(rope: Mapping[str, Any]) -> float:

@@ -158,7 +158,8 @@ def _granite_hybrid(config: Any) -> Experts | None:
 def _nemotron(config: Any) -> Experts:
     layers = tuple(kind == "moe" for kind in config.layer_types)
     shared = SharedMlp(config.moe_shared_expert_intermediate_size)
-    return _experts(config, _grouped(config), layers=layers, shared=shared)
+    latent = config.moe_latent_size
+    return _experts(config, _grouped(config), layers=layers, shared=shared, latent_size=latent)
 
 
 def _lfm2_moe(config: Any) -> Experts:
@@ -286,6 +287,7 @@ def _longcat(config: Any) -> Experts:
 
 _READERS: dict[str, Callable[[Any], Experts | None]] = {
     "aria_text": _aria,
+    "bailing_hybrid": _glm4_moe_lite,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _glm4_moe,
     "dots1": _glm4_moe,

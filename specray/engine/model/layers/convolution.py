@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from specray.engine.cache.state_pool import LayerStates, StatePool, StateRows
+from specray.engine.model.layers.recurrences import by_sequence
 from specray.engine.step import StateShape
 
 
@@ -55,11 +56,7 @@ class ShortConvolution:
         return False
 
     def __call__(self, projected: torch.Tensor, pool: StatePool, place: int) -> torch.Tensor:
-        out = projected.new_empty(len(projected), self.shape.num_channels)
-        for item in pool.rows:
-            rows = slice(item.first_row, item.first_row + item.end - item.start)
-            out[rows] = self.run(projected[rows], pool.layers[place], item)
-        return out
+        return by_sequence(self.run, projected, pool, place, self.shape.num_channels)
 
     def run(self, projected: torch.Tensor, layer: LayerStates, item: StateRows) -> torch.Tensor:
         """The rows of one sequence."""

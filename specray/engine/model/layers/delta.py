@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from specray.engine.cache.state_pool import LayerStates, StatePool, StateRows
 from specray.engine.model.layers.convolution import convolve
-from specray.engine.model.layers.recurrences import HeadRows, recur
+from specray.engine.model.layers.recurrences import HeadRows, by_sequence, recur
 from specray.engine.step import StateShape
 
 if TYPE_CHECKING:
@@ -56,18 +56,16 @@ class GatedDelta:
     """Largest rate of learning; with 2, a state may change its sign."""
     has_sigmoid: bool = False
     """The gate of outputs is a sigmoid; else SiLU."""
+    least_log_decay: float | None = None
+    """Least logarithm of a decay, of which a sigmoid is the share; None: there is none."""
 
     @property
     def can_be_captured(self) -> bool:
         return False
 
     def __call__(self, projected: torch.Tensor, pool: StatePool, place: int) -> torch.Tensor:
-        shape, layer = self.shape, pool.layers[place]
-        out = projected.new_empty(len(projected), shape.num_heads * shape.value_dim)
-        for item in pool.rows:
-            rows = slice(item.first_row, item.first_row + item.end - item.start)
-            out[rows] = self.run(projected[rows], layer, item)
-        return out
+        size = self.shape.num_heads * self.shape.value_dim
+        return by_sequence(self.run, projected, pool, place, size)
 
     def run(self, projected: torch.Tensor, layer: LayerStates, item: StateRows) -> torch.Tensor:
         """The rows of one sequence."""
@@ -90,12 +88,17 @@ class GatedDelta:
         queries, keys = (
             _normed(each.view(num_rows, shape.num_key_heads, shape.key_dim)) for each in (queries, keys)
         )
-        steps = F.softplus(a.float() + self.decay_bias).view(num_rows, shape.num_heads, shape.gate_dim)
+        steps = (a.float() + self.decay_bias).view(num_rows, shape.num_heads, shape.gate_dim)
+        rates = self.decay_rates[:, None]
+        if self.least_log_decay is None:
+            log_decays = -rates * F.softplus(steps)
+        else:
+            log_decays = self.least_log_decay * (rates * steps).sigmoid()
         return HeadRows(
             queries * shape.key_dim**-0.5,
             keys,
             values.view(num_rows, shape.num_heads, shape.value_dim),
-            -self.decay_rates[:, None] * steps,
+            log_decays,
             b.float().sigmoid() * self.rate_scale,
         )
 

@@ -171,7 +171,8 @@ def _delta(prefix: str, layers: DeltaLayers, taken: RankWeights, operators: Oper
     if layers.has_parts:
         names, firsts = [f"{prefix}{name}_proj" for name in "qkv"], [None] * 3
         conv_names = list(DELTA_CONVOLUTIONS)
-        others = {"g_proj": own_values, "b_proj": own_heads, "a_proj": own_heads}
+        own_decays = taken.part(layers.num_heads * layers.gate_dim, dim=0)
+        others = {"g_proj": own_values, "b_proj": own_heads, layers.decay_name: own_decays}
     if layers.is_in_steps:
         others = {"b_proj": own_heads, GATE_DOWN: None, DECAY_DOWN: None}
     parts = [taken.part(size, dim=0, first=first) for size, first in zip(sizes, firsts, strict=True)]
@@ -204,7 +205,8 @@ def _delta(prefix: str, layers: DeltaLayers, taken: RankWeights, operators: Oper
             taken.whole(f"{prefix}{layers.norm_name}.weight").float(),
             layers.norm_eps,
             layers.rate_scale,
-            has_sigmoid=layers.is_in_steps,
+            has_sigmoid=layers.is_by_number,
+            least_log_decay=layers.least_log_decay,
         )
     )
     inputs: Rows = operators.linear(joined, None)

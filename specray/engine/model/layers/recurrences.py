@@ -14,11 +14,12 @@ chunk.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from specray.engine.cache.state_pool import LayerStates, StateRows, for_heads, learned
+from specray.engine.cache.state_pool import LayerStates, StatePool, StateRows, for_heads, learned
 from specray.engine.cache.state_slots import STATE_UNIT
 
 
@@ -35,6 +36,21 @@ class HeadRows:
     def __getitem__(self, rows: slice) -> HeadRows:
         rates = None if self.rates is None else self.rates[rows]
         return HeadRows(self.queries[rows], self.keys[rows], self.values[rows], self.log_decays[rows], rates)
+
+
+def by_sequence(
+    run: Callable[[torch.Tensor, LayerStates, StateRows], torch.Tensor],
+    projected: torch.Tensor,
+    pool: StatePool,
+    place: int,
+    size: int,
+) -> torch.Tensor:
+    """What a mixer makes of each sequence's rows, ``[num_rows, size]``; ``place`` is the layer's."""
+    out = projected.new_empty(len(projected), size)
+    for item in pool.rows:
+        rows = slice(item.first_row, item.first_row + item.end - item.start)
+        out[rows] = run(projected[rows], pool.layers[place], item)
+    return out
 
 
 def recur(heads: HeadRows, layer: LayerStates, item: StateRows, out: torch.Tensor) -> None:

@@ -25,6 +25,8 @@ class DeltaWeights(Enum):
     """Each of the six in one, and three convolutions (OLMo Hybrid)."""
     IN_STEPS = auto()
     """The same, but gates and decays are made in two steps, a decay for each of a key's numbers (Kimi)."""
+    BY_NUMBER = auto()
+    """A decay for each of a key's numbers, each of the six in one weight (Ling)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,27 +49,34 @@ class DeltaLayers:
     """Largest rate of learning; with 2, a state may change its sign."""
     conv_sizes: tuple[int, ...] | None = None
     """Channels that each of three convolutions has in the files; None: those of queries, keys and values."""
+    least_log_decay: float | None = None
+    """Least logarithm of a decay, of which it is a share; None: there is none."""
     has_rates: bool = False
     """Files hold the rates of decay themselves, below 0; False: the logarithms of what is above 0."""
 
     @property
     def prefix(self) -> str:
         """What the names of a layer's weights begin with."""
-        return "self_attn." if self.is_in_steps else "linear_attn."
+        return "self_attn." if self.is_by_number else "linear_attn."
 
     @property
     def is_in_steps(self) -> bool:
         return self.weights is DeltaWeights.IN_STEPS
 
     @property
+    def is_by_number(self) -> bool:
+        """Each of a key's numbers has a decay."""
+        return self.weights in (DeltaWeights.IN_STEPS, DeltaWeights.BY_NUMBER)
+
+    @property
     def gate_dim(self) -> int:
         """Decays of a head."""
-        return self.key_dim if self.is_in_steps else 1
+        return self.key_dim if self.is_by_number else 1
 
     @property
     def shared_fields(self) -> dict[str, int]:
         """Numbers that ranks share, by their names in the configuration."""
-        return {"linear_num_heads" if self.is_in_steps else "linear_num_key_heads": self.num_key_heads}
+        return {"linear_num_heads" if self.is_by_number else "linear_num_key_heads": self.num_key_heads}
 
     def state_shape(self, num_ranks: int) -> StateShape:
         """What a layer keeps of a sequence, for the heads of one rank."""
@@ -97,7 +106,7 @@ class DeltaLayers:
             if self.is_in_steps:
                 inputs |= {GATE_DOWN: self.key_dim, DECAY_DOWN: self.key_dim}
             else:
-                inputs |= {"g_proj": values, "a_proj": heads}
+                inputs |= {"g_proj": values, self.decay_name: heads * self.gate_dim}
             convolved = dict(zip(DELTA_CONVOLUTIONS, self.conv_sizes or (keys, keys, values), strict=True))
         shapes: dict[str, tuple[int, ...]] = {
             **{f"{name}.weight": (size, hidden_size) for name, size in inputs.items()},
@@ -118,6 +127,11 @@ class DeltaLayers:
         return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
 
     @property
+    def decay_name(self) -> str:
+        """Projection to what decays are made of, in one step, where parts have their own."""
+        return "f_proj" if self.is_by_number else "a_proj"
+
+    @property
     def norm_name(self) -> str:
         return "o_norm" if self.has_parts else "norm"
 
@@ -128,7 +142,7 @@ class DeltaLayers:
     @property
     def has_parts(self) -> bool:
         """Queries, keys and values have weights and convolutions apart."""
-        return self.weights in (DeltaWeights.APART, DeltaWeights.IN_STEPS)
+        return self.weights in (DeltaWeights.APART, DeltaWeights.IN_STEPS, DeltaWeights.BY_NUMBER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +272,8 @@ DELTA_CONVOLUTIONS = "q_conv1d", "k_conv1d", "v_conv1d"
 GATE_DOWN, GATE_UP = "g_a_proj", "g_b_proj"
 DECAY_DOWN, DECAY_UP = "f_a_proj", "f_b_proj"
 """Both steps to gates, and both to decays."""
+WIDE_WEIGHTS = "A_log", "D", "dt_bias", *(f"{name}.weight" for name in ("conv1d", *DELTA_CONVOLUTIONS))
+"""Names of a layer's weights that stay in float32 where the files have them so."""
 _MAX_RUN = 8
 """Heads of a group that one piece of work computes, at most."""
 RecurrentLayers = DeltaLayers | MambaLayers | ConvolutionLayers

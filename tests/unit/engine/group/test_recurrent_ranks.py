@@ -33,6 +33,8 @@ NAMES = [
     "falcon_h1-normed",
     "lfm3",
     "kimi_linear",
+    "bailing_hybrid",
+    "nemotron_h-latent",
 ]
 
 

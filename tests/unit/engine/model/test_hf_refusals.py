@@ -1,6 +1,5 @@
 """A model that the block cache cannot serve is refused when it is loaded, not served wrongly."""
 
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,10 @@ from transformers import (
     RobertaConfig,
     RobertaForCausalLM,
 )
-from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from specray.engine.model.checks.refusals import known_refusal
-from specray.engine.model.hf_forward import HfForward
 from specray.errors import ConfigError
-from tests.unit.engine.model.checkpoints import (
-    family_config,
-    reference_model,
-    write_family,
-    write_tokenizer,
-)
+from tests.unit.engine.model.checkpoints import family_config, write_tokenizer
 from tests.unit.engine.model.zoo import FAMILIES
 from tests.unit.engine.runners import cpu_runner
 
@@ -78,22 +70,3 @@ def test_an_encoder_is_refused_for_what_it_is(
         is_decoder=is_decoder,
     )
     assert f"{model_class.__name__} is not supported: {reason}" in refused(tmp_path, model_class(config))
-
-
-@pytest.mark.parametrize("broken", ["single", "pair"])
-def test_a_recurrent_kernel_that_is_wrong_for_single_rows(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, broken: str
-) -> None:
-    """Alone or side by side; kernels of a GPU are others than those that the miniature runs with."""
-    model = reference_model(write_family(tmp_path, FAMILIES["qwen3_next"]))
-    right = qwen3_next.torch_recurrent_gated_delta_rule
-
-    def wrong(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        output, state = right(query, *args, **kwargs)
-        is_broken = len(query) == (1 if broken == "single" else 2)
-        return output * (1.3 if is_broken else 1.0), state
-
-    HfForward(deepcopy(model))
-    monkeypatch.setattr(qwen3_next, "torch_recurrent_gated_delta_rule", wrong)
-    with pytest.raises(ConfigError, match="over the block cache its logits are off by"):
-        HfForward(model)

@@ -299,18 +299,18 @@ def test_what_is_no_chain_or_cannot_be_shared_is_refused_before_weights_load(
     assert str(caught.value) == message.format(path=checkpoint)
 
 
-def test_a_drafter_is_refused_beside_forward_hf(checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    target = {"drafter": str(tmp_path)}
-    check_models(Config.model_validate(settings(checkpoint, target=target)))
-    config = Config.model_validate(settings(checkpoint, target={**target, "forward": "hf"}))
+def test_forward_hf_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    config = Config.model_validate(settings(checkpoint, target={"forward": "hf"}))
     with pytest.raises(ConfigError) as caught:
         check_models(config)
     assert str(caught.value) == (
-        f"target.drafter is {str(tmp_path)!r} and target.model {str(checkpoint)!r} has recurrent layers, "
-        "which forward hf runs without a drafter; allowed: none (draft.model may be a model, 'ngram' or "
-        "'suffix')"
+        f"model {str(checkpoint)!r}: model type 'qwen3_5_text' is not supported: it has recurrent layers, "
+        "which the decoder alone runs; allowed: forward auto or decoder"
     )
+    family = FAMILIES["qwen3_5"]
+    write_family(tmp_path, replace(family, values={**family.values, "hidden_act": "gelu"}))
+    with pytest.raises(ConfigError, match=r"auto or decoder with other values than the configuration's$"):
+        check_models(Config.model_validate(settings(tmp_path)))
 
 
 def test_trees_are_refused_by_an_engine_that_starts_alone(checkpoint: Path) -> None:

@@ -105,7 +105,6 @@ DELTA = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
 }
-ALONE = "it has recurrent layers alone"
 SPARSE = "it has sparse attention"
 OWN_CODE = "its attention is code of its own"
 LAYERS = {**GROUPED, "num_hidden_layers": 4}
@@ -210,12 +209,20 @@ FAMILIES: dict[str, Family] = {
         layers_block_type=["linear_attention", "moe", "full_attention", "mlp"], ssm_state_size=8,
         mamba_num_heads=8, mamba_head_dim=8, n_groups=2, moe_intermediate_size=24,
         moe_shared_expert_intermediate_size=24, n_routed_experts=4),
+    "nemotron_h-latent": family("nemotron_h", GROUPED, head_dim=8, num_hidden_layers=4, mlp_bias=True,
+        layers_block_type=["linear_attention", "moe", "full_attention", "moe"], ssm_state_size=8,
+        mamba_num_heads=8, mamba_head_dim=8, n_groups=2, moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=24, n_routed_experts=4, moe_latent_size=16),
     "zamba2": family("zamba2", num_key_value_heads=4, layers_block_type=["linear_attention", "hybrid"],
-        mamba_d_state=8, n_mamba_heads=4),
+        mamba_d_state=8, n_mamba_heads=4,
+        refusal="its recurrent layers read what a transformer that several of them share makes"),
     # Wide enough that CPUs capture steps.
     "kimi_linear": family("kimi_linear", DELTA, linear_head_dim=8, linear_num_heads=4, intermediate_size=64,
         moe_intermediate_size=32),
-    "bailing_hybrid": family("bailing_hybrid", DELTA, head_dim=8, n_group=2, topk_group=1),
+    "bailing_hybrid": family("bailing_hybrid", DELTA, head_dim=8, n_group=2, topk_group=1,
+        intermediate_size=64, moe_intermediate_size=32),
+    "bailing_hybrid-unbounded": family("bailing_hybrid", DELTA, head_dim=8, n_group=1, topk_group=1,
+        kda_safe_gate=False, attention_bias=True),
     "lfm2": family("lfm2", GROUPED, layer_types=["conv", "full_attention"], block_multiple_of=16,
         conv_bias=True),
     "lfm2_moe": family("lfm2_moe", GROUPED, EXPERTS, layer_types=["conv", "full_attention"],
@@ -224,10 +231,11 @@ FAMILIES: dict[str, Family] = {
         sliding_window=8, head_dim=8),
     "jamba": family("jamba", GROUPED, num_experts=4, attn_layer_period=2, attn_layer_offset=1,
         mamba_d_state=4,
-        refusal="it has recurrent layers, which transformers begins anew with each chunk of a prompt"),
-    "minimax": family("minimax", GROUPED,
-        refusal="it has recurrent layers, whose states transformers keeps in a way of this model's own"),
-    "mamba": family("mamba", state_size=4, refusal=ALONE),
+        refusal="layers of Mamba 1; allowed: the gated delta rule, Kimi delta attention, Mamba 2"),
+    "minimax": family("minimax", GROUPED, refusal="has recurrent layers of lightning attention; allowed: "),
+    "mamba": family("mamba", state_size=4, refusal="it has recurrent layers of Mamba 1; allowed: "),
+    "mamba2": family("mamba2", state_size=8, num_heads=8, head_dim=8, n_groups=1,
+        refusal="it has recurrent layers alone"),
     "phi": family("phi", GROUPED),
     "phi3": family("phi3", GROUPED, sliding_window=8),
     "phi3-partial": family("phi3", GROUPED, rope_parameters=PARTIAL, original_max_position_embeddings=128,

@@ -64,16 +64,16 @@ def test_auto_keeps_to_its_part_of_a_shared_gpu() -> None:
     assert cache_bytes(config, FakeMemory(free=GIB), VOCAB_SIZE, lambda: None) == 0
 
 
-def test_auto_leaves_room_for_a_drafter_and_for_the_states_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_leaves_room_for_a_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_sizes, "CudaMemory", lambda device: FakeMemory(free=60 * GIB))
     monkeypatch.setattr(cache_sizes, "run_peak_step", lambda *arguments: None)
     info: Any = SimpleNamespace(device=torch.device("cuda"), vocab_size=VOCAB_SIZE)
-    forward: Any = SimpleNamespace(cache_shape=CacheShape(1, 1, 8, state_bytes=2_000_000))
+    forward: Any = SimpleNamespace(cache_shape=CacheShape(1, 1, 8))
     config = EngineConfig(max_num_seqs=10)
     found = cache_sizes.cache_bytes_for(
         config, info, forward, None, DrafterMemory(GIB, 7, step_bytes=78_000_000)
     )
-    assert found == int(0.92 * (58 * GIB - LOGITS - 78_000_000 - 10 * 2_000_000))
+    assert found == int(0.92 * (58 * GIB - LOGITS - 78_000_000))
 
 
 def test_a_largest_step_without_room_names_the_setting() -> None:

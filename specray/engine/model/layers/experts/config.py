@@ -17,6 +17,7 @@ GATE_UP = "mlp.experts.gate_up_proj"
 DOWN = "mlp.experts.down_proj"
 SHARED = "mlp.shared_experts"
 SHARED_GATE = "mlp.shared_expert_gate"
+LATENT_DOWN, LATENT_UP = "mlp.fc1_latent_proj", "mlp.fc2_latent_proj"
 
 
 class Score(Enum):
@@ -105,6 +106,8 @@ class Experts:
     """Further experts, behind the others, that give back what they read and have no weights."""
     is_shortcut: bool = False
     """They are beside a layer's MLP, and what they give is added behind the next layer."""
+    latent_size: int | None = None
+    """Numbers of a row that experts read and give, made of the hidden state; None: they read that."""
 
     @property
     def num_routed(self) -> int:
@@ -122,7 +125,7 @@ class Experts:
         """The weights of a layer, by name.
 
         Args:
-            has_mlp_bias: the MLPs that compute every token have biases.
+            has_mlp_bias: the MLPs that compute every token have biases, and what is around a latent.
             is_gated: each MLP joins two linear layers; else it has no ``gate_proj``.
         """
         shapes: dict[str, tuple[int, ...]] = {f"{ROUTER}.weight": (self.num_routed, hidden_size)}
@@ -130,9 +133,11 @@ class Experts:
             shapes[f"{ROUTER}.bias"] = (self.num_routed,)
         if self.routing.choice_bias is not None:
             shapes[CHOICE_BIAS] = self.routing.choice_bias
-        shapes |= (
-            self._apart(hidden_size) if self.stacked is None else self._together(self.stacked, hidden_size)
-        )
+        size = self.latent_size or hidden_size
+        shapes |= self._apart(size) if self.stacked is None else self._together(self.stacked, size)
+        if self.latent_size is not None:
+            latent = {LATENT_DOWN: (size, hidden_size), LATENT_UP: (hidden_size, size)}
+            shapes |= _with_biases(latent, has_bias=has_mlp_bias)
         if self.shared is not None:
             shapes |= self._shared(self.shared, hidden_size, has_mlp_bias)
         return shapes if is_gated else {name: shapes[name] for name in shapes if ".gate_proj" not in name}

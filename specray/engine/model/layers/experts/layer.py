@@ -104,6 +104,14 @@ class ExpertsInTurn:
 
 
 @dataclass(frozen=True, slots=True)
+class Latent:
+    """Linear layers from the hidden state to what experts read, and back (Nemotron 3, 2025)."""
+
+    down: Linear
+    up: Linear
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertLayer:
     """The MLPs of a layer on this rank and their router, in the place of ``decoder.DecoderLayer.gate``."""
 
@@ -112,6 +120,8 @@ class ExpertLayer:
     experts: ExpertMlps
     hits: torch.Tensor | None = None
     """Receives the number of experts that a forward's rows hit, ``[1]``, int32; None: nobody counts."""
+    latent: Latent | None = None
+    """What is around the experts, and not the router; None: they read the hidden state."""
 
     @property
     def can_be_captured(self) -> bool:
@@ -124,7 +134,9 @@ class ExpertLayer:
             if self.hits is not None:
                 self.hits.zero_()
             return torch.empty_like(rows)
-        return self.experts(rows, *self.router(rows), self.hits)
+        read = rows if self.latent is None else self.latent.down(rows)
+        out = self.experts(read, *self.router(rows), self.hits)
+        return out if self.latent is None else self.latent.up(out)
 
 
 @dataclass(frozen=True, slots=True)

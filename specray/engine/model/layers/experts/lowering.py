@@ -5,7 +5,7 @@ Of a group's ranks each has a part of every expert: some of what lies between it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +17,8 @@ from specray.engine.model.layers.experts.config import (
     CHOICE_BIAS,
     DOWN,
     GATE_UP,
+    LATENT_DOWN,
+    LATENT_UP,
     ROUTER,
     SHARED,
     SHARED_GATE,
@@ -24,7 +26,7 @@ from specray.engine.model.layers.experts.config import (
     Stacked,
     expert_prefix,
 )
-from specray.engine.model.layers.experts.layer import ExpertLayer, ExpertMlp
+from specray.engine.model.layers.experts.layer import ExpertLayer, ExpertMlp, Latent
 from specray.engine.model.layers.experts.routing import Router
 from specray.engine.model.layers.experts.shared_mlp import WithSharedMlp
 from specray.engine.weights.stored_weight import StoredWeight, Weight, alike
@@ -32,6 +34,7 @@ from specray.engine.weights.stored_weight import StoredWeight, Weight, alike
 if TYPE_CHECKING:
     from specray.engine.activation import Activation
     from specray.engine.model.checkpoint.rank_weights import RankWeights
+    from specray.engine.model.linear import Linear
     from specray.engine.model.operators import Operators
 
 
@@ -51,6 +54,15 @@ def lower_experts(
 
     router = _router(prefix, experts, taken, operators)
     layer = operators.experts(router, [lowered(number) for number in range(experts.num_experts)])
+    if experts.latent_size is not None:
+        # What ranks' experts give adds up before the layer back as behind it.
+        down, up = (
+            maker.linear(
+                f"{prefix}{name}", has_bias=config.has_mlp_bias and (name == LATENT_DOWN or taken.is_first)
+            )
+            for name in (LATENT_DOWN, LATENT_UP)
+        )
+        layer = replace(layer, latent=Latent(down, up))
     shared = experts.shared
     if shared is None:
         return layer
@@ -110,6 +122,12 @@ class _MlpMaker:
         gate, up = alike([parts.gate, parts.up])
         gate_bias, up_bias = _like(parts.gate_bias, gate), _like(parts.up_bias, up)
         return ExpertMlp(self.operators.gate(gate, up, gate_bias, up_bias, clamp or self.activation), down)
+
+    def linear(self, name: str, *, has_bias: bool) -> Linear:
+        """A linear layer that each rank has as a whole."""
+        weight = self.taken.weight(f"{name}.weight")
+        bias = self.taken.whole(f"{name}.bias") if has_bias else None
+        return self.operators.linear(weight, _like(bias, weight))
 
     def apart(self, prefix: str, size: int, *, has_bias: bool, is_joined: bool = False) -> _Parts:
         """The parts of an MLP whose layers have weights of their own, or whose gate and up have one."""

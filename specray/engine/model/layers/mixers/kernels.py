@@ -52,6 +52,7 @@ class KernelMixer:
             shape.num_heads // shape.num_key_heads,
             isinstance(mixer, GatedDelta),
             isinstance(mixer, GatedDelta) and mixer.has_sigmoid,
+            isinstance(mixer, GatedDelta) and mixer.least_log_decay is not None,
         )
         self._kernel = fields.recurrence_kernel(self._rule)
         self._args = np.zeros(fields.NUM_ARGS, dtype=np.int64)
@@ -72,6 +73,7 @@ class KernelMixer:
             tensors |= {fields.CONV_BIAS: torch.zeros(shape.num_channels), fields.BIAS: mixer.decay_bias}
             tensors |= {fields.WEIGHT: mixer.norm}
             numbers |= {fields.SCALE: mixer.rate_scale, fields.EPS: mixer.eps}
+            numbers |= {fields.LEAST: mixer.least_log_decay or 0.0}
             self._args[fields.GROUPS] = shape.num_key_heads
         self._tensors = tensors
         for field, tensor in tensors.items():

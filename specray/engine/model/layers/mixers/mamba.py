@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from specray.engine.cache.state_pool import LayerStates, StatePool, StateRows
 from specray.engine.model.layers.convolution import convolve
-from specray.engine.model.layers.recurrences import HeadRows, recur
+from specray.engine.model.layers.recurrences import HeadRows, by_sequence, recur
 from specray.engine.step import StateShape
 
 if TYPE_CHECKING:
@@ -74,11 +74,8 @@ class Mamba:
         return False
 
     def __call__(self, projected: torch.Tensor, pool: StatePool, place: int) -> torch.Tensor:
-        shape, layer = self.shape, pool.layers[place]
-        out = projected.new_empty(len(projected), shape.num_heads * shape.value_dim)
-        for item in pool.rows:
-            rows = slice(item.first_row, item.first_row + item.end - item.start)
-            out[rows] = self.run(projected[rows], layer, item)
+        size = self.shape.num_heads * self.shape.value_dim
+        out = by_sequence(self.run, projected, pool, place, size)
         return self.finished(out, projected)
 
     def run(self, projected: torch.Tensor, layer: LayerStates, item: StateRows) -> torch.Tensor:

@@ -30,13 +30,6 @@ def without_rotation(module: Any, query: torch.Tensor) -> torch.Tensor:
 
 
 to_latent = hf_forward.to_latent
-find_recurrent = hf_forward.find_recurrent
-
-
-def without_states(model: Any, run: Any) -> list[Any]:
-    """Finds no recurrent layers, so that each call of one begins anew."""
-    find_recurrent(model, run)
-    return []
 
 
 @pytest.mark.parametrize(
@@ -46,8 +39,6 @@ def without_states(model: Any, run: Any) -> list[Any]:
         ("gemma2", {"attn_logit_softcapping": 50.0}, "ScoreRule", no_rule),
         ("gpt_oss", {}, "ScoreRule", no_rule),
         ("deepseek_v3", {}, "to_latent", without_rotation),
-        # Attention stands beside Mamba in each layer.
-        ("falcon_h1", {}, "find_recurrent", without_states),
     ],
 )
 def test_what_is_left_out_is_refused(
@@ -91,21 +82,6 @@ def test_a_miniature_has_as_many_frequencies_by_axis_as_heads_have() -> None:
     text.hidden_size, text.rope_parameters["mrope_section"] = 512, [16, 24, 24]
     small = build_miniature(config, max_model_len=128).config.get_text_config()
     assert small.rope_parameters["mrope_section"] == [4, 2, 2]
-
-
-def test_recurrent_heads_of_published_size_are_shrunk_in_their_ratio() -> None:
-    small: Any = build_miniature(AutoConfig.for_model("qwen3_next", num_hidden_layers=4), max_model_len=128)
-    config = small.config
-    assert (config.linear_num_key_heads, config.linear_num_value_heads) == (2, 4)
-    assert (config.linear_key_head_dim, config.linear_value_head_dim) == (8, 8)
-    assert config.layer_types == ["linear_attention"] * 3 + ["full_attention"]
-
-
-def test_a_miniature_keeps_attention_that_comes_late() -> None:
-    config = AutoConfig.for_model("bamba", attn_layer_indices=[9, 18, 27])
-    small: Any = build_miniature(config, max_model_len=128).config
-    assert small.layer_types == ["linear_attention"] * 7 + ["full_attention"]
-    assert small.mamba_n_heads * small.mamba_d_head == small.mamba_expand * small.hidden_size
 
 
 def test_a_vision_part_of_published_size_is_shrunk() -> None:

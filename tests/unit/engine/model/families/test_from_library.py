@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from specray.engine.activation import Clamp
+from specray.engine.model.checkpoint.names import decoder_name
 from specray.engine.model.decoder_config import RopeFormula, layer_prefix
 from specray.engine.model.families.from_library import can_lower, decoder_config_of
 from specray.engine.model.layers.experts.config import Routing
@@ -188,3 +189,29 @@ def test_kimi_linear_as_it_is_published() -> None:
         model = library_class(config).from_config(config)
     expected = sum(tensor.numel() for tensor in model.state_dict().values())
     assert sum(map(math.prod, shapes.values())) == expected == 49_122_681_728
+
+
+def test_ling_3_as_it_is_published() -> None:
+    """Names of older files, a decay for each of a key's numbers, which has a bound, and gates of heads."""
+    config = AutoConfig.for_model("bailing_hybrid")
+    assert can_lower(config)
+    decoder = decoder_config_of(config, max_model_len=4_096)
+    assert decoder.attention_layers == (5, 11, 17, 23, 29, 35, 41)
+    assert decoder.has_neighbour_pairs and decoder.has_head_gates and decoder.query_scale == 192**-0.5
+    assert decoder.recurrent is not None
+    assert decoder.recurrent.state_shape(2) == StateShape(16, 16, 128, 128, 128, 3 * 2_048, 4)
+    shapes, first, last = decoder.weight_shapes(), layer_prefix(0), layer_prefix(5)
+    assert shapes[f"{first}self_attn.f_proj.weight"] == (4_096, 2_560)
+    assert {f"{first}self_attn.A_log", f"{first}self_attn.k_conv1d.weight"} <= decoder.wide_weights()
+    names = {
+        f"{first}attention.forget_gate.f_proj.weight": f"{first}self_attn.f_proj.weight",
+        f"{last}attention.dense.weight": f"{last}self_attn.o_proj.weight",
+        f"{first}attention.dt_bias": f"{first}self_attn.dt_bias",
+        f"{first}mlp.gate.expert_bias": f"{first}mlp.gate.e_score_correction_bias",
+        "model.word_embeddings.weight": "model.embed_tokens.weight",
+    }
+    assert {name: decoder_name(name) for name in names} == names
+    with torch.device("meta"):
+        model = library_class(config).from_config(config)
+    expected = sum(tensor.numel() for tensor in model.state_dict().values())
+    assert sum(map(math.prod, shapes.values())) == expected

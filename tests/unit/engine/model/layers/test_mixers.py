@@ -29,6 +29,8 @@ LAYERS = {
     "nemotron_h": "mixer",
     "lfm2": "conv",
     "kimi_linear": "self_attn",
+    "bailing_hybrid": "self_attn",
+    "bailing_hybrid-unbounded": "self_attn",
 }
 """Families, and the name of what the library's first layer has in the place of attention."""
 
