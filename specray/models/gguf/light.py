@@ -19,6 +19,7 @@ _MODEL_TYPES = frozenset(
         "gemma3_text",
         "glm4_moe",
         "gpt_oss",
+        "lfm2",
         "llama",
         "olmoe",
         "phi3",

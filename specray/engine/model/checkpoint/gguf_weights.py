@@ -36,7 +36,7 @@ from specray.engine.model.layers.experts.config import (
     SHARED_GATE,
     expert_prefix,
 )
-from specray.engine.model.layers.recurrent_config import RATES, DeltaLayers
+from specray.engine.model.layers.recurrent_config import RATES, ConvolutionLayers, DeltaLayers
 from specray.engine.weights.block_type import BlockType
 from specray.engine.weights.stored_weight import StoredWeight
 from specray.errors import ConfigError
@@ -53,7 +53,8 @@ _HYBRIDS = frozenset({"qwen35", "qwen35moe"})
 """Architectures whose recurrent layers have value heads in another order, and rates in place of logs."""
 _SHIFTED = _HYBRIDS | {"gemma3"}
 """Architectures whose files hold the norms' weights with the one that checkpoints leave out."""
-_ENDS = {EMBEDDING: "token_embd.weight", FINAL_NORM: "output_norm.weight", HEAD: "output.weight"}
+_ENDS = {"token_embd.weight": EMBEDDING, "output.weight": HEAD}
+_ENDS |= dict.fromkeys(("output_norm.weight", "token_embd_norm.weight"), FINAL_NORM)
 _ATTENTION = {
     "q_proj": "attn_q",
     "k_proj": "attn_k",
@@ -74,6 +75,7 @@ _DELTA = {
     "norm.weight": "ssm_norm.weight",
     "out_proj.weight": "ssm_out.weight",
 }
+_CONVOLUTION = {name: f"shortconv.{name}" for name in ("in_proj", "conv", "out_proj")}
 _MLP = {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "gate_up_proj": "ffn_up", "down_proj": "ffn_down"}
 _ROUTER = "ffn_gate_inp"
 _SHARED_GATE = "ffn_gate_inp_shexp"
@@ -238,12 +240,7 @@ class GgufWeights(NamedWeights):
 
     def _cuts_a_unit(self, name: str, tensor: GgufTensor, part: WeightPart | None) -> bool:
         size = tensor.unit
-        if (
-            size is None
-            or part is None
-            or part.dim != 1
-            or (part.start % size == 0 and part.stop % size == 0)
-        ):
+        if size is None or part is None or part.dim != 1 or not (part.start % size or part.stop % size):
             return False
         self._warn(name, f"a rank's {part.stop - part.start} input features are no whole blocks of {size}")
         return True
@@ -272,7 +269,7 @@ def _rows(place: _TensorRows, part: WeightPart | None) -> slice:
 
 def _places(config: DecoderConfig, file: GgufFile) -> Iterator[tuple[str, _TensorRows]]:
     """The decoder's weights that the file holds, by name, each as its own shape says."""
-    for name, tensor in _ENDS.items():
+    for tensor, name in _ENDS.items():
         if tensor in file.tensors:
             yield name, _whole(file, tensor)
     for layer in range(config.num_hidden_layers):
@@ -301,6 +298,8 @@ def _layer_places(config: DecoderConfig, layer: int, file: GgufFile) -> Iterator
                 if tensor == _SHARED_GATE:
                     # One product's weight is a vector there.
                     place = replace(place, shape=(1, place.shape[-1]))
+                if tensor == _CONVOLUTION["conv"] and suffix == "weight":
+                    place = replace(place, shape=(place.shape[0], 1, *place.shape[1:]))
                 yield f"{name}.{suffix}", _ordered(place, name, config, file)
     for name, tensor in _WHOLE_NAMES.items():
         if (stored := f"blk.{layer}.{tensor}") in file.tensors:
@@ -341,6 +340,8 @@ def _layer_names(config: DecoderConfig, layer: int, file: GgufFile) -> dict[str,
     """Names of a layer's parts in a checkpoint, and in the file."""
     names = {f"self_attn.{name}": stored for name, stored in _ATTENTION.items()}
     names[INPUT_NORM] = "attn_norm"
+    if isinstance(config.recurrent, ConvolutionLayers):
+        names |= {f"{config.recurrent.prefix}{name}": stored for name, stored in _CONVOLUTION.items()}
     if config.has_sandwich_norms:
         names |= {
             ATTENTION_NORM: "post_attention_norm",
@@ -356,11 +357,8 @@ def _layer_names(config: DecoderConfig, layer: int, file: GgufFile) -> dict[str,
     if _has_experts(config, layer, file):
         shared = {f"{SHARED}.{name}_proj": f"ffn_{name}_shexp" for name in ("gate", "up", "down")}
         return names | shared | {ROUTER: _ROUTER, SHARED_GATE: _SHARED_GATE}
-    left_out = "gate_proj" if config.has_joined_gates else "gate_up_proj"
-    mlp = {name: stored for name, stored in _MLP.items() if name != left_out}
-    if config.has_joined_gates:
-        del mlp["up_proj"]
-    return names | {f"mlp.{name}": stored for name, stored in mlp.items()}
+    left_out = ("gate_proj", "up_proj") if config.has_joined_gates else ("gate_up_proj",)
+    return names | {f"mlp.{name}": stored for name, stored in _MLP.items() if name not in left_out}
 
 
 def _experts(config: DecoderConfig, layer: int, file: GgufFile) -> Iterator[tuple[str, _TensorRows]]:

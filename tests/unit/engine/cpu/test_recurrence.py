@@ -22,6 +22,8 @@ SHAPES = {
     "delta-10x6": StateShape(3, 1, 10, 6, 1, 2 * 10 + 18, 2),
     # A decay for each of a key's numbers.
     "kimi-16x32": StateShape(2, 2, 16, 32, 16, 2 * 32 + 64, 4),
+    # The same, and they have a bound.
+    "ling-16x32": StateShape(2, 2, 16, 32, 16, 2 * 32 + 64, 4),
     # Two groups, and two pieces of work in each.
     "mamba-16x32": StateShape(8, 4, 16, 32, 1, 2 * 32 + 256, 4),
     "mamba-10x6": StateShape(3, 1, 10, 6, 1, 2 * 10 + 18, 2),
@@ -38,9 +40,10 @@ def make_mixer(name: str) -> PlainMixer:
     if name.startswith("convolution"):
         return ShortConvolution(shape, taps, torch.randn(shape.num_channels))
     rates, bias = torch.rand(heads) + 0.1, torch.randn(heads)
-    if name.startswith(("delta", "kimi")):
+    if name.startswith(("delta", "kimi", "ling")):
         bias, norm = torch.randn(heads * shape.gate_dim), torch.rand(shape.value_dim)
-        return GatedDelta(shape, taps, rates, bias, norm, 1e-6, 2.0, name.startswith("kimi"))
+        least = -5.0 if name.startswith("ling") else None
+        return GatedDelta(shape, taps, rates, bias, norm, 1e-6, 2.0, not name.startswith("delta"), least)
     group_norm = GroupNorm(torch.rand(GROUPS[name], heads * shape.value_dim // GROUPS[name]), 1e-6)
     channels, skips = torch.randn(shape.num_channels), torch.randn(heads)
     return Mamba(shape, GROUPS[name], taps, channels, rates, bias, skips, group_norm, (0.01, 2.0), 1.5, 0.5)
@@ -103,7 +106,9 @@ def test_kernel_and_operators_agree(name: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", ["delta-32x64", "kimi-16x32", "mamba-16x32", "convolution-600"])
+@pytest.mark.parametrize(
+    "name", ["delta-32x64", "kimi-16x32", "ling-16x32", "mamba-16x32", "convolution-600"]
+)
 @pytest.mark.parametrize("num_open", range(1, 9))
 def test_whatever_is_refused_others_have_plain_decodings_bits(num_open: int, name: str) -> None:
     """Beside another sequence, whose rows need not be as many."""

@@ -54,11 +54,9 @@ def test_light_are_the_models_that_the_decoder_runs(name: str, tmp_path: Path) -
     header, config = config_of(name, tmp_path)
     library: Any = transformers
     expected = can_lower(library.AutoConfig.for_model(**json.loads(json.dumps(config))))
-    # Tensors of short convolutions are not read from a file as they lie there: it is converted.
-    expected = expected and name != "lfm2"
     assert is_light(header, config) == expected
     # One that is read without the library is read the same.
-    assert expected or name == "lfm2" or read_decoder_config(config) is None
+    assert expected or read_decoder_config(config) is None
 
 
 def test_a_cap_on_logits_needs_the_other_forward(tmp_path: Path) -> None:

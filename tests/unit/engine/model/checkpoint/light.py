@@ -31,6 +31,7 @@ FAMILIES = (
     "phi3",
     "phi3-longrope",
     "gemma3",
+    "lfm2",
     "qwen35",
     "qwen35moe",
 )
@@ -79,7 +80,7 @@ def _with_numbers_of_the_file(tiny: TinyModel, model: Any, choose: Choose) -> An
         assert stored is not None, name
         is_transposed = tiny.architecture == "gpt-oss" and parameter.ndim == 3
         value = parameter.detach().transpose(-1, -2) if is_transposed else parameter.detach()
-        if "ssm_conv1d" in stored:
+        if stored.endswith(_CONVOLUTIONS):
             continue
         numbers, kind = value.contiguous().numpy(), choose(f"{stored}.weight")
         if tiny.architecture.startswith("qwen35") and stored.endswith(OF_VALUE_HEADS):
@@ -95,12 +96,15 @@ def _with_numbers_of_the_file(tiny: TinyModel, model: Any, choose: Choose) -> An
     return copy
 
 
+_CONVOLUTIONS = "ssm_conv1d", "shortconv.conv"
 _ARCHITECTURES = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
 def _is_chosen(stored: str, value: np.ndarray) -> bool:
     """Whether a tensor may be of any type: the converter leaves vectors and convolutions in float32."""
-    return value.ndim > 1 and stored.endswith("weight") and "ssm_conv1d" not in stored
+    return (
+        value.ndim > 1 and stored.endswith("weight") and not stored[: -len(".weight")].endswith(_CONVOLUTIONS)
+    )
 
 
 def rounded(value: np.ndarray, kind: Type) -> np.ndarray:
