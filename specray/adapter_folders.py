@@ -12,8 +12,12 @@ ADAPTER_FILES: Final = ("adapter_config.json", "adapter_model.safetensors")
 """Names of an adapter's files."""
 ADAPTER_NAME: Final = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$"
 """Names of adapters, and of their folders."""
+CHAT_TEMPLATE_FILES: Final = ("chat_template.jinja", "tokenizer_config.json")
+"""Names of the files that may hold a chat template."""
+_MAX_TEMPLATE_BYTES: Final = 16 << 20
+"""Most bytes of each of these."""
 MAX_FILE_BYTES: Final = (1 << 20, 4 << 30)
-"""Most bytes of each of the files."""
+"""Most bytes of each of an adapter's files."""
 
 
 def is_adapter_name(name: str) -> bool:
@@ -38,7 +42,9 @@ def adapter_folder(directory: str | Path, name: str) -> Path:
         raise ConfigError(f"adapter folder {name!r} is a link that leads out of the directory of adapters")
     if not folder.is_dir():
         raise ConfigError(f"adapter folder {name!r} is not in the directory of adapters")
-    for file, most in zip(ADAPTER_FILES, MAX_FILE_BYTES, strict=True):
+    limits = dict(zip(ADAPTER_FILES, MAX_FILE_BYTES, strict=True))
+    limits |= {file: _MAX_TEMPLATE_BYTES for file in CHAT_TEMPLATE_FILES if (folder / file).exists()}
+    for file, most in limits.items():
         real = (folder / file).resolve()
         if not real.is_relative_to(root):
             raise ConfigError(

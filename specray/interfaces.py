@@ -77,12 +77,12 @@ class Verifier(EngineConnection[TargetReplies], Protocol):
 class AdapterLoader(Protocol):
     """What a connection to a target whose engine is a ``SyncAdapterEngine`` has besides."""
 
-    async def load_adapter(self, folder: str, digest: bytes = b"", *, is_pinned: bool = False) -> bytes:
-        """As ``SyncAdapterEngine.load_adapter``.
+    async def load_adapter(self, folder: str, digest: bytes = b"") -> bytes:
+        """As ``SyncAdapterEngine.start_loading``, to its end; returns the digest of its bytes.
 
         Raises:
             InvalidRequestError: it can never be loaded, or the engine knows no adapters.
-            OverloadedError: all that are loaded are in use or pinned.
+            OverloadedError: there is no room for it.
             EngineLostError: the connection is gone.
         """
         ...
@@ -197,31 +197,63 @@ class SyncTargetEngine(SyncEngine, Protocol):
         ...
 
 
+class AdapterLoading(Protocol):
+    """An adapter on its way into an engine's memory."""
+
+    def read(self) -> None:
+        """Reads and checks its files, on any thread, while steps go on."""
+        ...
+
+    def place(self) -> bytes:
+        """Puts what was read into memory, between two steps; returns the digest of its bytes.
+
+        Raises:
+            ConfigError: it can never be loaded, or has other bytes; nothing has changed.
+            OverloadedError: there is no room for it; nothing has changed.
+        """
+        ...
+
+
 @runtime_checkable
 class SyncAdapterEngine(Protocol):
-    """A target's engine that loads adapters while it serves, between two steps.
+    """A target's engine that loads adapters while it serves, between two steps, one after the other.
 
     It lists them in ``info`` (``adapters``, ``adapter_names``, ``max_adapters``, ``max_adapter_rank``). A
     sequence whose adapter is not loaded is answered with ``ItemFailed(is_retriable=True, field="adapter")``;
-    an adapter stays as long as a sequence uses it.
+    an adapter stays as long as a sequence uses it. Who has others loaded makes room first.
     """
 
-    def load_adapter(self, folder: str, digest: bytes = b"", *, is_pinned: bool = False) -> bytes:
-        """Loads an adapter on all ranks, where it is not loaded; returns the digest of its bytes.
+    def start_loading(self, folder: str, digest: bytes = b"") -> AdapterLoading:
+        """Begins to load an adapter on all ranks, where it is not loaded.
 
         Args:
             folder: name of its folder in ``target.adapters.directory``.
             digest: what its bytes must be, 32 bytes; empty: whatever they are.
-            is_pinned: it leaves only when it is unloaded.
 
         Raises:
-            ConfigError: it can never be loaded, or has other bytes; nothing has changed.
-            OverloadedError: all that are loaded are in use or pinned; nothing has changed.
+            ConfigError: the engine knows none.
         """
         ...
 
     def unload_adapter(self, digest: bytes) -> None:
         """Lets an adapter leave memory, once no sequence uses it; an unknown one is ignored."""
+        ...
+
+
+@runtime_checkable
+class AdapterManager(Protocol):
+    """A router whose target loads adapters, or a handle to several such."""
+
+    async def load_adapter(self, folder: str, digest: bytes = b"", *, is_pinned: bool = False) -> bytes:
+        """As ``AdapterLoader.load_adapter``, once there is room.
+
+        Args:
+            is_pinned: it leaves only when it is unloaded.
+        """
+        ...
+
+    async def unload_adapter(self, digest: bytes) -> None:
+        """As ``SyncAdapterEngine.unload_adapter``. Raises EngineLostError."""
         ...
 
 

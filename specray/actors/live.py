@@ -88,12 +88,20 @@ def read_stored(key: str) -> Values | None:
     return values
 
 
-def write_stored(key: str, values: Values) -> None:
-    internal_kv._internal_kv_put(key, json.dumps(values), overwrite=True, namespace=_NAMESPACE)
+def write_stored(key: str, values: Values, *, is_new: bool = False) -> bool:
+    """Writes what a key stands for; with ``is_new`` only if it stands for nothing. Returns whether it did."""
+    was_there = internal_kv._internal_kv_put(
+        key, json.dumps(values), overwrite=not is_new, namespace=_NAMESPACE
+    )
+    return not (is_new and was_there)
 
 
 def forget_stored(key: str) -> None:
     internal_kv._internal_kv_del(key, namespace=_NAMESPACE)
+
+
+def _values_of(ref: AdapterRef) -> Values:
+    return {"digest": ref.digest.hex(), "folder": ref.folder, "is_pinned": ref.is_pinned}
 
 
 class AdapterNames:
@@ -115,9 +123,15 @@ class AdapterNames:
         return await asyncio.to_thread(self._read)
 
     async def write(self, ref: AdapterRef) -> None:
-        values = {"digest": ref.digest.hex(), "folder": ref.folder, "is_pinned": ref.is_pinned}
-        await asyncio.to_thread(write_stored, self._prefix + ref.name, values)
+        await asyncio.to_thread(write_stored, self._prefix + ref.name, _values_of(ref))
         await asyncio.to_thread(self._mark)
+
+    async def claim(self, ref: AdapterRef) -> bool:
+        """As ``serving.adapters.AdapterStore.claim``: the cluster's store decides."""
+        is_new = await asyncio.to_thread(write_stored, self._prefix + ref.name, _values_of(ref), is_new=True)
+        if is_new:
+            await asyncio.to_thread(self._mark)
+        return is_new
 
     async def remove(self, name: str) -> None:
         await asyncio.to_thread(forget_stored, self._prefix + name)

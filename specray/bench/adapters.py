@@ -66,8 +66,9 @@ def measure_adapters(
     plain = ModelRunner(adapted.forward, adapted.cache, adapted.info, graphs=adapted.graphs)
     for slot in range(most):
         _write_random(directory / str(slot), adapted.adapters.pool.weight_shapes(), rank, slot)
-        adapted.adapters.prepare(str(slot), b"")
-        adapted.adapters.put(slot)
+        reading = adapted.adapters.start(str(slot), b"")
+        reading.read()
+        adapted.adapters.put(slot, reading)
     costs = []
     for rows in num_rows:
         arms: list[tuple[ModelRunner, int | None]] = [(plain, None), *((adapted, n) for n in num_adapters)]

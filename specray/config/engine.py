@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from specray.config.adapters import AdaptersConfig
+from specray.config.adapters import AdapterName, AdaptersConfig
 from specray.config.scaling import DraftScalingConfig
 from specray.config.section import Section
 from specray.types import DraftKind
@@ -283,6 +283,11 @@ class DraftConfig(EngineConfig):
         le=1 << 20,
         description="Last tokens that the draft sees at least, beside the first four; default: all.",
     )
+    adapters: dict[AdapterName, str] = Field(
+        default_factory=dict,
+        description="Directories of the draft's own LoRA adapters, by the names of the target's that they "
+        "draft for; others are drafted for without.",
+    )
     num_replicas: int = Field(1, ge=0, le=1024, description="0: plain decoding.")
     autoscaling: DraftScalingConfig | None = Field(
         None, description="Number of replicas by their utilisation, in place of num_replicas."
@@ -298,9 +303,19 @@ class DraftConfig(EngineConfig):
         """``~`` and relative paths, which other processes would not find as they are."""
         return None if file is None else str(Path(file).expanduser().absolute())
 
+    @field_validator("adapters")
+    @classmethod
+    def _absolute_directories(cls, adapters: dict[str, str]) -> dict[str, str]:
+        """As :meth:`_absolute_file`."""
+        return {name: str(Path(path).expanduser().absolute()) for name, path in adapters.items()}
+
     @model_validator(mode="after")
     def _check_options(self) -> DraftConfig:
         self._check_formats()
+        if self.adapters and self.model in MODEL_FREE_DRAFTS:
+            raise ValueError(
+                f"draft.adapters is {self.adapters!r} with model {self.model!r}; allowed: with a model"
+            )
         if self.tensor_parallel_size > 1:
             self._check_rank_options()
         if self.draft in set(NO_CHECKPOINTS) - {DraftKind.NGRAM.value}:
@@ -321,6 +336,7 @@ class DraftConfig(EngineConfig):
         for name, plain in (
             ("draft", None),
             ("window", None),
+            ("adapters", {}),
             ("vocabulary_ids", None),
             ("tensor_parallel_size", 1),
             ("forward", "auto"),
@@ -328,7 +344,7 @@ class DraftConfig(EngineConfig):
             if (value := getattr(self, name)) != plain:
                 raise ValueError(
                     f"{name} is {value!r} with model {REMOTE_FEATURES!r}; allowed with it: "
-                    f"{'none' if plain is None else repr(plain)}"
+                    f"{repr(plain) if plain else 'none'}"
                 )
 
     @property
@@ -341,10 +357,11 @@ class DraftConfig(EngineConfig):
         """The configuration of the model that drafts for the draft; None: there is none."""
         if not self.has_model or self.draft in (None, DraftKind.NGRAM.value):
             return None
-        own = {
+        own: dict[str, Any] = {
             "model": self.draft,
             "draft": None,
             "vocabulary_ids": None,
+            "adapters": {},
             "tensor_parallel_size": 1,
             "profile_s": 0.0,
         }

@@ -43,6 +43,15 @@ class PoolConfig(DraftConfig):
 
     name: ModelName
 
+    @model_validator(mode="after")
+    def _check_adapters(self) -> PoolConfig:
+        if self.adapters:
+            raise ValueError(
+                f"adapters is {self.adapters!r} for the draft {self.name!r} that models share, whose "
+                "adapters of one name differ; allowed: in the draft of one model"
+            )
+        return self
+
 
 class ModelConfig(Section):
     """One of several models: a pair with Routers of its own, in an application of its own."""

@@ -38,7 +38,7 @@ class EngineBase:
         prefix_cache: whether computed prefixes are used again, or only those of prompts (``exact``). Those of
             recurrent layers are where their states have snapshots.
         num_check_tokens: tokens of the health check.
-        adapters: of a target; None: a draft, whose sequences go without.
+        adapters: that sequences may use; None: they go without.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class EngineBase:
         num_check_tokens: int = 1,
         adapters: LoadedAdapters | None = None,
     ) -> None:
-        self._info, self._adapters = info, adapters
+        self._info = info
         self._grammars = grammars
         states = self._states = None if runner is None else runner.states
         if states is not None:
@@ -79,17 +79,8 @@ class EngineBase:
     @property
     def info(self) -> EngineInfo:
         snapshots = self.table.snapshots
-        info = self._info
-        if self._adapters is not None:
-            info = replace(
-                info,
-                adapters=tuple(each.digest for each in self._adapters.loaded),
-                adapter_names=tuple(each.folder for each in self._adapters.loaded),
-                max_adapters=self._adapters.most,
-                max_adapter_rank=self._adapters.max_rank,
-            )
         return replace(
-            info,
+            self._info,
             num_blocks_in_use=self._num_blocks - self._allocator.num_free,
             num_prefix_cache_queries=self.table.num_queried_tokens,
             num_prefix_cache_hits=self.table.num_cached_tokens,

@@ -9,6 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 from specray.config import Config, DraftConfig, EngineConfig, TargetConfig
+from specray.engine.cache.adapters import LoadedAdapters
 from specray.engine.device import hardware_of
 from specray.engine.draft_view.choice import choose_vocabulary, make_draft_view_engine
 from specray.engine.drafting.engine import DraftEngine
@@ -97,9 +98,8 @@ def build_target_engine(config: Config, *, parallel: ParallelContext | None = No
     compiler.prepare()
     runner.cache.populate_aside()
     engine = make_engine(info, prefix_cache=config.target.prefix_cache)
-    if (wanted := config.target.adapters) is not None:
-        for folder in wanted.preload:
-            engine.load_adapter(folder, is_pinned=folder in wanted.pinned)
+    for folder in () if config.target.adapters is None else config.target.adapters.preload:
+        engine.adapters.load(folder)
     return engine
 
 
@@ -163,6 +163,7 @@ def _build_draft(config: Config, parallel: ParallelContext | None) -> DraftEngin
             max_num_seqs=config.draft.max_num_seqs,
             max_num_tokens=_longest_proposal(config),
         )
+    adapters, info = _own_adapters(config.draft, runner, info)
     make_engine = partial(
         DraftEngine,
         runner,
@@ -172,6 +173,7 @@ def _build_draft(config: Config, parallel: ParallelContext | None) -> DraftEngin
         token_ids=runner.info.token_ids,
         max_num_draft_probs=config.speculation.max_num_draft_probs,
         looped=looped,
+        adapters=adapters,
     )
     # What its own draft saves depends on the text.
     masks = guesser if isinstance(guesser, Masks) else None
@@ -181,8 +183,23 @@ def _build_draft(config: Config, parallel: ParallelContext | None) -> DraftEngin
     compiler.prepare()
     runner.cache.populate_aside()
     if has_own_view:
-        return make_draft_view_engine(config, runner, info, other, grammars)
+        return make_draft_view_engine(config, runner, info, other, grammars, adapters)
     return make_engine(info, prefix_cache=config.draft.prefix_cache, guesser=guesser)
+
+
+def _own_adapters(
+    config: DraftConfig, runner: ModelRunner, info: EngineInfo
+) -> tuple[LoadedAdapters | None, EngineInfo]:
+    """Loads the draft's own adapters, and says what they draft for. Raises ConfigError naming one."""
+    if not config.adapters:
+        return None, info
+    adapters, digests = LoadedAdapters(runner.adapters), []
+    for name in config.adapters:
+        try:
+            digests.append(adapters.load(name))
+        except ConfigError as error:
+            raise ConfigError(f"draft.adapters: {error}") from None
+    return adapters, replace(info, adapters=tuple(digests), adapter_names=tuple(config.adapters))
 
 
 def _longest_proposal(config: Config) -> int | None:

@@ -63,13 +63,13 @@ class StateCopy:
 
 @dataclass(frozen=True, slots=True)
 class AdapterInput:
-    """Something to do with adapters. With a folder: read the adapter in it, and keep it ready."""
+    """Something to do with adapters. With a folder: begin to read the adapter in it."""
 
     folder: str = ""
     digest: bytes = b""
     """What the bytes of the adapter in the folder must be."""
     slot: int = -1
-    """Slot that the adapter which is ready is put into."""
+    """Slot that the adapter which was read last is put into."""
     is_cleared: bool = False
     """The slot is emptied instead."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specray.adapter_folders import is_adapter_name
@@ -18,6 +18,21 @@ from specray.types import ADAPTER, ItemFailed, SamplingParams, TargetReplies, Ta
 def adapted(model: ToyModel, digest: bytes) -> ToyModel:
     """The model under an adapter; the same model for the base."""
     return replace(model, salt=model.salt + int.from_bytes(digest[:4], "big")) if digest else model
+
+
+@dataclass(frozen=True, slots=True)
+class FakeLoading:
+    """interfaces.AdapterLoading of a fake target, which has nothing to read."""
+
+    target: FakeAdapterTarget
+    folder: str
+    digest: bytes
+
+    def read(self) -> None:
+        """Nothing."""
+
+    def place(self) -> bytes:
+        return self.target.place(self.folder, self.digest)
 
 
 class FakeAdapterTarget(FakeTarget):
@@ -58,17 +73,20 @@ class FakeAdapterTarget(FakeTarget):
             max_adapter_rank=16,
         )
 
-    def load_adapter(self, folder: str, digest: bytes = b"", *, is_pinned: bool = False) -> bytes:
-        if digest and self.slots.keep(digest, is_pinned=is_pinned):
+    def start_loading(self, folder: str, digest: bytes = b"") -> FakeLoading:
+        return FakeLoading(self, folder, digest)
+
+    def place(self, folder: str, digest: bytes) -> bytes:
+        """Loads an adapter. Raises as ``interfaces.AdapterLoading.place``."""
+        if digest and self.slots.keep(digest):
             return digest
         if not is_adapter_name(folder) or folder not in self.folders:
             raise ConfigError(f"adapter folder {folder!r} is not in the directory of adapters")
         found = self.folders[folder]
         if digest not in (b"", found):
             raise ConfigError(f"adapter folder {folder!r} has other bytes now")
-        if not self.slots.keep(found, is_pinned=is_pinned):
-            self.slots.make_room()
-            self.slots.add(LoadedAdapter(found, folder), is_pinned=is_pinned)
+        if not self.slots.keep(found):
+            self.slots.add(LoadedAdapter(found, folder, self.slots.free_slot()))
             self.num_loads += 1
         return found
 

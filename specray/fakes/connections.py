@@ -178,11 +178,13 @@ class LocalVerifier(_Local[TargetReplies]):
         await self.release(released)
         self._wire.answer(self._target.verify(items))
 
-    async def load_adapter(self, folder: str, digest: bytes = b"", *, is_pinned: bool = False) -> bytes:
+    async def load_adapter(self, folder: str, digest: bytes = b"") -> bytes:
         self._wire.check()
         assert isinstance(self._target, SyncAdapterEngine)
         try:
-            return self._target.load_adapter(folder, digest, is_pinned=is_pinned)
+            loading = self._target.start_loading(folder, digest)
+            loading.read()
+            return loading.place()
         except ConfigError as error:
             raise InvalidRequestError(str(error), field=ADAPTER) from None
 

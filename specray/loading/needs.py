@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from specray.adapter_folders import ADAPTER_FILES
 from specray.checkpoint_digest import WEIGHT_FILES
-from specray.config import EMBEDDED, Config, EngineConfig, ModelConfig
+from specray.config import EMBEDDED, Config, DraftConfig, EngineConfig, ModelConfig, TargetConfig
 from specray.demo.paths import demo_draft_path, demo_target_path
 from specray.loading.table import ModelEntry, Room
 
@@ -16,6 +18,10 @@ _PROCESS_BYTES: Final = 0.35 * _GIB
 """Bytes of a process without weights and caches: torch and compilers."""
 _WEIGHTS_FACTOR: Final = 1.25
 """Bytes in memory per byte of the files of weights, as measured for the pair of real size."""
+_MAX_HEADER_BYTES: Final = 100 << 20
+"""Bytes of a file's header, at most."""
+_ADAPTED: Final = ("_proj.weight", "_proj_with_mqa.weight")
+"""Ends of the names of weights that adapters may change."""
 _CPU_CACHE_GIB: Final = 1.0
 """GiB of a block cache on a CPU that are allocated at the start where nothing is said."""
 
@@ -62,4 +68,32 @@ def _engine_needs(engine: EngineConfig, embedded: Path) -> Room:
     files = directory.iterdir() if directory.is_dir() else ()
     weights = sum(file.stat().st_size for file in files if file.suffix in WEIGHT_FILES)
     cache_gib = _CPU_CACHE_GIB if engine.cache_memory_gib == "auto" else engine.cache_memory_gib
-    return Room(_WEIGHTS_FACTOR * weights + ranks * (_PROCESS_BYTES + cache_gib * _GIB))
+    adapters = _adapter_bytes(engine, directory)
+    return Room(_WEIGHTS_FACTOR * weights + adapters + ranks * (_PROCESS_BYTES + cache_gib * _GIB))
+
+
+def _adapter_bytes(engine: EngineConfig, directory: Path) -> int:
+    """Bytes of as many adapters of the highest rank as a target may load, or of a draft's own files."""
+    if isinstance(engine, DraftConfig):
+        files = [Path(path) / ADAPTER_FILES[1] for path in engine.adapters.values()]
+        return sum(file.stat().st_size for file in files if file.is_file())
+    if not isinstance(engine, TargetConfig) or engine.adapters is None:
+        return 0
+    numbers = sum(map(_numbers_by_rank, directory.glob("*.safetensors")))
+    size = 4 if engine.dtype == "float32" else 2
+    return engine.adapters.max_loaded * engine.adapters.max_rank * numbers * size
+
+
+def _numbers_by_rank(file: Path) -> int:
+    """Numbers that a rank of an adapter has for the projections in a file; 0 where it cannot be read."""
+    try:
+        with file.open("rb") as stream:
+            size = min(int.from_bytes(stream.read(8), "little"), _MAX_HEADER_BYTES)
+            header = json.loads(stream.read(size))
+    except (OSError, ValueError):
+        return 0
+    return sum(
+        sum(tensor["shape"])
+        for name, tensor in header.items()
+        if name.endswith(_ADAPTED) and "expert" not in name
+    )

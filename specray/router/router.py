@@ -328,7 +328,7 @@ class Router:
         """How busy this router is, for those who choose between routers."""
         return self._load.say()
 
-    # interfaces.AdapterLoader
+    # interfaces.AdapterManager
 
     async def load_adapter(self, folder: str, digest: bytes = b"", *, is_pinned: bool = False) -> bytes:
         self._require_info()

@@ -226,10 +226,8 @@ class GrpcVerifier(GrpcConnection[VerifyItem, TargetReplies]):
     async def verify(self, items: Sequence[VerifyItem], released: Sequence[str] = ()) -> None:
         await self.send(items, released)
 
-    async def load_adapter(
-        self, folder: str, digest: bytes = b"", *, is_pinned: bool = False, timeout_s: float = 120.0
-    ) -> bytes:
-        request = target_pb2.LoadAdapterRequest(folder=folder, digest=digest, is_pinned=is_pinned)
+    async def load_adapter(self, folder: str, digest: bytes = b"", *, timeout_s: float = 120.0) -> bytes:
+        request = target_pb2.LoadAdapterRequest(folder=folder, digest=digest)
         data = await self._call(LOAD_ADAPTER, request.SerializeToString(), timeout_s=timeout_s)
         return parse(target_pb2.LoadAdapterResponse, data).digest
 

@@ -10,7 +10,7 @@ from typing import Final, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 from specray.engine_info import EngineInfo
 from specray.errors import ConfigError, InvalidRequestError
-from specray.interfaces import SyncAdapterEngine, SyncDraftEngine, SyncTargetEngine
+from specray.interfaces import AdapterLoading, SyncAdapterEngine, SyncDraftEngine, SyncTargetEngine
 from specray.rpc.codec import draft as draft_codec
 from specray.rpc.codec import target as target_codec
 from specray.rpc.codec.values import InfoMessage, RequestBatch, parse
@@ -57,7 +57,7 @@ class EngineService(Generic[ItemT, RepliesT]):
     """Maximum tokens that the engine computes for an item."""
     drain_notice: RepliesT | None
     """Message that asks a router to lease another engine; None: there is no other."""
-    calls: Mapping[str, Callable[[SyncAdapterEngine, bytes], bytes]] = field(default_factory=dict)
+    calls: Mapping[str, Callable[[SyncAdapterEngine, bytes], bytes | Aside]] = field(default_factory=dict)
     """Methods of one message each way, by name: they run between two engine calls."""
 
     @property
@@ -67,6 +67,15 @@ class EngineService(Generic[ItemT, RepliesT]):
     @property
     def info_path(self) -> str:
         return f"/{self.service}/{self.info_method}"
+
+
+@dataclass(frozen=True, slots=True)
+class Aside:
+    """What is left of a call: work on another thread, while the engine goes on, and its end."""
+
+    work: Callable[[], object]
+    end: Callable[[], bytes]
+    """Runs between two engine calls, and answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +130,15 @@ def _num_verified_tokens(item: VerifyItem) -> int:
     return len(item.token_ids) + len(item.draft.token_ids)
 
 
-def _load_adapter(engine: SyncAdapterEngine, data: bytes) -> bytes:
+def _load_adapter(engine: SyncAdapterEngine, data: bytes) -> Aside:
     request = parse(target_pb2.LoadAdapterRequest, data)
+    loading = engine.start_loading(request.folder, request.digest)
+    return Aside(loading.read, partial(_place_adapter, loading))
+
+
+def _place_adapter(loading: AdapterLoading) -> bytes:
     try:
-        digest = engine.load_adapter(request.folder, request.digest, is_pinned=request.is_pinned)
+        digest = loading.place()
     except ConfigError as error:
         raise InvalidRequestError(str(error), field=ADAPTER) from None
     return target_pb2.LoadAdapterResponse(digest=digest).SerializeToString()

@@ -14,14 +14,14 @@ from typing import Final, Protocol
 from specray.adapter_folders import ADAPTER_NAME, is_adapter_name
 from specray.config.adapters import AdaptersConfig
 from specray.errors import InvalidRequestError, ModelNotFoundError, shown
-from specray.interfaces import AdapterLoader
+from specray.interfaces import AdapterManager
 from specray.requests import AdapterRef
 from specray.types import ADAPTER
 
 FRESH_S: Final = 1.0
 """Seconds for which what was read of the store counts; another Ingress may have changed it meanwhile."""
-_NO_DIGEST: Final = b""
-"""What a name of the configuration stands for in the store once it was unloaded."""
+_UNLOADED: Final = "."
+"""What a name of the configuration begins with in the store once it was unloaded; no adapter's does."""
 MAX_NAMES: Final = 1024
 """Most names of adapters of a service."""
 
@@ -33,6 +33,10 @@ class AdapterStore(Protocol):
 
     async def write(self, ref: AdapterRef) -> None:
         """Lets a name stand for an adapter, in place of what it stood for."""
+        ...
+
+    async def claim(self, ref: AdapterRef) -> bool:
+        """As :meth:`write`, if the name stands for nothing; of several who claim it, one gets True."""
         ...
 
     async def remove(self, name: str) -> None: ...
@@ -49,6 +53,9 @@ class OwnStore:
 
     async def write(self, ref: AdapterRef) -> None:
         self.refs[ref.name] = ref
+
+    async def claim(self, ref: AdapterRef) -> bool:
+        return self.refs.setdefault(ref.name, ref) is ref
 
     async def remove(self, name: str) -> None:
         self.refs.pop(name, None)
@@ -72,7 +79,7 @@ class AdapterCatalog:
         *,
         base: str,
         aliases: Sequence[str] = (),
-        loader: AdapterLoader | None,
+        loader: AdapterManager | None,
         store: AdapterStore | None = None,
         is_shared: bool = False,
         monotonic: Callable[[], float] = time.monotonic,
@@ -90,7 +97,6 @@ class AdapterCatalog:
         self._read_s: float | None = None
         self._reading = asyncio.Lock()
         self._turn = asyncio.Lock()
-        self._naming = asyncio.Lock()
 
     async def refs(self) -> list[AdapterRef]:
         """All that have a name, also those that are loaded at the start, by name."""
@@ -161,16 +167,16 @@ class AdapterCatalog:
             ref = await self._read(name, folder)
         except InvalidRequestError as error:
             raise InvalidRequestError(str(error), field="lora_path") from None
-        try:
-            async with self._naming:
-                # Another load of the name may have ended meanwhile.
-                await self._refresh()
-                self._check_free(name, in_place=in_place)
-                known = self._known.get(name)
-                await self._name(ref)
-        except InvalidRequestError:
+        await self._refresh()
+        known = self._known.get(name)
+        if in_place:
+            await self._store.write(ref)
+        elif not await self._store.claim(ref):
+            # Another load of the name, maybe of another Ingress, has ended meanwhile.
+            await self._refresh()
             await self._let_go(ref)
-            raise
+            raise self._taken(name)
+        await self._named(ref)
         if known is not None:
             await self._let_go(known)
         await self._settle()
@@ -188,9 +194,8 @@ class AdapterCatalog:
         if ref is None:
             raise self._unknown("lora_name", name)
         if self._is_configured(name):
-            await self._store.write(AdapterRef(name, _NO_DIGEST, ""))
-        else:
-            await self._store.remove(name)
+            await self._store.write(AdapterRef(f"{_UNLOADED}{name}", b"", ""))
+        await self._store.remove(name)
         await self._let_go(ref)
         await self._settle()
         return ref
@@ -202,8 +207,8 @@ class AdapterCatalog:
     async def _refresh(self) -> None:
         if self._config is not None:
             refs = await self._store.read()
-            self._known = {name: ref for name, ref in refs.items() if ref.digest != _NO_DIGEST}
-            self._unloaded = frozenset(refs.keys() - self._known.keys())
+            self._known = {name: ref for name, ref in refs.items() if not name.startswith(_UNLOADED)}
+            self._unloaded = frozenset(name.removeprefix(_UNLOADED) for name in refs.keys() - self._known)
             self._read_s = self._monotonic()
 
     def _is_configured(self, name: str) -> bool:
@@ -213,10 +218,7 @@ class AdapterCatalog:
         """Raises InvalidRequestError where the name may not stand for another adapter."""
         if name in self._known:
             if not in_place:
-                raise InvalidRequestError(
-                    f"lora_name {name!r} is loaded; allowed: another name, or load_inplace: true",
-                    field="lora_name",
-                )
+                raise self._taken(name)
         elif len(self._known) >= MAX_NAMES:
             raise InvalidRequestError(
                 f"{len(self._known)} adapters have names; allowed: {MAX_NAMES}", field="lora_name"
@@ -244,7 +246,10 @@ class AdapterCatalog:
     async def _loaded(self, name: str, folder: str) -> AdapterRef:
         """Loads what lies in a folder, and lets the name stand for it."""
         ref = await self._read(name, folder)
-        await self._name(ref)
+        if not await self._store.claim(ref):
+            await self._refresh()
+            return self._known.get(name, ref)
+        await self._named(ref)
         return ref
 
     async def _read(self, name: str, folder: str) -> AdapterRef:
@@ -254,9 +259,10 @@ class AdapterCatalog:
         digest = await self._loader.load_adapter(folder, is_pinned=is_pinned)
         return AdapterRef(name, digest, folder, is_pinned)
 
-    async def _name(self, ref: AdapterRef) -> None:
-        await self._store.write(ref)
+    async def _named(self, ref: AdapterRef) -> None:
         self._known[ref.name] = ref
+        if ref.name in self._unloaded:
+            await self._store.remove(f"{_UNLOADED}{ref.name}")
 
     async def _let_go(self, ref: AdapterRef) -> None:
         """Lets an adapter leave memory, unless it has another name."""
@@ -268,6 +274,12 @@ class AdapterCatalog:
         """Waits until every Ingress has read the store again."""
         if self._is_shared:
             await asyncio.sleep(FRESH_S)
+
+    @staticmethod
+    def _taken(name: str) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"lora_name {name!r} is loaded; allowed: another name, or load_inplace: true", field="lora_name"
+        )
 
     def _unknown(self, field: str, value: str) -> ModelNotFoundError:
         """``value`` names no adapter, and no model where that may name one, too."""

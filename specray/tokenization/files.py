@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+from specray.adapter_folders import CHAT_TEMPLATE_FILES
 from specray.errors import ConfigError
 from specray.json_files import check_settings, read_json_file
 
@@ -41,13 +43,19 @@ def check_tokenizer_files(path: str | Path) -> None:
 
 def has_chat_template(path: str | Path) -> bool:
     """Whether the files of a model have a chat template; of a hub id, those in the hub's cache."""
-    if _file(path, "chat_template.jinja") is not None:
-        return True
-    settings = _file(path, "tokenizer_config.json")
+    return bool(stored_chat_template(path))
+
+
+def stored_chat_template(path: str | Path) -> Any:
+    """The chat template in the files of a model or an adapter: text, or a list of some; None: none."""
+    template, settings = (_file(path, name) for name in CHAT_TEMPLATE_FILES)
     try:
-        return settings is not None and bool(read_json_file(settings).get("chat_template"))
+        if template is not None:
+            return template.read_text().strip()
+        found = None if settings is None else read_json_file(settings).get("chat_template")
+        return found.strip() if isinstance(found, str) else found
     except (OSError, ValueError, AttributeError):
-        return False
+        return None
 
 
 def _file(path: str | Path, name: str) -> Path | None:

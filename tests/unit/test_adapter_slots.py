@@ -20,43 +20,32 @@ class Slots(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.slots = AdapterSlots(MOST)
-        self.order: list[bytes] = []
-        """Who is there, the least recently used one first."""
-        self.pinned: set[bytes] = set()
+        self.places: dict[bytes, int] = {}
+        """Slots of those that are there, in the order of their loads."""
         self.leaving: set[bytes] = set()
         self.uses: list[bytes] = []
 
-    @rule(digest=DIGESTS, is_pinned=st.booleans())
-    def load(self, digest: bytes, is_pinned: bool) -> None:
-        if digest in self.order:
-            assert self.slots.keep(digest, is_pinned=is_pinned)
-            self.order.remove(digest)
-            self.leaving.discard(digest)
-        else:
-            assert not self.slots.keep(digest, is_pinned=is_pinned)
-            idle = [each for each in self.order if each not in self.pinned and each not in self.uses]
-            if len(self.order) == MOST and not idle:
-                with pytest.raises(
-                    OverloadedError, match=f"{MOST} adapters are loaded, all in use or pinned"
-                ):
-                    self.slots.make_room()
-                return
-            left = self.slots.make_room()
-            assert left == (() if len(self.order) < MOST else (idle[0],))
-            self.order = [each for each in self.order if each not in left]
-            self.slots.add(LoadedAdapter(digest, "folder"), is_pinned=is_pinned)
-        self.order.append(digest)
-        if is_pinned:
-            self.pinned.add(digest)
+    @rule(digest=DIGESTS)
+    def load(self, digest: bytes) -> None:
+        assert self.slots.keep(digest) == (digest in self.places)
+        self.leaving.discard(digest)
+        if digest in self.places:
+            return
+        if len(self.places) == MOST:
+            with pytest.raises(OverloadedError, match=f"{MOST} adapters are loaded; allowed: {MOST}"):
+                self.slots.free_slot()
+            return
+        slot = self.slots.free_slot()
+        assert 0 <= slot < MOST and slot not in self.places.values()
+        self.slots.add(LoadedAdapter(digest, "folder", slot))
+        self.places[digest] = slot
 
-    @precondition(lambda self: self.order)
+    @precondition(lambda self: self.places)
     @rule(data=st.data())
     def use(self, data: st.DataObject) -> None:
-        digest = data.draw(st.sampled_from(self.order))
-        self.slots.use(digest)
+        digest = data.draw(st.sampled_from([*self.places]))
+        assert self.slots.use(digest) == self.places[digest]
         self.uses.append(digest)
-        self.order.remove(digest)
-        self.order.append(digest)
 
     @precondition(lambda self: self.uses)
     @rule(data=st.data())
@@ -64,33 +53,26 @@ class Slots(RuleBasedStateMachine):
         digest = data.draw(st.sampled_from(self.uses))
         self.uses.remove(digest)
         leaves = digest in self.leaving and digest not in self.uses
-        assert self.slots.end_use(digest) == ((digest,) if leaves else ())
-        if leaves:
-            self.gone(digest)
+        assert self.slots.end_use(digest) == (self.gone(digest) if leaves else None)
 
     @rule(digest=DIGESTS)
     def unload(self, digest: bytes) -> None:
-        leaves = digest in self.order and digest not in self.uses
-        assert self.slots.unload(digest) == ((digest,) if leaves else ())
-        self.pinned.discard(digest)
-        if leaves:
-            self.gone(digest)
-        elif digest in self.order:
+        leaves = digest in self.places and digest not in self.uses
+        if digest in self.places:
             self.leaving.add(digest)
+        assert self.slots.unload(digest) == (self.gone(digest) if leaves else None)
 
-    def gone(self, digest: bytes) -> None:
-        self.order.remove(digest)
+    def gone(self, digest: bytes) -> int:
         self.leaving.discard(digest)
-        self.pinned.discard(digest)
+        return self.places.pop(digest)
 
     @invariant()
     def is_as_told(self) -> None:
-        assert [each.digest for each in self.slots.loaded] == self.order
-        assert len(self.order) <= MOST
-        assert [digest in self.slots for digest in self.order] == [
-            digest not in self.leaving for digest in self.order
+        assert {each.digest: each.slot for each in self.slots.loaded} == self.places
+        assert [digest in self.slots for digest in self.places] == [
+            digest not in self.leaving for digest in self.places
         ]
-        assert set(self.uses) <= set(self.order)
+        assert set(self.uses) <= self.places.keys()
 
 
 TestSlots = Slots.TestCase

@@ -74,8 +74,8 @@ def documented_key(key: str) -> str:
     if rest.startswith("autoscaling."):
         return rest
     own = {"enabled", "vocabulary_ids", "draft", "inner_draft_tokens", "vocabulary", "window"}
-    own |= {"num_replicas", "autoscaling"}
-    return rest if head in ("target", "draft") and rest not in own else key
+    own |= {"num_replicas", "autoscaling", "adapters"}
+    return rest if head == "target" or (head == "draft" and rest not in own) else key
 
 
 def test_configuration_has_every_key_with_its_default() -> None:

@@ -12,6 +12,19 @@ class AdapterMissingError(SpecrayError):
     """The adapter of a new sequence is not loaded; nothing was changed."""
 
 
+class AdapterReading(Protocol):
+    """An adapter that is read on all ranks."""
+
+    def read(self) -> None:
+        """Reads it here, on any thread."""
+        ...
+
+    @property
+    def digest(self) -> bytes:
+        """The digest of its bytes, once it was read. Raises ConfigError: it cannot be loaded."""
+        ...
+
+
 class AdapterRanks(Protocol):
     """What an engine has its ranks do with adapters; slots are numbered from 0."""
 
@@ -21,19 +34,20 @@ class AdapterRanks(Protocol):
     @property
     def max_rank(self) -> int: ...
 
-    def prepare(self, folder: str, digest: bytes) -> bytes:
-        """Reads the adapter in a folder on all ranks, and keeps it ready; returns the digest of its bytes.
+    def start(self, folder: str, digest: bytes) -> AdapterReading:
+        """Lets the other ranks begin to read the adapter in a folder, each on a thread of its own.
 
         Args:
-            digest: what that must be; empty: whatever it is.
-
-        Raises:
-            ConfigError: it cannot be loaded; nothing has changed.
+            digest: of its bytes; empty: whatever it is.
         """
         ...
 
-    def put(self, slot: int) -> None:
-        """Puts what is ready into a slot, in the place of what is in it."""
+    def put(self, slot: int, reading: AdapterReading) -> None:
+        """Puts the last adapter that was read into a slot, in the place of what is in it.
+
+        Raises:
+            ConfigError: ranks have not read the same; nothing has changed.
+        """
         ...
 
     def clear(self, slot: int) -> None:
@@ -42,7 +56,7 @@ class AdapterRanks(Protocol):
 
 
 class LoadedAdapters:
-    """The adapters of a target, by digest.
+    """The adapters of an engine, by digest.
 
     Args:
         ranks: None: the engine knows none.
@@ -51,7 +65,6 @@ class LoadedAdapters:
     def __init__(self, ranks: AdapterRanks | None) -> None:
         self._ranks = ranks
         self._slots = AdapterSlots(1 if ranks is None else ranks.num_slots)
-        self._numbers: dict[bytes, int] = {}
 
     @property
     def loaded(self) -> tuple[LoadedAdapter, ...]:
@@ -66,22 +79,19 @@ class LoadedAdapters:
     def max_rank(self) -> int:
         return 0 if self._ranks is None else self._ranks.max_rank
 
-    def load(self, folder: str, digest: bytes, *, is_pinned: bool) -> bytes:
-        """See ``interfaces.SyncAdapterEngine.load_adapter``."""
+    def start_loading(self, folder: str, digest: bytes = b"") -> AdapterLoading:
+        """See ``interfaces.SyncAdapterEngine.start_loading``."""
         if self._ranks is None:
             raise ConfigError("the target has no adapters; allowed: a directory of them in target.adapters")
-        if digest and self._slots.keep(digest, is_pinned=is_pinned):
-            return digest
-        found = self._ranks.prepare(folder, digest)
-        if self._slots.keep(found, is_pinned=is_pinned):
-            return found
-        for gone in self._slots.make_room():
-            del self._numbers[gone]
-        slot = min(set(range(self._ranks.num_slots)) - set(self._numbers.values()))
-        self._ranks.put(slot)
-        self._numbers[found] = slot
-        self._slots.add(LoadedAdapter(found, folder), is_pinned=is_pinned)
-        return found
+        is_there = bool(digest) and self._slots.keep(digest)
+        reading = None if is_there else self._ranks.start(folder, digest)
+        return AdapterLoading(self._slots, self._ranks, folder, digest, reading)
+
+    def load(self, folder: str) -> bytes:
+        """Loads an adapter at once. Raises as ``AdapterLoading.place``."""
+        loading = self.start_loading(folder)
+        loading.read()
+        return loading.place()
 
     def unload(self, digest: bytes) -> None:
         """See ``interfaces.SyncAdapterEngine.unload_adapter``."""
@@ -94,14 +104,46 @@ class LoadedAdapters:
 
     def use(self, digest: bytes) -> int:
         """A sequence uses it from now on; returns its slot."""
-        self._slots.use(digest)
-        return self._numbers[digest]
+        return self._slots.use(digest)
 
     def end_use(self, digest: bytes) -> None:
         """A sequence has ended that used it."""
         self._clear(self._slots.end_use(digest))
 
-    def _clear(self, digests: tuple[bytes, ...]) -> None:
-        for digest in digests:
+    def _clear(self, slot: int | None) -> None:
+        if slot is not None:
             assert self._ranks is not None, "it was loaded"
-            self._ranks.clear(self._numbers.pop(digest))
+            self._ranks.clear(slot)
+
+
+class AdapterLoading:
+    """Implements ``interfaces.AdapterLoading``.
+
+    Args:
+        reading: None: the adapter was there.
+    """
+
+    def __init__(
+        self,
+        slots: AdapterSlots,
+        ranks: AdapterRanks,
+        folder: str,
+        digest: bytes,
+        reading: AdapterReading | None,
+    ) -> None:
+        self._slots, self._ranks, self._reading = slots, ranks, reading
+        self._folder, self._digest = folder, digest
+
+    def read(self) -> None:
+        if self._reading is not None:
+            self._reading.read()
+
+    def place(self) -> bytes:
+        if self._reading is None:
+            return self._digest
+        found = self._reading.digest
+        if not self._slots.keep(found):
+            slot = self._slots.free_slot()
+            self._ranks.put(slot, self._reading)
+            self._slots.add(LoadedAdapter(found, self._folder, slot))
+        return found

@@ -50,16 +50,20 @@ class KernelLowRank:
             *(self._num_panels, self._turned_step),
         )
 
-    def put(self, slot: int, down: torch.Tensor, ups: Sequence[torch.Tensor]) -> None:
-        """Gives a slot an adapter: ``[rank, in_features]``, and ``[out_features, rank]`` of each size."""
+    def pack(self, down: torch.Tensor, ups: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """``[rank, in_features]``, and ``[out_features, rank]`` of each size, as :meth:`put` takes them."""
         rank = down.shape[0]
         assert rank <= self._turned_step, (rank, self._turned_step)
         padded = F.pad(down, (0, 0, 0, -rank % WIDTH)).view(-1, WIDTH, self._in_features)
         packed = padded.permute(0, 2, 1).to(self._dtype).contiguous()
         up, ranges = _packed_ups(ups, self._dtype)
         assert len(ranges) == self._num_panels, (len(ranges), self._num_panels)
-        self._kept[slot] = packed, up, ranges
-        self._table[slot] = packed.data_ptr(), len(packed), up.data_ptr(), ranges.data_ptr()
+        return packed, up, ranges
+
+    def put(self, slot: int, packed: tuple[torch.Tensor, ...]) -> None:
+        """Gives a slot an adapter."""
+        down, up, ranges = self._kept[slot] = packed
+        self._table[slot] = down.data_ptr(), len(down), up.data_ptr(), ranges.data_ptr()
 
     def clear(self, slot: int) -> None:
         """The slot has nothing to add here."""

@@ -136,17 +136,21 @@ class TritonLowRank:
         self._has_some = [False] * num_slots
         self._is_fixed = is_fixed
 
-    def put(self, slot: int, down: torch.Tensor, ups: Sequence[torch.Tensor]) -> None:
+    def pack(self, down: torch.Tensor, ups: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         up, rank, max_own = torch.cat(tuple(ups)), down.shape[0], self._up.shape[2]
         is_used = up != 0
         firsts = is_used.int().argmax(1)
         places = firsts[:, None] + torch.arange(max_own)
         own = up.gather(1, places.clamp(max=rank - 1)).where(places < rank, torch.zeros(()))
         assert int((own != 0).sum()) == int(is_used.sum()), "a feature has the ranks of one module"
-        self._down[slot, :rank] = down.to(self._down)
-        self._up[slot] = own.to(self._up)
-        self._firsts[slot] = firsts.to(self._firsts)
-        self._ranks[slot] = rank
+        return down.to(self._down.dtype), own.to(self._up.dtype), firsts
+
+    def put(self, slot: int, packed: tuple[torch.Tensor, ...]) -> None:
+        down, own, firsts = packed
+        self._down[slot, : len(down)] = down.to(self._down.device)
+        self._up[slot] = own.to(self._up.device)
+        self._firsts[slot] = firsts.to(self._firsts.device)
+        self._ranks[slot] = len(down)
         self._has_some[slot] = True
 
     def clear(self, slot: int) -> None:
@@ -195,7 +199,7 @@ def check_low_rank(device: torch.device, dtype: torch.dtype) -> None:
     down, first, second = (torch.randn(size, generator=generator) for size in ((33, 72), (50, 20), (30, 13)))
     ups = torch.zeros(50, 33), torch.zeros(30, 33)
     ups[0][:, :20], ups[1][:, 20:] = first, second
-    made.put(1, down, ups)
+    made.put(1, made.pack(down, ups))
 
     class Slots:
         slots = torch.tensor([-1, 1, 2, 1], device=device)

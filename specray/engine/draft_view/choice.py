@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from specray.config import Config
+from specray.engine.cache.adapters import LoadedAdapters
 from specray.engine.draft_view.engine import DraftViewEngine, RetokenizingDraftEngine
 from specray.engine.draft_view.sampler import partner_columns, partner_sampler
 from specray.engine.inputs import SequenceInput
@@ -100,6 +101,7 @@ def make_draft_view_engine(
     info: EngineInfo,
     other: OtherVocabulary | None,
     grammars: GrammarMasks,
+    adapters: LoadedAdapters | None,
 ) -> DraftViewEngine:
     """The draft engine.
 
@@ -145,4 +147,5 @@ def make_draft_view_engine(
         sampler=sampler,
         prefix_cache=config.draft.prefix_cache,
         grammars=grammars,
+        adapters=adapters,
     )

@@ -13,6 +13,7 @@ import torch
 
 from specray.config import PrefixCache
 from specray.draft_tokens import DraftTokens, SparseProbs
+from specray.engine.cache.adapters import LoadedAdapters
 from specray.engine.cache.sequence import EngineSequence
 from specray.engine.cache.sequences import UnknownSequenceError
 from specray.engine.draft_view.view import DraftView, Vocabulary
@@ -54,6 +55,7 @@ class DraftViewEngine(DraftEngine):
         sampler: Sampler | None = None,
         prefix_cache: PrefixCache = True,
         grammars: GrammarMasks | None = None,
+        adapters: LoadedAdapters | None = None,
     ) -> None:
         super().__init__(
             runner,
@@ -62,6 +64,7 @@ class DraftViewEngine(DraftEngine):
             prefix_cache=prefix_cache,
             grammars=grammars,
             sampler=sampler,
+            adapters=adapters,
         )
         self._router_info = router_info
         self._num_item_ids = router_info.vocab_size
@@ -163,7 +166,7 @@ class RetokenizingDraftEngine(DraftViewEngine):
         return None if own is None else replace(own, tree=None)
 
     def _own_sampling(self, sampling: SamplingParams) -> SamplingParams:
-        return SamplingParams(temperature=0.0, cache_salt=sampling.cache_salt)
+        return SamplingParams(temperature=0.0, cache_salt=sampling.cache_salt, adapter=sampling.adapter)
 
     def _keep_and_append(self, item: SpeculateItem, num_extra_tokens: int) -> EngineSequence:
         sequence = super()._keep_and_append(item, num_extra_tokens)

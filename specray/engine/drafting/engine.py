@@ -21,6 +21,7 @@ from torch import Tensor
 
 from specray.config import PrefixCache
 from specray.engine.base import RunnerEngine, Speculating
+from specray.engine.cache.adapters import LoadedAdapters
 from specray.engine.cache.sequence import EngineSequence
 from specray.engine.drafting.chains import Chain, OutcomeBranches
 from specray.engine.drafting.draws import DraftDraws
@@ -66,6 +67,7 @@ class DraftEngine(Speculating[Task], RunnerEngine):
         sampler: draws draft tokens; None: of the logits' own tokens.
         guesser: names what is computed after a chain's last token in the same forward; None: nothing.
         looped: runs proposals without guesses as captured work; None: there is none.
+        adapters: that sequences may have; None: they have none.
     """
 
     def __init__(
@@ -82,8 +84,16 @@ class DraftEngine(Speculating[Task], RunnerEngine):
         sampler: Sampler | None = None,
         guesser: Guesser | None = None,
         looped: LoopedProposals | None = None,
+        adapters: LoadedAdapters | None = None,
     ) -> None:
-        super().__init__(runner, info, can_evict=True, prefix_cache=prefix_cache, grammars=grammars)
+        super().__init__(
+            runner,
+            info,
+            can_evict=True,
+            prefix_cache=prefix_cache,
+            grammars=grammars,
+            adapters=adapters,
+        )
         self._guesser = guesser
         self._looped = looped if guesser is None else None
         self._num_item_ids = info.vocab_size

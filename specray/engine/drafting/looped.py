@@ -1,7 +1,7 @@
 """Proposals of a draft on a device, whose forwards and draws run as one piece of captured work.
 
 What a loop cannot draw goes the usual way, a forward and a draw at a time: penalties and grammars, whose next
-draw depends on the host, and proposals for which nothing was captured at the start.
+draw depends on the host, adapters, and proposals for which nothing was captured at the start.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class LoopedProposals:
         """
         growing = _growing(proposing)
         shape = self._shape([chain for _, chain in growing])
-        if shape is None:
+        if shape is None or any(sequence.adapter_slot >= 0 for sequence, _ in proposing):
             return False
         self._compute_prompts(proposing)
         self._runner.settle_moves()

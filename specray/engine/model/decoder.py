@@ -91,6 +91,7 @@ class WideRMSNorm(RMSNorm):
         return F.rms_norm(rows.float(), self.weight.shape, self.weight, self.eps).to(rows.dtype)
 
 
+@runtime_checkable
 class RowGate(Protocol):
     """``attended * sigmoid(linear(rows))``, of rows of the residual stream and what is attended to.
 
@@ -99,6 +100,13 @@ class RowGate(Protocol):
 
     def __call__(self, rows: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The contents of ``attended`` are lost."""
+        ...
+
+    @property
+    def linear(self) -> Linear: ...
+
+    def with_linear(self, linear: Linear) -> RowGate:
+        """The same of another linear layer."""
         ...
 
 
@@ -112,6 +120,9 @@ class SigmoidGate:
         gates = self.linear(rows).sigmoid_()
         attended.view(*gates.shape, -1).mul_(gates[..., None])
         return attended
+
+    def with_linear(self, linear: Linear) -> SigmoidGate:
+        return replace(self, linear=linear)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from specray.engine.model.layers.experts.layer import ExpertLayer, Sum
 from specray.engine.model.layers.experts.lowering import lower_experts
 from specray.engine.model.layers.experts.shared_mlp import WithSharedMlp
 from specray.engine.model.layers.experts.shortcut import Shortcut
-from specray.engine.model.layers.latent.lowering import lower_latent
+from specray.engine.model.layers.latent.lowering import lower_latent, lower_latent_down, lower_query_up
 from specray.engine.model.layers.latent.projections import LatentOutput
 from specray.engine.model.layers.mixer_lowering import by_kind, lower_mixer, rows_of
 from specray.engine.model.layers.normed import Absent, NormedProjection, NormedQueries
@@ -220,20 +220,28 @@ def _with_attention(
 def changeable_linears(
     index: int, config: DecoderConfig, taken: RankWeights, operators: Operators
 ) -> dict[str, Callable[[], object]]:
-    """Makes a layer's linear layers that adapters may change, by the field of ``DecoderLayer``."""
-    prefix, num_queries = layer_prefix(index), config.num_attention_heads * config.head_dim
+    """Makes a layer's linear layers that adapters may change, by the names of ``parts.MODULES``."""
+    prefix = layer_prefix(index)
 
     def local(name: str, size: int) -> object:
         made = lower_projection(f"{prefix}{name}", size, False, taken, operators)
         return made.local if isinstance(made, ReducedLinear) else made
 
     def qkv() -> object:
+        if config.latent is not None:
+            return lower_latent_down(prefix, config, config.latent, taken, operators)
         made = _qkv(f"{prefix}self_attn.", config, taken, operators)
         return made.linear if isinstance(made, NormedQueries) else made
 
+    def query_up() -> object:
+        assert config.latent is not None, "only latent attention has one"
+        return lower_query_up(prefix, config, config.latent, taken, operators)
+
     return {
         "qkv": qkv,
-        "output": lambda: local("self_attn.o_proj", num_queries),
+        "query_up": query_up,
+        "output_gate": lambda: _output_gate(f"{prefix}self_attn.", config, taken, operators),
+        "output": lambda: local("self_attn.o_proj", config.num_attended),
         "gate": lambda: _gate(f"{prefix}mlp.", config, taken, operators),
         "down": lambda: local("mlp.down_proj", config.intermediate_size),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
 from typing import TYPE_CHECKING
@@ -100,6 +101,11 @@ class KernelRowGate:
             self._kernel, self._args.ctypes.data, self._thread_pool.size if is_shared else 1
         )
         return attended
+
+    def with_linear(self, linear: Linear) -> KernelRowGate:
+        other = copy(self)
+        other.linear, other._args = linear, self._args.copy()
+        return other
 
 
 class KernelOperators(TorchOperators):

@@ -34,7 +34,7 @@ from specray.engine.model.operators import Operators, PagedOperators, cpu_operat
 from specray.engine.model.quantized.formats import WeightFormats
 from specray.engine.model.quantized.operator_set import OperatorSet, operator_set
 from specray.engine.runner import determinism
-from specray.engine.runner.adapters import RunnerAdapters
+from specray.engine.runner.adapters import AdapterPlan, RunnerAdapters, plan_adapters
 from specray.engine.runner.cache_sizes import cache_bytes_for, choose_sizes
 from specray.engine.runner.cuda_graphs import SEQUENCES, WIDTHS, Bucket, CudaCapture, GraphedForward
 from specray.engine.runner.gpu_claim import claim_gpu, name_of, warn_of_turns
@@ -88,13 +88,16 @@ def build_runner(
     backend = _attention_backend(config, loaded, parallel)
     with naming(lambda: _too_large(loaded)):
         forward = _build_forward(config, loaded, parallel, backend, feature_layers)
-    with naming(lambda: "target.adapters.max_loaded or max_rank is too large; lower one of them"):
-        pool = adapter_pool(config, loaded, forward, parallel)
+    planned = plan_adapters(config)
+    with naming(lambda: f"{role}.adapters is too large; lower max_loaded or max_rank, or load fewer"):
+        pool = None if planned is None else adapter_pool(planned, config, loaded, forward, parallel)
     if forward.cache_shape.states and role == "draft":
         raise ConfigError(f"model {loaded.name!r} has recurrent layers; allowed: as a target")
     block_size = _block_size(config, loaded, backend)
     provisional = _info(config, loaded, forward, block_size, 0, tensor_parallel_size, backend)
     left = determinism.with_parts(drafter_memory, config, loaded, parallel, backend)
+    if pool is not None:
+        left = left._replace(weight_bytes=left.weight_bytes + pool.num_late_bytes)
     wanted_bytes = cache_bytes_for(config, provisional, forward, parallel, left)
     sizes = choose_sizes(config, provisional, forward.cache_shape, wanted_bytes, drafter_memory)
     info = replace(provisional, num_blocks=sizes.num_blocks, num_snapshots=sizes.num_snapshots)
@@ -113,9 +116,16 @@ def build_runner(
         buckets = prepared_buckets(role, config.max_num_seqs)
         graphs.prepare(buckets, _until(time.monotonic() + _CAPTURE_LIMIT_S, parallel))
     adapters = None
-    if pool is not None and isinstance(config, TargetConfig) and config.adapters is not None:
+    if pool is not None and planned is not None:
         own = graphed(pool.forward) if graphed and graphs is not None and pool.can_be_captured else None
-        adapters = RunnerAdapters(pool, config.adapters.directory, parallel, device=device, graphs=own)
+        adapters = RunnerAdapters(
+            pool,
+            planned.find,
+            parallel,
+            model=loaded.directory if role == "target" else None,
+            device=device,
+            graphs=own,
+        )
     runner = ModelRunner(
         forward,
         cache,
@@ -140,22 +150,24 @@ def _grapher(
 
 
 def adapter_pool(
-    config: EngineConfig, loaded: LoadedModel, forward: Forward, parallel: ParallelContext | None
-) -> AdapterPool | None:
-    """Room for a target's adapters; None: it has none. Raises ConfigError where it cannot have any."""
-    if not isinstance(config, TargetConfig) or config.adapters is None:
-        return None
+    planned: AdapterPlan,
+    config: EngineConfig,
+    loaded: LoadedModel,
+    forward: Forward,
+    parallel: ParallelContext | None,
+) -> AdapterPool:
+    """Room for an engine's adapters. Raises ConfigError where it cannot have any."""
     if not isinstance(forward, DecoderForward) or not isinstance(loaded.source, DecoderSource):
         raise ConfigError(
-            f"target.adapters is set and model {loaded.name!r} runs with forward 'hf'; allowed: a model that "
-            "the decoder covers"
+            f"adapters is set and model {loaded.name!r} runs with forward 'hf'; allowed: a model that the "
+            "decoder covers"
         )
     return AdapterPool(
         forward,
         loaded.source.config,
         parallel,
-        num_slots=config.adapters.max_loaded,
-        max_rank=config.adapters.max_rank,
+        num_slots=planned.num_slots,
+        max_rank=planned.max_rank,
         dtype=loaded.dtype,
         device=loaded.device,
         is_fixed=determinism.is_fixed(config, loaded.device),

@@ -17,7 +17,7 @@ from torch import Tensor
 from specray.config import PrefixCache
 from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.engine.base import RunnerEngine
-from specray.engine.cache.adapters import AdapterRanks, LoadedAdapters
+from specray.engine.cache.adapters import AdapterLoading, AdapterRanks, LoadedAdapters
 from specray.engine.features.drafting import TargetDrafting
 from specray.engine.features.growing import DraftRequest, draft_request
 from specray.engine.features.remote.sending import FeatureSender
@@ -78,13 +78,14 @@ class TargetEngine(RunnerEngine):
         expert_hits: ExpertHits | None = None,
         adapters: AdapterRanks | None = None,
     ) -> None:
+        self.adapters = LoadedAdapters(adapters)
         super().__init__(
             runner,
             info,
             can_evict=False,
             prefix_cache=prefix_cache,
             grammars=grammars,
-            adapters=LoadedAdapters(adapters),
+            adapters=self.adapters,
         )
         self._drafting = drafting
         self._features = features
@@ -95,6 +96,16 @@ class TargetEngine(RunnerEngine):
         self._group_draws = None if drafting or features else group_draws(runner, info.max_num_batched_tokens)
         self._lookaheads: dict[str, Lookahead] = {}
 
+    @property
+    def info(self) -> EngineInfo:
+        return replace(
+            super().info,
+            adapters=tuple(each.digest for each in self.adapters.loaded),
+            adapter_names=tuple(each.folder for each in self.adapters.loaded),
+            max_adapters=self.adapters.most,
+            max_adapter_rank=self.adapters.max_rank,
+        )
+
     def release(self, request_ids: Sequence[str]) -> None:
         """Frees the sequences; unknown ids are ignored."""
         super().release(request_ids)
@@ -103,13 +114,11 @@ class TargetEngine(RunnerEngine):
         if self._drafting is not None:
             self._drafting.forget(request_ids)
 
-    def load_adapter(self, folder: str, digest: bytes = b"", *, is_pinned: bool = False) -> bytes:
-        assert self._adapters is not None, "a target has a place for some"
-        return self._adapters.load(folder, digest, is_pinned=is_pinned)
+    def start_loading(self, folder: str, digest: bytes = b"") -> AdapterLoading:
+        return self.adapters.start_loading(folder, digest)
 
     def unload_adapter(self, digest: bytes) -> None:
-        assert self._adapters is not None, "a target has a place for some"
-        self._adapters.unload(digest)
+        self.adapters.unload(digest)
 
     @torch.inference_mode()
     def verify(self, items: Sequence[VerifyItem]) -> TargetReplies:

@@ -218,7 +218,7 @@ class AdapterRoom:
         try:
             if digest not in self._loaded:
                 await self._make_room(link, loader)
-            digest = await self._in_time(loader.load_adapter(folder, digest, is_pinned=is_pinned))
+            digest = await self._in_time(loader.load_adapter(folder, digest))
             result = "loaded"
         except OverloadedError:
             result = "no_room"

@@ -128,14 +128,12 @@ class GetTargetInfoResponse(_message.Message):
     def __init__(self, info: _Optional[_Union[_types_pb2.EngineInfo, _Mapping]] = ...) -> None: ...
 
 class LoadAdapterRequest(_message.Message):
-    __slots__ = ("folder", "digest", "is_pinned")
+    __slots__ = ("folder", "digest")
     FOLDER_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
-    IS_PINNED_FIELD_NUMBER: _ClassVar[int]
     folder: str
     digest: bytes
-    is_pinned: bool
-    def __init__(self, folder: _Optional[str] = ..., digest: _Optional[bytes] = ..., is_pinned: _Optional[bool] = ...) -> None: ...
+    def __init__(self, folder: _Optional[str] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class LoadAdapterResponse(_message.Message):
     __slots__ = ("digest",)

@@ -20,7 +20,7 @@ from typing import Any, Generic
 from specray.engine_info import EngineInfo
 from specray.errors import EngineLostError, InvalidRequestError, SpecrayError
 from specray.rpc.codec.values import RequestBatch
-from specray.rpc.role import BoundEngine, EngineService, ItemT, RepliesT
+from specray.rpc.role import Aside, BoundEngine, EngineService, ItemT, RepliesT
 from specray.rpc.workers.batch_runner import BatchRunner, ReplySink, StreamReplies
 from specray.rpc.workers.busy import BusyMeter
 from specray.rpc.workers.item_queue import ItemQueue
@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 class _Call:
     """A call that is neither items nor a check."""
 
-    work: Callable[[], bytes]
-    done: asyncio.Future[bytes]
+    work: Callable[[], bytes | Aside]
+    done: asyncio.Future[bytes | Aside]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,8 @@ class EngineHost(Generic[ItemT, RepliesT]):
         self._ended: list[ReplySink[RepliesT]] = []
         self._checks: deque[_Check] = deque()
         self._calls: deque[_Call] = deque()
+        self._one_call = asyncio.Lock()
+        """What a call does aside is over before the next one begins."""
         self._num_turns = 0
         self._budget = 0
         self._busy = BusyMeter()
@@ -116,18 +118,29 @@ class EngineHost(Generic[ItemT, RepliesT]):
         await done
 
     async def call(self, method: str, data: bytes) -> bytes:
-        """Runs one of the role's ``calls`` between two engine calls; returns its answer.
+        """Runs one of the role's ``calls`` between engine calls, one after the other; returns its answer.
 
         Raises:
             InvalidRequestError: the engine knows no adapters; or what the method raises for its message.
             EngineLostError: the engine is broken or does not run.
         """
-        if self._broken is not None or self._engine is None:
+        if self._engine is None:
             raise self._broken or EngineLostError(f"the {self._role.name} engine does not run")
         if (adapters := self._engine.adapters) is None or self.info().max_adapters == 0:
             raise InvalidRequestError(f"this {self._role.name} knows no adapters; set target.adapters")
-        done: asyncio.Future[bytes] = self._loop.create_future()
-        self._calls.append(_Call(partial(self._role.calls[method], adapters, data), done))
+        async with self._one_call:
+            answer = await self._in_turn(partial(self._role.calls[method], adapters, data))
+            if isinstance(answer, Aside):
+                await asyncio.to_thread(answer.work)
+                answer = await self._in_turn(answer.end)
+        assert isinstance(answer, bytes), "a call has one part aside"
+        return answer
+
+    async def _in_turn(self, work: Callable[[], bytes | Aside]) -> bytes | Aside:
+        if self._broken is not None or self._engine is None:
+            raise self._broken or EngineLostError(f"the {self._role.name} engine does not run")
+        done: asyncio.Future[bytes | Aside] = self._loop.create_future()
+        self._calls.append(_Call(work, done))
         self._schedule()
         return await done
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from specray.config import Config
 from specray.errors import OverloadedError
-from specray.interfaces import AdapterLoader, RouterClient
+from specray.interfaces import AdapterManager, RouterClient
 from specray.requests import GenerateRequest
 from specray.router.admission.queue import RetryAdvice
 from specray.serving.adapters import AdapterCatalog, AdapterStore
@@ -218,7 +218,7 @@ def _adapters(
         config.target.adapters,
         base=config.model_name,
         aliases=aliases,
-        loader=routers if isinstance(routers, AdapterLoader) else None,
+        loader=routers if isinstance(routers, AdapterManager) else None,
         store=store,
         is_shared=config.ingress.num_replicas > 1,
     )

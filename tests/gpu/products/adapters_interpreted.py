@@ -46,7 +46,7 @@ def _made(*, is_fixed: bool = False) -> tuple[TritonLowRank, TorchLowRank]:
     plain = TorchLowRank(CPU, torch.float32, {})
     for slot, ranks in ((0, (20, 1)), (2, (3, 17))):
         for each in (own, plain):
-            each.put(slot, *_parts(slot, *ranks))
+            each.put(slot, each.pack(*_parts(slot, *ranks)))
     return own, plain
 
 
@@ -68,7 +68,7 @@ def products() -> None:
         alone = own.add(out[index : index + 1].clone(), rows[index : index + 1], _plan([slot]))
         assert torch.equal(alone[0], found[index]), index
         assert torch.equal(found[index], out[index]) == (slot in (-1, 1)), index
-    own.put(2, *_parts(5, 2, 2))
+    own.put(2, own.pack(*_parts(5, 2, 2)))
     own.clear(0)
     again = own.add(out.clone(), rows, _plan(slots))
     assert torch.equal(again[2], out[2]) and not torch.equal(again[0], found[0])

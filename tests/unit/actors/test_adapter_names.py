@@ -25,8 +25,11 @@ class Store:
         self.num_reads += 1
         return self.values.get(key)
 
-    def _internal_kv_put(self, key: str, value: str, *, overwrite: bool, namespace: str) -> None:
-        self.values[key] = value
+    def _internal_kv_put(self, key: str, value: str, *, overwrite: bool, namespace: str) -> bool:
+        was_there = key in self.values
+        if overwrite or not was_there:
+            self.values[key] = value
+        return was_there
 
     def _internal_kv_del(self, key: str, *, namespace: str) -> None:
         self.values.pop(key, None)
@@ -61,3 +64,13 @@ async def test_what_one_process_writes_another_reads_and_one_read_tells_that_not
     assert await AdapterNames("service-2").read() == {}
     first.forget()
     assert store.values == {}
+
+
+async def test_of_two_processes_that_claim_a_name_one_has_it(store: Store) -> None:
+    first, second = AdapterNames("service"), AdapterNames("service")
+    assert await first.claim(SQL)
+    assert not await second.claim(AdapterRef("sql", b"2" * 32, "sql-2"))
+    assert await second.read() == {"sql": SQL}
+    await second.remove("sql")
+    assert await second.claim(CHAT) and await second.claim(SQL)
+    assert await first.read() == {"sql": SQL, "chat": CHAT}

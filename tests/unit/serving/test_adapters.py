@@ -14,6 +14,7 @@ from specray.config import Config, parse_config
 from specray.errors import InvalidRequestError, ModelNotFoundError
 from specray.fakes import FakeAdapterTarget, FakeTarget, LocalVerifier, ToyModel, adapted
 from specray.interfaces import Verifier
+from specray.requests import AdapterRef
 from specray.router import Router
 from specray.rpc.inference.types import GenerateParams
 from specray.serving.adapters import FRESH_S, AdapterCatalog, OwnStore
@@ -232,6 +233,30 @@ async def test_of_loads_of_one_name_at_a_time_one_is_taken_and_the_others_leave_
         (taken,) = [answer["lora_path"] for status, answer in answers if status == 200]
         assert await output(service, "one") == expected(DIGESTS[taken])
         assert [each.digest for each in target.slots.loaded] == [DIGESTS[taken]]
+
+
+async def test_of_two_ingresses_that_take_a_name_at_once_one_has_it() -> None:
+    class Late(OwnStore):
+        """Which both have read before either of them writes."""
+
+        async def claim(self, ref: AdapterRef) -> bool:
+            await asyncio.sleep(0.01)
+            return await super().claim(ref)
+
+    target, store, config = new_target(), Late(), config_of()
+    async with router_over(target, config) as router:
+        catalogs = [
+            AdapterCatalog(config.target.adapters, base=MODEL, loader=router, store=store) for _ in range(2)
+        ]
+        answers = await asyncio.gather(
+            *(each.load("one", path) for each, path in zip(catalogs, ("sql", "chat"), strict=True)),
+            return_exceptions=True,
+        )
+        (taken,) = [each for each in answers if isinstance(each, AdapterRef)]
+        (refused,) = [each for each in answers if isinstance(each, InvalidRequestError)]
+        assert str(refused).startswith("lora_name 'one' is loaded; allowed: another name")
+        assert store.refs == {"one": taken}
+        assert [each.digest for each in target.slots.loaded] == [taken.digest]
 
 
 async def test_ingresses_see_the_same_names_and_a_new_one_knows_them() -> None:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 import torch
 
 from specray.engine.model.adapters.rows import AdapterRows, RowPlan
+from specray.engine.model.decoder import RowGate
+from specray.engine.model.layers.latent.projections import LatentOutput
 from specray.engine.model.layers.normed import NormedProjection, NormedQueries
 from specray.engine.model.layers.projections import ReducedLinear
 from specray.engine.model.linear import Linear
@@ -22,11 +24,19 @@ if TYPE_CHECKING:
     from specray.engine.cpu.thread_pool import ThreadPool
 
 
+Packed = tuple[torch.Tensor, ...]
+"""What an adapter adds to a layer, as the layer's kernels read it."""
+
+
 class LowRank(Protocol):
     """What each slot's adapter adds to one layer."""
 
-    def put(self, slot: int, down: torch.Tensor, ups: Sequence[torch.Tensor]) -> None:
-        """Gives a slot an adapter: ``[rank, in_features]``, and ``[out_features, rank]``, two of a pair."""
+    def pack(self, down: torch.Tensor, ups: Sequence[torch.Tensor]) -> Packed:
+        """``[rank, in_features]``, and ``[out_features, rank]``, two of a pair; for any thread."""
+        ...
+
+    def put(self, slot: int, packed: Packed) -> None:
+        """Gives a slot an adapter."""
         ...
 
     def clear(self, slot: int) -> None:
@@ -130,9 +140,12 @@ class TorchLowRank:
     own: dict[int, tuple[torch.Tensor, torch.Tensor]]
     """Tensors by slot."""
 
-    def put(self, slot: int, down: torch.Tensor, ups: Sequence[torch.Tensor]) -> None:
-        up = torch.cat(tuple(ups))
-        self.own[slot] = down.to(self.device, self.dtype), up.to(self.device, self.dtype)
+    def pack(self, down: torch.Tensor, ups: Sequence[torch.Tensor]) -> Packed:
+        return tuple(each.to(self.dtype) for each in (down, torch.cat(tuple(ups))))
+
+    def put(self, slot: int, packed: Packed) -> None:
+        down, up = packed
+        self.own[slot] = down.to(self.device), up.to(self.device)
 
     def clear(self, slot: int) -> None:
         self.own.pop(slot, None)
@@ -172,7 +185,10 @@ def adapted(
     Args:
         make: for layers without kernels that begin with what is added.
     """
-    if isinstance(layer, NormedProjection | NormedQueries):
+    if isinstance(layer, RowGate):
+        linear, low_rank = adapted(layer.linear, shape, rows, num_slots, make)
+        return layer.with_linear(linear), low_rank
+    if isinstance(layer, NormedProjection | NormedQueries | LatentOutput):
         linear, low_rank = adapted(layer.linear, shape, rows, num_slots, make)
         return replace(layer, linear=linear), low_rank
     if isinstance(layer, ReducedLinear):

@@ -16,6 +16,7 @@ import torch
 from specray.engine.model.checkpoint.rank_weights import RankWeights
 from specray.engine.model.checkpoint.source import WeightPart
 from specray.engine.model.decoder_config import DecoderConfig, layer_prefix
+from specray.engine.model.layers.latent.config import LATENT_DOWN, QUERY_DOWN, QUERY_UP
 from specray.engine.model.lowering import changeable_linears
 
 if TYPE_CHECKING:
@@ -23,12 +24,15 @@ if TYPE_CHECKING:
     from specray.engine.model.operators import Operators
 
 MODULES = {
-    "qkv": tuple(f"self_attn.{name}_proj" for name in ("q", "k", "v", "qkv")),
+    "qkv": (*(f"self_attn.{name}_proj" for name in ("q", "k", "v", "qkv")), QUERY_DOWN, LATENT_DOWN),
+    "query_up": (QUERY_UP,),
+    "output_gate": ("self_attn.q_proj", "self_attn.g_proj"),
     "output": ("self_attn.o_proj",),
     "gate": tuple(f"mlp.{name}_proj" for name in ("gate", "up", "gate_up")),
     "down": ("mlp.down_proj",),
 }
-"""Modules of a checkpoint by the field of ``decoder.DecoderLayer`` that computes them."""
+"""Modules of a checkpoint by the field of ``decoder.DecoderLayer`` that computes them, or by the second step
+of latent attention's queries in ``qkv``."""
 
 
 class Place(NamedTuple):
@@ -36,7 +40,7 @@ class Place(NamedTuple):
 
     layer: int
     field: str
-    """Name of a field of ``decoder.DecoderLayer``."""
+    """One of ``MODULES``."""
 
 
 class Matrices(NamedTuple):
@@ -61,10 +65,11 @@ class Part:
 def places_of(config: DecoderConfig) -> Iterator[tuple[Place, tuple[str, ...]]]:
     """The layers that adapters may change, with the names of their weights in a checkpoint.
 
-    Experts, recurrent layers and projections of latent attention are none of them, nor what is multiplied by
-    a number of the model, nor MLPs without a gate.
+    Experts and recurrent layers are none of them, nor what latent attention absorbs, what is multiplied by a
+    number of the model, nor MLPs without a gate. Queries with a gate in their rows are in two places.
     """
     shapes = config.weight_shapes()
+    gates = {"self_attn.q_proj": config.has_output_gate, "self_attn.g_proj": config.has_head_gates}
     left_out = {
         "output": config.attention_scale != 1.0,
         "gate": config.gate_scale != 1.0 or not config.has_gated_mlps,
@@ -72,12 +77,11 @@ def places_of(config: DecoderConfig) -> Iterator[tuple[Place, tuple[str, ...]]]:
     }
     for layer in range(config.num_hidden_layers):
         for field, modules in MODULES.items():
-            if left_out.get(field) or (config.latent is not None and field in ("qkv", "output")):
+            if left_out.get(field):
                 continue
+            if field == "output_gate":
+                modules = tuple(module for module in modules if gates[module])
             names = tuple(f"{layer_prefix(layer)}{module}.weight" for module in modules)
-            if config.has_output_gate:
-                # Half of its rows are of another layer.
-                names = tuple(name for name in names if not name.endswith("q_proj.weight"))
             if found := tuple(name for name in names if name in shapes):
                 yield Place(layer, field), found
 
@@ -144,3 +148,6 @@ class _AsTheyAre:
 
     def gate(self, gate: Any, up: Any, *others: Any) -> Any:
         return gate, up
+
+    def row_gate(self, linear: Any, *others: Any) -> Any:
+        return linear

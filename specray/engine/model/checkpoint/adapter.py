@@ -187,15 +187,19 @@ class AdaptedWeights:
         return None if name in self._layers else self._base.stored(name, part)
 
 
-def read_adapter(path: str) -> Adapter:
-    """Configuration and tensor shapes of an adapter. Raises ConfigError naming what is not merged."""
+def read_adapter(path: str, *, setting: str = "target.adapter") -> Adapter:
+    """Configuration and tensor shapes of an adapter. Raises ConfigError naming what is not computed.
+
+    Args:
+        setting: that names the path.
+    """
     directory = Path(path).expanduser()
     for name in (CONFIG_FILE, TENSOR_FILE):
         if not (directory / name).is_file():
             raise ConfigError(
-                f"target.adapter is {path!r}; allowed: a directory with {CONFIG_FILE} and {TENSOR_FILE}"
+                f"{setting} is {path!r}; allowed: a directory with {CONFIG_FILE} and {TENSOR_FILE}"
             )
-    config, label = read_json(directory / CONFIG_FILE), f"target.adapter {path!r}"
+    config, label = read_json(directory / CONFIG_FILE), f"{setting} {path!r}"
     _check_config(label, config)
     headers = file_headers(directory / TENSOR_FILE)
     return Adapter(label, str(directory), config, _layers(label, headers))

@@ -15,8 +15,13 @@ from safetensors.torch import load_file, save_file
 from specray.config import TargetConfig
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.runner import ModelRunner
+from specray.engine.target.engine import TargetEngine
 
 CONFIG: dict[str, Any] = {"peft_type": "LORA", "lora_alpha": 8, "bias": "none", "init_lora_weights": True}
+
+
+_UNCHANGED = ("expert", "linear_attn", "kv_b_proj")
+"""Parts of names of modules that adapters may not change."""
 
 
 def projections(base: Path) -> tuple[str, ...]:
@@ -25,7 +30,8 @@ def projections(base: Path) -> tuple[str, ...]:
     return tuple(
         name.removesuffix(".weight")
         for name in names
-        if name.endswith("_proj.weight") and "expert" not in name
+        if name.endswith(("_proj.weight", "kv_a_proj_with_mqa.weight"))
+        and not any(part in name for part in _UNCHANGED)
     )
 
 
@@ -100,8 +106,21 @@ def target_config(base: Path, directory: Path, **changes: Any) -> TargetConfig:
 def adapted_runner(base: Path, directory: Path, names: tuple[str, ...], **changes: Any) -> ModelRunner:
     """A runner with some adapters of a directory, in the slots from 0 on."""
     runner = build_runner(target_config(base, directory, **changes), role="target")
-    assert runner.adapters is not None
     for slot, name in enumerate(names):
-        runner.adapters.prepare(name, b"")
-        runner.adapters.put(slot)
+        put(runner, slot, name)
     return runner
+
+
+def put(runner: ModelRunner, slot: int, name: str) -> None:
+    """Gives a slot the adapter of a folder. Raises ConfigError, with which nothing has changed."""
+    assert runner.adapters is not None
+    reading = runner.adapters.start(name, b"")
+    reading.read()
+    runner.adapters.put(slot, reading)
+
+
+def load(engine: TargetEngine, folder: str, digest: bytes = b"") -> bytes:
+    """Loads an adapter into a target."""
+    loading = engine.start_loading(folder, digest)
+    loading.read()
+    return loading.place()

@@ -13,7 +13,7 @@ from specray.engine.inputs import SequenceInput
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.runner import ModelRunner
 from specray.errors import ConfigError
-from tests.unit.engine.adapters.files import adapted_runner, target_config, write_adapter
+from tests.unit.engine.adapters.files import adapted_runner, put, target_config, write_adapter
 from tests.unit.engine.group.group_ranks import answers_of_ranks, join
 from tests.unit.engine.model.checkpoints import write_checkpoint
 
@@ -40,12 +40,11 @@ def serve_rank(rank: int, meeting: Queue[str], answers: Queue[Any], base: Path, 
     else:
         assert runner.adapters is not None
         for slot, name in enumerate("ab"):
-            runner.adapters.prepare(name, b"")
-            runner.adapters.put(slot)
+            put(runner, slot, name)
         logits, refused = steps(runner), []
         for name in ("differs", "absent.there", "absent.here"):
             try:
-                runner.adapters.prepare(name, b"")
+                put(runner, 1, name)
             except ConfigError as error:
                 refused.append(str(error))
         runner.adapters.clear(1)
@@ -75,7 +74,7 @@ def test_two_ranks_compute_what_one_does_and_load_the_same_or_nothing(tmp_path: 
     torch.testing.assert_close(torch.tensor(logits), expected, atol=1e-4, rtol=0)
     assert not is_same
     assert [message.split(";")[0] for message in refused] == [
-        "adapter 'differs' cannot be loaded on all ranks, or has other bytes there",
-        "adapter 'absent.there' cannot be loaded on all ranks, or has other bytes there",
+        "the adapter cannot be loaded on all ranks, or has other bytes there",
+        "the adapter cannot be loaded on all ranks, or has other bytes there",
         "adapter folder 'absent.here' is not in the directory of adapters",
     ]

@@ -12,7 +12,7 @@ import torch
 from specray.engine.inputs import SequenceInput
 from specray.engine.runner.cpu_graphs import CpuGraphForward
 from specray.engine.runner.runner import ModelRunner
-from tests.unit.engine.adapters.files import adapted_runner, write_adapter
+from tests.unit.engine.adapters.files import adapted_runner, put, write_adapter
 from tests.unit.engine.model.checkpoints import (
     reference_greedy,
     reference_logits,
@@ -142,8 +142,7 @@ def test_a_slot_that_another_adapter_takes_is_read_anew_by_recorded_steps(
     assert runner.adapters is not None and isinstance(runner.adapters.forward, CpuGraphForward)
     first, second = (outputs_of(runner, [(0, slot)])[0] for slot in (0, 1))
     assert not torch.equal(first, second)
-    runner.adapters.prepare("b", b"")
-    runner.adapters.put(0)
+    put(runner, 0, "b")
     assert torch.equal(outputs_of(runner, [(0, 0)])[0], second)
     runner.adapters.clear(0)
     assert torch.equal(outputs_of(runner, [(0, 0)])[0], outputs_of(runner, [(0, -1)])[0])

@@ -18,7 +18,7 @@ from specray.engine.runner.assembly import build_runner
 from specray.engine.target.engine import TargetEngine
 from specray.errors import ConfigError, OverloadedError
 from specray.types import ItemFailed, SamplingParams, Verdict, VerifyItem
-from tests.unit.engine.adapters.files import target_config, write_adapter
+from tests.unit.engine.adapters.files import load, target_config, write_adapter
 from tests.unit.engine.harness import toy_target
 from tests.unit.engine.model.checkpoints import write_checkpoint
 from tests.unit.engine.runners import info_of
@@ -63,7 +63,7 @@ def test_a_prefix_of_one_adapter_serves_no_other_and_no_base(tmp_path: Path, lla
     for seed, name in enumerate("xy"):
         write_adapter(tmp_path / name, llama, seed=seed)
     engine = target(llama, tmp_path)
-    first, second = (engine.load_adapter(name) for name in "xy")
+    first, second = (load(engine, name) for name in "xy")
     cached = [
         begin(engine, str(number), adapter).num_cached_tokens
         for number, adapter in enumerate((first, second, b"", first, second, b""))
@@ -71,14 +71,14 @@ def test_a_prefix_of_one_adapter_serves_no_other_and_no_base(tmp_path: Path, lla
     assert cached[:3] == [0, 0, 0] and cached[3] == cached[4] == cached[5] > 0
     # The folder has other bytes now, which are another adapter.
     write_adapter(tmp_path / "x", llama, seed=7)
-    assert begin(engine, "changed", engine.load_adapter("x")).num_cached_tokens == 0
+    assert begin(engine, "changed", load(engine, "x")).num_cached_tokens == 0
 
 
 def test_prompts_of_one_step_share_nothing_between_adapters(tmp_path: Path, llama: Path) -> None:
     """Long equal prompts wait for each other, and those of another adapter do not."""
     write_adapter(tmp_path / "x", llama)
     engine = target(llama, tmp_path)
-    digest, prompt = engine.load_adapter("x"), PROMPT * 2
+    digest, prompt = load(engine, "x"), PROMPT * 2
     items = [
         VerifyItem(str(number), 1, 0, prompt, sampling=replace(GREEDY, adapter=adapter))
         for number, adapter in enumerate((digest, b"", digest, b""))
@@ -93,12 +93,12 @@ def test_prompts_of_one_step_share_nothing_between_adapters(tmp_path: Path, llam
 def test_a_running_sequence_keeps_the_adapter_that_another_has_replaced(tmp_path: Path, llama: Path) -> None:
     write_adapter(tmp_path / "x", llama)
     engine = target(llama, tmp_path)
-    old = engine.load_adapter("x")
+    old = load(engine, "x")
     assert old == adapter_digest(tmp_path / "x")
     before = output(engine, "before", old)
     running = begin(engine, "running", old)
     write_adapter(tmp_path / "x", llama, seed=1)
-    new = engine.load_adapter("x")
+    new = load(engine, "x")
     assert new != old and (engine.info.adapters, engine.info.adapter_names) == ((old, new), ("x", "x"))
     engine.unload_adapter(old)
     after = output(engine, "after", new)
@@ -110,36 +110,35 @@ def test_a_running_sequence_keeps_the_adapter_that_another_has_replaced(tmp_path
     reply = begin(engine, "late", old)
     assert isinstance(reply, ItemFailed) and reply.lacks_adapter
     with pytest.raises(ConfigError, match="has other bytes than it had, of digest"):
-        engine.load_adapter("x", old)
+        load(engine, "x", old)
 
 
-def test_the_least_recently_used_adapter_leaves_and_never_one_in_use_or_pinned(
-    tmp_path: Path, llama: Path
-) -> None:
-    for seed, name in enumerate("abcd"):
+def test_none_leaves_for_another_and_a_full_target_says_so(tmp_path: Path, llama: Path) -> None:
+    for seed, name in enumerate("abc"):
         write_adapter(tmp_path / name, llama, seed=seed)
-    engine = target(llama, tmp_path, adapters={"max_loaded": 3, "max_per_step": 3})
-    a, b = engine.load_adapter("a", is_pinned=True), engine.load_adapter("b")
+    engine = target(llama, tmp_path, adapters={"max_loaded": 2, "max_per_step": 2})
+    a, b = load(engine, "a"), load(engine, "b")
     outputs = {name: output(engine, name, digest) for name, digest in (("a", a), ("b", b))}
-    c = engine.load_adapter("c")
+    with pytest.raises(OverloadedError, match="2 adapters are loaded; allowed: 2"):
+        load(engine, "c")
+    # One that is to leave keeps its place while it is used, and then another has it.
     reply = begin(engine, "uses b", b)
-    d = engine.load_adapter("d")
-    assert set(engine.info.adapters) == {a, b, d}
-    assert begin(engine, "lacks c", c).lacks_adapter
-    begin(engine, "uses d", d)
-    with pytest.raises(OverloadedError, match="3 adapters are loaded, all in use or pinned"):
-        engine.load_adapter("c", c)
-    assert set(engine.info.adapters) == {a, b, d}
+    engine.unload_adapter(b)
+    with pytest.raises(OverloadedError):
+        load(engine, "c")
+    assert set(engine.info.adapters) == {a, b}
     assert go_on(engine, "uses b", [reply.next_token_id]) == outputs["b"]
     engine.release(["uses b"])
-    assert engine.load_adapter("c", c) == c and set(engine.info.adapters) == {a, c, d}
+    c = load(engine, "c")
+    assert set(engine.info.adapters) == {a, c}
+    assert output(engine, "is c", c) not in outputs.values()
     assert output(engine, "still a", a) == outputs["a"]
 
 
 def test_a_sequence_ends_with_the_adapter_that_it_began_with(tmp_path: Path, llama: Path) -> None:
     write_adapter(tmp_path / "x", llama)
     engine = target(llama, tmp_path)
-    digest = engine.load_adapter("x")
+    digest = load(engine, "x")
     begin(engine, "a")
     reply = begin(engine, "a", digest)
     assert isinstance(reply, ItemFailed) and not reply.lacks_adapter
@@ -153,7 +152,7 @@ def test_a_target_that_knows_no_adapters_never_answers_for_one() -> None:
     assert isinstance(reply, ItemFailed) and reply.lacks_adapter and not runner.steps
     assert (engine.info.max_adapters, engine.info.max_adapter_rank) == (0, 0)
     with pytest.raises(ConfigError, match="the target has no adapters; allowed: a directory of them"):
-        engine.load_adapter("x")
+        load(engine, "x")
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +213,14 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
         "nested too deep",
     ),
     "a link that leads out": (_link_out, "is a link that leads out of the directory of adapters"),
+    "a chat template of its own": (
+        lambda folder: (folder / "chat_template.jinja").write_text("{{ messages }}"),
+        "has a chat template of its own, which would not be used; allowed: the model's, or none",
+    ),
+    "a large chat template": (
+        lambda folder: (folder / "tokenizer_config.json").write_bytes(b" " * ((16 << 20) + 1)),
+        "tokenizer_config.json has 16777217 bytes; allowed: 1..16777216",
+    ),
     "DoRA": (_change(use_dora=True), "has use_dora True, which is not computed"),
     "a pattern without end": (_change(alpha_pattern={"(a+)+b": 2}), "in alpha_pattern; allowed: one of"),
     "an embedding": (
@@ -269,12 +276,15 @@ def test_hostile_files_are_refused_in_one_sentence_and_nothing_changes(
     ("options", "named"),
     [
         ({"rank": 9}, f"has rank 9 at {QUERY}.weight; allowed: at most 8"),
-        ({"modules": ("lm_head",)}, "adapts lm_head.weight; allowed while serving: projections of attention"),
+        ({"modules": ("lm_head",)}, "adapts lm_head.weight, the head; allowed while serving: projections of"),
         (
             {"modules": ("model.layers.0.mlp.experts.2.up_proj",)},
-            "adapts model.layers.0.mlp.experts.2.up_proj.weight; allowed while serving",
+            "adapts model.layers.0.mlp.experts.2.up_proj.weight, an expert's; allowed while serving",
         ),
-        ({"modules": ("model.layers.0.mlp.gate",)}, "adapts model.layers.0.mlp.gate.weight; allowed while"),
+        (
+            {"modules": ("model.layers.0.mlp.gate",)},
+            "adapts model.layers.0.mlp.gate.weight, a router; allowed while",
+        ),
     ],
 )
 def test_adapters_of_what_is_not_computed_are_refused(
@@ -294,11 +304,25 @@ def test_names_lead_to_folders_of_the_directory_alone(
 
 def _refuses(engine: TargetEngine, folder: str, named: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        engine.load_adapter(folder)
+        load(engine, folder)
     message = str(caught.value)
     assert message.startswith("adapter ") and named in message and "\n" not in message
     assert engine.info.adapters == () and isinstance(begin(engine, "a"), Verdict)
     engine.release(["a"])
+
+
+def test_the_models_own_chat_template_may_lie_with_an_adapter(
+    served: tuple[Path, Path, TargetEngine],
+) -> None:
+    base, directory, engine = served
+    write_adapter(directory / "chats", base, modules=(QUERY,))
+    (base / "chat_template.jinja").write_text("{{ messages }}\n")
+    settings = {"chat_template": "{{ messages }}", "model_max_length": 8}
+    (directory / "chats" / "tokenizer_config.json").write_text(json.dumps(settings))
+    digest = load(engine, "chats")
+    assert engine.info.adapters == (digest,)
+    engine.unload_adapter(digest)
+    (base / "chat_template.jinja").unlink()
 
 
 def test_forward_hf_has_none(tmp_path: Path, llama: Path) -> None:

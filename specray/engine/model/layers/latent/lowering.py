@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from specray.engine.model.checkpoint.rank_weights import RankWeights
     from specray.engine.model.decoder_config import DecoderConfig
     from specray.engine.model.layers.normed import Rows
+    from specray.engine.model.linear import Linear
     from specray.engine.model.operators import Operators
 
 
@@ -33,43 +34,58 @@ def lower_latent(
     prefix: str, config: DecoderConfig, latent: LatentAttention, taken: RankWeights, operators: Operators
 ) -> tuple[Rows, HeadProduct]:
     """What makes queries and keys, and what makes values of latents; ``prefix`` is the layer's."""
-    rotated_dim = config.head_dim
-    query_dim = latent.plain_dim + rotated_dim
-    num_queries = config.num_attention_heads * query_dim
-    part = taken.part(num_queries, dim=0)
+    norm = up = None
+    if latent.query_rank is not None:
+        norm = operators.norm(taken.whole(f"{prefix}{QUERY_NORM}"), NORM_EPS)
+        up = lower_query_up(prefix, config, latent, taken, operators)
+    down = lower_latent_down(prefix, config, latent, taken, operators)
+    keys, values = _by_head(prefix, config, latent, taken)
+    latent_norm = taken.whole(f"{prefix}{LATENT_NORM}")
+    if latent.latent_factor != 1.0:
+        latent_norm = latent_norm.float() * latent.latent_factor
+    queries = LatentQueries(
+        down,
+        norm,
+        up,
+        operators.norm(latent_norm, NORM_EPS),
+        operators.head_product(keys),
+        config.head_dim,
+    )
+    return operators.inputs(queries), operators.head_product(values)
+
+
+def lower_latent_down(
+    prefix: str, config: DecoderConfig, latent: LatentAttention, taken: RankWeights, operators: Operators
+) -> Linear:
+    """The linear layer ``LatentQueries.down``."""
     if latent.query_rank is None:
+        query_dim = latent.plain_dim + config.head_dim
+        part = taken.part(config.num_attention_heads * query_dim, dim=0)
         query = _rotated_last(taken.weight(f"{prefix}{QUERY}.weight", part), query_dim, config)
-        norm = up = None
     else:
         query = taken.weight(f"{prefix}{QUERY_DOWN}.weight")
-        own = taken.weight(f"{prefix}{QUERY_UP}.weight", part)
-        norm = operators.norm(taken.whole(f"{prefix}{QUERY_NORM}"), NORM_EPS)
-        up = operators.linear(_rotated_last(own, query_dim, config), None)
-    key_dim = latent.latent_dim + rotated_dim
+    key_dim = latent.latent_dim + config.head_dim
     key = _rotated_last(taken.weight(f"{prefix}{LATENT_DOWN}.weight"), key_dim, config)
-    bias = None
+    joined, bias = join([query, key]), None
     if config.has_qkv_bias:
         key_bias = taken.whole(f"{prefix}{LATENT_DOWN}.bias")
         bias = key_bias.new_zeros(query.shape[0])
         if latent.query_rank is not None:
             bias = taken.whole(f"{prefix}{QUERY_DOWN}.bias")
         bias = torch.cat((bias, key_bias[_rotated_index(1, key_dim, config).to(key_bias.device)]))
-    keys, values = _by_head(prefix, config, latent, taken)
-    latent_norm = taken.whole(f"{prefix}{LATENT_NORM}")
-    if latent.latent_factor != 1.0:
-        latent_norm = latent_norm.float() * latent.latent_factor
-    joined = join([query, key])
-    if bias is not None and isinstance(joined, torch.Tensor):
-        bias = bias.to(joined.dtype)
-    queries = LatentQueries(
-        operators.linear(joined, bias),
-        norm,
-        up,
-        operators.norm(latent_norm, NORM_EPS),
-        operators.head_product(keys),
-        rotated_dim,
-    )
-    return operators.inputs(queries), operators.head_product(values)
+        if isinstance(joined, torch.Tensor):
+            bias = bias.to(joined.dtype)
+    return operators.linear(joined, bias)
+
+
+def lower_query_up(
+    prefix: str, config: DecoderConfig, latent: LatentAttention, taken: RankWeights, operators: Operators
+) -> Linear:
+    """The linear layer ``LatentQueries.query_up``, where queries are made in two steps."""
+    query_dim = latent.plain_dim + config.head_dim
+    part = taken.part(config.num_attention_heads * query_dim, dim=0)
+    own = taken.weight(f"{prefix}{QUERY_UP}.weight", part)
+    return operators.linear(_rotated_last(own, query_dim, config), None)
 
 
 def _by_head(
