@@ -22,7 +22,7 @@ from specray.engine.features.remote.engine import FeatureDraftEngine
 from specray.engine.group.parallel import ParallelContext
 from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.description import model_path
-from specray.engine.preflight import check_chains
+from specray.engine.preflight import check_chains, check_tree
 from specray.engine.profile import profile_draft, profile_target
 from specray.engine.runner.assembly import build_runner
 from specray.engine.runner.memory import NO_DRAFTER, DrafterMemory
@@ -140,6 +140,8 @@ def _build_draft(config: Config, parallel: ParallelContext | None) -> DraftEngin
     # Before the draft, whose cache takes the memory that is left.
     inner_engine = None if inner is None else _build_inner(inner)
     runner = _build_runner(config.draft, role="draft", parallel=parallel)
+    if runner.states is not None:
+        check_tree(config, "draft")
     info = _engine_info("draft", config.draft, runner.info)
     other = choose_vocabulary(config, runner)
     has_own_view = other is not None or config.draft.window is not None
@@ -291,6 +293,8 @@ def _build_runner(
         parallel=parallel,
         feature_layers=tapped.feature_layers,
         drafter_memory=tapped.drafter_memory,
+        # Branches, which states cannot follow, have none.
+        num_state_slots=config.max_num_seqs + 1,
     )
     info = runner.info
     needed = -(-info.max_model_len // info.block_size) + 1

@@ -25,7 +25,8 @@ class SequenceInput:
     state_slot: int = 0
     """Slot of the sequence's states in recurrent layers."""
     num_open: int = 0
-    """Last tokens that the sequence may lose again: recurrent layers keep a state before them."""
+    """Last tokens that the sequence may lose again, maybe more than the new ones: recurrent layers keep a
+    state before them."""
     marks: Sequence[tuple[int, int]] = ()
     """States that are kept on the way, none behind open tokens: of each its tokens, ascending, and the
     snapshot that it is put into."""

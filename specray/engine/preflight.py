@@ -90,22 +90,30 @@ def _check_drafter(target: EngineConfig) -> None:
         raise ConfigError(f"target.drafter is {path!r}; allowed: a directory with config.json and tensors")
 
 
+def check_tree(config: Config, role: str) -> None:
+    """Raises ConfigError for trees where draft or target, by ``role``, has recurrent layers.
+
+    Their state is one for all tokens before, so rows of two branches cannot go on from it side by side.
+    """
+    if config.speculation.tree != "off":
+        engine, verb = (config.draft, "draft") if role == "draft" else (config.target, "verify")
+        raise ConfigError(
+            f"speculation.tree is {config.speculation.tree!r} and {role}.model {engine.model!r} has "
+            f"recurrent layers, which {verb} chains alone; allowed: 'off'"
+        )
+
+
 def check_chains(config: Config) -> None:
     """Raises ConfigError for what is not served with a target that has recurrent layers.
 
-    Their state is one for all tokens before, so rows of two branches cannot go on from it side by side: they
-    verify chains alone.
+    They verify chains alone (:func:`check_tree`).
     """
-    if config.speculation.tree != "off":
-        setting, allowed = f"speculation.tree is {config.speculation.tree!r}", "'off'"
-    elif config.draft.enabled and config.draft.model == DraftKind.LOOKAHEAD:
-        setting, allowed = "draft.model is 'lookahead'", "a model, 'ngram' or 'suffix'"
-    else:
-        return
-    raise ConfigError(
-        f"{setting} and target.model {config.target.model!r} has recurrent layers, which verify chains "
-        f"alone; allowed: {allowed}"
-    )
+    check_tree(config, "target")
+    if config.draft.enabled and config.draft.model == DraftKind.LOOKAHEAD:
+        raise ConfigError(
+            f"draft.model is 'lookahead' and target.model {config.target.model!r} has recurrent layers, "
+            "which verify chains alone; allowed: a model, 'ngram' or 'suffix'"
+        )
 
 
 def check_models(config: Config) -> None:
@@ -118,9 +126,11 @@ def check_models(config: Config) -> None:
         _check_several(config)
         return
     has_checkpoint = config.draft.has_model and not config.draft.reads_features
-    target = check_pair(config.target, config.draft if has_checkpoint else None)
+    target, draft = check_pair(config.target, config.draft if has_checkpoint else None)
     if target.has_recurrent_layers:
         check_chains(config)
+    if draft is not None and draft.has_recurrent_layers:
+        check_tree(config, "draft")
 
 
 def _check_several(config: Config) -> None:
@@ -137,11 +147,11 @@ def _check_several(config: Config) -> None:
             raise ConfigError(f"model {model.name!r}: {error}") from None
 
 
-def check_pair(target: EngineConfig, draft: EngineConfig | None) -> ModelSummary:
+def check_pair(target: EngineConfig, draft: EngineConfig | None) -> tuple[ModelSummary, ModelSummary | None]:
     """Checks both models and that the draft can read the target's tokens.
 
     Returns:
-        The target.
+        Target and draft.
 
     Raises:
         ConfigError: as :func:`check_model`, there is no such drafter, or the draft's tokenizer does not fit.
@@ -149,7 +159,7 @@ def check_pair(target: EngineConfig, draft: EngineConfig | None) -> ModelSummary
     checked_target = check_model(target, "target")
     _check_drafter(target)
     if draft is None:
-        return checked_target
+        return checked_target, None
     checked_draft = check_model(draft, "draft")
     _check_inner(draft, checked_draft)
     mode = draft.vocabulary if isinstance(draft, DraftConfig) else "same"
@@ -165,4 +175,4 @@ def check_pair(target: EngineConfig, draft: EngineConfig | None) -> ModelSummary
             f"draft.model: {checked_draft.path} has another tokenizer than the target {checked_target.path}: "
             f"{problem}"
         )
-    return checked_target
+    return checked_target, checked_draft

@@ -86,7 +86,7 @@ class CatchUp:
     extra_visibility: Sequence[Visibility] = ()
     """Visibility of the extra rows, where they are not in ``parents``. Empty: they follow each other."""
     num_open: int = 0
-    """Last rows that the sequence may lose again."""
+    """Last tokens that the sequence may lose again: of these rows, and maybe of steps before."""
     num_left: int = 0
     """Last tokens that are left for a later step."""
 
@@ -340,7 +340,7 @@ def _plan_steps(work: Iterable[CatchUp | BranchStep], budget: int) -> Iterator[l
                     num_logits,
                     visibility[start - first : stop - first],
                     sequence.state_slot or 0,
-                    max(0, stop - max(start, settled)),
+                    max(0, stop - settled),
                     [(each.num_tokens, each.index) for each in marks if start < each.num_tokens <= stop],
                     sequence.adapter_slot,
                 )

@@ -18,8 +18,9 @@ Slots = slice | torch.Tensor
 
 SLOT, BASE, START, SETTLED, FIRST_ROW, NUM_OPEN = range(6)
 """Columns of a step's table for recurrent layers, int32: of each sequence its slot, tokens in the state,
-tokens before its rows (those from the state on are in records), tokens before its open rows, the first of
-these, and their number. Padding is zeros: a sequence of no rows."""
+tokens before its rows (those from the state on are in records), tokens that the step puts into the state, the
+first open row, which follows the later of these two, and the number of such rows. Padding is zeros: a
+sequence of no rows."""
 NUM_COLUMNS = 6
 """Number of these columns."""
 
@@ -174,7 +175,7 @@ class SequenceRows:
     state_slot: int = 0
     """Slot of the sequence's states in recurrent layers."""
     num_open: int = 0
-    """Last rows that the sequence may lose again."""
+    """Last tokens that the sequence may lose again: of these rows, and maybe of steps before."""
     marks: Sequence[tuple[int, int]] = ()
     """States that are kept on the way, see ``inputs.SequenceInput``."""
 

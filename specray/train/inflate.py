@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalL
 
 from specray.errors import ConfigError
 from specray.gguf.light import check_has_safetensors
+from specray.train.hybrid import HybridShape, save_hybrid
 from specray.train.mixture import MixtureFigures, MixtureShape, save_mixture
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -72,6 +73,7 @@ def inflate_checkpoint(
     seed: int = 0,
     device: str = "cpu",
     mixture: MixtureShape | None = None,
+    hybrid: HybridShape | None = None,
     text_files: Sequence[Path] = (),
 ) -> MixtureFigures | None:
     """Writes at `destination` a checkpoint of `shape` with the logits of the Llama checkpoint `source`.
@@ -82,6 +84,7 @@ def inflate_checkpoint(
     Args:
         device: draws random numbers and rounds weights; billions of them take minutes on a CPU.
         mixture: experts that each layer has besides, as a Qwen2-MoE checkpoint; None: none, as Llama.
+        hybrid: recurrent layers before each layer, as a Granite 4 checkpoint; None: none, as Llama.
         text_files: text for the mixture's routers; empty: the source of this package.
 
     Returns:
@@ -89,8 +92,10 @@ def inflate_checkpoint(
 
     Raises:
         ConfigError: `source` is no Llama checkpoint, `shape` cannot hold it, `dtype` is unknown, a text
-            cannot be read, or `destination` already has files.
+            cannot be read, both a mixture and a hybrid are asked for, or `destination` already has files.
     """
+    if mixture is not None and hybrid is not None:
+        raise ConfigError("experts and recurrent: both are given; allowed: one of them")
     check_has_safetensors(str(source), "inflating")
     config = _load_config(source)
     _check_shape(config, shape)
@@ -104,10 +109,12 @@ def inflate_checkpoint(
     partial = destination.with_name(destination.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     figures = None
-    if mixture is None:
+    if mixture is None and hybrid is None:
         big.save_pretrained(partial)
-    else:
-        nn.Module.to(big, "cpu")
+    nn.Module.to(big, "cpu")
+    if hybrid is not None:
+        save_hybrid(big, partial, hybrid, seed=seed)
+    if mixture is not None:
         figures = save_mixture(big, partial, mixture, _token_ids(source, text_files), seed=seed)
     for file in _companion_files(source, written=partial):
         shutil.copyfile(file, partial / file.name)

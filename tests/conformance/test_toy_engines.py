@@ -18,6 +18,7 @@ from specray.engine.sampling.device.sampler import DeviceSampler
 from specray.engine.target import engine as target_module
 from specray.types import Proposal, SamplingParams, Verdict
 from tests.pairwise import pairs
+from tests.unit.engine.cache.state_runner import state_draft
 from tests.unit.engine.draft_view.toys import toy_viewer
 from tests.unit.engine.guesses.guessers import CASCADES, masks
 from tests.unit.engine.harness import (
@@ -59,6 +60,8 @@ TRIMMED = (1, 3, 4, 5, 9, 12, 13, 17, 21)
 ENGINES: Mapping[str, Callable[[], DraftEngine]] = {
     "perfect": lambda: toy_draft(TARGET)[0],
     "close": lambda: toy_draft()[0],
+    "perfect with states": lambda: state_draft(TARGET)[0],
+    "close with states": lambda: state_draft()[0],
     "trimmed": lambda: toy_draft(TARGET, token_ids=TRIMMED)[0],
     "intersect": lambda: toy_viewer("intersect")[0],
     "retokenize": lambda: toy_viewer("retokenize")[0],
@@ -136,7 +139,7 @@ def test_output_is_the_targets_alone(
     assert output == expected_output(sampling)
     if name == "adversarial":
         assert set(current.accepted) == {0}
-    if name == "perfect" and order == "serial":
+    if name.startswith("perfect") and order == "serial":
         assert set(current.accepted) == {k}
     for engine in (target, draft):
         if engine is not None:

@@ -169,6 +169,10 @@ def inflate(
         list[Path] | None,
         typer.Option(help="Text that routers are made from; default: Python of this package."),
     ] = None,
+    recurrent: Annotated[
+        int | None,
+        typer.Option(help="Recurrent layers (Mamba 2) before each layer; default: none."),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(help="bfloat16, float16 or float32; default: as SOURCE."),
@@ -177,11 +181,13 @@ def inflate(
 ) -> None:
     """Write a bigger checkpoint that computes the same function as SOURCE; sizes default to its own."""
     from specray.demo.paths import demo_target_path
+    from specray.train.hybrid import HybridShape
     from specray.train.inflate import InflatedShape, inflate_checkpoint
     from specray.train.mixture import MixtureShape
 
     directory = demo_target_path() if source == EMBEDDED else Path(source)
     mixture = None if experts is None else MixtureShape(experts, chosen, share, neighbours)
+    hybrid = None if recurrent is None else HybridShape(recurrent)
     shape = InflatedShape.of(
         directory,
         hidden_size=hidden_size,
@@ -191,7 +197,14 @@ def inflate(
         num_kv_heads=num_kv_heads,
     )
     figures = inflate_checkpoint(
-        directory, destination, shape, dtype=dtype, seed=seed, mixture=mixture, text_files=text or ()
+        directory,
+        destination,
+        shape,
+        dtype=dtype,
+        seed=seed,
+        mixture=mixture,
+        hybrid=hybrid,
+        text_files=text or (),
     )
     typer.echo(f"wrote {destination}")
     if figures is not None:

@@ -213,6 +213,7 @@ class BlockCache:
 
     Args:
         num_state_slots: sequences whose states recurrent layers keep at once.
+        max_open: most tokens that a sequence of a model with such layers may lose again.
         num_snapshots: states that such layers keep for other sequences.
     """
 
@@ -225,6 +226,7 @@ class BlockCache:
         dtype: torch.dtype,
         device: torch.device,
         num_state_slots: int = 1,
+        max_open: int = MAX_OPEN_ROWS,
         num_snapshots: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
@@ -235,7 +237,7 @@ class BlockCache:
             self.states = StatePool(
                 shape.states,
                 num_slots=num_state_slots,
-                max_open=MAX_OPEN_ROWS,
+                max_open=max_open,
                 num_snapshots=num_snapshots,
                 dtype=dtype,
                 device=device,

@@ -51,10 +51,12 @@ class LayerStates:
     def replayed(self, slot: int, base: int, end: int) -> torch.Tensor:
         """The state behind ``end`` tokens: that behind ``base``, and the records of those that stay."""
         state = self.states[slot]
-        if base == 0:
-            state = torch.zeros_like(state)
+        return self.relearned(torch.zeros_like(state) if base == 0 else state, slot, base, end)
+
+    def relearned(self, state: torch.Tensor, slot: int, start: int, end: int) -> torch.Tensor:
+        """A state behind ``start`` tokens with the records of those up to ``end``, if there are more."""
         size = self.updates.shape[1]
-        for position in range(base, end):
+        for position in range(start, end):
             place = position % size
             key = for_heads(self.keys[slot, place], len(state))
             state = learned(state * self.decays[slot, place, :, :, None], key, self.updates[slot, place])
@@ -82,9 +84,14 @@ class StateRows:
     start: int
     """Tokens before the rows; those from ``base`` on are in records."""
     settled: int
-    """Tokens before the open rows."""
+    """Tokens that the step puts into the state; if fewer than ``start``, records of the others stay."""
     end: int
     first_row: int
+
+    @property
+    def opened(self) -> int:
+        """Tokens before the open rows."""
+        return max(self.start, self.settled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +248,8 @@ class StatePool(StateSlots):
 def write_table(table: NDArray[np.int32], rows: Sequence[StateRows]) -> None:
     """Writes what a step does with its sequences, ``[num_sequences, 6]``, and padding behind them."""
     for index, item in enumerate(rows):
-        first_open = item.first_row + item.settled - item.start
-        table[index] = item.slot, item.base, item.start, item.settled, first_open, item.end - item.settled
+        first_open = item.first_row + item.opened - item.start
+        table[index] = item.slot, item.base, item.start, item.settled, first_open, item.end - item.opened
     table[len(rows) :] = 0
 
 

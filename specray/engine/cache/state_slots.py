@@ -7,7 +7,8 @@ the state, in order, when the next step begins::
     tokens   [0 ............... base) [base ........ end)
               in the state             records of open rows
 
-A sequence can go on after any token from ``base`` to ``end``.
+A sequence can go on after any token from ``base`` to ``end``. A draft, whose tokens come one by one before it
+hears of any, leaves the state where it is for some steps, each of which begins with all records.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from specray.prefix_keys import SNAPSHOT_TOKENS
 STATE_UNIT = SNAPSHOT_TOKENS
 """Tokens between the places where a prompt can be cut without another bit in recurrent layers."""
 MAX_OPEN_ROWS = 8
-"""Open rows of a sequence, at most: a sampled token's and those of seven draft tokens. Each has records, of a
+"""Open tokens of a target's sequence, at most: a sampled one and seven draft tokens. Each has records, of a
 hundredth of a state."""
+DRAFT_OPEN_ROWS = 33
+"""Open tokens of a draft's sequence, at most: a committed one, 16 under verification, and 16 drafted behind
+them."""
 
 
 class StateSlots:
@@ -74,7 +78,7 @@ class StateSlots:
         bases = []
         for item in rows:
             slot, base = item.state_slot, 0 if item.start == 0 else self.bases[item.state_slot]
-            assert item.num_open <= min(self.max_open, item.num_rows), (item, self.max_open)
+            assert item.num_open <= self.max_open and base <= item.settled, (item, base, self.max_open)
             assert base <= item.start <= max(base, self.ends[slot]), (item, base, self.ends[slot])
             self.forget(slot)
             bases.append(base)

@@ -104,14 +104,15 @@ def _make_recurrence(rule: HeadRule) -> Any:
         base, start, most = table[at + BASE], table[at + START], args[MAX_OPEN]
         # Rows that settled at once are in the state already.
         base = settled if settled > start else base
-        kept = start - base if settled == start else 0
+        opened = max(start, settled)
+        kept, folded = opened - base, settled - base
         num_heads, num_groups = args[HEADS], args[GROUPS]
         num_runs = num_heads // run
         group = item // (num_runs // num_groups)
         all_keys = num_groups * key_dim
         channels = 2 * all_keys + num_heads * value_dim
         step = channels + num_heads * (value_dim + num_gates)
-        place = (slot, settled, first, count, most + num_taps - 1, channels, step)
+        place = (slot, opened, first, count, most + num_taps - 1, channels, step)
         memory = (args[ROWS], args[INPUTS], args[TAPS], args[CONV_BIAS], scratch)
         key_at, value_at = all_keys + group * key_dim, 2 * all_keys + item * num_values
         convolve(memory, place, group * key_dim, key_dim, 0, width)
@@ -147,16 +148,16 @@ def _make_recurrence(rule: HeadRule) -> Any:
                 (states, updates, num_heads * value_dim, most),
                 (scratch, width, 2 * key_dim + local * value_dim, outputs, num_values, local * value_dim),
                 (gates, kept_gates, kept_keys, block),
-                (base, kept, settled, count),
+                (base, kept, folded, opened, count),
             )
             for index in range(count):
-                begin = ((slot * most + (settled + index) % most) * num_heads + own) * gate_dim
+                begin = ((slot * most + (opened + index) % most) * num_heads + own) * gate_dim
                 for number in range(gate_dim):
                     records[begin + number] = chosen[index * (gate_dim + 1) + number]
             finish(args, floats, (scratch, outputs), (first, count, step, channels, own, local))
         mixed = carray(as_pointer(scratch), (1 << 40,), np.float32)
         for index in range(count):
-            begin = ((slot * most + (settled + index) % most) * num_runs + item) * key_dim
+            begin = ((slot * most + (opened + index) % most) * num_runs + item) * key_dim
             for number in range(key_dim):
                 keys[begin + number] = mixed[index * width + key_dim + number]
 
@@ -228,18 +229,18 @@ def _make_convolution(dtype: str, num_taps: int) -> Any:
     @kernel()
     def convolve(memory: Any, place: Any, begin: int, size: int, column: int, width: int) -> None:
         rows, inputs, taps, bias, out = memory
-        slot, settled, first, count, ring, channels, step = place
+        slot, opened, first, count, ring, channels, step = place
         ring_at = slot * ring * channels + begin
         end = size // 16 * 16
         # Threads that share channels write the same numbers.
         for index in range(count):
-            here, there = (first + index) * step + begin, ring_at + (settled + index) % ring * channels
+            here, there = (first + index) * step + begin, ring_at + (opened + index) % ring * channels
             for at in range(0, end, 16):
                 store(inputs, there + at, load(rows, here + at))
             for at in range(end, size):
                 store_one(inputs, there + at, load_one(rows, here + at))
         for index in range(count):
-            oldest = settled + index - num_before
+            oldest = opened + index - num_before
             for at in range(0, end, 16):
                 total = fetch(bias, begin + at)
                 for tap in range(max(0, -oldest), num_taps):
@@ -294,7 +295,7 @@ def _make_head(key_dim: int, value_dim: int, gate_dim: int, *, is_delta: bool) -
         states, updates, record_step, most = memory
         mixed, width, value_at, outputs, out_width, out_at = rows
         chosen, kept_gates, kept_keys, block = scratch
-        base, kept, settled, count = counts
+        base, kept, folded, opened, count = counts
         gates = carray(as_pointer(chosen), (1 << 40,), np.float32)
         old = carray(as_pointer(kept_gates), (1 << 40,), np.float32)
         known = carray(as_pointer(kept_keys), (1 << 40,), np.float32)
@@ -308,13 +309,16 @@ def _make_head(key_dim: int, value_dim: int, gate_dim: int, *, is_delta: bool) -
             for record in range(kept):
                 decay = splat(old[record * gate_dim])
                 update = load(updates, (base + record) % most * record_step + column)
+                target, target_step = states + 4 * column, value_dim
+                if record >= folded:
+                    target, target_step = block, lanes
                 for key in range(key_dim):
                     if gate_dim > 1:
                         decay = splat(old[record * gate_dim + key])
                     faded = mul(decay, load(source, key * source_step))
                     learned = fma(splat(known[record * key_dim + key]), update, faded)
-                    store(states, key * value_dim + column, learned)
-                source, source_step = states + 4 * column, value_dim
+                    store(target, key * target_step, learned)
+                source, source_step = target, target_step
             for index in range(count):
                 gate_at, at = index * (gate_dim + 1), index * width
                 decay = splat(gates[gate_at])
@@ -328,7 +332,7 @@ def _make_head(key_dim: int, value_dim: int, gate_dim: int, *, is_delta: bool) -
                         memory_sum = fma(splat(numbers[at + key_dim + key]), faded, memory_sum)
                     update = sub(update, memory_sum)
                 update = mul(splat(gates[gate_at + gate_dim]), update)
-                store(updates, (settled + index) % most * record_step + column, update)
+                store(updates, (opened + index) % most * record_step + column, update)
                 output, is_last = splat(_ZERO), index == count - 1
                 for key in range(key_dim):
                     if gate_dim > 1:

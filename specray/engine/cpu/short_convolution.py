@@ -14,7 +14,7 @@ from numba import carray
 
 from specray.engine.cpu.simd import vectors
 from specray.engine.cpu.thread_pool import Kernel, as_pointer
-from specray.engine.step import FIRST_ROW, NUM_COLUMNS, NUM_OPEN, SETTLED, SLOT
+from specray.engine.step import FIRST_ROW, NUM_COLUMNS, NUM_OPEN, SETTLED, SLOT, START
 
 ROWS, OUT, TAPS, BIAS, INPUTS, TABLE, NUM_SEQUENCES, CHANNELS, MAX_OPEN = range(9)
 NUM_ARGS = 9
@@ -41,21 +41,17 @@ def _make_convolution(dtype: str, num_taps: int, lanes: int) -> Any:
         num_runs = -(-channels // _RUN)
         for item in range(part, num_sequences * num_runs, num_parts):
             at = item // num_runs * NUM_COLUMNS
-            slot, settled, first, count = (
-                table[at + SLOT],
-                table[at + SETTLED],
-                table[at + FIRST_ROW],
-                table[at + NUM_OPEN],
-            )
+            slot, first, count = table[at + SLOT], table[at + FIRST_ROW], table[at + NUM_OPEN]
+            opened = max(table[at + START], table[at + SETTLED])
             begin = item % num_runs * _RUN
             end, ring_at = min(channels, begin + _RUN), slot * ring * channels
             for index in range(count):
-                here, there = (first + index) * 3 * channels, ring_at + (settled + index) % ring * channels
+                here, there = (first + index) * 3 * channels, ring_at + (opened + index) % ring * channels
                 for channel in range(begin, end, lanes):
                     product = mul(load(rows, here + channel), load(rows, here + 2 * channels + channel))
                     store(inputs, there + channel, product)
             for index in range(count):
-                oldest, row = settled + index - num_taps + 1, first + index
+                oldest, row = opened + index - num_taps + 1, first + index
                 for channel in range(begin, end, lanes):
                     total = fetch(args[BIAS], channel)
                     for tap in range(max(0, -oldest), num_taps):

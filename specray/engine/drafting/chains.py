@@ -326,6 +326,14 @@ class OutcomeBranches:
             (branch for branch in self.branches if not branch.is_full), key=lambda branch: branch.first_index
         )
 
+    def work(self, growing: Sequence[BranchChain], guesses: Sequence[Sequence[int]]) -> CatchUp | BranchStep:
+        """The step that continues some branches; behind a state there is the sequence's own alone."""
+        if self.sequence.state_slot is None:
+            return self.step(growing, guesses)
+        [own], [guess] = growing, guesses
+        self.sequence.token_ids[own.prefix_len :] = own.token_ids
+        return CatchUp(self.sequence, 1 + len(guess), extra_token_ids=guess)
+
     def step(self, growing: Sequence[BranchChain], guesses: Sequence[Sequence[int]]) -> BranchStep:
         """The rows that continue some branches: the last token of each, and its guesses."""
         return BranchStep(

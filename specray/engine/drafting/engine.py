@@ -26,6 +26,7 @@ from specray.engine.cache.sequence import EngineSequence
 from specray.engine.drafting.chains import Chain, OutcomeBranches
 from specray.engine.drafting.draws import DraftDraws
 from specray.engine.drafting.guesses import Guesser
+from specray.engine.drafting.states import one_chain, with_records
 from specray.engine.drafting.trees import DraftTree, TreeRow
 from specray.engine.sampling.grammars import GrammarMasks
 from specray.engine.sampling.sampler import Sampler, make_sampler
@@ -154,6 +155,8 @@ class DraftEngine(Speculating[Task], RunnerEngine):
         """Gives the sequence its tokens and its room; raises before anything changed."""
         length = item.base_len + len(item.token_ids)
         check_speculation(item, self._info, num_item_ids=self._num_item_ids)
+        if self._states is not None:
+            item = one_chain(item, self._states.max_open)
         return self._admit_outcomes(item, length) if item.fanout else self._admit_proposal(item, length)
 
     def _admit_proposal(self, item: SpeculateItem, length: int) -> _Proposing | DraftTree:
@@ -161,8 +164,10 @@ class DraftEngine(Speculating[Task], RunnerEngine):
         sequence = self._keep_and_append(item, num_wanted)
         sequence.set_tail(())
         sequence.recompute_last(min(1, num_wanted))
-        # Behind masks nodes of one depth could not differ.
-        if item.tree is not None and not sequence.sampling.draws_by_rejection and not self._has_masks:
+        self._back_to_state(sequence)
+        # Behind masks nodes of one depth could not differ, and behind a state there is one token.
+        can_branch = self._states is None and not self._has_masks
+        if item.tree is not None and not sequence.sampling.draws_by_rejection and can_branch:
             return DraftTree(sequence, item.tree, num_wanted, min_acceptance=item.min_acceptance)
         # Log of 0 is minus infinity: no bound.
         min_logprob = math.log(item.min_acceptance) if item.min_acceptance > 0 else -math.inf
@@ -183,6 +188,7 @@ class DraftEngine(Speculating[Task], RunnerEngine):
         sequence.set_tail([sequence.own_id(token_id) for token_id in proposed])
         outcome = OutcomeBranches(item, sequence, first, last, self._info.max_model_len)
         sequence.recompute_last(last - first + 1)
+        self._back_to_state(sequence)
         return outcome
 
     def _keep_and_append(self, item: SpeculateItem, num_extra_tokens: int) -> EngineSequence:
@@ -197,6 +203,8 @@ class DraftEngine(Speculating[Task], RunnerEngine):
     # ---- run
 
     def _catch_up(self, work: Sequence[CatchUp | BranchStep]) -> Tensor | None:
+        if self._states is not None:
+            work = [with_records(item, self._states) for item in work if isinstance(item, CatchUp)]
         output = catch_up(self._runner, work, self._info.max_num_batched_tokens)
         return None if output is None or not len(output.logits) else output.logits
 
@@ -221,7 +229,7 @@ class DraftEngine(Speculating[Task], RunnerEngine):
                 behind = iter(guesses)
                 work: list[CatchUp | BranchStep] = [task.catch_up(next(behind)) for task in proposing]
                 for outcome, growing in branches:
-                    work += [outcome.step(growing, [next(behind) for _ in growing])] if growing else []
+                    work += [outcome.work(growing, [next(behind) for _ in growing])] if growing else []
                 for tree in trees:
                     nodes, step = tree.step()
                     rows += nodes

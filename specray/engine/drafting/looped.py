@@ -175,7 +175,8 @@ def looped_proposals(
     max_num_tokens: int | None = None,
     limit_s: float = START_LIMIT_S,
 ) -> LoopedProposals | None:
-    """Makes and captures the loops of a runner whose forwards are captured; None: they are not.
+    """Makes and captures the loops of a runner whose forwards are captured; None: they are not, or layers
+    are recurrent, whose records the host counts.
 
     Args:
         max_num_batched_tokens: rows of one forward, at most.
@@ -184,7 +185,7 @@ def looped_proposals(
         limit_s: seconds for all captures.
     """
     graphs, info = runner.graphs, runner.info
-    if graphs is None or runner.is_group:
+    if graphs is None or runner.is_group or runner.states is not None:
         return None
     loop = DraftLoop(
         runner.forward,

@@ -170,10 +170,6 @@ def _describe_with(library: Any, args: ModelArgs, directory: Path | None) -> Mod
             f"{_size_setting(args)} is {args.tensor_parallel_size}; "
             f"model type {config.model_type!r} allows only 1"
         )
-    if args.role == "draft" and config.has_recurrent_layers:
-        raise ConfigError(
-            f"draft.model is {args.path!r}, which has recurrent layers; allowed: models of attention alone"
-        )
     decoder = library.check_served(args.path, config, forward=args.forward, max_model_len=max_model_len)
     fields = {name: config.by_layer(name) for name in _SHARED_FIELDS}
     if decoder is not None:

@@ -13,6 +13,7 @@ from specray.checkpoint_digest import checkpoint_digest
 from specray.config import DraftConfig, EngineConfig, TargetConfig
 from specray.engine.attention.select import DEFAULT_BLOCK_SIZE, Backend, Model
 from specray.engine.cache.blocks import BlockCache
+from specray.engine.cache.state_slots import DRAFT_OPEN_ROWS, MAX_OPEN_ROWS
 from specray.engine.cuda.tiles import FIXED, FREE
 from specray.engine.device import (
     available_memory,
@@ -63,6 +64,7 @@ def build_runner(
     parallel: ParallelContext | None = None,
     feature_layers: tuple[int, ...] = (),
     drafter_memory: DrafterMemory = NO_DRAFTER,
+    num_state_slots: int | None = None,
 ) -> ModelRunner:
     """Loads the model and prepares everything that a first step needs.
 
@@ -71,6 +73,7 @@ def build_runner(
         parallel: this process's place in a tensor-parallel group; every rank calls this with the same config.
         feature_layers: layers whose input every forward gives besides its logits.
         drafter_memory: memory that is to be left for a drafter.
+        num_state_slots: sequences whose states recurrent layers keep; None: ``max_num_seqs``.
 
     Raises:
         ConfigError: names the setting, its value and what is allowed.
@@ -91,10 +94,12 @@ def build_runner(
     planned = plan_adapters(config)
     with naming(lambda: f"{role}.adapters is too large; lower max_loaded or max_rank, or load fewer"):
         pool = None if planned is None else adapter_pool(planned, config, loaded, forward, parallel)
-    if forward.cache_shape.states and role == "draft":
-        raise ConfigError(f"model {loaded.name!r} has recurrent layers; allowed: as a target")
     block_size = _block_size(config, loaded, backend)
-    provisional = _info(config, loaded, forward, block_size, 0, tensor_parallel_size, backend)
+    provisional = replace(
+        _info(config, loaded, forward, block_size, 0, tensor_parallel_size, backend),
+        num_state_slots=num_state_slots or config.max_num_seqs,
+        max_open=DRAFT_OPEN_ROWS if role == "draft" else MAX_OPEN_ROWS,
+    )
     left = determinism.with_parts(drafter_memory, config, loaded, parallel, backend)
     if pool is not None:
         left = left._replace(weight_bytes=left.weight_bytes + pool.num_late_bytes)
@@ -103,9 +108,7 @@ def build_runner(
     info = replace(provisional, num_blocks=sizes.num_blocks, num_snapshots=sizes.num_snapshots)
     with naming(lambda: f"cache_memory_gib is {config.cache_memory_gib}; lower it"):
         # The last block is for rows of captured forwards that belong to nobody.
-        cache = _cache(
-            info, forward.cache_shape, has_spare=backend is not None, max_num_seqs=config.max_num_seqs
-        )
+        cache = _cache(info, forward.cache_shape, has_spare=backend is not None)
     if parallel is not None:
         parallel.sums_in_order = determinism.is_fixed(config, device)
         parallel.start(group_choices(info))
@@ -372,14 +375,15 @@ def _operators(config: EngineConfig, loaded: LoadedModel, backend: Backend | Non
     return replace(made, layers=PagedOperators(made.layers, loaded.dtype, backend.attend, backend.store))
 
 
-def _cache(info: RunnerInfo, shape: CacheShape, *, has_spare: bool, max_num_seqs: int) -> BlockCache:
+def _cache(info: RunnerInfo, shape: CacheShape, *, has_spare: bool) -> BlockCache:
     cache = BlockCache(
         shape,
         num_blocks=info.num_blocks + has_spare,
         block_size=info.block_size,
         dtype=info.dtype,
         device=info.device,
-        num_state_slots=max_num_seqs,
+        num_state_slots=info.num_state_slots,
+        max_open=info.max_open,
         num_snapshots=info.num_snapshots,
     )
     cache.take_large_pages(min(available_memory() // _POPULATED_SHARE, _MOST_POPULATED_BYTES))

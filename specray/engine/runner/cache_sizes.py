@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
-from specray.config import EngineConfig, TargetConfig
+from specray.config import DraftConfig, EngineConfig, TargetConfig
 from specray.engine.cache.blocks import BlockCache, bytes_per_token
-from specray.engine.cache.state_slots import MAX_OPEN_ROWS
 from specray.engine.group.parallel import ParallelContext
 from specray.engine.inputs import SequenceInput
 from specray.engine.runner.memory import CudaMemory, DrafterMemory, cache_bytes
@@ -75,9 +74,9 @@ def _num_snapshots(
 ) -> int:
     """Snapshots that memory is set aside for: as asked for, or a quarter if one sequence fits beside them."""
     each = snapshot_bytes_of(shape, info)
-    if each == 0 or not isinstance(config, TargetConfig) or not config.prefix_cache:
+    if each == 0 or not isinstance(config, TargetConfig | DraftConfig) or not config.prefix_cache:
         return 0
-    wanted = config.snapshot_memory_gib
+    wanted = config.snapshot_memory_gib if isinstance(config, TargetConfig) else "auto"
     if wanted != "auto":
         return min(_MOST_SNAPSHOTS, int(wanted * _GIB) // each)
     return min(_MOST_SNAPSHOTS, max(0, min(num_bytes // _SNAPSHOT_SHARE, spare_bytes)) // each)
@@ -86,12 +85,12 @@ def _num_snapshots(
 def _state_bytes(config: EngineConfig, shape: CacheShape, info: RunnerInfo, cache_bytes: int) -> int:
     """Bytes of all states of recurrent layers. Raises ConfigError where they leave the cache no room."""
     # Who builds an engine has added one sequence to those of the setting, for its check.
-    own = sum(each.num_bytes(MAX_OPEN_ROWS, info.dtype.itemsize) for each in shape.states)
-    found = config.max_num_seqs * own
+    own = sum(each.num_bytes(info.max_open, info.dtype.itemsize) for each in shape.states)
+    found = info.num_state_slots * own
     if found > cache_bytes:
         raise ConfigError(
             f"cache_memory_gib is {config.cache_memory_gib}, {cache_bytes / _GIB:.3f} GiB; the states of "
-            f"recurrent layers of {config.max_num_seqs - 1} sequences and one more take "
+            f"recurrent layers of {info.num_state_slots - 1} sequences and one more take "
             f"{found / _GIB:.3f} GiB; allowed: more memory, or a lower max_num_seqs"
         )
     return found

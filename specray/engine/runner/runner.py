@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from specray.engine.attention.sdpa import sequence_slots
 from specray.engine.cache.blocks import BlockCache
-from specray.engine.cache.state_slots import StateSlots
+from specray.engine.cache.state_slots import MAX_OPEN_ROWS, StateSlots
 from specray.engine.device import use_device
 from specray.engine.group.parallel import NO_MOVES, ParallelContext
 from specray.engine.inputs import AdapterInput, CopyInput, Moves, SequenceInput, StateCopy
@@ -66,6 +66,10 @@ class RunnerInfo:
     """Instruction set of the matrix products; empty: they are not ours."""
     checkpoint: str = ""
     """Digest of the model's content and of the formats in which it is computed, in hexadecimal."""
+    num_state_slots: int = 1
+    """Sequences whose states recurrent layers keep."""
+    max_open: int = MAX_OPEN_ROWS
+    """Tokens that a sequence of a model with such layers may lose again, at most."""
     num_snapshots: int = 0
     """Room for states of recurrent layers that are kept for other sequences."""
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.engine.cpu.test_delta import make_mixer, projected, run
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from specray.engine.cache.state_pool import StatePool
@@ -20,6 +19,7 @@ from specray.engine.inputs import SequenceInput
 from specray.engine.model import operators_triton
 from specray.engine.model.decoder import DecoderForward
 from specray.engine.model.layers.convolution import convolve
+from specray.engine.model.layers.delta import GatedDelta
 from specray.engine.model.layers.experts.config import Routing
 from specray.engine.model.layers.experts.layer import ExpertMlp
 from specray.engine.model.layers.experts.routing import Router
@@ -28,6 +28,7 @@ from specray.engine.model.operators_triton import TritonDelta, TritonOperators, 
 from specray.engine.runner import assembly
 from specray.engine.runner.cuda_graphs import Bucket
 from specray.engine.step import SequenceRows, StateShape
+from tests.unit.engine.cpu.test_recurrence import run
 from tests.unit.engine.harness import verify_all
 from tests.unit.engine.model.checkpoints import write_family
 from tests.unit.engine.model.test_recurrent_targets import (
@@ -55,6 +56,18 @@ def make_pool(shape: StateShape, dtype: torch.dtype = torch.float32, *, num_slot
     pool = StatePool([shape, shape], num_slots=num_slots, max_open=8, dtype=dtype, device=CPU)
     pool.layers[1].fill(NAN)
     return pool
+
+
+def make_mixer(shape: StateShape) -> GatedDelta:
+    torch.manual_seed(0)
+    heads, taps = shape.num_heads, torch.randn(shape.num_taps, shape.num_channels)
+    rates, bias = torch.rand(heads) + 0.1, torch.randn(heads)
+    return GatedDelta(shape, taps, rates, bias, torch.rand(shape.value_dim), 1e-6, 2.0)
+
+
+def projected(shape: StateShape, num_rows: int, seed: int) -> torch.Tensor:
+    width = shape.num_channels + shape.num_heads * (shape.value_dim + 2)
+    return torch.randn(num_rows, width, generator=torch.Generator().manual_seed(seed))
 
 
 def layers() -> None:
@@ -101,6 +114,28 @@ def bits() -> None:
         at = 2 + num_kept
         found = run(kernels, pool, rows[at : at + 1], (1, at, 1, 1))
         assert torch.equal(found, output[at : at + 1]), (num_open, num_kept)
+
+
+def staying() -> None:
+    """As a draft's: rows one by one while the state stays, of which the next round takes some back."""
+    shape = StateShape(2, 1, 4, 6, 1, 20, 3)
+    kernels = TritonDelta(make_mixer(shape))
+    rows, wrong = projected(shape, 16, 1), projected(shape, 16, 2)
+    plain = make_pool(shape)
+    expected = [run(kernels, plain, rows[:2], (1, 0, 2, 1))]
+    expected += [run(kernels, plain, rows[at : at + 1], (1, at, 1, 1)) for at in range(2, 16)]
+    output = torch.cat(expected)
+    for num_kept in (0, 1, 3):
+        pool, at = make_pool(shape), 2
+        run(kernels, pool, rows[:2], (1, 0, 2, 1))
+        for _ in range(3):
+            for index in range(4):
+                own = rows if index < num_kept else wrong
+                step = torch.cat((wrong[:1], own[at + index : at + index + 1]))
+                found = run(kernels, pool, step, (2, 0, 1, 1), (1, at + index, 1, index + 2))
+                assert pool.bases[1] == at - 1
+                assert index >= num_kept or torch.equal(found[1:], output[at + index : at + index + 1])
+            at += num_kept
 
 
 def records() -> None:
@@ -328,7 +363,7 @@ def proofs() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    parts = (layers, bits, records, padding, kinds, cuts, convolutions, captured, waits, proofs)
+    parts = (layers, bits, staying, records, padding, kinds, cuts, convolutions, captured, waits, proofs)
     with torch.inference_mode():
         {part.__name__: part for part in parts}[sys.argv[1]]()
     print("agreed")

@@ -12,6 +12,7 @@ import pytest
 PARTS = (
     "layers",
     "bits",
+    "staying",
     "records",
     "padding",
     "kinds",

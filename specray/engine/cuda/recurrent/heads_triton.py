@@ -41,7 +41,8 @@ def _mix(
         if block < NUM_BLOCKS:
             place = table + owner * NUM_COLUMNS
             slot, start = tl.load(place + SLOT).to(tl.int64), tl.load(place + START)
-            position = tl.load(place + SETTLED) + row - tl.load(place + FIRST_ROW)
+            opened = tl.maximum(start, tl.load(place + SETTLED))
+            position = opened + row - tl.load(place + FIRST_ROW)
             offset = tl.arange(0, WIDTH)
             channel = block * BLOCK + offset
             is_channel = (offset < BLOCK) & (channel < NUM_CHANNELS)
@@ -99,9 +100,10 @@ def _keep(
         tl.store(out + own * VALUE_DIM + value, tl.zeros([VALUES], out.dtype.element_ty), mask=is_value)
     else:
         place = table + owner * NUM_COLUMNS
-        slot, settled = tl.load(place + SLOT).to(tl.int64), tl.load(place + SETTLED)
+        slot = tl.load(place + SLOT).to(tl.int64)
+        opened = tl.maximum(tl.load(place + START), tl.load(place + SETTLED))
         first, count = tl.load(place + FIRST_ROW), tl.load(place + NUM_OPEN)
-        position = settled + row - first
+        position = opened + row - first
         source = rows + row.to(tl.int64) * row_stride
         if IS_GATED:
             output = tl.load(outputs + own * VALUE_DIM + value, mask=is_value, other=0.0)
@@ -111,13 +113,13 @@ def _keep(
             z = z.to(tl.float32)
             gated = normed * (z / (1.0 + tl.exp(-z)))
             tl.store(out + own * VALUE_DIM + value, gated.to(out.dtype.element_ty), mask=is_value)
-        if position >= settled + count - ROOM:
+        if position >= opened + count - ROOM:
             offset = tl.arange(0, WIDTH)
             channel = head * BLOCK + offset
             is_channel = (offset < BLOCK) & (channel < NUM_CHANNELS)
             kept = inputs + (slot * ROOM + position % ROOM) * NUM_CHANNELS + channel
             tl.store(kept, tl.load(source + channel, mask=is_channel, other=0.0), mask=is_channel)
-        if position >= settled:
+        if position >= opened:
             at = slot * MAX_OPEN + position % MAX_OPEN
             gate = tl.arange(0, GATES)
             is_gate = gate < GATE_DIM

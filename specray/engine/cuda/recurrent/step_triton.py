@@ -46,16 +46,21 @@ def _step(
         settled, first = tl.load(place + SETTLED), tl.load(place + FIRST_ROW)
         # Rows that settle at once are in the state already.
         begin = tl.where(settled > start, start, base)
+        folded, opened = tl.minimum(settled, start), tl.maximum(settled, start)
         state = load_state(
             states, slot, head, (settled > start) | (base > 0), first_column,
             NUM_HEADS, KEY_DIM, VALUE_DIM, KEYS, COLUMNS,
         )  # fmt: skip
-        if begin < start:
+        if begin < folded:
             state = replayed(
-                state, updates, kept_decays, kept_keys, slot, head, first_column, begin, start,
+                state, updates, kept_decays, kept_keys, slot, head, first_column, begin, folded,
                 NUM_HEADS, NUM_KEPT_KEYS, KEY_DIM, VALUE_DIM, GATE_DIM, MAX_OPEN, KEYS, COLUMNS,
             )  # fmt: skip
             store_state(state, states, slot, head, first_column, NUM_HEADS, KEY_DIM, VALUE_DIM, KEYS, COLUMNS)
+        state = replayed(
+            state, updates, kept_decays, kept_keys, slot, head, first_column, folded, start,
+            NUM_HEADS, NUM_KEPT_KEYS, KEY_DIM, VALUE_DIM, GATE_DIM, MAX_OPEN, KEYS, COLUMNS,
+        )  # fmt: skip
         key, column = tl.arange(0, KEYS), first_column + tl.arange(0, COLUMNS)
         is_key, is_column = key < KEY_DIM, column < VALUE_DIM
         shared = head // SHARED * KEY_DIM + key
@@ -76,7 +81,7 @@ def _step(
             state = tl.fma(known[:, None], update[None, :], state)
             tl.store(out + own * VALUE_DIM + column, tl.sum(state * asked[:, None], 0), mask=is_column)
             # Behind a sum over all of the program: no part of it still reads the record that was here.
-            kept = (slot * MAX_OPEN + (settled + index) % MAX_OPEN) * NUM_HEADS + head
+            kept = (slot * MAX_OPEN + (opened + index) % MAX_OPEN) * NUM_HEADS + head
             tl.store(updates + kept * VALUE_DIM + column, update, mask=is_column)
 
 

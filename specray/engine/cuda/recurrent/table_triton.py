@@ -23,10 +23,10 @@ def owner_of(row, table, num_sequences, SEQUENCES: tl.constexpr):
     is_sequence = index < num_sequences
     place = table + index * NUM_COLUMNS
     start = tl.load(place + START, mask=is_sequence, other=0)
-    settled = tl.load(place + SETTLED, mask=is_sequence, other=0)
+    opened = tl.maximum(start, tl.load(place + SETTLED, mask=is_sequence, other=0))
     first = tl.load(place + FIRST_ROW, mask=is_sequence, other=0)
     count = tl.load(place + NUM_OPEN, mask=is_sequence, other=0)
-    is_owner = (row >= first - (settled - start)) & (row < first + count)
+    is_owner = (row >= first - (opened - start)) & (row < first + count)
     return tl.max(tl.where(is_owner, index, -1), 0)
 
 

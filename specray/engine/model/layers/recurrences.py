@@ -60,12 +60,13 @@ def recur(heads: HeadRows, layer: LayerStates, item: StateRows, out: torch.Tenso
         heads: of the rows.
         out: written to, ``[num_rows, num_heads, value_dim]``.
     """
-    state = layer.replayed(item.slot, item.base, item.start)
-    middle = item.settled - item.start
+    state = layer.replayed(item.slot, item.base, min(item.start, item.settled))
+    middle = item.opened - item.start
     if middle:
         state, out[:middle] = absorb(heads[:middle], state, item.start)
     if item.settled > item.base:
         layer.states[item.slot] = state
+    state = layer.relearned(state, item.slot, item.settled, item.start)
     advance(heads[middle:], state, layer, item, out[middle:])
 
 
@@ -83,7 +84,7 @@ def advance(
             update = (update - (state * key[:, :, None]).sum(1)) * heads.rates[row, :, None]
         state = learned(state, key, update)
         out[row] = (state * query[:, :, None]).sum(1)
-        place = (item.settled + row) % size
+        place = (item.opened + row) % size
         layer.updates[item.slot, place] = update
         layer.decays[item.slot, place] = decays[row]
         layer.keys[item.slot, place] = for_heads(heads.keys[row], layer.keys.shape[2])

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specray.engine.cache.state_slots import STATE_UNIT, StateSlots
+from torch import Tensor
+
+from specray.engine.cache.state_slots import DRAFT_OPEN_ROWS, MAX_OPEN_ROWS, STATE_UNIT, StateSlots
+from specray.engine.drafting.engine import DraftEngine
 from specray.engine.inputs import SequenceInput, StateCopy
 from specray.engine.step import ForwardOutput, SequenceRows
 from specray.engine.target.engine import TargetEngine
+from specray.engine_info import EngineInfo
 from specray.types import SamplingParams, Verdict, VerifyItem
-from tests.unit.engine.harness import CPU, TARGET, SlotRunner, engine_info
+from tests.unit.engine.harness import CLOSE, CPU, TARGET, SlotRunner, engine_info
 
 
 class StateRunner(SlotRunner):
     """Whoever goes on from a state of other tokens than those of its keys and values fails."""
 
-    def __init__(self, *, num_snapshots: int, **sizes: int) -> None:
-        info = engine_info("target", **sizes)
-        super().__init__(TARGET, info)
-        self.slots_of_states = StateSlots(info.max_num_seqs + 1, 8, num_snapshots)
+    def __init__(
+        self, rows: Tensor, info: EngineInfo, *, num_snapshots: int, max_open: int = MAX_OPEN_ROWS
+    ) -> None:
+        super().__init__(rows, info)
+        self.slots_of_states = StateSlots(info.max_num_seqs + 1, max_open, num_snapshots)
         self.states = self.slots_of_states
         self.seen: dict[int, list[int]] = {}
         """Tokens in the state and the records of a slot."""
@@ -53,6 +58,9 @@ class StateRunner(SlotRunner):
         self.slots_of_states.finish(rows)
         return output
 
+    def advance(self, kept: Sequence[int], token_ids: Sequence[int]) -> ForwardOutput | None:
+        return None
+
     def copy_state(self, copy: StateCopy) -> None:
         if copy.base is None:
             slots = self.slots_of_states
@@ -70,9 +78,17 @@ def state_target(
 ) -> tuple[TargetEngine, StateRunner]:
     sizes = {"max_model_len": 1024, "max_num_batched_tokens": 256, "block_size": 16, **sizes}
     sizes.setdefault("num_blocks", 6144 // sizes["block_size"])
-    runner = StateRunner(num_snapshots=num_snapshots, **sizes)
     info = engine_info("target", **sizes)
+    runner = StateRunner(TARGET, info, num_snapshots=num_snapshots)
     return TargetEngine(runner, info, device=CPU, prefix_cache=prefix_cache), runner
+
+
+def state_draft(
+    rows: Tensor = CLOSE, *, num_snapshots: int = 0, **sizes: int
+) -> tuple[DraftEngine, StateRunner]:
+    info = engine_info("draft", **sizes)
+    runner = StateRunner(rows, info, num_snapshots=num_snapshots, max_open=DRAFT_OPEN_ROWS)
+    return DraftEngine(runner, info, device=CPU), runner
 
 
 def first_token(

@@ -124,3 +124,27 @@ def test_whatever_is_refused_others_have_plain_decodings_bits(num_open: int, nam
             assert torch.equal(found[:num_kept], output[at : at + num_kept])
             at += num_kept
         assert torch.equal(run(kernel, pool, right[at : at + 1], (2, at, 1, 1)), output[at : at + 1])
+
+
+@pytest.mark.parametrize("name", ["delta-32x64", "kimi-16x32", "mamba-16x32", "convolution-600"])
+def test_rows_over_records_that_stay_have_plain_decodings_bits(name: str) -> None:
+    """As a draft's: one by one while the state stays; then the next round takes some of them back."""
+    shape, kernel = SHAPES[name], make_kernel(name, torch.bfloat16, 2)
+    right, wrong = (projected(name, 80, seed).bfloat16() for seed in (1, 2))
+    plain = make_pool(shape, torch.bfloat16)
+    output = torch.cat([run(kernel, plain, right[row : row + 1], (0, row, 1, 1)) for row in range(40)])
+    for num_kept in range(6):
+        pool, at = make_pool(shape, torch.bfloat16), 0
+        for round_id in range(4):
+            # The state ends one token before the round, if there is one.
+            num_before = min(at, 1)
+            for index in range(6):
+                rows = right if index < num_kept else wrong
+                step = torch.cat((wrong[:2], rows[at + index : at + index + 1]))
+                other, own = (1, 12 * round_id + 2 * index, 2, 2), (2, at + index, 1, num_before + index + 1)
+                found = run(kernel, pool, step, other, own)[2:]
+                assert pool.bases[2] == at - num_before
+                if index < num_kept:
+                    assert torch.equal(found, output[at + index : at + index + 1])
+            at += num_kept
+        assert torch.equal(run(kernel, pool, right[at : at + 1], (2, at, 1, 1)), output[at : at + 1])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from specray.config import Config, DraftConfig, TargetConfig
+from specray.config import Config
 from specray.draft_tokens import NO_DRAFT, DraftTokens
 from specray.engine.build import build_draft_engine, build_target_engine
 from specray.engine.cache.state_pool import StatePool
@@ -317,15 +317,6 @@ def test_trees_are_refused_by_an_engine_that_starts_alone(checkpoint: Path) -> N
     config = Config.model_validate(settings(checkpoint, speculation={"tree": "8"}))
     with pytest.raises(ConfigError, match="which verify chains alone; allowed: 'off'"):
         build_target_engine(config)
-
-
-def test_a_draft_with_recurrent_layers_is_refused(checkpoint: Path) -> None:
-    target, draft = TargetConfig(model=str(checkpoint)), DraftConfig(model=str(checkpoint))
-    with pytest.raises(ConfigError) as caught:
-        check_models(Config(target=target, draft=draft))
-    assert str(caught.value) == (
-        f"draft.model is {str(checkpoint)!r}, which has recurrent layers; allowed: models of attention alone"
-    )
 
 
 def test_states_count_as_memory_of_the_cache(checkpoint: Path, runner: ModelRunner) -> None:

@@ -128,6 +128,26 @@ def test_whatever_of_the_open_rows_is_refused_others_have_plain_decodings_bits(
             assert torch.equal(step(pool, heads, row, row + 1, num_open=1), output[row : row + 1])
 
 
+@pytest.mark.parametrize(("gate_dim", "has_rates"), [(1, True), (KEY_DIM, True), (1, False)])
+def test_rows_over_records_that_stay_have_plain_decodings_bits(gate_dim: int, has_rates: bool) -> None:
+    """As a draft's: one by one while the state stays; then the next round takes some of them back."""
+    heads = make_rows(gate_dim=gate_dim, has_rates=has_rates, num_rows=60)
+    wrong = HeadRows(heads.queries, heads.keys, heads.values + 1.0, heads.log_decays, heads.rates)
+    plain = make_pool(gate_dim=gate_dim)
+    expected = [step(plain, heads, 0, 3, num_open=1)]
+    expected += [step(plain, heads, row, row + 1, num_open=1) for row in range(3, 60)]
+    output = torch.cat(expected)
+    for num_kept in range(7):
+        pool = make_pool(gate_dim=gate_dim)
+        step(pool, heads, 0, 3, num_open=1)
+        for start in range(3, 8 * num_kept, max(1, num_kept)):
+            for row in range(start, start + 7):
+                is_kept = row < start + num_kept
+                found = step(pool, heads if is_kept else wrong, row, row + 1, num_open=row + 2 - start)
+                assert pool.bases[1] == start - 1
+                assert not is_kept or torch.equal(found, output[row : row + 1])
+
+
 def test_a_first_chunk_in_the_middle_of_a_unit_is_made_up_behind_its_rows() -> None:
     heads, state = make_rows(), torch.randn(HEADS, KEY_DIM, VALUE_DIM)
     whole, output = absorb(heads[60:70], state, 60)
