@@ -111,7 +111,7 @@ lint: setup
 	cd protos && ../$(BIN)/buf lint
 
 types: setup
-	$(BIN)/mypy -p specray
+	$(BIN)/mypy -p specray -p tests.e2e -p tests.cluster -p tests.gpu -p tests.conformance
 
 protos: setup
 	$(BIN)/python protos/generate.py

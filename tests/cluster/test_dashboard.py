@@ -31,8 +31,9 @@ def existing() -> dict[str, set[str]]:
         registry = metrics.registry
         for family in registry.collect():
             collector = registry._names_to_collectors[family.name]
-            is_ours = isinstance(collector, (counts.Counter, counts.LabelledCounter, counts.Histogram))
-            labels = REPLICA | set(collector.label_names if is_ours else collector._labelnames)
+            ours = (counts.Counter, counts.LabelledCounter, counts.Histogram)
+            names_of = "label_names" if isinstance(collector, ours) else "_labelnames"
+            labels = REPLICA | set(getattr(collector, names_of))
             for suffix in SUFFIXES[family.type]:
                 names[family.name + suffix] = labels | ({"le"} if suffix == "_bucket" else set())
     return names

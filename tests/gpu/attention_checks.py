@@ -41,7 +41,8 @@ def check_case(
 
 def check_tree(attend: AttendPaged, tree: Tree, device: torch.device) -> None:
     """A kernel attends to a tree as a dense mask in float64 has it."""
-    rotary = rotary_tables(*(table.to(device) for table in torch_tables()), torch.float32)
+    cos, sin = (table.to(device) for table in torch_tables())
+    rotary = rotary_tables(cos, sin, torch.float32)
     attention = PagedAttention(rotary, SHAPE, attend)
     output = attend_tree(attention, tree, torch.float32, 16, device)[:-1]
     reference = expected_of_tree(tree, random_rows(tree, SHAPE), SHAPE)

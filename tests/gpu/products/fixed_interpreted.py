@@ -159,7 +159,7 @@ def mixtures() -> None:
         for some in (slice(1), slice(4, 6), slice(32, 33), slice(20)):
             assert torch.equal(layer.gate(rows[some]), most[some]), (family, some)
         routed = layer.gate.experts if isinstance(layer.gate, WithSharedMlp) else layer.gate
-        assert isinstance(routed.experts, TritonExperts)
+        assert isinstance(routed, ExpertLayer) and isinstance(routed.experts, TritonExperts)
         free = replace(routed, experts=replace(routed.experts, rule=FREE))
         others = replace(forward, layers=(replace(layer, gate=free),))
         reason = "its experts run with torch's operators"

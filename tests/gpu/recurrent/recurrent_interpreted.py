@@ -23,6 +23,7 @@ from specray.engine.model.layers.delta import GatedDelta
 from specray.engine.model.layers.experts.config import Routing
 from specray.engine.model.layers.experts.layer import ExpertMlp
 from specray.engine.model.layers.experts.routing import Router
+from specray.engine.model.layers.experts.triton import TritonExperts
 from specray.engine.model.layers.recurrences import HeadRows, recur
 from specray.engine.model.operators_triton import TritonDelta, TritonOperators, recurred
 from specray.engine.runner import assembly
@@ -234,8 +235,8 @@ def kinds() -> None:
 
 def shared(heads: HeadRows) -> HeadRows:
     """With a key for each head: what torch's operators keep."""
-    both = (each.repeat_interleave(2, 1) for each in (heads.queries, heads.keys))
-    return HeadRows(*both, heads.values, heads.log_decays, heads.rates)
+    queries, keys = (each.repeat_interleave(2, 1) for each in (heads.queries, heads.keys))
+    return HeadRows(queries, keys, heads.values, heads.log_decays, heads.rates)
 
 
 def kept(heads: HeadRows, pool: StatePool) -> torch.Tensor:
@@ -289,7 +290,7 @@ def convolutions() -> None:
 
 def captured() -> None:
     """Steps of a hybrid through captured forwards, padded to buckets, give the library's tokens."""
-    assembly.cpu_operators = lambda dtype, num_threads: TritonOperators(dtype)  # type: ignore[assignment]
+    assembly.cpu_operators = lambda dtype, num_threads: TritonOperators(dtype)  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory() as name:
         path = write_family(Path(name), FAMILIES["qwen3_5"])
         eager = cpu_runner(path, max_model_len=96, max_num_seqs=4, block_size=16, attention="gather")
@@ -348,16 +349,16 @@ def proofs() -> None:
     assert isinstance(operators.mixer(mixer), TritonDelta)
     gate, down = (torch.randn(3, *size) for size in ((16, 8), (8, 8)))
     experts = [
-        ExpertMlp(operators.gate(*both.chunk(2), None, None), operators.linear(end, None))
-        for both, end in zip(gate, down, strict=True)
+        ExpertMlp(operators.gate(first, second, None, None), operators.linear(end, None))
+        for (first, second), end in zip((both.chunk(2) for both in gate), down, strict=True)
     ]
     router = Router(operators.router(torch.randn(3, 8), None), Routing(2))
     assert operators.experts(router, experts).can_be_captured
-    plain = operators_triton.TritonExperts.__call__
+    plain = TritonExperts.__call__
     for wrong in (lambda *args: plain(*args) * 1.01, lambda *args: plain(*args) / 0):
-        operators_triton.TritonExperts.__call__ = wrong  # type: ignore[assignment]
+        TritonExperts.__call__ = wrong  # type: ignore[assignment]
         assert not operators.experts(router, experts).can_be_captured
-    operators_triton.advance = lambda *args: None
+    operators_triton.advance = lambda *args: None  # type: ignore[attr-defined]
     assert operators.mixer(mixer) is mixer
 
 
