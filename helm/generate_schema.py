@@ -33,7 +33,7 @@ _ACTOR_OPTIONS = {
 
 def with_config(schema: dict[str, Any]) -> dict[str, Any]:
     """Returns the chart's schema with a new part for ``config``."""
-    config = _without_titles(Config.model_json_schema())
+    config = _closed(Config.model_json_schema())
     definitions = config.pop("$defs")
     for name, options in _ACTOR_OPTIONS.items():
         definitions[name]["properties"]["ray_actor_options"] = {
@@ -50,13 +50,15 @@ def _own(definitions: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in definitions.items() if name[0].islower()}
 
 
-def _without_titles(schema: Any) -> Any:
+def _closed(schema: Any) -> Any:
+    """Without titles, and with no names in a map but those that its patterns allow."""
     if isinstance(schema, list):
-        return [_without_titles(item) for item in schema]
+        return [_closed(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    return {
-        key: _without_titles(value)
+    closed = {"additionalProperties": False} if "patternProperties" in schema else {}
+    return closed | {
+        key: _closed(value)
         for key, value in schema.items()
         if not (key == "title" and isinstance(value, str))
     }

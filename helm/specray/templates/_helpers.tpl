@@ -78,7 +78,7 @@ specray.io/service: {{ include "specray.fullname" . }}
 {{- /* Keys that change while serving, as in specray/config/live.py. */}}
 {{- define "specray.liveKeys" -}}
 speculation: [num_speculative_tokens, verification, overlap, tree, fallback, lookahead, past_output_tokens]
-router: [max_queued_requests, max_queued_tokens, prefill_chunk_tokens, max_prefill_slowdown, stream_interval_ms]
+router: [max_queued_requests, max_queued_tokens, prefill_chunk_tokens, max_prefill_slowdown, stream_interval_ms, slo]
 ingress: [excess_max_tokens]
 auth: [keys, open_paths]
 http: [max_body_bytes, unknown_fields, images, first_token_grace_s]

@@ -98,7 +98,7 @@ class Adapter:
         missing = [name for name in found if name not in shapes]
         if missing:
             raise _refused(self.label, f"adapts weights for which the model has no place: {listed(missing)}")
-        for name, layer in found.items():
+        for name, layer in sorted(found.items()):
             if shapes[name] != layer.shape:
                 raise _refused(
                     self.label,

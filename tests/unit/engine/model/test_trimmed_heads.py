@@ -208,7 +208,7 @@ def test_head_of_another_size_than_its_configuration_says(
         ),
         ({"draft_vocab_size": 0}, {}, "draft", "cannot be loaded: draft_vocab_size is 0; allowed: 1 or more"),
         ({}, {"vocabulary_ids": "x.json"}, "draft", "draft_vocab_size is 7; allowed: without draft.vocabula"),
-        ({}, {"forward": "hf"}, "draft", "draft_vocab_size is 7; allowed: model types aria_text, bamba, "),
+        ({}, {"forward": "hf"}, "draft", "draft_vocab_size is 7; allowed: model types aria_text, "),
     ],
 )
 def test_trimmed_checkpoint_where_it_cannot_be(
