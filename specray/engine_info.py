@@ -84,7 +84,7 @@ class EngineInfo:
     num_snapshots: int = 0
     """Room for snapshots of recurrent layers' states, by which prefixes are used again; 0: there are none."""
     num_snapshots_held: int = 0
-    """Of them, those that can be found, at the moment of asking."""
+    """Snapshots that can be found, at the moment of asking."""
     num_snapshots_evicted: int = 0
     """Snapshots that gave way to others since the engine started."""
     step_times: tuple[StepTime, ...] = ()
@@ -125,7 +125,7 @@ class EngineInfo:
     adapters: tuple[bytes, ...] = ()
     """Digests of the adapters that are loaded now, 32 bytes each."""
     adapter_names: tuple[str, ...] = ()
-    """Of each, the name of its folder (target), or of the adapter that it drafts for (draft)."""
+    """Names of their folders (target), or of the adapters that they draft for (draft)."""
     max_adapters: int = 0
     """Most adapters that are loaded at a time; 0: the engine knows none, and would compute the base."""
     max_adapter_rank: int = 0

@@ -78,7 +78,7 @@ class AdapterLoader(Protocol):
     """What a connection to a target whose engine is a ``SyncAdapterEngine`` has besides."""
 
     async def load_adapter(self, folder: str, digest: bytes = b"") -> bytes:
-        """As ``SyncAdapterEngine.start_loading``, to its end; returns the digest of its bytes.
+        """Loads an adapter, and returns the digest of its bytes.
 
         Raises:
             InvalidRequestError: it can never be loaded, or the engine knows no adapters.
@@ -88,7 +88,7 @@ class AdapterLoader(Protocol):
         ...
 
     async def unload_adapter(self, digest: bytes) -> None:
-        """As ``SyncAdapterEngine.unload_adapter``. Raises EngineLostError."""
+        """Unloads an adapter, if it is loaded. Raises EngineLostError."""
         ...
 
 
@@ -245,7 +245,7 @@ class AdapterManager(Protocol):
     """A router whose target loads adapters, or a handle to several such."""
 
     async def load_adapter(self, folder: str, digest: bytes = b"", *, is_pinned: bool = False) -> bytes:
-        """As ``AdapterLoader.load_adapter``, once there is room.
+        """Loads an adapter once there is room, and returns the digest of its bytes.
 
         Args:
             is_pinned: it leaves only when it is unloaded.
@@ -253,7 +253,7 @@ class AdapterManager(Protocol):
         ...
 
     async def unload_adapter(self, digest: bytes) -> None:
-        """As ``SyncAdapterEngine.unload_adapter``. Raises EngineLostError."""
+        """Unloads an adapter, if it is loaded. Raises EngineLostError."""
         ...
 
 

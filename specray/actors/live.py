@@ -127,7 +127,7 @@ class AdapterNames:
         await asyncio.to_thread(self._mark)
 
     async def claim(self, ref: AdapterRef) -> bool:
-        """As ``serving.adapters.AdapterStore.claim``: the cluster's store decides."""
+        """Asks the cluster's store, which gives a name to one of all who claim it: whether it is this one."""
         is_new = await asyncio.to_thread(write_stored, self._prefix + ref.name, _values_of(ref), is_new=True)
         if is_new:
             await asyncio.to_thread(self._mark)

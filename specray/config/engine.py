@@ -306,7 +306,7 @@ class DraftConfig(EngineConfig):
     @field_validator("adapters")
     @classmethod
     def _absolute_directories(cls, adapters: dict[str, str]) -> dict[str, str]:
-        """As :meth:`_absolute_file`."""
+        """``~`` and relative paths, as those of files."""
         return {name: str(Path(path).expanduser().absolute()) for name, path in adapters.items()}
 
     @model_validator(mode="after")

@@ -86,7 +86,7 @@ def _attend(
     GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr, PLACES: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """With PART > 0 parts and tiles begin at the same positions for every row, whatever is beside it.
+    """Attends with parts and tiles that, with PART > 0, begin at the same positions for every row.
 
     A row with a mask then has a program of its own, which sees its path in the order of positions.
     """

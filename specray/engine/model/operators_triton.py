@@ -198,7 +198,7 @@ def delta_mixer(mixer: PlainMixer, dtype: torch.dtype) -> Mixer:
     rows = torch.randn(_NUM_ROWS, width, generator=torch.Generator().manual_seed(0)).to(device, dtype)
 
     def run(each: Mixer) -> torch.Tensor:
-        """Of a prompt the first rows settle at once; of a verify some stay."""
+        """Runs a prompt, whose first rows settle at once, and verifies of which some rows stay."""
         pool = StatePool([shape], num_slots=1, max_open=4, dtype=dtype, device=device)
         outputs = []
         for start, end, num_open in ((0, 5, 2), (4, 7, 3), (6, _NUM_ROWS, 2)):

@@ -99,6 +99,10 @@ def _olmo(config: Any) -> dict[str, Any]:
 
 
 def _kimi(config: Any) -> dict[str, Any]:
+    return {"recurrent": _kimi_layers(config, DeltaWeights.IN_STEPS)}
+
+
+def _kimi_layers(config: Any, weights: DeltaWeights, least: float | None = None) -> DeltaLayers | None:
     layers = DeltaLayers(
         _are(config.layer_types, _RECURRENT),
         config.linear_num_heads,
@@ -106,10 +110,11 @@ def _kimi(config: Any) -> dict[str, Any]:
         config.linear_head_dim,
         config.linear_head_dim,
         config.linear_conv_kernel_dim,
-        DeltaWeights.IN_STEPS,
+        weights,
         config.rms_norm_eps,
+        least_log_decay=least,
     )
-    return {"recurrent": layers if any(layers.layers) else None}
+    return layers if any(layers.layers) else None
 
 
 def _can_lower_ling(config: Any) -> bool:
@@ -117,18 +122,8 @@ def _can_lower_ling(config: Any) -> bool:
 
 
 def _ling(config: Any) -> dict[str, Any]:
-    layers = DeltaLayers(
-        _are(config.layer_types, _RECURRENT),
-        config.linear_num_heads,
-        config.linear_num_heads,
-        config.linear_head_dim,
-        config.linear_head_dim,
-        config.linear_conv_kernel_dim,
-        DeltaWeights.BY_NUMBER,
-        config.rms_norm_eps,
-        least_log_decay=float(config.kda_lower_bound) if config.kda_safe_gate else None,
-    )
-    return {"has_head_gates": True, "recurrent": layers if any(layers.layers) else None}
+    least = float(config.kda_lower_bound) if config.kda_safe_gate else None
+    return {"has_head_gates": True, "recurrent": _kimi_layers(config, DeltaWeights.BY_NUMBER, least)}
 
 
 def _are(kinds: list[str], *wanted: str) -> tuple[bool, ...]:

@@ -17,7 +17,7 @@ NORM_EPS = 1e-6
 _OPERATIONS_PER_BYTE = 1.9
 """FLOP of a head per byte: 2 x (576 + 512) for the 1,152 bytes of a token in bfloat16."""
 _OPERATIONS_PER_BYTE_READ = 295.0
-"""Of an H100, by its data sheet: 989 TFLOP/s and 3.35 TB/s; other devices are like it."""
+"""FLOP that a device does while it reads a byte; an H100's by its data sheet, 989 TFLOP/s and 3.35 TB/s."""
 
 
 @dataclass(frozen=True, slots=True)
